@@ -1,0 +1,93 @@
+# SFT-Play. Every target is one command; `make help` lists them. Settings: CONFIG=file ARGS="a.b=c ..." RUN=name
+.DEFAULT_GOAL := help
+.SUFFIXES:
+PYTHON ?= python3
+PY := .venv/bin/python
+SFTPLAY := exec $(PY) -m sftplay
+READY := .venv/.stamp
+
+CONFIG ?=
+ARGS ?=
+TORCH_INDEX ?=
+EXTRAS ?=
+export TORCH_INDEX EXTRAS
+
+WHICH := --config "$(CONFIG)"
+SCALE = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) $(if $(NODE_RANK),--node-rank $(NODE_RANK)) \
+  $(if $(MASTER_ADDR),--master-addr $(MASTER_ADDR)) $(if $(MASTER_PORT),--master-port $(MASTER_PORT)) $(if $(DRY_RUN),--dry-run)
+RUNNAME = $(if $(RUN),--run "$(RUN)")
+JSONFLAG = $(if $(JSON),--json)
+
+# A clone that was moved has a .venv full of old paths: its stamp names another folder.
+ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"
+.PHONY: $(READY)
+endif
+$(READY): requirements.lock sftplay/install.py
+	@exec $(PYTHON) -m sftplay.install
+
+.PHONY: help install demo test test-slow check validate schema manual process train train-tb train-bnb train-bnb-tb \
+  train-distributed train-distributed-tb resume gpu-info tensorboard tb-stop eval infer infer-batch bench clean
+
+help: ## this list
+	@exec awk -f docs/help.awk Makefile
+
+##@ set up
+install: ## build or refresh .venv (TORCH_INDEX= another package index for torch, EXTRAS=deepspeed)
+	@exec $(PYTHON) -m sftplay.install --force
+demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers)
+	@$(SFTPLAY) demo $(WHICH) $(if $(CONTROL),--control) $(SCALE) $(ARGS)
+test: $(READY) ## the test suite, minutes
+	@exec $(PY) -m pytest -m "not slow" $(ARGS)
+test-slow: $(READY) ## the long tests
+	@exec $(PY) -m pytest -m "slow" $(ARGS)
+check: $(READY) ## lint, format and types of this repository
+	@$(SFTPLAY) check
+validate: $(READY) ## check a config: CONFIG=
+	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(ARGS)
+schema: $(READY) ## JSON schema of the config
+	@$(SFTPLAY) schema
+manual: $(READY) ## the config manual, docs/config.md
+	@$(SFTPLAY) manual
+
+##@ data
+process: $(READY) ## read, render and cache the data, print the report: CONFIG=
+	@$(SFTPLAY) process $(WHICH) $(JSONFLAG) $(ARGS)
+
+##@ train
+train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command)
+	@$(SFTPLAY) train $(WHICH) $(SCALE) $(ARGS)
+train-tb: $(READY) ## train with TensorBoard
+	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(ARGS)
+train-bnb: $(READY) ## train with the bitsandbytes backend
+	@$(SFTPLAY) train $(WHICH) $(SCALE) tuning.backend=bnb $(ARGS)
+train-bnb-tb: $(READY) ## the same with TensorBoard
+	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) tuning.backend=bnb logging.backend=tensorboard $(ARGS)
+resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= (RUN=)
+	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(ARGS)
+
+##@ scale
+train-distributed: $(READY) ## one process per GPU, or NPROC=
+	@$(SFTPLAY) train --nproc gpu $(WHICH) $(SCALE) $(ARGS)
+train-distributed-tb: $(READY) ## the same with TensorBoard
+	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(ARGS)
+
+##@ look
+gpu-info: $(READY) ## what this machine offers
+	@$(SFTPLAY) gpu-info $(JSONFLAG)
+tensorboard: $(READY) ## curves in a browser, on this machine only; returns at once (PORT=)
+	@$(SFTPLAY) tensorboard $(if $(CONFIG),$(WHICH)) $(RUNNAME) $(if $(PORT),--port $(PORT)) $(ARGS)
+tb-stop: $(READY) ## stop that TensorBoard
+	@$(SFTPLAY) tb-stop
+bench: $(READY) ## speed beside other ways to train, docs/benchmarks.md
+	@exec $(PY) benchmarks/overhead.py $(ARGS)
+
+##@ use
+eval: $(READY) ## measure a run beside its base: CONFIG= (RUN=, SPLIT=test)
+	@$(SFTPLAY) eval $(WHICH) $(RUNNAME) $(if $(SPLIT),--split $(SPLIT)) $(JSONFLAG) $(ARGS)
+infer: $(READY) ## chat with a run's model: CONFIG= (RUN=)
+	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(ARGS)
+infer-batch: $(READY) ## answer every row of a file: CONFIG= IN= OUT= (RUN=)
+	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) --in "$(IN)" --out "$(OUT)" $(ARGS)
+
+clean: ## remove caches; nothing you made is touched
+	@exec rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

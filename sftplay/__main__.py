@@ -1,0 +1,5 @@
+"""Entry point of `python -m sftplay`."""
+
+from sftplay.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""The command line: parser, verb table, and the only place that turns errors into exit codes.
+
+Verbs import what they need when they run, so that help and refusals are instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from sftplay.errors import ConfigError, SftplayError, nearest_names
+
+VERBS = {
+    "train": ("sftplay.verbs.training", "train", "train the run of a config"),
+    "resume": ("sftplay.verbs.training", "resume", "continue a run from its newest complete checkpoint"),
+    "demo": ("sftplay.verbs.demo", "demo", "teach the builtin model a task, on any machine"),
+    "process": ("sftplay.verbs.data", "process", "read, render and cache the data; print the data report"),
+    "validate": ("sftplay.verbs.config", "validate", "check a config and say what each value is and why"),
+    "schema": ("sftplay.verbs.config", "schema", "print the JSON schema of the config"),
+    "manual": ("sftplay.verbs.config", "manual", "print the config manual"),
+    "eval": ("sftplay.verbs.use", "evaluate", "measure a run on its held-out rows, beside its base"),
+    "infer": ("sftplay.verbs.use", "infer", "chat with a run's model"),
+    "infer-batch": ("sftplay.verbs.use", "infer_batch", "answer every row of a file"),
+    "tensorboard": ("sftplay.verbs.board", "start", "show curves in a browser; returns at once"),
+    "tb-stop": ("sftplay.verbs.board", "stop", "stop that TensorBoard"),
+    "gpu-info": ("sftplay.verbs.machine", "gpu_info", "what this machine offers"),
+    "check": ("sftplay.verbs.machine", "check", "lint and types of this repository"),
+}
+"""verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
+
+BUG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code INTERFACES promises."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in words
+    try:
+        args = parse(words)
+        module, function, _ = VERBS[args.verb]
+        code: int = getattr(import_module(module), function)(args)
+        return code
+    except SftplayError as error:
+        _report(error, as_json)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left, as `head` does; not an error
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 - the one place where a bug becomes exit code 1 with its traceback
+        if as_json:
+            print(json.dumps({"error": SftplayError(f"{type(error).__name__}: {error}").as_json()}))
+        traceback.print_exc()
+        return BUG
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Parsed arguments; `args.overrides` holds the `a.b=c` words, also those written `--a.b=c`.
+
+    Raises:
+        ConfigError: no such verb or flag, with the nearest name.
+    """
+    verb = words[0] if words else "--help"
+    if not verb.startswith("-") and verb not in VERBS:
+        near = nearest_names(verb, VERBS)
+        fix = f"did you mean {near[0]!r}?" if near else "see `make help`"
+        raise ConfigError(f"no verb called {verb!r}", where="command line", fix=fix, nearest=near)
+    parser = _parser()
+    args, rest = parser.parse_known_args(words)
+    overrides = []
+    for word in [*args.words, *rest]:
+        plain = word.removeprefix("--")
+        if "=" not in plain or plain.startswith("="):
+            raise _unknown_word(word, args.verb)
+        overrides.append(plain)
+    args.overrides = overrides
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, (_, _, text) in VERBS.items():
+        verb = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        verb.add_argument("words", nargs="*", metavar="a.b=c", help="config values that go before the file's")
+        verb.add_argument("--config", default="", help="the run's YAML")
+        verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        for flag, options in _flags(name).items():
+            verb.add_argument(flag, **options)
+    return parser
+
+
+def _flags(verb: str) -> dict[str, dict[str, object]]:
+    scale: dict[str, dict[str, object]] = {
+        "--dry-run": {"action": "store_true", "help": "print the command, start nothing"},
+        "--nproc": {"default": None, "help": "processes on this node; `gpu` means one per GPU"},
+        "--nnodes": {"type": int, "default": 1},
+        "--node-rank": {"type": int, "default": 0},
+        "--master-addr": {"default": "127.0.0.1"},
+        "--master-port": {"type": int, "default": 29511},
+        "--tb": {"action": "store_true", "help": "start TensorBoard too"},
+    }
+    run: dict[str, dict[str, object]] = {"--run": {"default": None, "help": "name or folder of the run"}}
+    special: dict[str, dict[str, dict[str, object]]] = {
+        "train": scale,
+        "resume": {**scale, **run},
+        "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **scale},
+        "eval": {**run, "--split": {"choices": ["val", "test"], "default": "val"}},
+        "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}},
+        "infer-batch": {**run, "--in": {"dest": "input", "required": True}, "--out": {"required": True}},
+        "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
+    }
+    return special.get(verb, {})
+
+
+def _unknown_word(word: str, verb: str) -> ConfigError:
+    flags = ["--config", "--json", *_flags(verb)]
+    near = nearest_names(word.split("=")[0], flags)
+    fix = f"did you mean {near[0]!r}?" if near else "write config values as a.b=c"
+    return ConfigError(f"{verb} does not know {word!r}", where="command line", fix=fix, nearest=near)
+
+
+def _report(error: SftplayError, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": error.as_json()}, ensure_ascii=False))
+    print(error, file=sys.stderr)

@@ -1,0 +1,114 @@
+"""YAML files and overrides to a checked `RunConfig` that remembers where each value was written.
+
+Precedence: command line > file > include > default. All problems are reported at once, in the order of the files.
+It reads and checks; it never looks at the machine, the data or the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import ValidationError
+
+from sftplay.config.keys import all_sections, required_below, section_of
+from sftplay.config.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
+from sftplay.config.precision import settle_precision
+from sftplay.config.problems import offending_keys, translated
+from sftplay.config.resolved import dump_resolved
+from sftplay.config.rules import broken_rules
+from sftplay.config.schema import RunConfig, Section
+from sftplay.config.yaml12 import KeyPath
+from sftplay.errors import ConfigErrors
+
+__all__ = ["dump_resolved", "load_config"]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in a YAML file, with what it includes below it and `a.b=c` texts laid over it.
+
+    `--a.b=c` is the same as `a.b=c`; of two overrides of one key the later one counts. Paths in messages and origins
+    are as the user typed them, includes relative to the current folder.
+
+    Raises:
+        ConfigError: a file that cannot be read or is not YAML.
+        ConfigErrors: everything else that is wrong with it, all at once.
+    """
+    file = os.fspath(path)
+    override_layer, problems = read_overrides(overrides)
+    layers, found = settle_precision([*read_layers(path), override_layer])
+    problems += found
+    merged = merge(layers)
+    merged.values = _with_empty_sections(merged.values, RunConfig)
+    cfg: RunConfig | None
+    try:
+        cfg = RunConfig.model_validate(merged.values)
+    except ValidationError as error:
+        problems += translated(error, merged, file)
+        cfg = _what_remains(merged.values, error)
+    if cfg is not None:
+        cfg._origins = _origins(merged)
+        problems += _rule_problems(cfg, merged, offending_keys(problems))
+    if problems:
+        raise ConfigErrors([problem.error for problem in sorted(problems, key=lambda problem: problem.place)])
+    assert cfg is not None
+    return cfg
+
+
+def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
+    """A section whose keys are all commented out (`train:`) is an empty section, not null."""
+    filled = dict(values)
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        inner = section_of(field) if field else None
+        if inner and isinstance(value, dict):
+            filled[key] = _with_empty_sections(value, inner)
+        elif value is None and field and (inner or get_origin(field.annotation) is dict):
+            filled[key] = {}
+    return filled
+
+
+def _what_remains(values: dict[str, Any], error: ValidationError) -> RunConfig | None:
+    """The config without the refused values, so that the rules between the others are checked in the same go."""
+    tree = dict(values)
+    for refused in error.errors(include_url=False):
+        _remove(tree, refused["loc"])
+    stand_ins = [Layer(nested(key, "unknown")) for key in required_below("")]
+    try:
+        return RunConfig.model_validate(merge([*stand_ins, Layer(tree)]).values)
+    except ValidationError:
+        return None
+
+
+def _remove(tree: dict[str, Any], path: KeyPath) -> None:
+    """Drop the value at a path; where that leads into a list or a union's form, the whole value of the key."""
+    branch = tree
+    for part in path:
+        inner = branch.get(str(part))
+        if not isinstance(inner, dict) or part == path[-1]:
+            branch.pop(str(part), None)
+            return
+        branch[str(part)] = branch = dict(inner)
+
+
+def _origins(merged: Layer) -> dict[str, str]:
+    """Dotted key -> place, of every key that holds a value and of every key below `extra`."""
+    sections = all_sections()
+    dotted = {".".join(map(str, path)): place for path, place in merged.places.items() if _is_keys(path)}
+    return {key: str(place) for key, place in dotted.items() if key not in sections}
+
+
+def _is_keys(path: KeyPath) -> bool:
+    return all(isinstance(part, str) for part in path)
+
+
+def _rule_problems(cfg: RunConfig, merged: Layer, offending: set[str]) -> list[Problem]:
+    """The broken rules that look only at values which are right in themselves."""
+    problems = []
+    for finding in broken_rules(cfg):
+        if offending.isdisjoint(finding.keys):
+            place = merged.place_of(tuple(finding.key_in(cfg).split("."))) or Place(0, 0, "")
+            problems.append(Problem(place, finding.as_error(cfg)))
+    return problems

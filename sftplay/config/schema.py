@@ -1,0 +1,297 @@
+"""The sections of a run's YAML, typed and frozen; a string under each field is the manual.
+
+It checks single values only. Rules between fields live in `rules`, reading files in `load`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+Auto = Literal["auto"]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+
+Precision = Literal["fp32", "bf16", "fp16"]
+LossHead = Literal["standard", "chunked", "liger"]
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Optimizer = Literal[
+    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd"
+]
+Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvclive", "neptune", "swanlab", "trackio"]
+Metric = Literal["exact_match", "rouge_l", "chrf"]
+
+
+class Section(BaseModel):
+    """Part of the config: frozen, keys that are not listed are refused, no value is converted in silence."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    """Which model is tuned, and how it is opened."""
+
+    name: str
+    """A hub name (`org/model`), a local folder, or `builtin:tiny`, which needs no download."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub. None means the hub's default branch; use a commit to repeat a run."""
+
+    max_seq_len: Annotated[int, Field(ge=8)] = 2048
+    """Longest row in tokens. Memory grows linearly with it; `data.too_long` says what happens to longer rows."""
+
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model. It can do anything you can; leave it off unless you have read it."""
+
+    attn: Attention | Auto = "auto"
+    """Attention kernel. auto takes flash_attention_2 where GPU and package allow it, else sdpa."""
+
+
+class LoraConfig(Section):
+    """Which weights train beside the frozen base (modes lora and qlora)."""
+
+    r: Positive = 32
+    """Width of the low-rank pair. Memory and capacity grow linearly with it."""
+
+    alpha: PositiveFloat | None = None
+    """Update scale: the pair is multiplied by alpha / r. None means 2 * r."""
+
+    dropout: Share = 0.0
+    """Share of the pair's inputs dropped while training. 0.05 helps on small data; 0 is faster."""
+
+    target_modules: list[str] | Auto = "auto"
+    """Names of the linear layers that get a pair. auto takes every linear layer but the output head."""
+
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules trained in full and saved with the adapter, such as embed_tokens or lm_head after adding tokens."""
+
+    dora: bool = False
+    """Weight-decomposed LoRA: better at small r, slower."""
+
+    rslora: bool = False
+    """Scale by alpha / sqrt(r) in place of alpha / r, which keeps large r useful."""
+
+
+class TuningConfig(Section):
+    """What trains: everything, or an adapter on a frozen base in 16/32 or in 4 bits."""
+
+    mode: Literal["full", "lora", "qlora"] = "lora"
+    """full trains every weight; lora an adapter; qlora an adapter on a base held in 4 bits."""
+
+    backend: Literal["bnb"] = "bnb"
+    """Who holds the 4-bit weights: bnb is bitsandbytes."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4-bit code of qlora. nf4 fits normally distributed weights better."""
+
+    double_quant: bool = True
+    """Quantise the scales too: saves about 0.4 bit a weight at no measurable loss."""
+
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Shape of the adapter."""
+
+
+class TrainConfig(Section):
+    """How long, how fast, and in which pieces the run trains."""
+
+    epochs: PositiveFloat = 3.0
+    """Passes over the training rows; a fraction is allowed. Ignored when max_steps is given."""
+
+    max_steps: Positive | None = None
+    """Optimizer steps. None means epochs decides."""
+
+    learning_rate: NotNegative | Auto = "auto"
+    """Peak rate. auto: 2e-4 for lora and qlora, 1e-5 for full."""
+
+    lr_scheduler: Schedule = "cosine"
+    """Shape of the learning rate after warm-up."""
+
+    warmup_ratio: Share = 0.03
+    """Share of the steps over which the rate rises from 0."""
+
+    weight_decay: NotNegative = 0.0
+    """Pull of the weights towards zero per step, times the rate."""
+
+    max_grad_norm: NotNegative = 1.0
+    """Gradients longer than this are scaled down to it. 0 switches clipping off."""
+
+    effective_batch_size: Positive = 32
+    """Rows per optimizer step over all processes. Exact: batch_size * grad_accum * processes equals it."""
+
+    batch_size: Positive | Auto = "auto"
+    """Rows one process holds in memory at a time. auto sizes it to the machine."""
+
+    grad_accum: Positive | Auto = "auto"
+    """Pieces one optimizer step is computed in, per process. auto follows from the two above."""
+
+    precision: Precision | Auto = "auto"
+    """Number format of the computation. auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on a CPU."""
+
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third slower, much less memory."""
+
+    packing: bool | Auto = "auto"
+    """Put several rows of a step side by side in one row of max_seq_len. auto: only with a flash attention kernel."""
+
+    loss_head: LossHead | Auto = "auto"
+    """How scores over the vocabulary become a loss: in one piece, in chunks of tokens, or by Liger's kernel."""
+
+    optim: Optimizer | Auto = "auto"
+    """Optimizer by transformers' name. auto: adamw_torch_fused."""
+
+    neftune_alpha: PositiveFloat | None = None
+    """Strength of the noise added to embeddings while training (5 is common). None means none."""
+
+    eval_steps: Positive | None = None
+    """Steps between two evaluations on the held-out rows. None means once an epoch."""
+
+    save_steps: Positive | None = None
+    """Steps between two checkpoints. None means once an epoch."""
+
+    save_total_limit: Positive = 2
+    """Complete checkpoints kept. The newest and the best are never removed."""
+
+    best_metric: Literal["loss"] | None = None
+    """Keep the weights of the evaluation with the lowest held-out loss as the result. None keeps the last."""
+
+    early_stopping: Positive | None = None
+    """Stop after this many evaluations without a lower held-out loss. None means train to the end."""
+
+    resume: str = "never"
+    """never, auto (newest complete checkpoint of this run name), or the path of a checkpoint."""
+
+    dataloader_num_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that fetch rows. Rows are token ids already, so 0 is fastest nearly always."""
+
+    dataloader_pin_memory: bool | Auto = "auto"
+    """Page-locked memory for faster copies to a GPU. auto: where there is a GPU."""
+
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Anything else of TRL's SFTConfig, by its own name; checked against that library's fields."""
+
+
+class DataConfig(Section):
+    """Where the rows are and what happens to the awkward ones."""
+
+    train_path: str
+    """A file (jsonl, json, csv, parquet) or a data set's hub name."""
+
+    val_path: str | None = None
+    """Held-out rows, same formats. None splits them off the training rows, see split."""
+
+    test_path: str | None = None
+    """Rows for `eval --split test`, never seen in training."""
+
+    format: Literal["messages", "alpaca", "prompt_completion"] | Auto = "auto"
+    """Layout of a row. auto looks at its keys."""
+
+    split: Share | None = None
+    """Share of the training rows held out when there is no val_path, chosen by a hash of the prompt, so that the
+    same prompt is always on the same side. None means 0.05; 0 holds out nothing."""
+
+    template: str = "auto"
+    """Chat template: auto takes the tokenizer's own, chatml the plain ChatML, else the path of a Jinja file."""
+
+    on_bad_row: Literal["error", "skip"] = "error"
+    """An unreadable row: stop with exit code 4, or leave it out, count it and list it with file and line."""
+
+    too_long: Literal["truncate", "drop", "error"] = "truncate"
+    """A row longer than max_seq_len: cut its end, leave it out, or stop with exit code 4."""
+
+    processed_dir: str = ".cache/processed"
+    """Folder of the tokenised rows, kept from run to run; safe to delete."""
+
+
+class EvalConfig(Section):
+    """Measuring a model on the held-out rows."""
+
+    before: bool = False
+    """Measure the untrained model when the run starts."""
+
+    after: bool = False
+    """Measure the result when the run ends."""
+
+    limit: Positive | None = 200
+    """Most prompts answered; the loss always uses every held-out row. None means all."""
+
+    max_new_tokens: Positive = 128
+    """Longest answer in tokens."""
+
+    batch_size: Positive = 16
+    """Prompts answered side by side."""
+
+    metrics: list[Metric] = Field(default=["exact_match"], min_length=1)
+    """What answers are compared by, with surrounding white space removed."""
+
+
+class LoggingConfig(Section):
+    """What a run writes down while it trains."""
+
+    backend: list[Tracker] | Tracker | Literal["none"] = "tensorboard"
+    """Tracker or list of trackers that transformers supports; none switches them off. metrics.jsonl is always there."""
+
+    steps: Positive = 10
+    """Steps between two lines of metrics."""
+
+    row_ids: bool = False
+    """Write the ids of the rows each step trained on into metrics.jsonl."""
+
+
+class RunConfig(Section):
+    """One run, complete. `origins` remembers where each value that is not a default came from."""
+
+    task_mode: Literal["sft"] = "sft"
+    """The task. sft: supervised fine-tuning on the assistant's turns."""
+
+    run_name: str | None = None
+    """Folder below output_dir. None means the config's name and the time."""
+
+    output_dir: str = "outputs"
+    """Where run folders go."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seed of the data order, the adapter's start and dropout."""
+
+    model: ModelConfig
+    """Which model is tuned."""
+
+    tuning: TuningConfig = Field(default_factory=TuningConfig)
+    """What trains."""
+
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """How it trains."""
+
+    data: DataConfig
+    """On what it trains."""
+
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """How it is measured."""
+
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    """What is written down."""
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Dotted key -> `file:line` or `command line`, for every value that is not a default."""
+        return self._origins
+
+    def with_values(self, values: dict[str, Any], origin: str) -> RunConfig:
+        """A copy with dotted keys replaced and checked again; `origin` is remembered for each."""
+        tree = self.model_dump()
+        for dotted, value in values.items():
+            *path, last = dotted.split(".")
+            branch = tree
+            for part in path:
+                branch = branch[part]
+            branch[last] = value
+        changed = RunConfig.model_validate(tree)
+        changed._origins = {**self._origins, **dict.fromkeys(values, origin)}
+        return changed

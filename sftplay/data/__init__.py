@@ -1,0 +1,1 @@
+"""From foreign files to token ids with labels, every row accounted for."""

@@ -1,0 +1,51 @@
+"""Which rows are held out, and in which order the others are trained: the same on every machine and Python version.
+
+It decides by content and seed alone. Mixing several data sets by weight is not done here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from random import Random
+
+from sftplay.data.records import Chat, prompt_key
+
+
+def is_held_out(chat: Chat, share: float) -> bool:
+    """True for about `share` of all prompts; one prompt is always on the same side, in any file and any order."""
+    return int.from_bytes(prompt_key(chat)[:8], "big") < share * 2**64
+
+
+def training_order(n_rows: int, n_needed: int, seed: int) -> list[int]:
+    """Exactly `n_needed` row indices: seeded permutations of all rows, one after the other, the last one broken off.
+
+    Only `Random.random()` is drawn, because that is the one method whose sequence Python promises never to change
+    (docs.python.org/3/library/random.html, "Notes on Reproducibility"); `shuffle` carries no such promise.
+    """
+    if n_rows < 1:
+        raise ValueError("an order needs at least one row")
+    order: list[int] = []
+    for epoch in range(math.ceil(n_needed / n_rows)):
+        draw = Random((seed << 32) | epoch).random
+        keys = [draw() for _ in range(n_rows)]
+        order.extend(sorted(range(n_rows), key=keys.__getitem__))
+    return order[:n_needed]
+
+
+def order_hash(order: Iterable[int]) -> str:
+    """Hex sha256 of the indices as little-endian 64-bit integers; it goes to the manifest."""
+    digest = hashlib.sha256()
+    for index in order:
+        digest.update(index.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+def steps_for(n_rows: int, epochs: float, effective_batch: int) -> int:
+    """Optimizer steps that show every row `epochs` times, rounded up to a whole step; at least 1.
+
+    `epochs` is taken as the decimal number that was written: 0.1 of 30 rows is 3 rows, not 3.0000000000000004.
+    """
+    return max(1, math.ceil(n_rows * Fraction(str(epochs)) / effective_batch))

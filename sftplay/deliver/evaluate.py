@@ -1,0 +1,133 @@
+"""Measures a model on held-out rows: exact loss over label tokens, and answers compared with references.
+
+It trains nothing and chooses nothing; the same functions measure the base and the tuned model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from sftplay import log
+from sftplay.config.schema import EvalConfig, RunConfig
+from sftplay.data.pipeline import Examples
+from sftplay.data.records import Chat
+from sftplay.deliver.generate import answer_all
+from sftplay.deliver.metrics import score_answers
+from sftplay.launch.folder import write_text
+
+LOSS_TOKENS = 8192
+"""Tokens of one piece when the held-out loss is computed."""
+
+
+def evaluate(model: Any, tokenizer: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict[str, Any]:
+    """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
+
+    `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
+    figures are means over the prompts answered, of which there are `n`.
+    """
+    tag = path.stem
+    assert examples.held_out is not None
+    log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
+    with ready_to_answer(model):
+        loss = held_out_loss(model, examples.held_out, tokenizer.pad_token_id)
+        chats = spread(examples.held_out_chats, cfg.eval.limit)
+        answers = answer_chats(model, tokenizer, examples.renderer, chats, cfg.eval)
+    references = [chat.messages[-1].content for chat in chats]
+    means, correct = score_answers(answers, references, cfg.eval.metrics)
+    figures = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
+    write_text(path, json.dumps(figures, indent=1) + "\n")
+    rows = (
+        {
+            "row": n,
+            "prompt": chat.messages[-2].content if len(chat.messages) > 1 else "",
+            "reference": references[n],
+            "prediction": answers[n],
+            "correct": correct[n],
+        }
+        for n, chat in enumerate(chats)
+    )
+    write_text(path.with_suffix(".jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    told = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
+    log.say(f"{tag}: {told}  (n {figures['n']})", "eval")
+    return figures
+
+
+def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
+    """At most `limit` of the rows, evenly spread over them."""
+    if limit is None or len(chats) <= limit:
+        return list(chats)
+    return [chats[i * len(chats) // limit] for i in range(limit)]
+
+
+def answer_chats(model: Any, tokenizer: Any, renderer: Any, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
+    """The model's greedy answer in place of each row's last turn."""
+    prompts = [renderer.prompt_ids(chat.prompt) for chat in chats]
+    return answer_all(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=how.max_new_tokens,
+        batch_size=how.batch_size,
+        progress=lambda done: log.status(f"answered {done}/{len(prompts)}", "eval"),
+    )
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, rows: Any, pad_token_id: int) -> float:
+    """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
+    total, count = 0.0, 0
+    device = next(model.parameters()).device
+    for batch in _by_length(rows["input_ids"], rows["labels"]):
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.full((len(batch), width), pad_token_id)
+        labels = torch.full((len(batch), width), -100)
+        for i, (row, targets) in enumerate(batch):
+            ids[i, : len(row)] = torch.tensor(row)
+            labels[i, : len(targets)] = torch.tensor(targets)
+        mask = torch.zeros_like(ids)
+        for i, (row, _) in enumerate(batch):
+            mask[i, : len(row)] = 1
+        scores = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits[:, :-1]
+        targets = labels[:, 1:].to(device)
+        total += float(functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), reduction="sum"))
+        count += int((targets != -100).sum())
+    return total / count if count else math.nan
+
+
+def _by_length(all_ids: Sequence[list[int]], all_labels: Sequence[list[int]]) -> Iterator[list[tuple[Any, Any]]]:
+    pairs = sorted(zip(all_ids, all_labels, strict=True), key=lambda pair: len(pair[0]), reverse=True)
+    start = 0
+    while start < len(pairs):
+        size = max(1, LOSS_TOKENS // len(pairs[start][0]))
+        yield pairs[start : start + size]
+        start += size
+
+
+@contextmanager
+def ready_to_answer(model: Any) -> Iterator[None]:
+    """The model in evaluation mode with its cache on and no recomputation, restored afterwards."""
+    was_training, had_cache = model.training, model.config.use_cache
+    recomputes = getattr(model, "is_gradient_checkpointing", False)
+    model.eval()
+    model.config.use_cache = True
+    if recomputes:
+        model.gradient_checkpointing_disable()
+    try:
+        yield
+    finally:
+        if recomputes:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.config.use_cache = had_cache
+        model.train(was_training)
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

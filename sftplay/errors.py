@@ -1,0 +1,88 @@
+"""The error family and its one message shape: `where: what`, then `fix: one action`.
+
+It decides nothing about printing or exiting; only `cli` turns an error into an exit code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+class SftplayError(Exception):
+    """Ends a run with one readable message instead of a traceback."""
+
+    exit_code = 1
+    code = "bug"
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", nearest: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.what, self.where, self.fix, self.nearest = what, where, fix, list(nearest)
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head}\n  fix: {self.fix}" if self.fix else head
+
+    def as_json(self) -> dict[str, object]:
+        """The object behind `{"error": ...}`."""
+        return {"code": self.code, "where": self.where, "what": self.what, "fix": self.fix, "nearest": self.nearest}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions with keyword-only arguments do not survive the pickling of process pools without help.
+        return (_rebuild, (type(self), (self.what, self.where, self.fix, self.nearest)))
+
+
+class ConfigError(SftplayError):
+    """The config, the command line or the run's name cannot be used as given."""
+
+    exit_code = 2
+    code = "config"
+
+
+class MachineError(SftplayError):
+    """This machine cannot do what was asked: something is missing, or it will not fit."""
+
+    exit_code = 3
+    code = "machine"
+
+
+class DataError(SftplayError):
+    """The data cannot be read, or would not be learned."""
+
+    exit_code = 4
+    code = "data"
+
+
+class RunError(SftplayError):
+    """The run started and could not go on: disk full, a parity check failed, ranks disagree."""
+
+    exit_code = 5
+    code = "run"
+
+
+class ConfigErrors(ConfigError):
+    """Several config problems, shown all at once in the order of the file."""
+
+    def __init__(self, problems: Sequence[ConfigError]) -> None:
+        first = problems[0]
+        super().__init__(first.what, where=first.where, fix=first.fix, nearest=first.nearest)
+        self.problems = list(problems)
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+    def as_json(self) -> dict[str, object]:
+        return {**super().as_json(), "problems": [problem.as_json() for problem in self.problems]}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ConfigErrors, (self.problems,))
+
+
+def nearest_names(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three known names that `name` may have been meant to be, best first."""
+    return get_close_matches(name, list(known), n=3, cutoff=0.6)
+
+
+def _rebuild(kind: type[SftplayError], parts: tuple[str, str, str, list[str]]) -> SftplayError:
+    what, where, fix, nearest = parts
+    return kind(what, where=where, fix=fix, nearest=nearest)

@@ -1,0 +1,1 @@
+"""Commands and environments for the workers; following them until they end."""

@@ -1,0 +1,106 @@
+"""Builds the command and environment of a run's workers. It starts nothing, so it can be printed and tested."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sftplay.config.schema import RunConfig
+from sftplay.errors import ConfigError
+from sftplay.log import FOLLOWED
+from sftplay.model.source import is_local
+
+WORKER = "sftplay.tasks.worker"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many processes on how many nodes, and where they meet."""
+
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29511
+
+    @property
+    def world_size(self) -> int:
+        return self.nproc * self.nnodes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command ready to start: argv, and what its environment adds to the parent's."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+    def as_text(self) -> str:
+        """The command as one could type it."""
+        settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(self.env.items()))
+        return f"{settings} {shlex.join(self.argv)}".strip()
+
+
+def build_launch(cfg: RunConfig, run_folder: Path, scale: Scale, *, has_gpu: bool) -> Launch:
+    """The worker directly for one process, else under torchrun."""
+    env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
+    if is_local(cfg.model.name) and all(Path(p).exists() for p in _paths(cfg)):
+        env |= offline_environment()
+    if scale.world_size == 1:
+        return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
+    if scale.world_size > cfg.train.effective_batch_size:
+        raise ConfigError(
+            f"{scale.world_size} processes cannot share {cfg.train.effective_batch_size} rows a step",
+            where="train.effective_batch_size",
+            fix=f"use at most {cfg.train.effective_batch_size} processes or a larger effective batch",
+        )
+    if not has_gpu:
+        # Without it both ranks train alone, each believing to be the main one, and exit with 0.
+        env["ACCELERATE_USE_CPU"] = "true"
+        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // scale.nproc))
+    # The agent's store keeps dead addresses over a restart otherwise (torch 2.13, gloo).
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc))
+    meeting = ("--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank))
+    meeting += ("--master-addr", scale.master_addr, "--master-port", str(scale.master_port))
+    return Launch((*torchrun, *meeting, "-m", WORKER, str(run_folder)), env)
+
+
+def quiet_environment() -> dict[str, str]:
+    """No telemetry, no advisory noise, no progress bars of libraries."""
+    return {
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "ACCELERATE_DISABLE_RICH": "1",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "BITSANDBYTES_NOWELCOME": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+def offline_environment() -> dict[str, str]:
+    """Everything is on this machine: no library attempts a connection."""
+    return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+def cache_environment() -> dict[str, str]:
+    """Caches below .cache/ when the home folder cannot hold them; settings the user made are respected."""
+    home = Path(os.path.expanduser("~"))
+    settings = {}
+    if not os.access(home, os.W_OK):
+        root = Path(".cache").resolve()
+        for key, folder in (("HF_HOME", "huggingface"), ("XDG_CACHE_HOME", "xdg"), ("TORCH_HOME", "torch")):
+            if key not in os.environ:
+                settings[key] = str(root / folder)
+    return settings
+
+
+def _paths(cfg: RunConfig) -> list[str]:
+    return [p for p in (cfg.data.train_path, cfg.data.val_path, cfg.data.test_path) if p]

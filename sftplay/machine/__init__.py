@@ -1,0 +1,1 @@
+"""What this machine is: facts with their reasons, never a decision."""

@@ -1,0 +1,1 @@
+"""From a config and a machine to numbers: precision, batch, accumulation, loss head."""

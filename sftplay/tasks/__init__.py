@@ -1,0 +1,1 @@
+"""The training tasks and the ceremony they share."""

@@ -1,0 +1,75 @@
+"""Ties the Trainer's checkpoints to the kit's rule of which ones count, and picks the one to resume from."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.config.schema import RunConfig
+from sftplay.errors import ConfigError, RunError
+from sftplay.launch.folder import RunFolder
+from sftplay.watch.checkpoints import find_damage, mark_complete, newest_complete, read_marker, rotate
+
+
+class MarkComplete(TrainerCallback):
+    """After each save: all ranks meet, the main one brings the files to disk, marks them, then removes old ones."""
+
+    def __init__(self, folder: RunFolder, facts: dict[str, Any], limit: int) -> None:
+        self.folder, self.facts, self.limit = folder, facts, limit
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if log.world_size() > 1:
+            torch.distributed.barrier()
+        if log.is_main():
+            checkpoint = self.folder.checkpoints / f"checkpoint-{state.global_step}"
+            mark_complete(checkpoint, self.facts)
+            best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+            rotate(self.folder.checkpoints, self.limit, best)
+            self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
+            log.say(f"checkpoint at step {state.global_step}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        loss = logs.get("loss")
+        if log.is_main() and loss is not None and math.isfinite(loss):
+            self.folder.update_status(step=state.global_step)
+
+
+def choose_checkpoint(cfg: RunConfig, folder: RunFolder, order_hash: str) -> Path | None:
+    """The checkpoint `train.resume` asks for, None to start from the beginning.
+
+    Raises:
+        ConfigError: the path named is no complete checkpoint.
+        RunError: it belongs to another order of the data, so going on would not be the same run.
+    """
+    wanted = cfg.train.resume
+    if wanted == "never":
+        return None
+    if wanted == "auto":
+        checkpoint, passed_over = newest_complete(folder.checkpoints)
+        for line in passed_over:
+            log.say(line, "resume")
+        if checkpoint is None:
+            log.say("no complete checkpoint: starting from the beginning", "resume")
+            return None
+    else:
+        checkpoint = Path(wanted)
+        damage = find_damage(checkpoint) if checkpoint.is_dir() else "no such folder"
+        if damage:
+            raise ConfigError(
+                f"{wanted} cannot be resumed: {damage}",
+                where=f"{cfg.origins.get('train.resume', '')} train.resume".strip(),
+                fix="use train.resume=auto, which finds the newest complete checkpoint",
+            )
+    if read_marker(checkpoint).get("order_hash") != order_hash:
+        raise RunError(
+            "the rows or their order have changed since this checkpoint",
+            where=str(checkpoint),
+            fix="restore the data files and data options of the first start, or train under a new run_name",
+        )
+    log.say(f"continuing from {checkpoint}", "resume")
+    return checkpoint

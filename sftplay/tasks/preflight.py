@@ -1,0 +1,80 @@
+"""Checks on every rank, before the first step, that the launch is what the plan says.
+
+A wrong launch does not fail by itself: two processes become one, or two trainings that never meet, all with exit code 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.config.schema import RunConfig
+from sftplay.errors import RunError
+from sftplay.launch.folder import RunFolder
+from sftplay.watch.meters import gather
+
+WRAPPERS = {False: "", True: "DistributedDataParallel"}
+"""Class the trainer must have wrapped the model in, by whether there are several processes."""
+
+
+class Preflight(TrainerCallback):
+    """Compares plan and reality once all is built, and writes what each rank is to status.json."""
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder) -> None:
+        self.cfg, self.folder = cfg, folder
+        self.trainer: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        ranks = gather(self._describe())
+        if log.is_main():
+            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k != "parameters"} for r in ranks])
+        problems = find_problems(ranks, self.cfg, log.world_size())
+        if problems:
+            raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
+
+    def _describe(self) -> dict[str, Any]:
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        per_step = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+        return {
+            "pid": os.getpid(),
+            "distributed_type": str(accelerator.distributed_type.value),
+            "world_size": accelerator.num_processes,
+            "is_main": accelerator.is_main_process,
+            "model_class": type(trainer.model_wrapped).__name__,
+            "fingerprint": hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest(),
+            "rows_per_step": per_step,
+            "parameters": checksum(trainer.model),
+        }
+
+
+def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) -> list[str]:
+    """What differs between the ranks, or between them and the plan; empty when all is well."""
+    problems = []
+    for n, rank in enumerate(ranks):
+        if rank["world_size"] != world_size:
+            problems.append(f"rank {n} sees {rank['world_size']} processes instead of {world_size}")
+        wrapper = WRAPPERS[world_size > 1]
+        if wrapper and rank["model_class"] != wrapper:
+            problems.append(f"rank {n} wraps the model in {rank['model_class']} instead of {wrapper}")
+    if sum(rank["is_main"] for rank in ranks) != 1:
+        problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks believe to be the main one")
+    for key, what in (("fingerprint", "read different configs"), ("parameters", "start from different weights")):
+        if len({rank[key] for rank in ranks}) > 1:
+            problems.append(f"ranks {what}")
+    rows = sum(rank["rows_per_step"] for rank in ranks)
+    if rows != cfg.train.effective_batch_size:
+        problems.append(f"a step takes {rows} rows instead of {cfg.train.effective_batch_size}")
+    return problems
+
+
+def checksum(model: Any) -> str:
+    """Digest of the weights that train; equal on ranks that hold the same."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            digest.update(parameter.detach().double().sum().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,55 @@
+"""Writes what a run was for: the tuned weights with tokenizer and chat template, loadable by plain libraries."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sftplay.config.schema import RunConfig
+from sftplay.launch.folder import RunFolder
+from sftplay.model.source import BUILTIN
+
+
+def save_result(model: Any, tokenizer: Any, cfg: RunConfig, folder: RunFolder, *, base: str) -> Path:
+    """Save `adapter/` or `model/` under a scratch name and rename it into place.
+
+    `base` is the folder or hub name the model was loaded from. A builtin base is copied to `base/`, and the adapter
+    points to that copy, so that plain PEFT finds it without this kit.
+    """
+    target = folder.path / ("model" if cfg.tuning.mode == "full" else "adapter")
+    scratch = _fresh(target.with_name(f".{target.name}.part"))
+    if cfg.tuning.mode != "full":
+        if cfg.model.name.startswith(BUILTIN):
+            shutil.copytree(base, folder.path / "base", dirs_exist_ok=True)
+            base = str((folder.path / "base").resolve())
+        model.peft_config["default"].base_model_name_or_path = base
+    else:
+        model.to(_saved_dtype(cfg))
+        model.config.use_cache = True
+    model.save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    _replace(scratch, target)
+    return target
+
+
+def _saved_dtype(cfg: RunConfig) -> torch.dtype:
+    # Training holds fp32 weights; a 16-bit run's result is given in the format it was computed in.
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(cfg.train.precision), torch.float32)
+
+
+def _fresh(scratch: Path) -> Path:
+    if scratch.exists():
+        shutil.rmtree(scratch)
+    return scratch
+
+
+def _replace(scratch: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():  # an earlier attempt got this far
+        target.rename(_fresh(old))
+    scratch.rename(target)
+    if old.exists():
+        shutil.rmtree(old)

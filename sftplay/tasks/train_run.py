@@ -1,0 +1,164 @@
+"""The ceremony every trainer shares: seed, library arguments, callbacks, preflight, resume, checkpoints, record.
+
+It knows nothing of a task's rows or loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, set_seed
+
+from sftplay import log
+from sftplay.config.schema import RunConfig
+from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.errors import RunError
+from sftplay.launch.folder import RunFolder
+from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
+from sftplay.tasks.pieces import Cutter
+from sftplay.tasks.preflight import Preflight
+from sftplay.watch.guards import StopOnBadStep, StopOnSignal
+from sftplay.watch.meters import Meters
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended: at which step, after how long, by which signal (0 for none)."""
+
+    step: int
+    train_seconds: float
+    stop_signal: int
+    last_loss: float | None
+
+
+class TrainRun:
+    """One attempt at a run, on one rank. `cfg` is the resolved config: no value of it is `auto`."""
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> None:
+        self.cfg, self.folder, self.stop = cfg, folder, stop
+        self.world_size = log.world_size()
+        set_seed(cfg.seed)
+
+    def order_rows(self, n_rows: int) -> list[int]:
+        """The rows of the whole run in training order: exactly steps x effective batch of them."""
+        train = self.cfg.train
+        self.steps_per_epoch = max(1, math.ceil(n_rows / train.effective_batch_size))
+        self.steps = train.max_steps or steps_for(n_rows, train.epochs, train.effective_batch_size)
+        order = training_order(n_rows, self.steps * train.effective_batch_size, self.cfg.seed)
+        self.order_hash = order_hash(order)
+        return order
+
+    def arguments(self, *, has_held_out: bool) -> dict[str, Any]:
+        """Arguments for a TRL config: every one the kit decides, then the user's `train.extra`."""
+        cfg, train = self.cfg, self.cfg.train
+        cpu = not torch.cuda.is_available()
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(self.folder.path / "tb")
+        return {
+            "output_dir": str(self.folder.checkpoints),
+            "run_name": self.folder.name,
+            "per_device_train_batch_size": train.effective_batch_size // self.world_size,
+            "per_device_eval_batch_size": train.batch_size,
+            "gradient_accumulation_steps": 1,
+            "num_train_epochs": 1,
+            "max_steps": self.steps,
+            "train_sampling_strategy": "sequential",
+            "remove_unused_columns": False,
+            "average_tokens_across_devices": True,
+            "learning_rate": train.learning_rate,
+            "lr_scheduler_type": train.lr_scheduler,
+            "warmup_steps": math.ceil(train.warmup_ratio * self.steps),
+            "weight_decay": train.weight_decay,
+            "max_grad_norm": train.max_grad_norm,
+            "optim": train.optim,
+            "neftune_noise_alpha": train.neftune_alpha,
+            "bf16": train.precision == "bf16",
+            "fp16": train.precision == "fp16",
+            "use_cpu": cpu,
+            "ddp_backend": "gloo" if cpu and self.world_size > 1 else None,
+            "ddp_find_unused_parameters": False if self.world_size > 1 else None,
+            "gradient_checkpointing": train.gradient_checkpointing,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,
+            "logging_strategy": "steps",
+            "logging_steps": cfg.logging.steps,
+            "logging_nan_inf_filter": False,
+            "report_to": cfg.logging.backend,
+            "disable_tqdm": True,
+            "seed": cfg.seed,
+            "data_seed": cfg.seed,
+            "dataloader_num_workers": train.dataloader_num_workers,
+            "dataloader_pin_memory": train.dataloader_pin_memory,
+            "prediction_loss_only": True,
+            **self._intervals(has_held_out),
+            **train.extra,
+        }
+
+    def _intervals(self, has_held_out: bool) -> dict[str, Any]:
+        train = self.cfg.train
+        eval_steps = train.eval_steps or train.save_steps or self.steps_per_epoch
+        seeks_best = has_held_out and (train.best_metric is not None or train.early_stopping is not None)
+        # The best weights can only be kept if a checkpoint is written where they were measured.
+        save_steps = train.save_steps or (eval_steps if seeks_best else self.steps_per_epoch)
+        return {
+            "eval_strategy": "steps" if has_held_out else "no",
+            "eval_steps": eval_steps if has_held_out else None,
+            "save_strategy": "steps",
+            "save_steps": save_steps,
+            "save_total_limit": None,  # ours, in MarkComplete: the Trainer removes before the new one is safe
+            "load_best_model_at_end": seeks_best,
+            "metric_for_best_model": "loss" if seeks_best else None,
+            "greater_is_better": False if seeks_best else None,
+        }
+
+    def cutter(self) -> Cutter:
+        """How the trainer's windows are cut into micro-batches."""
+        return Cutter(int(self.cfg.train.batch_size), self.cfg.train.packing is True, self.cfg.model.max_seq_len)
+
+    def callbacks(self) -> list[Any]:
+        """What looks on while the run trains; also makes this run's meters."""
+        self.checkpoint = choose_checkpoint(self.cfg, self.folder, self.order_hash)
+        from_step = int(self.checkpoint.name.rsplit("-", 1)[1]) if self.checkpoint else 0
+        attempt = self._open_attempt(from_step)
+        self.meters = Meters(self.folder.metrics, attempt=attempt, keep_row_ids=self.cfg.logging.row_ids)
+        self.bad_step = StopOnBadStep()
+        self.preflight = Preflight(self.cfg, self.folder)
+        facts = {"order_hash": self.order_hash, "config_sha256": self.fingerprint(), "world_size": self.world_size}
+        marks = MarkComplete(self.folder, facts, self.cfg.train.save_total_limit)
+        patience = self.cfg.train.early_stopping
+        early = [EarlyStoppingCallback(early_stopping_patience=patience)] if patience else []
+        return [self.preflight, self.meters, self.bad_step, self.stop, marks, *early]
+
+    def fingerprint(self) -> str:
+        """sha256 of the resolved config file, which every rank reads."""
+        return hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest()
+
+    def train(self, trainer: Any) -> Outcome:
+        """Train from the chosen checkpoint or from the start.
+
+        Raises:
+            RunError: the disk is full, or a step is not finite.
+        """
+        self.meters.window = self.bad_step.window = self.preflight.trainer = trainer
+        try:
+            trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        except OSError as error:
+            raise RunError(
+                f"writing failed ({error})",
+                where=str(self.folder.path),
+                fix="make room, then continue with `make resume`; the last complete checkpoint is untouched",
+            ) from error
+        state = trainer.state
+        return Outcome(state.global_step, self.meters.train_seconds, self.stop.received, self.meters.last_loss)
+
+    def _open_attempt(self, from_step: int) -> int:
+        attempts = self.folder.read_json("status.json").get("attempts", [])
+        if log.is_main():
+            attempts = [*attempts, {"from_step": from_step, "to_step": None, "cause": None}]
+            self.folder.update_status(state="running", attempts=attempts, step=from_step)
+            return len(attempts)
+        return len(attempts) + 1
+

@@ -1,0 +1,105 @@
+"""The one mixin over TRL's trainers: one Trainer batch is a rank's whole window of an optimizer step.
+
+The Trainer is told `per_device = effective / processes` and accumulation 1; `training_step` cuts the window into
+micro-batches. It overrides `training_step` and `compute_loss` only and copies nothing of TRL's. Used for SFT and CPT on
+one process or DDP; GRPO, FSDP and DeepSpeed keep stock accumulation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from sftplay.tasks.pieces import IGNORED, Cutter
+
+
+@dataclass
+class StepCounts:
+    """What this rank has trained on since the last line of metrics."""
+
+    tokens: int = 0
+    padded_tokens: int = 0
+    label_tokens: int = 0
+    rows: list[int] = field(default_factory=list)
+
+
+class Window:
+    """Mixed in before a TRL trainer: `class Run(Window, SFTTrainer)`. `prepare` must be called before training."""
+
+    def prepare(self, cutter: Cutter, *, held_out_labels_per_row: float = 0.0) -> None:
+        """Say how windows are cut. `held_out_labels_per_row` is the mean count of label tokens in the held-out rows;
+        with it the Trainer's mean over rows becomes the exact mean over label tokens."""
+        self.cutter = cutter
+        self.counts = StepCounts()
+        self.last_loss: Any = 0.0
+        self.held_out_labels_per_row = held_out_labels_per_row
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # type: ignore[attr-defined]
+        accepted = inspect.signature(base.forward).parameters
+        plain_head = self.args.loss_type == "nll" and not self.args.use_liger_kernel  # type: ignore[attr-defined]
+        self.keeps_label_columns = plain_head and "logits_to_keep" in accepted
+
+    def training_step(self, model: nn.Module, window: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward over all pieces of the window; the sum of their losses."""
+        self._count(window)
+        pieces = list(self.cutter.cut(window))
+        total: Any = 0.0
+        for i, piece in enumerate(pieces):
+            self.counts.padded_tokens += piece["input_ids"].numel()
+            # Gradients travel between processes once a step, with the last piece.
+            last = i == len(pieces) - 1
+            sync = contextlib.nullcontext() if last else self.accelerator.no_sync(model)  # type: ignore[attr-defined]
+            with sync:
+                total = total + super().training_step(model, piece, num_items_in_batch)  # type: ignore[misc]
+        self.last_loss = total.detach()
+        return total
+
+    def take_counts(self) -> StepCounts:
+        """The counts so far; counting starts again from zero."""
+        taken, self.counts = self.counts, StepCounts()
+        return taken
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The sum of the label tokens' losses over `num_items_in_batch`.
+
+        Skips SFTTrainer's own version, which computes entropy and accuracy over all scores and gathers them across
+        processes three times a piece.
+        """
+        inputs = {key: value for key, value in inputs.items() if key not in ("row", "_prediction_loss_only")}
+        if num_items_in_batch is None and self.held_out_labels_per_row:
+            rows = inputs["input_ids"].shape[0]
+            num_items_in_batch = torch.tensor(rows * self.held_out_labels_per_row, device=inputs["input_ids"].device)
+        if self.keeps_label_columns:
+            inputs |= label_columns(inputs["labels"])
+        # With a cache the attention of packed rows would leak from one into the next.
+        inputs["use_cache"] = False  # type: ignore[assignment]
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)  # type: ignore[arg-type]
+
+    def _count(self, window: dict[str, Tensor]) -> None:
+        self.counts.tokens += int(window["attention_mask"].sum())
+        self.counts.label_tokens += int((window["labels"][:, 1:] != IGNORED).sum())
+        self.counts.rows += window["row"].tolist()
+
+
+def label_columns(labels: Tensor) -> dict[str, Tensor]:
+    """Arguments with which a model computes scores only in columns where some row has a label.
+
+    `labels` int64 [rows, tokens] -> `logits_to_keep` int64 [columns], `shift_labels` int64 [rows, columns]. The loss is
+    the same; the output head, often the largest matrix of a small model, is not multiplied with prompts and padding.
+    """
+    shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    columns = (shifted != IGNORED).any(0).nonzero().squeeze(1)
+    if len(columns) == 0:
+        columns = torch.zeros(1, dtype=torch.int64, device=labels.device)  # a model cannot compute no scores at all
+    return {"logits_to_keep": columns, "shift_labels": shifted[:, columns].contiguous()}

@@ -1,0 +1,86 @@
+"""One rank of a run: reads the resolved config, trains, and says in status.json how it ended.
+
+Started by the launcher that `launch.command` describes, never by hand; its parent follows it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.errors import SftplayError
+from sftplay.launch.folder import RESOLVED, RunFolder
+from sftplay.launch.lifeline import die_with_parent
+
+BUG = 1
+
+
+def main(run_folder: str) -> int:
+    """Run the task of `run_folder` on this rank; the exit code INTERFACES promises."""
+    die_with_parent()
+    folder = RunFolder(Path(run_folder))
+    log.redirect(folder.logs / f"rank{log.rank()}.log")
+    if log.is_main():
+        folder.update_status(state="running", pid=os.getpid(), exit_code=None, signal=None)
+    try:
+        return _work(folder)
+    except SftplayError as error:
+        _finish(folder, "failed", error.exit_code, cause=error.what)
+        _print_error(str(error))
+        return error.exit_code
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the worker's end: a bug must reach status.json
+        _finish(folder, "failed", BUG, cause=f"{type(error).__name__}: {error}")
+        _print_error(traceback.format_exc())
+        return BUG
+
+
+def _work(folder: RunFolder) -> int:
+    from sftplay.watch.guards import StopOnSignal
+
+    stop = StopOnSignal()
+    stop.install()
+    quiet_libraries()
+    from sftplay.tasks.table import TASKS
+
+    cfg = load_config(folder.path / RESOLVED)
+    task = importlib.import_module(TASKS[cfg.task_mode])
+    outcome = task.run(cfg, folder, stop)
+    if outcome.stop_signal:
+        name = signal.Signals(outcome.stop_signal).name
+        code = 128 + outcome.stop_signal
+        _finish(folder, "stopped", code, cause=name, signal=name, step=outcome.step)
+        log.say(f"stopped by {name} after step {outcome.step}; `make resume` continues from here")
+        return code
+    _finish(folder, "done", 0, cause="done", step=outcome.step, train_seconds=round(outcome.train_seconds, 3))
+    return 0
+
+
+def quiet_libraries() -> None:
+    """Send the warnings of libraries to the rank's log, all of them, once each."""
+    import logging
+    import warnings
+
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")
+
+
+def _finish(folder: RunFolder, state: str, code: int, *, cause: str, **more: object) -> None:
+    # With several ranks the failing one may not be the main one: whoever fails first leaves the reason.
+    if log.is_main() or (code and folder.read_json("status.json").get("exit_code") is None):
+        folder.update_status(state=state, exit_code=code, **more)
+        folder.close_attempt(cause)
+
+
+def _print_error(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    log.show_error(text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

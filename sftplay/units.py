@@ -1,0 +1,48 @@
+"""Sizes, counts and durations: printed the same way everywhere, and parsed where a user types them."""
+
+from __future__ import annotations
+
+import re
+
+GIB = 2**30
+
+_FACTORS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40}
+_FACTORS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in `24GiB`, `80 GB`, `512MiB` or a bare number.
+
+    Raises:
+        ValueError: not a number followed by one of these units.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].lower() not in _FACTORS:
+        raise ValueError(f"not a size: {text!r} (write 24GiB, 512MiB or a number of bytes)")
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(n_bytes: float) -> str:
+    """`1.50 GiB`, `12.0 MiB`, `800 B`: three figures or so, binary units."""
+    for unit, factor, digits in (("TiB", 2**40, 2), ("GiB", GIB, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.{digits}f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def format_count(n: float) -> str:
+    """`1.2K`, `3.4M`, `7.0B`; below a thousand the number itself."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= factor:
+            return f"{n / factor:.1f}{unit}"
+    return f"{n:g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`8.4 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

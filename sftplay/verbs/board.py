@@ -1,0 +1,125 @@
+"""TensorBoard beside the runs: started in the background on this machine only, stopped by its own pid file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.errors import MachineError, RunError
+
+HOST = "127.0.0.1"
+PID_FILE = Path(".cache") / "tensorboard.json"
+LOG_FILE = Path(".cache") / "tensorboard.log"
+PORTS_TRIED = 50
+START_S = 30.0
+STOP_S = 10.0
+
+
+def start(args: Namespace) -> int:
+    """`tensorboard`: start it over all runs of the output folder, or tell where it already is."""
+    output = Path(load_config(args.config, args.overrides).output_dir) if args.config else Path("outputs")
+    start_board(output / args.run if args.run else output, args.port)
+    return 0
+
+
+def stop(args: Namespace) -> int:
+    """`tb-stop`: end the TensorBoard this kit started, nothing else."""
+    record = running()
+    if record is None:
+        log.say("no TensorBoard of ours is running", "tensorboard")
+        PID_FILE.unlink(missing_ok=True)
+        return 0
+    os.kill(record["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + STOP_S
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if running():
+        os.kill(record["pid"], signal.SIGKILL)
+    PID_FILE.unlink(missing_ok=True)
+    log.say(f"stopped (process {record['pid']})", "tensorboard")
+    return 0
+
+
+def start_board(folder: Path, port: int) -> str:
+    """Start TensorBoard over `folder` on the next free port; its address. Returns at once when it answers.
+
+    Raises:
+        MachineError: no port is free.
+        RunError: it ended instead of answering.
+    """
+    record = running()
+    if record is not None:
+        log.say(f"already running: {record['url']} (over {record['folder']})", "tensorboard")
+        return str(record["url"])
+    port = free_port(port)
+    folder.mkdir(parents=True, exist_ok=True)
+    LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", HOST, "--port", str(port)]
+    with LOG_FILE.open("w") as handle:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True
+        )
+    url = f"http://{HOST}:{port}"
+    record = {"pid": process.pid, "started": start_time(process.pid), "url": url, "folder": str(folder)}
+    PID_FILE.write_text(json.dumps(record))
+    deadline = time.monotonic() + START_S
+    while not answers(port):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RunError("TensorBoard did not start", where=str(LOG_FILE), fix="read that log")
+        time.sleep(0.1)
+    log.say(f"{url} (stop it with `make tb-stop`)", "tensorboard")
+    return url
+
+
+def running() -> dict[str, Any] | None:
+    """The record of our TensorBoard when that very process still lives."""
+    try:
+        record: dict[str, Any] = json.loads(PID_FILE.read_text())
+    except (OSError, ValueError):
+        return None
+    # A pid is used again after a while; the start time tells whether it is still the process we started.
+    return record if start_time(record["pid"]) == record["started"] else None
+
+
+def start_time(pid: int) -> str:
+    """When process `pid` started, as the kernel tells it; empty when there is none (a zombie counts as none)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if not Path("/proc/self").exists() else ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def free_port(first: int) -> int:
+    """The first port from `first` on which nothing listens.
+
+    Raises:
+        MachineError: none of the next ones is free.
+    """
+    for port in range(first, first + PORTS_TRIED):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise MachineError(f"no free port in {first}..{first + PORTS_TRIED - 1}", where=HOST, fix="give another with PORT=")
+
+
+def answers(port: int) -> bool:
+    """True when something accepts connections on `port`."""
+    with socket.socket() as probe:
+        probe.settimeout(0.2)
+        return probe.connect_ex((HOST, port)) == 0

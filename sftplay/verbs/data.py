@@ -1,0 +1,27 @@
+"""The verb that prepares data without training."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.launch.command import cache_environment, quiet_environment
+from sftplay.model.source import check_source
+
+
+def process(args: Namespace) -> int:
+    """`process`: read, render and cache the rows; the data report as a table or as JSON."""
+    cfg = load_config(args.config, args.overrides)
+    check_source(cfg.model.name, f"{cfg.origins.get('model.name', 'model')} model.name")
+    os.environ.update(quiet_environment() | cache_environment())
+    if not args.json:
+        log.say(f"reading {cfg.data.train_path}", "data")
+    from sftplay.data.pipeline import load_examples, report_table
+    from sftplay.model.tokenizer import load_tokenizer
+
+    report = load_examples(cfg, load_tokenizer(cfg.model)).report
+    print(json.dumps(report) if args.json else report_table(report))
+    return 0

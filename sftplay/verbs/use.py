@@ -1,0 +1,172 @@
+"""The verbs that use a finished run: measure it, talk to it, let it answer a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.config.schema import RunConfig
+from sftplay.errors import ConfigError, DataError
+from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
+from sftplay.launch.folder import RunFolder, find_run, write_text
+from sftplay.model.source import is_local
+
+
+def evaluate(args: Namespace) -> int:
+    """`eval`: the result's figures beside the base's, in eval/before.json and eval/after.json (or test-*.json)."""
+    cfg, folder = _open_run(args)
+    if args.split == "test" and cfg.data.test_path is None:
+        raise ConfigError("there is no test set", where="data.test_path", fix="name one: ARGS=data.test_path=FILE")
+    _prepare_environment(cfg)
+    from sftplay.deliver.evaluate import evaluate as measure
+    from sftplay.model.load import load_base, load_result
+
+    tokenizer, examples = _data_of(cfg, folder, args.split)
+    if examples.held_out is None:
+        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+    prefix = "test-" if args.split == "test" else ""
+    figures = {}
+    for name, load in (("before", lambda: load_base(cfg).eval()), ("after", lambda: load_result(cfg, folder.path))):
+        figures[name] = measure(load(), tokenizer, examples, cfg, folder.eval / f"{prefix}{name}.json")
+    if args.json:
+        print(json.dumps(figures))
+        return 0
+    log.show(f"{'':12}{'base':>12}{'tuned':>12}")
+    for key, value in figures["after"].items():
+        log.show(f"{key:12}{figures['before'].get(key, float('nan')):12.4f}{value:12.4f}")
+    return 0
+
+
+def infer(args: Namespace) -> int:
+    """`infer`: a dialogue on standard input and output, one line a turn; an empty line or end of input ends it."""
+    cfg, folder = _open_run(args)
+    model, tokenizer, renderer = _open_model(cfg, folder, base=args.base)
+    from sftplay.deliver.generate import stream_answer
+    from sftplay.data.records import Message
+
+    log.say(f"talking to {'the base of ' if args.base else ''}{folder.path}; an empty line ends it", "infer")
+    turns: list[Message] = []
+    while True:
+        sys.stdout.write("> " if sys.stdin.isatty() else "")
+        sys.stdout.flush()
+        words = sys.stdin.readline().strip()
+        if not words:
+            return 0
+        turns.append(Message("user", words))
+        pieces = []
+        for piece in stream_answer(model, tokenizer, renderer.prompt_ids(turns), max_new_tokens=cfg.eval.max_new_tokens):
+            pieces.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        print()
+        turns.append(Message("assistant", "".join(pieces)))
+
+
+def infer_batch(args: Namespace) -> int:
+    """`infer-batch`: the rows of a jsonl file (`messages` or `prompt`), in order, each with a `response`."""
+    rows = _read_prompts(Path(args.input))
+    cfg, folder = _open_run(args)
+    model, tokenizer, renderer = _open_model(cfg, folder, base=False)
+    from sftplay.data.records import Message
+    from sftplay.deliver.generate import answer_all
+
+    prompts = []
+    for row in rows:
+        turns = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        prompts.append(renderer.prompt_ids([Message(turn["role"], turn["content"]) for turn in turns]))
+    answers = answer_all(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=cfg.eval.max_new_tokens,
+        batch_size=cfg.eval.batch_size,
+        progress=lambda done: log.status(f"answered {done}/{len(rows)}", "infer"),
+    )
+    lines = [json.dumps({**row, "response": answer}, ensure_ascii=False) for row, answer in zip(rows, answers, strict=True)]
+    write_text(Path(args.out), "".join(f"{line}\n" for line in lines))
+    log.say(f"{len(rows)} answers in {args.out}", "infer")
+    return 0
+
+
+def _read_prompts(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise DataError("no such file", where=str(path), fix="give a jsonl file with --in")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"not JSON ({error})", where=f"{path}:{number}", fix="one JSON object a line") from error
+        problem = _prompt_problem(row)
+        if problem:
+            raise DataError(problem, where=f"{path}:{number}", fix="give every row `messages` or `prompt`")
+        rows.append(row)
+    return rows
+
+
+def _prompt_problem(row: Any) -> str:
+    if not isinstance(row, dict):
+        return "not an object"
+    turns = row.get("messages")
+    if turns is None:
+        return "" if isinstance(row.get("prompt"), str) else "has neither messages nor a prompt"
+    if not isinstance(turns, list) or not turns:
+        return "messages is not a list of turns"
+    for turn in turns:
+        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or not turn.get("role"):
+            return "a turn lacks role or content"
+    return "" if turns[-1]["role"] != "assistant" else "the last turn is the assistant's, nothing is left to answer"
+
+
+def _open_run(args: Namespace) -> tuple[RunConfig, RunFolder]:
+    given = load_config(args.config, args.overrides)
+    folder = find_run(given, args.config, args.run)
+    if folder.result is None:
+        raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
+    cfg = load_config(folder.resolved)
+    # What shapes the weights comes from the run; how they are used may be said anew.
+    wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
+    if given.data.val_path != cfg.data.val_path:
+        wanted["data.val_path"] = given.data.val_path
+    return cfg.with_values(wanted, "command line"), folder
+
+
+def _prepare_environment(cfg: RunConfig) -> None:
+    log.say("loading libraries and model", "use")
+    os.environ.update(quiet_environment() | cache_environment())
+    if is_local(cfg.model.name):
+        os.environ.update(offline_environment())
+    from sftplay.tasks.worker import quiet_libraries
+
+    quiet_libraries()
+
+
+def _open_model(cfg: RunConfig, folder: RunFolder, *, base: bool) -> tuple[Any, Any, Any]:
+    _prepare_environment(cfg)
+    from sftplay.data.render import Renderer
+    from sftplay.model.load import load_base, load_result
+    from sftplay.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(cfg.model, str(folder.result))
+    renderer = Renderer.prove(tokenizer, tokenizer.chat_template, [])
+    model = load_base(cfg).eval() if base else load_result(cfg, folder.path)
+    return model, tokenizer, renderer
+
+
+def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> tuple[Any, Any]:
+    from sftplay.data.pipeline import load_examples, load_held_out
+    from sftplay.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(cfg.model, str(folder.result))
+    template = tokenizer.chat_template  # the one the run was trained with
+    if split == "test":
+        return tokenizer, load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
+    return tokenizer, load_examples(cfg, tokenizer, template)

@@ -1,0 +1,118 @@
+"""Which checkpoints count: those whose COMPLETE.json was renamed into place after every file reached the disk.
+
+It does not write the checkpoint's files; the Trainer does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+MARKER = "COMPLETE.json"
+
+
+def step_of(checkpoint: Path) -> int:
+    """N of `checkpoint-N`."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
+
+
+def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
+    """Bring every file of `checkpoint` to the disk, then rename the marker into place.
+
+    The marker holds each file's size and sha256, and `facts` (config and order hash).
+    """
+    files = {}
+    for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER):
+        with path.open("rb") as handle:
+            digest = hashlib.file_digest(handle, "sha256").hexdigest()
+            os.fsync(handle.fileno())
+        files[str(path.relative_to(checkpoint))] = {"bytes": path.stat().st_size, "sha256": digest}
+    scratch = checkpoint / f".{MARKER}"
+    with scratch.open("w", encoding="utf-8") as handle:
+        json.dump({"step": step_of(checkpoint), **facts, "files": files}, handle, indent=1)
+        handle.flush()
+        os.fsync(handle.fileno())
+    scratch.replace(checkpoint / MARKER)
+    _sync_folder(checkpoint)
+    _sync_folder(checkpoint.parent)
+
+
+def read_marker(checkpoint: Path) -> dict[str, Any]:
+    """The marker's content; empty for a checkpoint that does not count."""
+    try:
+        content: dict[str, Any] = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
+def find_damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint marked complete: a missing or changed file. Empty when nothing is."""
+    files = read_marker(checkpoint).get("files")
+    if not files:
+        return f"no readable {MARKER}"
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+        with path.open("rb") as handle:
+            if hashlib.file_digest(handle, "sha256").hexdigest() != expected["sha256"]:
+                return f"{name} has changed (sha256)"
+    return ""
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All `checkpoint-N` below `folder`, oldest first, complete or not."""
+    found = [p for p in folder.glob("checkpoint-*") if p.is_dir() and p.name.rsplit("-", 1)[1].isdigit()]
+    return sorted(found, key=step_of)
+
+
+def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest undamaged complete checkpoint, and a line for each newer one that was passed over."""
+    passed_over = []
+    for checkpoint in reversed(list_checkpoints(folder)):
+        damage = find_damage(checkpoint)
+        if not damage:
+            return checkpoint, passed_over
+        passed_over.append(f"{checkpoint.name} is passed over: {damage}")
+    return None, passed_over
+
+
+def set_aside_incomplete(folder: Path) -> list[str]:
+    """Move checkpoints without a marker to `incomplete/`, so that nothing takes them for whole; their names."""
+    moved = []
+    for checkpoint in list_checkpoints(folder):
+        if not (checkpoint / MARKER).is_file():
+            target = folder / "incomplete" / checkpoint.name
+            target.parent.mkdir(exist_ok=True)
+            while target.exists():
+                target = target.with_name(target.name + "-again")
+            checkpoint.rename(target)
+            moved.append(checkpoint.name)
+    return moved
+
+
+def rotate(folder: Path, limit: int, best: Path | None) -> list[str]:
+    """Remove the oldest complete checkpoints beyond `limit`, never the newest nor the best; their names."""
+    complete = [c for c in list_checkpoints(folder) if (c / MARKER).is_file()]
+    spare = [c for c in complete[:-1] if best is None or c.resolve() != best.resolve()]
+    removed = []
+    for checkpoint in spare[: max(0, len(complete) - limit)]:
+        (checkpoint / MARKER).unlink()  # a removal that is cut short leaves a folder that does not count
+        shutil.rmtree(checkpoint)
+        removed.append(checkpoint.name)
+    return removed
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,133 @@
+"""Measures a run while it trains: one line of metrics.jsonl a logged step, and the progress line.
+
+Loss, rate and gradient norm are the Trainer's own numbers; token counts come from the window.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.units import format_count, format_seconds
+
+PROGRESS_EVERY_S = 1.0
+
+
+class Meters(TrainerCallback):
+    """Writes metrics.jsonl on the main rank and keeps the progress line moving.
+
+    `window` is the trainer whose `counts` tell what this rank trained on. Every rank takes part in the gathering.
+    """
+
+    def __init__(self, path: Path, *, attempt: int, keep_row_ids: bool) -> None:
+        self.path, self.attempt, self.keep_row_ids = path, attempt, keep_row_ids
+        self.window: Any = None
+        self.last_loss: float | None = None
+        self.train_seconds = 0.0
+        self._started = self._logged_at = self._shown_at = 0.0
+        self._shown_tokens = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._started = self._logged_at = self._shown_at = time.monotonic()
+        # Metrics of earlier, unfinished steps must not survive beside those about to be trained again.
+        if log.is_main():
+            cut_back(self.path, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        now = time.monotonic()
+        if now - self._shown_at < PROGRESS_EVERY_S:
+            return
+        tokens = self.window.counts.tokens
+        speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)
+        self._shown_at, self._shown_tokens = now, tokens
+        loss = float(self.window.last_loss)
+        log.status(f"step {state.global_step}/{state.max_steps}  loss {loss:.3f}  {format_count(speed)} tokens/s")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "loss" not in logs:
+            return
+        now = time.monotonic()
+        ranks = gather(self.window.take_counts())
+        seconds, self._logged_at = now - self._logged_at, now
+        self._shown_tokens = 0
+        self.last_loss = logs["loss"]
+        tokens, padded = sum(r.tokens for r in ranks), sum(r.padded_tokens for r in ranks)
+        line = {
+            "step": state.global_step,
+            "attempt": self.attempt,
+            "loss": logs["loss"],
+            "learning_rate": logs["learning_rate"],
+            "grad_norm": logs.get("grad_norm"),
+            "label_tokens": sum(r.label_tokens for r in ranks),
+            "tokens_per_s": round(tokens / seconds, 1),
+            "padding_share": round(1 - tokens / padded, 4) if padded else 0.0,
+            **memory_fields(),
+        }
+        if self.keep_row_ids:
+            line["row_ids"] = [r.rows for r in ranks]
+        logs |= {key: line[key] for key in ("tokens_per_s", "padding_share", "label_tokens")}
+        if log.is_main():
+            with self.path.open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(line) + "\n")
+            self._say(line, state)
+
+    def _say(self, line: dict[str, Any], state: Any) -> None:
+        # Some twenty lines of a run are enough to read; all of them are in metrics.jsonl.
+        stride = max(1, state.max_steps // (20 * max(1, state.logging_steps))) * state.logging_steps
+        if line["step"] % stride and line["step"] != state.max_steps:
+            return
+        log.say(
+            f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
+            f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}"
+        )
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
+        log.say(f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.train_seconds = time.monotonic() - self._started
+        log.say(f"trained to step {state.global_step} in {format_seconds(self.train_seconds)}")
+
+
+def gather(mine: Any) -> list[Any]:
+    """`mine` of every rank, in rank order; a list of one without a process group."""
+    if log.world_size() == 1:
+        return [mine]
+    everyone: list[Any] = [None] * log.world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return everyone
+
+
+def memory_fields() -> dict[str, int]:
+    """Bytes this process holds: on a GPU allocated, reserved and peak, else the peak resident set."""
+    if torch.cuda.is_available():
+        return {
+            "allocated_bytes": torch.cuda.memory_allocated(),
+            "reserved_bytes": torch.cuda.memory_reserved(),
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+        }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_rss_bytes": peak if sys.platform == "darwin" else peak * 1024}
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl behind `step`, and one that was cut short by a crash."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["step"] <= step:
+            kept.append(line)
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

@@ -1,0 +1,168 @@
+"""What a refused config says: place, value, one action, nearest name."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigErrors
+
+
+def test_four_kinds_of_typos_are_each_answered_with_file_line_and_the_nearest_name(write):
+    text = """\
+        # a comment
+        task_mode: grop
+        model: {name: builtin:tiny}
+        data: {train_path: rows.jsonl}
+        tuning:
+          mode: qlroa
+        train:
+          max_stesp: 3
+        loging: {steps: 1}
+        """
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write(text))
+    assert str(caught.value).splitlines() == [
+        "run.yaml:2 task_mode: no task called 'grop'",
+        "  fix: did you mean 'grpo'? It is planned but not part of this version; write sft",
+        "run.yaml:6 tuning.mode: no mode called 'qlroa'",
+        "  fix: did you mean 'qlora'?",
+        "run.yaml:8 train.max_stesp: no key called 'max_stesp' in train",
+        "  fix: did you mean 'max_steps'?",
+        "run.yaml:9 loging: no key or section called 'loging'",
+        "  fix: did you mean 'logging'?",
+    ]
+    assert [problem.nearest[0] for problem in caught.value.problems] == ["grpo", "qlora", "train.max_steps", "logging"]
+
+
+def test_the_error_is_one_json_document_with_all_problems(refusals):
+    problems = refusals("sede: 1\ntrain: {epochs: 0}\n")
+    error = json.loads(json.dumps(ConfigErrors(problems).as_json()))
+    assert error["code"] == "config"
+    assert [problem["where"] for problem in error["problems"]] == ["run.yaml:1 sede", "run.yaml:2 train.epochs"]
+
+
+@pytest.mark.parametrize("task", ["cpt", "cpt_mixed", "dapt", "grpo", "score", "hrm"])
+def test_a_task_of_a_later_version_is_called_planned(refusals, task):
+    (problem,) = refusals(f"task_mode: {task}\n")
+    assert problem.what == f"task {task!r} is planned but not part of this version"
+    assert problem.fix == "write task_mode: sft"
+
+
+def test_a_section_key_or_back_end_of_a_later_version_is_called_planned(refusals):
+    found = refusals("cluster: {strategy: ddp}\ntuning: {backend: unsloth}\ntrain: {oom_recovery: true}\n")
+    assert all("planned but not part of this version" in problem.what for problem in found)
+    assert len(found) == 3
+
+
+WRONG = {
+    "train: {batch_size: big}": ("train.batch_size", "'big' is not a whole number of at least 1, or auto", "auto"),
+    "train: {batch_size: atuo}": ("train.batch_size", "'atuo'", "did you mean 'auto'?"),
+    "train: {batch_size: 8.0}": ("train.batch_size", "8.0", "write 8"),
+    "train: {batch_size: 0}": ("train.batch_size", "0 is not", "at least 1"),
+    "train: {batch_size: true}": ("train.batch_size", "true is not a whole number", "whole number"),
+    "train: {batch_size: {x: 1}}": ("train.batch_size", "{'x': 1} is not", "whole number"),
+    "train: {epochs: yes}": ("train.epochs", "'yes' is not a number above 0", "write a number above 0"),
+    "train: {epochs: '3'}": ("train.epochs", "'3' is not a number", "remove the quotes"),
+    "train: {max_steps: 1e3}": ("train.max_steps", "1000.0 is not a whole number", "write 1000"),
+    "train: {max_steps: 1_000}": ("train.max_steps", "'1_000' is not", "write 1000"),
+    "train: {max_steps: None}": ("train.max_steps", "'None' is not", "write null"),
+    "train: {warmup_ratio: 1}": ("train.warmup_ratio", "1 is not a number of at least 0 and below 1", "below 1"),
+    "train: {learning_rate: .inf}": ("train.learning_rate", "inf is not", "number"),
+    "train: {learning_rate: 2,e-4}": ("train.learning_rate", "null is not", "number"),
+    "train: {gradient_checkpointing: no}": ("train.gradient_checkpointing", "'no' is not true or false", "write false"),
+    "train: {packing: on}": ("train.packing", "'on' is not true or false, or auto", "write true"),
+    "train: {precision: bf61}": ("train.precision", "no precision called 'bf61'", "did you mean 'bf16'?"),
+    "train: {precision: BF16}": ("train.precision", "no precision called 'BF16'", "did you mean 'bf16'?"),
+    "train: {precision: int8}": ("train.precision", "no precision called 'int8'", "write fp32, bf16, fp16 or auto"),
+    "train: 3": ("train", "3 stands where a section belongs", "epochs, max_steps"),
+    "tuning: {lora: wide}": ("tuning.lora", "'wide' stands where a section belongs", "r, alpha"),
+    "tuning: {lora: {target_modules: all}}": ("tuning.lora.target_modules", "'all' is not auto, or a list", "list"),
+    "tuning: {lora: {target_modules: [q, 3]}}": ("tuning.lora.target_modules.1", "3 is not", "list of names"),
+    "train: {extra: 3}": ("train.extra", "3 is not keys with values", "keys with values"),
+    "logging: {backend: wandbb}": ("logging.backend", "no backend called 'wandbb'", "did you mean 'wandb'?"),
+    "logging: {backend: [wandb, mlflov]}": ("logging.backend.1", "no backend called 'mlflov'", "'mlflow'"),
+    "logging: {backend: [none]}": ("logging.backend.0", "'none' stands in a list", "write logging.backend: none"),
+    "seed: -1": ("seed", "-1 is not a whole number of at least 0 and below 4294967296", "whole number"),
+    "run_name: 3": ("run_name", "3 is not text, or null", "text"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_value_is_shown_with_what_is_accepted(refusals, text):
+    key, what, fix = WRONG[text]
+    (problem, *_) = refusals(text + "\n")
+    assert problem.where == f"run.yaml:1 {key}"
+    assert what in problem.what
+    assert fix in problem.fix
+
+
+def test_no_value_is_converted_in_silence(refusals):
+    assert len(refusals("eval: {before: 1, limit: 5.0, metrics: chrf}\nmodel: {name: 3, max_seq_len: '8'}\n" + "")) == 5
+
+
+def test_a_missing_required_key_is_named_with_the_file_and_what_to_write(write):
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write("seed: 1\ndata:\n  format: alpaca\n"))
+    name, path = caught.value.problems
+    assert (name.where, name.what) == ("run.yaml model.name", "required, but not given")
+    assert name.fix.startswith("add model.name: a hub name")
+    assert path.where == "run.yaml:2 data.train_path"
+
+
+def test_a_misspelt_section_or_key_is_not_reported_as_missing_too(write):
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write("modle: {name: a}\ndata: {train_pth: b}\n"))
+    assert [problem.where for problem in caught.value.problems] == ["run.yaml:1 modle", "run.yaml:2 data.train_pth"]
+
+
+def test_a_known_key_in_the_wrong_section_is_answered_with_its_place(refusals):
+    rate, width, size = refusals("learning_rate: 1e-4\ntuning: {r: 8}\nbatch_size: 4\n")
+    assert "write train.learning_rate" in rate.fix
+    assert "write tuning.lora.r" in width.fix
+    assert "write train.batch_size or eval.batch_size" in size.fix
+
+
+def test_a_misspelt_key_in_the_wrong_section_is_found_too(refusals):
+    (problem,) = refusals("max_stepz: 3\n")
+    assert problem.fix == "did you mean train.max_steps?"
+
+
+def test_a_name_like_no_other_is_answered_with_the_names_there_are(refusals):
+    (problem,) = refusals("logging: {zzz: 1}\n")
+    assert problem.fix == "remove it; logging has backend, steps, row_ids"
+
+
+def test_rules_between_right_values_are_checked_beside_wrong_values(refusals):
+    text = "sede: 1\ndata_: 1\ntrain: {batch_size: 5, epochs: 0, extra: {adam_beta3: 1}}\nrun_name: a/b\n"
+    keys = [problem.where.split()[-1] for problem in refusals(text)]
+    assert set(keys) == {"sede", "data_", "train.batch_size", "train.epochs", "train.extra.adam_beta3", "run_name"}
+
+
+def test_a_rule_about_a_value_that_is_wrong_itself_is_left_out(refusals):
+    (problem,) = refusals("train: {batch_size: 5, effective_batch_size: many}\n")
+    assert problem.where.endswith("effective_batch_size")
+
+
+def test_values_under_unknown_keys_are_not_repeated_in_messages(refusals):
+    (problem,) = refusals("wandb_api_key: s3cret\n")
+    assert "s3cret" not in str(problem)
+
+
+def test_reading_a_config_imports_no_heavy_library(write):
+    path = write("model: {name: a}\ndata: {train_path: b}\ntrain: {extra: {adam_beta1: 0.8}}\n")
+    code = (
+        "import sys; from sftplay.config.load import load_config; load_config(sys.argv[1]);"
+        "print([name for name in ('torch', 'transformers', 'trl', 'numpy', 'datasets') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=_environment())
+    assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
+
+
+def _environment():
+    import os
+    from pathlib import Path
+
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,0 +1,131 @@
+"""Fixtures shared by all tests: a tiny Llama folder with a trained tokenizer, the builtin model, and real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+WORDS = "the river stone walks under green light and asks why seven old boats carry salt over quiet hills".split()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with a 400-token byte-level BPE, saved as transformers saves."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    rng = random.Random(0)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator((" ".join(rng.choices(WORDS, k=12)) for _ in range(300)), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>", chat_template=CHATML
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, eos_token_id=2, bos_token_id=None,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def builtin_tiny() -> Path:
+    """The folder of `builtin:tiny`, built once a checkout and kept in its cache."""
+    from sftplay.model.builtin import ensure_builtin
+
+    return ensure_builtin("tiny", ROOT / ".cache" / "builtin", print)
+
+
+@pytest.fixture(scope="session")
+def chat_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """70 rows of one-turn dialogues with answers of 1 to 30 words."""
+    return write_chats(tmp_path_factory.mktemp("rows") / "train.jsonl", 70, seed=1)
+
+
+@pytest.fixture(scope="session")
+def held_out_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12 rows of the same kind as `chat_rows`."""
+    return write_chats(tmp_path_factory.mktemp("rows") / "held_out.jsonl", 12, seed=2)
+
+
+def write_chats(path: Path, count: int, *, seed: int) -> Path:
+    rng = random.Random(seed)
+    lines = []
+    for n in range(count):
+        question = f"{n} " + " ".join(rng.choices(WORDS, k=rng.randint(1, 12)))
+        answer = " ".join(rng.choices(WORDS, k=rng.choice([1, 2, 3, 8, 30])))
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def write_config(tmp_path: Path, tiny_llama: Path, chat_rows: Path, held_out_rows: Path) -> Callable[..., Path]:
+    """Writes a small run's YAML below tmp_path; keyword `a__b=c` sets the key a.b."""
+
+    def write(name: str = "run.yaml", **changes: Any) -> Path:
+        values: dict[str, Any] = {
+            "run_name": "run",
+            "output_dir": str(tmp_path / "outputs"),
+            "model": {"name": str(tiny_llama), "max_seq_len": 128},
+            "tuning": {"mode": "lora", "lora": {"r": 4}},
+            "train": {"max_steps": 4, "effective_batch_size": 8, "learning_rate": 0.01, "gradient_checkpointing": False},
+            "data": {"train_path": str(chat_rows), "val_path": str(held_out_rows)},
+            "logging": {"steps": 1, "backend": "none", "row_ids": True},
+            "eval": {"limit": 4, "max_new_tokens": 4},
+        }
+        values["data"]["processed_dir"] = str(tmp_path / "processed")
+        for dotted, value in changes.items():
+            *path, last = dotted.split("__")
+            branch = values
+            for part in path:
+                branch = branch.setdefault(part, {})
+            branch[last] = value
+        target = tmp_path / name
+        target.write_text(json.dumps(values, indent=1))  # JSON is YAML
+        return target
+
+    return write
+
+
+@pytest.fixture
+def sftplay() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `python -m sftplay ...` as a user would, from the repository's root."""
+
+    def call(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+        return subprocess.run(
+            [sys.executable, "-m", "sftplay", *map(str, words)],
+            cwd=options.pop("cwd", ROOT), env=env, capture_output=True, text=True, timeout=300, check=False, **options,
+        )  # fmt: skip
+
+    return call

@@ -1,0 +1,163 @@
+"""The built-in model: an ordinary model folder, made once, from the shipped text alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from sftplay.errors import ConfigError
+from sftplay.model import builtin
+
+QUICK = builtin.Recipe(vocab_size=400, hidden_size=16, intermediate_size=32, layers=1, heads=1, steps=2, rows=2)
+CHAT = [
+    {"role": "system", "content": "Answer with one word."},
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": "Tudix."},
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "Gechie."},
+]
+
+
+@pytest.fixture(scope="module")
+def quick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same make in a second: real tokenizer and template, two steps of base training."""
+    return builtin.ensure_builtin("tiny", tmp_path_factory.mktemp("quick"), lambda line: None, recipe=QUICK)
+
+
+def ensure_quick(cache_dir: Path) -> str:
+    return str(builtin.ensure_builtin("tiny", cache_dir, lambda line: None, recipe=QUICK))
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_the_base_is_a_small_fp32_llama_that_plain_transformers_loads(builtin_tiny):
+    model = AutoModelForCausalLM.from_pretrained(builtin_tiny)
+    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
+    assert isinstance(model, LlamaForCausalLM)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert 0.5e6 < model.num_parameters() < 2e6
+    assert (builtin_tiny / "model.safetensors").is_file()
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+
+
+def test_the_base_has_learned_more_than_letter_counts(builtin_tiny):
+    model = AutoModelForCausalLM.from_pretrained(builtin_tiny)
+    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
+    line = "Sabrodain, 1987, Veltory, Munbeck\n"
+    ids = tokenizer(line * 2, return_tensors="pt").input_ids
+    once = ids.shape[1] // 2
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    # names that no text holds cost dear at first and little when they come again
+    assert losses[once:].mean() < 0.5 * losses[: once - 1].mean()
+
+
+def test_the_chat_template_marks_what_the_assistant_says(builtin_tiny):
+    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
+    encoded = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    said = [i for i, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(said) == "Tudix.<|im_end|>Gechie.<|im_end|>"
+
+
+def test_the_rendered_chat_has_the_markers_and_the_prompt_of_the_next_turn(builtin_tiny):
+    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
+    assert tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nAnswer with one word.<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_unknown_role_is_refused(quick_folder):
+    tokenizer = AutoTokenizer.from_pretrained(quick_folder)
+    with pytest.raises(Exception, match="unknown role: robot"):
+        tokenizer.apply_chat_template([{"role": "robot", "content": "hum"}], tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["plain text", " two  spaces \t tab\r\n", "naïve Łódź 北京", "\U0001f469\u200d\U0001f680 🙂", "\x00\x07\x7f", "007 1234567 ½"],
+)
+def test_every_text_survives_the_round_trip(builtin_tiny, text):
+    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_a_name_has_the_same_tokens_wherever_it_stands(builtin_tiny):
+    tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
+    alone = tokenizer("Haluslia").input_ids
+    for before, after in [(" ", " "), ("(", ")"), ("the ", ","), ("\n", "\n")]:
+        inside = tokenizer(before + "Haluslia" + after).input_ids
+        lead = len(tokenizer(before).input_ids)
+        assert inside[lead : lead + len(alone)] == alone
+
+
+def test_a_second_call_is_instant_and_gives_the_same_folder(builtin_tiny):
+    said: list[str] = []
+    started = time.monotonic()
+    assert builtin.ensure_builtin("tiny", builtin_tiny.parent, said.append) == builtin_tiny
+    assert time.monotonic() - started < 0.5
+    assert said == []
+
+
+def test_the_same_recipe_gives_the_same_weights(quick_folder, tmp_path):
+    torch.manual_seed(99)  # the caller's own random state must not matter
+    before = torch.get_rng_state()
+    again = builtin.ensure_builtin("tiny", tmp_path, lambda line: None, recipe=QUICK)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert again.name == quick_folder.name
+    first, second = weights_of(quick_folder), weights_of(again)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_the_fingerprint_follows_the_text_and_the_recipe(tmp_path):
+    shutil.copytree(builtin.TEXT_DIR, tmp_path / "text")
+    before = builtin.fingerprint(QUICK, tmp_path / "text")
+    assert before == builtin.fingerprint(QUICK, builtin.TEXT_DIR)
+    assert before != builtin.fingerprint(dataclasses.replace(QUICK, seed=8), tmp_path / "text")
+    (tmp_path / "text" / "practice.txt").open("a").write("one more line\n")
+    assert before != builtin.fingerprint(QUICK, tmp_path / "text")
+
+
+def test_a_broken_off_build_is_made_anew_and_leaves_no_debris(quick_folder, tmp_path):
+    debris = tmp_path / f"{quick_folder.name}.unfinished"
+    debris.mkdir()
+    (debris / "model.safetensors").write_bytes(b"half of it")
+    made = builtin.ensure_builtin("tiny", tmp_path, lambda line: None, recipe=QUICK)
+    assert made.is_dir() and not debris.exists()
+    assert AutoModelForCausalLM.from_pretrained(made).num_parameters() > 0
+
+
+def test_two_processes_that_build_at_once_share_one_folder(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        folders = set(pool.map(ensure_quick, [tmp_path, tmp_path], chunksize=1))
+    assert len(folders) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [Path(folders.pop()).name]
+
+
+def test_base_training_reports_its_progress(tmp_path):
+    said: list[str] = []
+    builtin.ensure_builtin("tiny", tmp_path, said.append, recipe=QUICK)
+    assert any("step 2 of 2" in line for line in said)
+    assert "ready" in said[-1]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        builtin.ensure_builtin("tyni", tmp_path, print)
+    assert refused.value.where == "model.name"
+    assert refused.value.nearest == ["tiny"]
+    assert "builtin:tiny" in refused.value.fix
+
+
+def test_the_names_are_listed():
+    assert builtin.builtin_names() == ["tiny"]
