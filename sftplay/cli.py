@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from sftplay.errors import ConfigError, SftplayError, nearest_names
 
@@ -35,6 +36,9 @@ VERBS = {
 
 BUG = 1
 
+Flags = dict[str, dict[str, Any]]
+"""flag -> keywords of argparse's add_argument."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code INTERFACES promises."""
@@ -46,11 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = getattr(import_module(module), function)(args)
         return code
     except SftplayError as error:
-        _report(error, as_json)
-        return error.exit_code
+        return _report(error, as_json)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left, as `head` does; not an error
-        return 0
+        return _leave_quietly(0)
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes exit code 1 with its traceback
@@ -98,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _flags(verb: str) -> dict[str, dict[str, object]]:
-    scale: dict[str, dict[str, object]] = {
+def _flags(verb: str) -> Flags:
+    scale: Flags = {
         "--dry-run": {"action": "store_true", "help": "print the command, start nothing"},
         "--nproc": {"default": None, "help": "processes on this node; `gpu` means one per GPU"},
         "--nnodes": {"type": int, "default": 1},
@@ -108,8 +110,8 @@ def _flags(verb: str) -> dict[str, dict[str, object]]:
         "--master-port": {"type": int, "default": 29511},
         "--tb": {"action": "store_true", "help": "start TensorBoard too"},
     }
-    run: dict[str, dict[str, object]] = {"--run": {"default": None, "help": "name or folder of the run"}}
-    special: dict[str, dict[str, dict[str, object]]] = {
+    run: Flags = {"--run": {"default": None, "help": "name or folder of the run"}}
+    special: dict[str, Flags] = {
         "train": scale,
         "resume": {**scale, **run},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **scale},
@@ -128,7 +130,16 @@ def _unknown_word(word: str, verb: str) -> ConfigError:
     return ConfigError(f"{verb} does not know {word!r}", where="command line", fix=fix, nearest=near)
 
 
-def _report(error: SftplayError, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"error": error.as_json()}, ensure_ascii=False))
-    print(error, file=sys.stderr)
+def _report(error: SftplayError, as_json: bool) -> int:
+    try:
+        if as_json:
+            print(json.dumps({"error": error.as_json()}, ensure_ascii=False), flush=True)
+        print(error, file=sys.stderr)
+    except BrokenPipeError:
+        _leave_quietly(0)
+    return error.exit_code
+
+
+def _leave_quietly(code: int) -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left, as `head` does; not an error
+    return code

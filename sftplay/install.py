@@ -3,114 +3,117 @@
 Run by make with the user's Python, so it must be understood by old versions in order to refuse them.
 """
 
-import glob
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 TORCH = "torch==2.13.0"
-LOCK = "requirements.lock"
-VENV = ".venv"
-STAMP = os.path.join(VENV, ".stamp")
+LOCK = Path("requirements.lock")
+VENV = Path(".venv")
+STAMP = VENV / ".stamp"
 MACHINE = 3
 
 
-def main(force):
+def main(force: bool) -> int:
     """Make `.venv` fit the lock; an exit code. With `force` even when the stamp says that it does."""
     problem = find_problem(sys.version_info[:2])
     if problem:
         sys.stderr.write(problem + "\n")
         return MACHINE
-    here = os.getcwd()
-    if not force and read_stamp() == here and os.path.getmtime(STAMP) >= os.path.getmtime(LOCK):
+    here = str(Path.cwd())
+    if not force and read_stamp() == here and STAMP.stat().st_mtime >= LOCK.stat().st_mtime:
         os.utime(STAMP, None)  # only this file is newer; make must not ask again
         return 0
     announce()
-    python = os.path.join(VENV, "bin", "python")
+    python = str(VENV / "bin" / "python")
     steps = []
     if read_stamp() not in ("", here) or not works(python):
-        steps.append([sys.executable, "-m", "venv", "--clear", VENV])
+        steps.append([sys.executable, "-m", "venv", "--clear", str(VENV)])
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-q"]
     index = os.environ.get("TORCH_INDEX", "")
-    steps.append(pip + [TORCH] + (["--index-url", index] if index else []))
-    steps.append(pip + ["-r", LOCK])
+    steps.append([*pip, TORCH, *(["--index-url", index] if index else [])])
+    steps.append([*pip, "-r", str(LOCK)])
     extras = os.environ.get("EXTRAS", "").replace(",", " ").split()
     if extras:
-        steps.append(pip + ["-c", LOCK] + extra_requirements(extras))
-    if os.path.exists(STAMP):
-        os.remove(STAMP)  # a broken-off install must not look finished
+        steps.append([*pip, "-c", str(LOCK), *extra_requirements(extras)])
+    if STAMP.exists():
+        STAMP.unlink()  # a broken-off install must not look finished
     for step in steps:
         code = subprocess.call(step)
         if code:
-            sys.stderr.write("install: %s failed\n  fix: see the lines above, then run the command again\n" % step[2:4])
+            sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see above, then run the command again\n")
             return MACHINE
-    with open(STAMP, "w") as handle:
-        handle.write(here)
+    STAMP.write_text(here)
     say("ready")
     return 0
 
 
-def find_problem(version):
+def find_problem(version: tuple[int, ...]) -> str:
     """Why this Python cannot be used, with the remedy; empty when it can."""
     if not OLDEST <= tuple(version) <= NEWEST:
         found = ", ".join(other_pythons()) or "none found on PATH"
-        return "install: Python 3.11 to 3.13 is needed, %s is %d.%d\n  fix: make PYTHON=python3.12 ... (here: %s)" % (
-            sys.executable, version[0], version[1], found)  # fmt: skip
+        this = ".".join(map(str, version))
+        return (
+            f"install: Python 3.11 to 3.13 is needed, {sys.executable} is {this}\n"
+            f"  fix: make PYTHON=python3.12 ... (found here: {found})"
+        )
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
     except ImportError as error:
-        name = "python%d.%d-venv" % tuple(version)
-        return "install: this Python has no %s\n  fix: apt install %s (Debian, Ubuntu), then again" % (error.name, name)
+        package = f"python{version[0]}.{version[1]}-venv"
+        return f"install: this Python has no {error.name}\n  fix: apt install {package} (Debian, Ubuntu), then again"
     return ""
 
 
-def other_pythons():
+def other_pythons() -> list[str]:
     """Names of usable Pythons on PATH."""
-    names = ["python%d.%d" % (3, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
+    names = [f"python3.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
     folders = os.environ.get("PATH", "").split(os.pathsep)
-    return [name for name in names if any(os.path.exists(os.path.join(folder, name)) for folder in folders)]
+    return [name for name in names if any(Path(folder, name).exists() for folder in folders)]
 
 
-def announce():
+def announce() -> None:
     """Say size and time before anything is downloaded."""
-    say("building %s from %s: about 1.5 GB on disk, 2 to 5 minutes on a usual connection" % (VENV, LOCK))
-    has_driver = bool(glob.glob("/proc/driver/nvidia/version"))
+    say(f"building {VENV} from {LOCK}: about 1.5 GB on disk, 2 to 5 minutes on a usual connection")
+    has_driver = Path("/proc/driver/nvidia/version").exists()
     if sys.platform.startswith("linux") and not has_driver and not os.environ.get("TORCH_INDEX"):
-        say("no NVIDIA driver here: plain %s may still bring up to 5 GB of GPU libraries;" % TORCH)
+        say(f"no NVIDIA driver here: plain {TORCH} may still bring up to 5 GB of GPU libraries;")
         say("make install TORCH_INDEX=<an index with a CPU build of torch> avoids them")
 
 
-def extra_requirements(names):
+def extra_requirements(names: list[str]) -> list[str]:
     """The requirements of the named extras in pyproject.toml."""
     import tomllib
 
-    with open("pyproject.toml", "rb") as handle:
-        extras = tomllib.load(handle)["project"]["optional-dependencies"]
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
     unknown = [name for name in names if name not in extras]
     if unknown:
-        raise SystemExit("install: no extra called %r\n  fix: choose from %s" % (unknown[0], ", ".join(sorted(extras))))
+        raise SystemExit(f"install: no extra called {unknown[0]!r}\n  fix: choose from {', '.join(sorted(extras))}")
     return [requirement for name in names for requirement in extras[name]]
 
 
-def read_stamp():
+def read_stamp() -> str:
     """The folder `.venv` was finished for, empty when it never was."""
     try:
-        with open(STAMP) as handle:
-            return handle.read().strip()
-    except (IOError, OSError):  # noqa: UP024 - Python 2 spells it so
+        return STAMP.read_text().strip()
+    except OSError:
         return ""
 
 
-def works(python):
+def works(python: str) -> bool:
     """True when the environment's own pip answers."""
-    return os.path.exists(python) and subprocess.call([python, "-c", "import pip"], stderr=subprocess.DEVNULL) == 0
+    return Path(python).exists() and subprocess.call([python, "-c", "import pip"], stderr=subprocess.DEVNULL) == 0
 
 
-def say(text):
+def say(text: str) -> None:
     """A line of progress."""
-    sys.stdout.write("[install] %s\n" % text)
+    sys.stdout.write(f"[install] {text}\n")
     sys.stdout.flush()
 
 

@@ -23,7 +23,26 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-WORDS = "the river stone walks under green light and asks why seven old boats carry salt over quiet hills".split()
+WORDS = [
+    "the",
+    "river",
+    "stone",
+    "walks",
+    "under",
+    "green",
+    "light",
+    "and",
+    "asks",
+    "why",
+    "seven",
+    "old",
+    "boats",
+    "carry",
+    "salt",
+    "over",
+    "quiet",
+    "hills",
+]
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +58,10 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator((" ".join(rng.choices(WORDS, k=12)) for _ in range(300)), trainer)
     fast = PreTrainedTokenizerFast(
@@ -98,7 +120,12 @@ def write_config(tmp_path: Path, tiny_llama: Path, chat_rows: Path, held_out_row
             "output_dir": str(tmp_path / "outputs"),
             "model": {"name": str(tiny_llama), "max_seq_len": 128},
             "tuning": {"mode": "lora", "lora": {"r": 4}},
-            "train": {"max_steps": 4, "effective_batch_size": 8, "learning_rate": 0.01, "gradient_checkpointing": False},
+            "train": {
+                "max_steps": 4,
+                "effective_batch_size": 8,
+                "learning_rate": 0.01,
+                "gradient_checkpointing": False,
+            },
             "data": {"train_path": str(chat_rows), "val_path": str(held_out_rows)},
             "logging": {"steps": 1, "backend": "none", "row_ids": True},
             "eval": {"limit": 4, "max_new_tokens": 4},

@@ -20,7 +20,8 @@ MONTH_NUMBERS = {
 
 def load_generator(folder: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{folder}_generate", DATA / folder / "generate.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -112,6 +113,7 @@ def test_the_shares_have_no_name_in_common():
 
 def test_the_answer_of_the_nearest_training_prompt_is_hardly_ever_right(train, held_out):
     """Nearest by shared character trigrams (Dice), a look-up that knows nothing of the task."""
+
     def trigrams(text: str) -> set[str]:
         return {text[i : i + 3] for i in range(len(text) - 2)}
 

@@ -16,16 +16,20 @@ SEED = 20240
 PASSAGES = 3200
 OUT_FILE = Path(__file__).resolve().parent / "practice.txt"
 
-ONSETS = "b br c ch d dr f g gr h j k l m n p qu r s sh st t th tr v w y z".split()
-VOWELS = "a e i o u ai ea ie ou".split()
+
+def listed(text: str) -> list[str]:
+    """The words of one line, to keep long lists readable."""
+    return text.split()
+
+
+ONSETS = listed("b br c ch d dr f g gr h j k l m n p qu r s sh st t th tr v w y z")
+VOWELS = listed("a e i o u ai ea ie ou")
 CODAS = ["", "", "", "l", "m", "n", "r", "s", "ck", "nd", "rt", "th", "x", "sk"]
-NOUNS = "lamp basket kettle ladder ribbon candle map drum blanket bottle compass hammer saddle wheel bell coat".split()
-COLOURS = "red green blue yellow grey white black brown purple orange".split()
-DEEDS = "found sold painted borrowed carried mended lost wanted hid washed".split()
-MONTHS = (
-    "January February March April May June July August September October November December"  # in calendar order
-).split()
-NUMBER_WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+NOUNS = listed("lamp basket kettle ladder ribbon candle map drum blanket bottle compass hammer saddle wheel bell coat")
+COLOURS = listed("red green blue yellow grey white black brown purple orange")
+DEEDS = listed("found sold painted borrowed carried mended lost wanted hid washed")
+MONTHS = listed("January February March April May June July August September October November December")
+NUMBER_WORDS = listed("one two three four five six seven eight nine ten eleven twelve")
 
 
 def is_base_name(name: str) -> bool:
@@ -49,12 +53,14 @@ def chat(*turns: str) -> str:
 
 
 def echo(rng: random.Random) -> str:
-    words = " ".join(name(rng) if rng.random() < 0.7 else str(rng.randint(1, 9999)) for _ in range(rng.randint(1, 5)))
-    return chat(rng.choice(("Repeat: ", "Say it again: ", "Copy this: ")) + words, words)
+    copied = " ".join(name(rng) if rng.random() < 0.7 else str(rng.randint(1, 9999)) for _ in range(rng.randint(1, 5)))
+    return chat(rng.choice(("Repeat: ", "Say it again: ", "Copy this: ")) + copied, copied)
 
 
 def chant(rng: random.Random) -> str:
-    words = [name(rng) for _ in range(rng.randint(2, 4))] + [str(rng.randint(1, 9999)) for _ in range(rng.randint(0, 2))]
+    words = [name(rng) for _ in range(rng.randint(2, 4))] + [
+        str(rng.randint(1, 9999)) for _ in range(rng.randint(0, 2))
+    ]
     rng.shuffle(words)
     if rng.random() < 0.5:
         words = [word.lower() for word in words]
@@ -65,7 +71,9 @@ def chant(rng: random.Random) -> str:
 def capitals(rng: random.Random) -> str:
     word = name(rng)
     asked = rng.choice((f"Write {word} in capitals.", f"{word} in big letters?"))
-    return chat(asked, word.upper()) if rng.random() < 0.7 else chat(f"Write {word.upper()} in small letters.", word.lower())
+    if rng.random() < 0.7:
+        return chat(asked, word.upper())
+    return chat(f"Write {word.upper()} in small letters.", word.lower())
 
 
 def who_and_where(rng: random.Random) -> str:
@@ -126,7 +134,8 @@ def codes(rng: random.Random) -> str:
     owners = {name(rng): str(rng.randint(1, 10 ** rng.randint(1, 6))) for _ in range(rng.randint(2, 4))}
     told = ", ".join(f"{owner} has {code}" for owner, code in owners.items())
     asked = rng.sample(sorted(owners), rng.randint(1, 2))
-    return chat(f"{told}. {asked[0]}?", owners[asked[0]], *(part for who in asked[1:] for part in (f"{who}?", owners[who])))
+    later = [part for who in asked[1:] for part in (f"{who}?", owners[who])]
+    return chat(f"{told}. {asked[0]}?", owners[asked[0]], *later)
 
 
 def tale(rng: random.Random) -> str:

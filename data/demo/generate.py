@@ -21,20 +21,26 @@ TRAIN_ROWS = 4000
 HELD_OUT_ROWS = 240
 HERE = Path(__file__).resolve().parent
 
+
+def listed(text: str) -> list[str]:
+    """The words of one line, to keep long lists readable."""
+    return text.split()
+
+
 FIRST_SYLLABLES = (
-    "Ad Bel Cor Dar El Fen Gal Hal Is Jor Kas Lin Mar Nel Or Per Ros Sel Tam Ul Ver Wil Yan Zel".split(),
+    listed("Ad Bel Cor Dar El Fen Gal Hal Is Jor Kas Lin Mar Nel Or Per Ros Sel Tam Ul Ver Wil Yan Zel"),
     ["", "a", "al", "an", "e", "eb", "el", "i", "im", "ir", "o", "ol", "u", "us"],
-    "da den dis ka len lia lin mon na nor ra ric sa sin ta ton via vin".split(),
+    listed("da den dis ka len lia lin mon na nor ra ric sa sin ta ton via vin"),
 )
 LAST_SYLLABLES = (
-    "Ash Bran Crow Dun Ever Fal Gor Hart Ing Kel Lor Mor Nor Or Pen Quil Rav Sor Thorn Ul Var West".split(),
+    listed("Ash Bran Crow Dun Ever Fal Gor Hart Ing Kel Lor Mor Nor Or Pen Quil Rav Sor Thorn Ul Var West"),
     ["", "a", "ar", "e", "en", "er", "i", "il", "in", "o", "ow", "um", "y"],
-    "bane bury by den dale field gate ham ley lock man mere more ner rick son stock ter vel win worth".split(),
+    listed("bane bury by den dale field gate ham ley lock man mere more ner rick son stock ter vel win worth"),
 )
 TOWN_SYLLABLES = (
-    "Al Bar Cald Dor El Fair Gren Hol Ister Kin Lang Mel Nar Os Pol Rin Sand Tor Umber Vel Win Yar".split(),
+    listed("Al Bar Cald Dor El Fair Gren Hol Ister Kin Lang Mel Nar Os Pol Rin Sand Tor Umber Vel Win Yar"),
     ["", "a", "an", "be", "der", "e", "en", "i", "ing", "ka", "mo", "o", "sel", "u"],
-    "borough cross don dorf ford grad haven holm lund mouth nes pool sted stoke ton vale vath wick".split(),
+    listed("borough cross don dorf ford grad haven holm lund mouth nes pool sted stoke ton vale vath wick"),
 )
 
 FRAMES = (
@@ -60,7 +66,7 @@ def names(syllables: tuple[list[str], ...], share: str) -> list[str]:
 
 
 def pools(share: str) -> dict[str, list[str]]:
-    """The first names, surnames and towns of `share`; thousands of each, so that knowing some by heart does not help."""
+    """The first names, surnames and towns of `share`; too many to know by heart."""
     return {
         "first": names(FIRST_SYLLABLES, share),
         "last": names(LAST_SYLLABLES, share),

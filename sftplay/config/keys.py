@@ -55,7 +55,7 @@ def required_below(dotted: str) -> list[str]:
 def homes_of(name: str) -> list[str]:
     """The dotted keys and sections whose last part is `name`."""
     names = [*all_keys(), *all_sections()]
-    return [dotted for dotted in names if dotted.rsplit(".", 1)[-1] == name]
+    return [dotted for dotted in names if dotted and dotted.rsplit(".", 1)[-1] == name]
 
 
 @cache

@@ -85,7 +85,7 @@ def _contradiction(reading: _Reading, given: Any) -> Problem:
 
 def _undecided(reading: _Reading) -> Problem:
     name = reading.ruled_out
-    what = f"{name}: false says what not to use, and nothing says what to use"
+    what = "false says what not to use, and nothing says what to use"
     fix = f"write train.precision: fp32 or {'fp16' if name == 'bf16' else 'bf16'}"
     return Problem(reading.place, ConfigError(what, where=f"{reading.place} train.{name}", fix=fix))
 
@@ -102,7 +102,9 @@ def _without_spellings(layer: Layer) -> Layer:
     if not isinstance(train, dict) or not any(name in train for name in SPELLINGS):
         return layer
     kept = {key: value for key, value in train.items() if key not in SPELLINGS}
-    return Layer({**layer.values, "train": kept}, dict(layer.places))
+    dropped = {("train", name) for name in SPELLINGS}
+    places = {path: place for path, place in layer.places.items() if path[:2] not in dropped}
+    return Layer({**layer.values, "train": kept}, places)
 
 
 def _with_precision(layer: Layer, precision: str, place: Place) -> Layer:

@@ -89,6 +89,8 @@ def _unknown(path: KeyPath, merged: Layer) -> Problem:
     nearest: list[str] = []
     if dotted in PLANNED_KEYS:
         what, fix = f"{dotted} is planned but not part of this version", "remove it"
+    elif name in all_keys():
+        nearest, fix = [name], f"dots are for the command line: write {' / '.join(name.split('.'))}, each one indented"
     elif homes := [home for home in homes_of(name) if home != dotted]:
         nearest, fix = homes, f"it belongs elsewhere: write {' or '.join(homes)}"
     elif known := OTHER_KITS.get(name.lower().replace("-", "_")):
@@ -96,7 +98,7 @@ def _unknown(path: KeyPath, merged: Layer) -> Problem:
         nearest, fix = [known], HOW.get(name.lower().replace("-", "_"), f"write {known}")
     elif names := _nearest(name, [*siblings, *(() if inside else ("include",))]):
         nearest, fix = [f"{inside}.{near}".lstrip(".") for near in names], f"did you mean {names[0]!r}?"
-    elif far := _nearest(name, (key.rsplit(".", 1)[-1] for key in [*all_keys(), *all_sections()])):
+    elif far := _nearest(name, (key.rsplit(".", 1)[-1] for key in [*all_keys(), *all_sections()] if key)):
         nearest = homes_of(far[0])
         fix = f"did you mean {' or '.join(nearest)}?"
     else:

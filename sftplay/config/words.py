@@ -50,9 +50,10 @@ def _form(node: dict[str, Any]) -> str:
 
 def _list_form(node: dict[str, Any], words: list[str]) -> str:
     items = choices_of(node)
+    some = "a list of one or more" if node.get("minItems") else "a list of"
     if not items:
-        return "a list of names"
-    return "a list of several" if set(items) <= set(words) else f"a list of words out of {_listed(items)}"
+        return f"{some} names"
+    return "a list of several" if set(items) <= set(words) else f"{some} words out of {_listed(items)}"
 
 
 def _limits(node: dict[str, Any]) -> str:

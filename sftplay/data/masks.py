@@ -15,18 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sftplay.data.records import Chat, Message
+from sftplay.data.records import Chat
+from sftplay.data.skeletons import Skeleton, Unproven, read_skeleton
 from sftplay.data.templates import ChatTemplate, Span
 from sftplay.errors import DataError
 
 Method = Literal["markers", "sentinels", "prefixes"]
-
-EDGE = " \n "
-"""White space put around sentinels, to see on which side a template trims."""
-
-
-class Unproven(Exception):
-    """The method cannot vouch for this chat; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,38 +31,6 @@ class Marked:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Skeleton:
-    """What a template writes around the texts of a chat with given roles."""
-
-    gaps: tuple[str, ...]
-    """Text before each message, and after the last."""
-
-    keeps_left: tuple[bool, ...]
-    keeps_right: tuple[bool, ...]
-    """Whether white space at that edge of a message's text survives."""
-
-    heads: tuple[int, ...]
-    """For each message, how much of its gap belongs to the inference prompt."""
-
-    tails: tuple[int, ...]
-    """For each message, how much of the gap after it belongs to its turn: up to the end-of-turn token."""
-
-    def assemble(self, messages: tuple[Message, ...]) -> tuple[str, list[Span]]:
-        """The text the template must give for `messages`, and each message's span in it."""
-        parts, spans, at = [self.gaps[0]], [], len(self.gaps[0])
-        for index, message in enumerate(messages):
-            text = message.content
-            text = text if self.keeps_left[index] else text.lstrip()
-            text = text if self.keeps_right[index] else text.rstrip()
-            gap = self.gaps[index + 1]
-            begin = at - len(self.gaps[index]) + self.heads[index]
-            spans.append((begin, at + len(text) + self.tails[index]))
-            parts += (text, gap)
-            at += len(text) + len(gap)
-        return "".join(parts), spans
-
-
 class TurnFinder:
     """Finds the learned spans of chats for one template.
 
@@ -77,7 +39,9 @@ class TurnFinder:
 
     def __init__(self, template: ChatTemplate, special_tokens: Iterable[str]) -> None:
         self.template = template
-        self._special = _pattern(special_tokens, "+")
+        special = list(special_tokens)
+        self._special = _pattern(special, "+")
+        self._closing = _pattern(special, r"+\s*\Z")
         self._end = _pattern([])
         self._skeletons: dict[tuple[str, ...], Skeleton] = {}
         self.ends: tuple[str, ...] = ()
@@ -94,7 +58,7 @@ class TurnFinder:
             except DataError:
                 continue
             at = self._after_last(text, chat)
-            match = self._special.match(text, at) if at >= 0 else None
+            match = self._special.match(text, at) if at >= 0 else self._closing.search(text)
             found |= {match.group().strip()} if match else set()
         self.ends = tuple(sorted(found, key=len, reverse=True))
         self._end = _pattern(self.ends)
@@ -125,15 +89,45 @@ class TurnFinder:
             )
         return marked
 
+    def place(self, chat: Chat, method: Method, *, rewrites: bool) -> list[tuple[Chat, Marked]]:
+        """The chat with its marked text; one chat and text for each turn where one text cannot show them all.
+
+        Where `method` does not hold, prefixes are tried.
+
+        Raises:
+            Unproven: nothing holds for this chat.
+            DataError: the template refuses the chat.
+        """
+        splittable = len(chat.learned_turns()) > 1
+        if not (splittable and rewrites):
+            try:
+                return [(chat, self._find_or_prefixes(chat, method))]
+            except Unproven:
+                if not splittable:
+                    raise
+        return [(part, self._find_or_prefixes(part, method)) for part in chat.turns_apart()]
+
+    def _find_or_prefixes(self, chat: Chat, method: Method) -> Marked:
+        try:
+            return self.find(chat, method)
+        except Unproven:
+            if method == "prefixes":
+                raise
+            return self.find(chat, "prefixes")
+
     def check_prompts(self, chat: Chat, marked: Marked) -> None:
         """Raise Unproven unless each learned turn follows exactly the text that inference would prompt with."""
-        for (start, _), turn in zip(marked.spans, chat.learned_turns(), strict=True):
+        for (start, end), turn in zip(marked.spans, chat.learned_turns(), strict=True):
             prompt, _ = self.template.render(chat.messages[:turn], prompts=True)
             before = marked.text[:start]
             if before.rstrip() != prompt.rstrip():
                 raise Unproven(
                     f"in training an answer follows {before[-40:]!r}, at inference it would follow {prompt[-40:]!r}"
                 )
+            bare, _ = self.template.render(chat.messages[:turn])
+            opens_itself = squeezed(marked.text[start:end]).startswith(squeezed(chat.messages[turn].content))
+            if bare == prompt and not opens_itself:
+                raise Unproven("the template ignores add_generation_prompt, so inference would not open the answer")
 
     def _by_markers(self, chat: Chat) -> Marked:
         text, spans = self.template.render(chat.messages)
@@ -170,54 +164,8 @@ class TurnFinder:
 
     def _skeleton(self, roles: tuple[str, ...]) -> Skeleton:
         if roles not in self._skeletons:
-            self._skeletons[roles] = self._new_skeleton(roles)
+            self._skeletons[roles] = read_skeleton(self.template, roles, self._end)
         return self._skeletons[roles]
-
-    def _new_skeleton(self, roles: tuple[str, ...]) -> Skeleton:
-        # Letters between private-use characters: nothing a template trims, splits at or looks for.
-        marks = [f"\ue0f0m{index}\ue0f1" for index in range(len(roles))]
-        probes = [Message(role, EDGE + mark + EDGE) for role, mark in zip(roles, marks)]  # type: ignore[arg-type]
-        text, _ = self.template.render(probes)
-        gaps, rest = [], text
-        for index, mark in enumerate(marks):
-            if text.count(mark) != 1 or mark not in rest:
-                raise Unproven(f"the text of message {index + 1} appears {text.count(mark)} times or out of order")
-            gap, _, rest = rest.partition(mark)
-            gaps.append(gap)
-        gaps.append(rest)
-        left = tuple(gap.endswith(EDGE) for gap in gaps[:-1])
-        right = tuple(gap.startswith(EDGE) for gap in gaps[1:])
-        heads = [self._head(text, probes[:index], marks[index]) for index in range(len(roles))]
-        for index in range(len(roles)):
-            gaps[index] = gaps[index].removesuffix(EDGE) if left[index] else gaps[index]
-            gaps[index + 1] = gaps[index + 1].removeprefix(EDGE) if right[index] else gaps[index + 1]
-        return self._measured(roles, gaps, (left, right), heads)
-
-    def _head(self, text: str, before: list[Message], mark: str) -> int | None:
-        """How many characters before `mark` lie after the inference prompt; None where nobody would infer."""
-        if not before or before[-1].role != "user":
-            return None
-        prompt, _ = self.template.render(before, prompts=True)
-        at = text.index(mark)
-        if not text.startswith(prompt) or len(prompt) > at:
-            raise Unproven(f"at inference an answer would follow {prompt[-40:]!r}, in training {text[:at][-40:]!r}")
-        return at - len(prompt)
-
-    def _measured(
-        self, roles: tuple[str, ...], gaps: list[str], keeps: tuple[tuple[bool, ...], ...], heads: list[int | None]
-    ) -> Skeleton:
-        head_lengths, tails = [], []
-        for index, role in enumerate(roles):
-            after = heads[index]
-            edge = len(EDGE) if keeps[0][index] else 0
-            # White space of the answer itself, where it is kept, follows the prompt too.
-            own = len(gaps[index]) if after is None else len(gaps[index]) - max(after - edge, 0)
-            head_lengths.append(own)
-            tail = self._end_match(gaps[index + 1], 0) if role == "assistant" else ""
-            if role == "assistant" and not tail:
-                raise Unproven(f"no end-of-turn token follows the assistant's text but {gaps[index + 1][:40]!r}")
-            tails.append(len(tail))
-        return Skeleton(tuple(gaps), keeps[0], keeps[1], tuple(head_lengths), tuple(tails))
 
     def _check(self, piece: str, content: str, prompt: str) -> None:
         """A learned piece must be the assistant's text, give or take white space and what the template puts before.

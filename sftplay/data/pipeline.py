@@ -22,6 +22,7 @@ from sftplay.data.preparation import CHATS, REFUSED, REPORT, Input, Preparation,
 from sftplay.data.records import Chat, Refused, chat_from_json
 from sftplay.data.render import Renderer
 from sftplay.data.sources import content_digest, read_rows
+from sftplay.data.tally import report_table as report_table
 from sftplay.data.templates import resolve_template
 from sftplay.errors import DataError
 
@@ -123,12 +124,15 @@ def _opened(folder: Path, renderer: Renderer) -> Examples:
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     lines = (folder / CHATS).read_text(encoding="utf-8").splitlines()
     held_out = _rows(folder, "held_out")
+    refused = str(folder / REFUSED)
+    for source in report["sources"].values():
+        source["refused_rows"] = refused
     return Examples(
         train=_rows(folder, "train"),
         held_out=held_out if len(held_out) else None,
         held_out_chats=[chat_from_json(json.loads(line)) for line in lines],
         renderer=renderer,
-        report={**report, "refused_rows": str(folder / REFUSED), "fingerprint": folder.name},
+        report={**report, "refused_rows": refused, "fingerprint": folder.name},
     )
 
 

@@ -210,7 +210,7 @@ class Preparation:
         return DataError(
             f"{self._n_bad:,} {'row' if self._n_bad == 1 else 'rows'} cannot be trained on\n  {shown}",
             where="data",
-            fix="correct them, or leave them out: data.on_bad_row: skip; for their length data.too_long: drop or truncate",
+            fix="correct them, or leave them out with data.on_bad_row: skip; for length data.too_long: truncate",
         )
 
     def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.data.labels import IGNORE, encode, labelled
-from sftplay.data.masks import Marked, Method, TurnFinder, Unproven, squeezed
+from sftplay.data.masks import Marked, Method, TurnFinder, squeezed
 from sftplay.data.records import Chat, Message, Source
+from sftplay.data.skeletons import Unproven
 from sftplay.data.templates import ChatTemplate
 from sftplay.errors import DataError
 
@@ -85,7 +86,7 @@ class _Trial:
         methods: list[Method] = ["markers", "sentinels", "prefixes"]
         faults = []
         for method in methods if self._template.has_marks else methods[1:]:
-            fault = self._fault(method, self._parts(probes, rewrites), self._parts(samples, rewrites))
+            fault = self._fault(method, probes, samples, rewrites=rewrites)
             if not fault:
                 return method, []
             faults.append(f"by {method}: {fault}")
@@ -107,27 +108,29 @@ class _Trial:
             fix="set data.template: chatml, or a Jinja file that writes each answer and an end token after it",
         )
 
-    def _parts(self, chats: Sequence[Chat], rewrites: bool) -> list[list[Chat]]:
-        return [chat.turns_apart() if rewrites else [chat] for chat in chats]
-
-    def _fault(self, method: Method, probes: list[list[Chat]], samples: list[list[Chat]]) -> str:
-        """Why `method` is not proven, or nothing."""
-        for parts in probes:
-            fault = self._fault_of(method, parts)
-            if fault:
-                return fault
+    def _fault(self, method: Method, probes: Sequence[Chat], samples: Sequence[Chat], *, rewrites: bool) -> str:
+        """Why `method` is not proven, or nothing: probes it must mark by itself, samples with what `place` adds."""
+        for probe in probes:
+            parts = probe.turns_apart() if rewrites else [probe]
+            for fault in (self._fault_of(part, method, rewrites=None) for part in parts):
+                if fault:
+                    return fault
         faults = []
-        for parts in samples:
-            faults.append(self._fault_of(method, parts))
+        for sample in samples:
+            faults.append(self._fault_of(sample, method, rewrites=rewrites))
             if not faults[-1]:
                 return ""
         return faults[0] if faults else ("" if probes else "the template refuses every dialogue")
 
-    def _fault_of(self, method: Method, parts: list[Chat]) -> str:
+    def _fault_of(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
+        """Why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
         try:
-            for chat in parts:
-                marked = self._finder.find(chat, method)
-                self._finder.check_prompts(chat, marked)
+            if rewrites is None:
+                found = [(chat, self._finder.find(chat, method))]
+            else:
+                found = self._finder.place(chat, method, rewrites=rewrites)
+            for part, marked in found:
+                self._finder.check_prompts(part, marked)
                 self._check_decoded(marked)
         except DataError as error:
             return error.what

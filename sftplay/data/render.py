@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sftplay.data.labels import Placed, Refusal, Rendered, encode, labelled, texts_of
-from sftplay.data.masks import Marked, Unproven
+from sftplay.data.masks import Marked
 from sftplay.data.proof import Proven, prove_masks
 from sftplay.data.records import Chat, Message
+from sftplay.data.skeletons import Unproven
 from sftplay.data.templates import ChatTemplate, template_hash
 from sftplay.errors import DataError
 
@@ -84,24 +85,10 @@ class Renderer:
         return [(index, found) for index, chat in enumerate(chats) for found in self._place(chat)]
 
     def _place(self, chat: Chat) -> list[Marked | Refusal]:
-        """The chat's text with its spans; a text for each turn where one text cannot show them all."""
-        splittable = len(chat.learned_turns()) > 1
-        attempts = [] if splittable and self.rewrites_turns else [[chat]]
-        attempts += [chat.turns_apart()] if splittable else []
-        why = ""
-        for parts in attempts:
-            try:
-                return [self._find(part) for part in parts]
-            except DataError as error:
-                why = error.what
-            except Unproven as error:
-                why = str(error)
-        return [why]
-
-    def _find(self, chat: Chat) -> Marked:
         try:
-            return self._finder.find(chat, self.method)
-        except Unproven:
-            if self.method == "prefixes":
-                raise
-            return self._finder.find(chat, "prefixes")
+            found = self._finder.place(chat, self.method, rewrites=self.rewrites_turns)
+        except DataError as error:
+            return [error.what]
+        except Unproven as error:
+            return [str(error)]
+        return [marked for _, marked in found]

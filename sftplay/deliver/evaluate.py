@@ -19,7 +19,8 @@ from sftplay import log
 from sftplay.config.schema import EvalConfig, RunConfig
 from sftplay.data.pipeline import Examples
 from sftplay.data.records import Chat
-from sftplay.deliver.generate import answer_all
+from sftplay.data.render import Renderer
+from sftplay.deliver.generate import Speaker, answer_all
 from sftplay.deliver.metrics import score_answers
 from sftplay.launch.folder import write_text
 
@@ -27,19 +28,21 @@ LOSS_TOKENS = 8192
 """Tokens of one piece when the held-out loss is computed."""
 
 
-def evaluate(model: Any, tokenizer: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict[str, Any]:
+def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict[str, Any]:
     """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
 
     `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
     figures are means over the prompts answered, of which there are `n`.
     """
     tag = path.stem
+    tokenizer = examples.renderer.tokenizer
     assert examples.held_out is not None
     log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
     with ready_to_answer(model):
         loss = held_out_loss(model, examples.held_out, tokenizer.pad_token_id)
         chats = spread(examples.held_out_chats, cfg.eval.limit)
-        answers = answer_chats(model, tokenizer, examples.renderer, chats, cfg.eval)
+        speaker = Speaker(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
+        answers = answer_chats(speaker, examples.renderer, chats, cfg.eval)
     references = [chat.messages[-1].content for chat in chats]
     means, correct = score_answers(answers, references, cfg.eval.metrics)
     figures = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
@@ -67,14 +70,12 @@ def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
     return [chats[i * len(chats) // limit] for i in range(limit)]
 
 
-def answer_chats(model: Any, tokenizer: Any, renderer: Any, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
+def answer_chats(speaker: Speaker, renderer: Renderer, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
     """The model's greedy answer in place of each row's last turn."""
     prompts = [renderer.prompt_ids(chat.prompt) for chat in chats]
     return answer_all(
-        model,
-        tokenizer,
+        speaker,
         prompts,
-        max_new_tokens=how.max_new_tokens,
         batch_size=how.batch_size,
         progress=lambda done: log.status(f"answered {done}/{len(prompts)}", "eval"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -10,83 +11,75 @@ import torch
 from transformers import GenerationConfig, TextIteratorStreamer
 
 
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Every token id that ends an answer: the tokenizer's own and those of the model's generation config."""
-    configured = getattr(model.generation_config, "eos_token_id", None) or []
-    configured = [configured] if isinstance(configured, int) else list(configured)
-    return sorted({*configured, tokenizer.eos_token_id} - {None})
+@dataclass(frozen=True)
+class Speaker:
+    """A model with its tokenizer, the tokens that end an answer, and the longest answer in tokens."""
+
+    model: Any
+    tokenizer: Any
+    end_token_ids: Sequence[int]
+    max_new_tokens: int
+
+    def greedy(self) -> GenerationConfig:
+        """A config of its own: sampling settings shipped with a model must not change what is measured."""
+        shipped = self.model.generation_config.eos_token_id or []
+        ends = {*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
+        return GenerationConfig(
+            do_sample=False,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=sorted(ends),
+            pad_token_id=self.tokenizer.pad_token_id,
+            bos_token_id=self.tokenizer.bos_token_id,
+        )
 
 
 @torch.no_grad()
-def answer_batch(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], *, max_new_tokens: int
-) -> list[str]:
+def answer_batch(speaker: Speaker, prompts: Sequence[list[int]]) -> list[str]:
     """The greedy answer to each prompt (token ids), without special tokens, in order.
 
     Prompts are padded on the left, so that all answers start at the same place.
     """
     width = max(len(prompt) for prompt in prompts)
-    pad = tokenizer.pad_token_id
-    ids = torch.full((len(prompts), width), pad)
+    ids = torch.full((len(prompts), width), speaker.tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
-    device = next(model.parameters()).device
-    out = model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
-        generation_config=_greedy(model, tokenizer, max_new_tokens),
+    device = next(speaker.model.parameters()).device
+    out = speaker.model.generate(
+        input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=speaker.greedy()
     )
-    return tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)  # type: ignore[no-any-return]
+    answers: list[str] = speaker.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+    return answers
 
 
 def answer_all(
-    model: Any,
-    tokenizer: Any,
+    speaker: Speaker,
     prompts: Sequence[list[int]],
     *,
-    max_new_tokens: int,
     batch_size: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
-    """Greedy answers to all prompts, in order; prompts of like length go together. `progress` hears how many are done."""
+    """Greedy answers to all prompts, in order; prompts of like length go together.
+
+    `progress` hears how many are done.
+    """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        texts = answer_batch(model, tokenizer, [prompts[i] for i in batch], max_new_tokens=max_new_tokens)
-        for i, text in zip(batch, texts, strict=True):
+        for i, text in zip(batch, answer_batch(speaker, [prompts[i] for i in batch]), strict=True):
             answers[i] = text
         progress(min(start + batch_size, len(order)))
     return answers
 
 
-def stream_answer(model: Any, tokenizer: Any, prompt: list[int], *, max_new_tokens: int) -> Iterator[str]:
+def stream_answer(speaker: Speaker, prompt: list[int]) -> Iterator[str]:
     """Pieces of the greedy answer to one prompt as they are made."""
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    ids = torch.tensor([prompt], device=next(model.parameters()).device)
-    work = Thread(
-        target=model.generate,
-        kwargs={
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "generation_config": _greedy(model, tokenizer, max_new_tokens),
-            "streamer": streamer,
-        },
-        daemon=True,
-    )
+    streamer = TextIteratorStreamer(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    ids = torch.tensor([prompt], device=next(speaker.model.parameters()).device)
+    how = {"generation_config": speaker.greedy(), "streamer": streamer, "attention_mask": torch.ones_like(ids)}
+    work = Thread(target=speaker.model.generate, kwargs={"input_ids": ids, **how}, daemon=True)
     work.start()
     yield from streamer
     work.join()
-
-
-def _greedy(model: Any, tokenizer: Any, max_new_tokens: int) -> GenerationConfig:
-    # A config of its own: sampling settings shipped with a model must not change what is measured.
-    return GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=stop_tokens(model, tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-    )

@@ -17,12 +17,16 @@ def score_answers(
     """
     pairs = [(answer.strip(), reference.strip()) for answer, reference in zip(answers, references, strict=True)]
     correct = [answer == reference for answer, reference in pairs]
-    scorers = {"exact_match": lambda _: correct, "rouge_l": _rouge_l, "chrf": _chrf}
-    means = {}
+    scorers = {"exact_match": _exact, "rouge_l": _rouge_l, "chrf": _chrf}
+    means: dict[str, float] = {}
     for metric in metrics:
         values = scorers[metric](pairs)
         means[metric] = sum(values) / len(values) if values else 0.0
     return means, correct
+
+
+def _exact(pairs: Sequence[tuple[str, str]]) -> list[float]:
+    return [float(answer == reference) for answer, reference in pairs]
 
 
 def _rouge_l(pairs: Sequence[tuple[str, str]]) -> list[float]:

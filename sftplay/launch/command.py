@@ -64,10 +64,10 @@ def build_launch(cfg: RunConfig, run_folder: Path, scale: Scale, *, has_gpu: boo
         env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // scale.nproc))
     # The agent's store keeps dead addresses over a restart otherwise (torch 2.13, gloo).
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc))
-    meeting = ("--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank))
-    meeting += ("--master-addr", scale.master_addr, "--master-port", str(scale.master_port))
-    return Launch((*torchrun, *meeting, "-m", WORKER, str(run_folder)), env)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
+    torchrun += ["--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank)]
+    torchrun += ["--master-addr", scale.master_addr, "--master-port", str(scale.master_port)]
+    return Launch((*torchrun, "-m", WORKER, str(run_folder)), env)
 
 
 def quiet_environment() -> dict[str, str]:
@@ -92,7 +92,7 @@ def offline_environment() -> dict[str, str]:
 
 def cache_environment() -> dict[str, str]:
     """Caches below .cache/ when the home folder cannot hold them; settings the user made are respected."""
-    home = Path(os.path.expanduser("~"))
+    home = Path.home()
     settings = {}
     if not os.access(home, os.W_OK):
         root = Path(".cache").resolve()

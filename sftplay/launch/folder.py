@@ -151,7 +151,9 @@ def find_run(cfg: RunConfig, config_path: str, run: str | None = None) -> RunFol
         candidates = [Path(run), output / run] if run else [output / str(cfg.run_name)]
         found = next((path for path in candidates if (path / RESOLVED).is_file()), None)
         if found is None:
-            raise ConfigError(f"no run {run or cfg.run_name!r}", where=str(output), fix="train first, or check the name")
+            raise ConfigError(
+                f"no run {run or cfg.run_name!r}", where=str(output), fix="train first, or check the name"
+            )
         return RunFolder(found)
     stem = Path(config_path).stem
     runs = [path for path in output.glob(f"{stem}-*") if (path / RESOLVED).is_file()]

@@ -31,7 +31,7 @@ def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
     name = source or locate(cfg.model.name)
     dtype = torch.float32 if cfg.tuning.mode == "full" else _weight_dtype(cfg)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             name,
             revision=None if source else cfg.model.revision,
             trust_remote_code=cfg.model.trust_remote_code,
@@ -46,6 +46,19 @@ def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
             where=f"{cfg.origins.get('model.name', 'model')} model.name {name}",
             fix="check the name, the connection and the folder's files",
         ) from error
+    keep_four_bit_exact(model)
+    return model
+
+
+def keep_four_bit_exact(model: Any) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights in evaluation mode on CPUs with AVX512-BF16.
+
+    Repacking rounds the scales to bf16 for good, so that a run with evaluations would train on other weights than one
+    without, and it fails where a layer's input width is no multiple of 64 (bitsandbytes 0.50, `Linear4bit.forward`).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def quantization(cfg: RunConfig) -> BitsAndBytesConfig:

@@ -28,13 +28,17 @@ def check_source(name: str, where: str) -> None:
     Raises:
         ConfigError: with what was looked for.
     """
-    if name.startswith(BUILTIN) or _HUB_NAME.fullmatch(name) and not Path(name).exists():
+    if name.startswith(BUILTIN) or (_HUB_NAME.fullmatch(name) and not Path(name).exists()):
         return
     folder = Path(name)
     if not folder.is_dir():
-        raise ConfigError(f"no model folder {name!r}", where=where, fix="check the path, or give a hub name (org/model)")
+        raise ConfigError(
+            f"no model folder {name!r}", where=where, fix="check the path, or give a hub name (org/model)"
+        )
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{name!r} holds no config.json", where=where, fix="point to a folder made by save_pretrained")
+        raise ConfigError(
+            f"{name!r} holds no config.json", where=where, fix="point to a folder made by save_pretrained"
+        )
 
 
 def read_shape(name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.launch.folder import RunFolder
 from sftplay.watch.checkpoints import find_damage, mark_complete, newest_complete, read_marker, rotate
+from sftplay.watch.meters import tell
 
 
 class MarkComplete(TrainerCallback):
@@ -31,7 +32,7 @@ class MarkComplete(TrainerCallback):
             best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
             rotate(self.folder.checkpoints, self.limit, best)
             self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
-            log.say(f"checkpoint at step {state.global_step}")
+            tell(state, state.save_steps, f"checkpoint at step {state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")

@@ -28,7 +28,7 @@ def write_manifest(cfg: RunConfig, folder: RunFolder, examples: Examples, facts:
             "origins": cfg.origins,
             "template_sha256": examples.renderer.template_hash,
             "mask_method": examples.renderer.method,
-            "data": {name: source for name, source in report.get("sources", {}).items()},
+            "data": report["sources"],
             "order_sha256": facts["order"],
             "steps": facts["steps"],
             "model": {key: facts[key] for key in facts if key not in ("order", "steps")},

@@ -1,6 +1,7 @@
 """Checks on every rank, before the first step, that the launch is what the plan says.
 
-A wrong launch does not fail by itself: two processes become one, or two trainings that never meet, all with exit code 0.
+A wrong launch does not fail by itself: two processes become one, or two trainings that
+never meet, all with exit code 0.
 """
 
 from __future__ import annotations

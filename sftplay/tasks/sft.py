@@ -8,10 +8,11 @@ from trl import SFTConfig, SFTTrainer
 
 from sftplay import log
 from sftplay.config.schema import RunConfig
-from sftplay.data.pipeline import Examples, load_examples, report_table
+from sftplay.data.pipeline import Examples, load_examples
+from sftplay.data.tally import report_table
 from sftplay.deliver.evaluate import evaluate
 from sftplay.launch.folder import RunFolder
-from sftplay.model.adapter import add_adapter, describe_parameters
+from sftplay.model.adapter import add_adapter, describe_parameters, make_trainable_fp32
 from sftplay.model.load import load_base
 from sftplay.model.locate import locate
 from sftplay.model.tokenizer import load_tokenizer
@@ -51,7 +52,7 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     order = train_run.order_rows(len(examples.train))
     model = load_base(cfg)
     if log.is_main() and cfg.eval.before and not (folder.eval / "before.json").exists():
-        evaluate(model, tokenizer, examples, cfg, folder.eval / "before.json")
+        evaluate(model, examples, cfg, folder.eval / "before.json")
     if cfg.tuning.mode != "full":
         model = add_adapter(model, cfg.tuning.lora)
     trainer = _build(cfg, train_run, {"model": model, "tokenizer": tokenizer, "examples": examples, "order": order})
@@ -64,7 +65,7 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         result = save_result(trainer.model, tokenizer, cfg, folder, base=locate(cfg.model.name))
         log.say(f"result: {result}")
         if cfg.eval.after:
-            evaluate(trainer.model, tokenizer, examples, cfg, folder.eval / "after.json")
+            evaluate(trainer.model, examples, cfg, folder.eval / "after.json")
     return outcome
 
 
@@ -90,8 +91,6 @@ def _build(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) -> Run:
         callbacks=train_run.callbacks(),
     )
     if cfg.tuning.mode != "full":
-        from sftplay.model.adapter import make_trainable_fp32
-
         make_trainable_fp32(trainer.model)  # TRL has just made a 4-bit base's adapter bf16
     trainer.prepare(train_run.cutter(), held_out_labels_per_row=_labels_per_row(held_out))
     return trainer

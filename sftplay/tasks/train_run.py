@@ -28,12 +28,12 @@ from sftplay.watch.meters import Meters
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended: at which step, after how long, by which signal (0 for none)."""
+    """How training ended: at which step, after how much wall and CPU time, by which signal (0 for none)."""
 
     step: int
     train_seconds: float
+    train_cpu_seconds: float
     stop_signal: int
-    last_loss: float | None
 
 
 class TrainRun:
@@ -152,7 +152,12 @@ class TrainRun:
                 fix="make room, then continue with `make resume`; the last complete checkpoint is untouched",
             ) from error
         state = trainer.state
-        return Outcome(state.global_step, self.meters.train_seconds, self.stop.received, self.meters.last_loss)
+        return Outcome(
+            step=state.global_step,
+            train_seconds=self.meters.train_seconds,
+            train_cpu_seconds=self.meters.train_cpu_seconds,
+            stop_signal=self.stop.received,
+        )
 
     def _open_attempt(self, from_step: int) -> int:
         attempts = self.folder.read_json("status.json").get("attempts", [])
@@ -161,4 +166,3 @@ class TrainRun:
             self.folder.update_status(state="running", attempts=attempts, step=from_step)
             return len(attempts)
         return len(attempts) + 1
-

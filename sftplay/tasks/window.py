@@ -41,7 +41,8 @@ class Window:
         self.held_out_labels_per_row = held_out_labels_per_row
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # type: ignore[attr-defined]
         accepted = inspect.signature(base.forward).parameters
-        plain_head = self.args.loss_type == "nll" and not self.args.use_liger_kernel  # type: ignore[attr-defined]
+        args = self.args  # type: ignore[attr-defined]
+        plain_head = args.loss_type == "nll" and not args.use_liger_kernel and not args.label_smoothing_factor
         self.keeps_label_columns = plain_head and "logits_to_keep" in accepted
 
     def training_step(self, model: nn.Module, window: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
@@ -77,14 +78,15 @@ class Window:
         processes three times a piece.
         """
         inputs = {key: value for key, value in inputs.items() if key not in ("row", "_prediction_loss_only")}
-        if num_items_in_batch is None and self.held_out_labels_per_row:
-            rows = inputs["input_ids"].shape[0]
-            num_items_in_batch = torch.tensor(rows * self.held_out_labels_per_row, device=inputs["input_ids"].device)
+        if not model.training and self.held_out_labels_per_row:
+            # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
+            tokens = inputs["input_ids"].shape[0] * self.held_out_labels_per_row * self.accelerator.num_processes  # type: ignore[attr-defined]
+            num_items_in_batch = torch.tensor(tokens, device=inputs["input_ids"].device)
         if self.keeps_label_columns:
             inputs |= label_columns(inputs["labels"])
         # With a cache the attention of packed rows would leak from one into the next.
-        inputs["use_cache"] = False  # type: ignore[assignment]
-        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)  # type: ignore[arg-type]
+        inputs["use_cache"] = False
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
     def _count(self, window: dict[str, Tensor]) -> None:
         self.counts.tokens += int(window["attention_mask"].sum())

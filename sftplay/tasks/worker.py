@@ -57,7 +57,8 @@ def _work(folder: RunFolder) -> int:
         _finish(folder, "stopped", code, cause=name, signal=name, step=outcome.step)
         log.say(f"stopped by {name} after step {outcome.step}; `make resume` continues from here")
         return code
-    _finish(folder, "done", 0, cause="done", step=outcome.step, train_seconds=round(outcome.train_seconds, 3))
+    spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
+    _finish(folder, "done", 0, cause="done", step=outcome.step, **spent)
     return 0
 
 

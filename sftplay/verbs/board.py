@@ -66,9 +66,7 @@ def start_board(folder: Path, port: int) -> str:
     LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", HOST, "--port", str(port)]
     with LOG_FILE.open("w") as handle:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True
-        )
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True)
     url = f"http://{HOST}:{port}"
     record = {"pid": process.pid, "started": start_time(process.pid), "url": url, "folder": str(folder)}
     PID_FILE.write_text(json.dumps(record))

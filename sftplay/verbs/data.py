@@ -19,7 +19,8 @@ def process(args: Namespace) -> int:
     os.environ.update(quiet_environment() | cache_environment())
     if not args.json:
         log.say(f"reading {cfg.data.train_path}", "data")
-    from sftplay.data.pipeline import load_examples, report_table
+    from sftplay.data.pipeline import load_examples
+    from sftplay.data.tally import report_table
     from sftplay.model.tokenizer import load_tokenizer
 
     report = load_examples(cfg, load_tokenizer(cfg.model)).report

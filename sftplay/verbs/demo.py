@@ -66,7 +66,8 @@ def shuffle_answers(cfg: RunConfig) -> str:
     answers = [row["messages"][-1] for row in rows]
     random.Random(cfg.seed).shuffle(answers)
     lines = [
-        json.dumps({**row, "messages": [*row["messages"][:-1], answer]}) for row, answer in zip(rows, answers, strict=True)
+        json.dumps({**row, "messages": [*row["messages"][:-1], answer]})
+        for row, answer in zip(rows, answers, strict=True)
     ]
     target = Path(cfg.data.processed_dir) / "demo-control.jsonl"
     write_text(target, "\n".join(lines) + "\n")

@@ -36,7 +36,9 @@ def gpu_info(args: Namespace) -> int:
 def check(args: Namespace) -> int:
     """`check`: ruff's lint and format and mypy over this repository; the first failure's code, 0 for none."""
     root = Path(__file__).resolve().parents[2]
-    failed = [" ".join(c) for c in CHECKS if subprocess.run([sys.executable, "-m", *c], cwd=root, check=False).returncode]
+    failed = [
+        " ".join(c) for c in CHECKS if subprocess.run([sys.executable, "-m", *c], cwd=root, check=False).returncode
+    ]
     if failed:
         log.say(f"failed: {', '.join(failed)}", "check")
         return 1

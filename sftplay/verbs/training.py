@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,15 @@ from sftplay.model.source import BUILTIN, check_source, read_shape
 from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.units import GIB
 
-FREE_TO_CHANGE = ("train.resume", "logging", "eval", "run_name", "output_dir", "train.save_total_limit", "data.val_path")
+FREE_TO_CHANGE = (
+    "train.resume",
+    "logging",
+    "eval",
+    "run_name",
+    "output_dir",
+    "train.save_total_limit",
+    "data.val_path",
+)
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 
 
@@ -121,6 +131,18 @@ def _check_inputs(cfg: RunConfig) -> None:
         path = getattr(cfg.data, key)
         if path is not None and not is_hub_name(path):
             existing_file(path)
+    _check_trackers(cfg)
+
+
+def _check_trackers(cfg: RunConfig) -> None:
+    backend = cfg.logging.backend
+    for tracker in [backend] if isinstance(backend, str) else backend:
+        if tracker != "none" and find_spec(tracker) is None:
+            raise MachineError(
+                f"the tracker {tracker} is not installed",
+                where=f"{cfg.origins.get('logging.backend', 'default')} logging.backend",
+                fix=f"{sys.executable} -m pip install {tracker}, or logging.backend=none",
+            )
 
 
 def _size(cfg: RunConfig, machine: Machine, scale: Scale) -> SizedRun:
@@ -161,7 +183,9 @@ def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
         for gpu in gpus:
             log.show(f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)")
     else:
-        log.say(f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory")
+        log.say(
+            f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
+        )
     log.say(f"run {folder.path}")
     for decision in sized.decisions:
         log.say(f"auto {decision.key} = {decision.value}: {decision.reason}")
@@ -177,4 +201,3 @@ def _print_command(command: Launch, args: Namespace) -> int:
     else:
         print(command.as_text())
     return 0
-

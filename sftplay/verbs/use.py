@@ -27,13 +27,13 @@ def evaluate(args: Namespace) -> int:
     from sftplay.deliver.evaluate import evaluate as measure
     from sftplay.model.load import load_base, load_result
 
-    tokenizer, examples = _data_of(cfg, folder, args.split)
+    examples = _data_of(cfg, folder, args.split)
     if examples.held_out is None:
         raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
     prefix = "test-" if args.split == "test" else ""
     figures = {}
     for name, load in (("before", lambda: load_base(cfg).eval()), ("after", lambda: load_result(cfg, folder.path))):
-        figures[name] = measure(load(), tokenizer, examples, cfg, folder.eval / f"{prefix}{name}.json")
+        figures[name] = measure(load(), examples, cfg, folder.eval / f"{prefix}{name}.json")
     if args.json:
         print(json.dumps(figures))
         return 0
@@ -46,9 +46,9 @@ def evaluate(args: Namespace) -> int:
 def infer(args: Namespace) -> int:
     """`infer`: a dialogue on standard input and output, one line a turn; an empty line or end of input ends it."""
     cfg, folder = _open_run(args)
-    model, tokenizer, renderer = _open_model(cfg, folder, base=args.base)
-    from sftplay.deliver.generate import stream_answer
+    speaker, renderer = _open_speaker(cfg, folder, base=args.base)
     from sftplay.data.records import Message
+    from sftplay.deliver.generate import stream_answer
 
     log.say(f"talking to {'the base of ' if args.base else ''}{folder.path}; an empty line ends it", "infer")
     turns: list[Message] = []
@@ -60,7 +60,7 @@ def infer(args: Namespace) -> int:
             return 0
         turns.append(Message("user", words))
         pieces = []
-        for piece in stream_answer(model, tokenizer, renderer.prompt_ids(turns), max_new_tokens=cfg.eval.max_new_tokens):
+        for piece in stream_answer(speaker, renderer.prompt_ids(turns)):
             pieces.append(piece)
             sys.stdout.write(piece)
             sys.stdout.flush()
@@ -72,7 +72,7 @@ def infer_batch(args: Namespace) -> int:
     """`infer-batch`: the rows of a jsonl file (`messages` or `prompt`), in order, each with a `response`."""
     rows = _read_prompts(Path(args.input))
     cfg, folder = _open_run(args)
-    model, tokenizer, renderer = _open_model(cfg, folder, base=False)
+    speaker, renderer = _open_speaker(cfg, folder, base=False)
     from sftplay.data.records import Message
     from sftplay.deliver.generate import answer_all
 
@@ -81,14 +81,14 @@ def infer_batch(args: Namespace) -> int:
         turns = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
         prompts.append(renderer.prompt_ids([Message(turn["role"], turn["content"]) for turn in turns]))
     answers = answer_all(
-        model,
-        tokenizer,
+        speaker,
         prompts,
-        max_new_tokens=cfg.eval.max_new_tokens,
         batch_size=cfg.eval.batch_size,
         progress=lambda done: log.status(f"answered {done}/{len(rows)}", "infer"),
     )
-    lines = [json.dumps({**row, "response": answer}, ensure_ascii=False) for row, answer in zip(rows, answers, strict=True)]
+    lines = [
+        json.dumps({**row, "response": answer}, ensure_ascii=False) for row, answer in zip(rows, answers, strict=True)
+    ]
     write_text(Path(args.out), "".join(f"{line}\n" for line in lines))
     log.say(f"{len(rows)} answers in {args.out}", "infer")
     return 0
@@ -149,24 +149,25 @@ def _prepare_environment(cfg: RunConfig) -> None:
     quiet_libraries()
 
 
-def _open_model(cfg: RunConfig, folder: RunFolder, *, base: bool) -> tuple[Any, Any, Any]:
+def _open_speaker(cfg: RunConfig, folder: RunFolder, *, base: bool) -> tuple[Any, Any]:
     _prepare_environment(cfg)
     from sftplay.data.render import Renderer
+    from sftplay.deliver.generate import Speaker
     from sftplay.model.load import load_base, load_result
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     renderer = Renderer.prove(tokenizer, tokenizer.chat_template, [])
     model = load_base(cfg).eval() if base else load_result(cfg, folder.path)
-    return model, tokenizer, renderer
+    return Speaker(model, tokenizer, renderer.end_token_ids, cfg.eval.max_new_tokens), renderer
 
 
-def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> tuple[Any, Any]:
+def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> Any:
     from sftplay.data.pipeline import load_examples, load_held_out
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     template = tokenizer.chat_template  # the one the run was trained with
     if split == "test":
-        return tokenizer, load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
-    return tokenizer, load_examples(cfg, tokenizer, template)
+        return load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
+    return load_examples(cfg, tokenizer, template)

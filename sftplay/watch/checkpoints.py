@@ -75,7 +75,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest undamaged complete checkpoint, and a line for each newer one that was passed over."""
-    passed_over = []
+    passed_over: list[str] = []
     for checkpoint in reversed(list_checkpoints(folder)):
         damage = find_damage(checkpoint)
         if not damage:

@@ -20,6 +20,9 @@ from sftplay.units import format_count, format_seconds
 
 PROGRESS_EVERY_S = 1.0
 
+TOLD_TIMES = 20
+"""Lines of one kind a run puts on the screen; all of them are in metrics.jsonl and logs/."""
+
 
 class Meters(TrainerCallback):
     """Writes metrics.jsonl on the main rank and keeps the progress line moving.
@@ -31,12 +34,13 @@ class Meters(TrainerCallback):
         self.path, self.attempt, self.keep_row_ids = path, attempt, keep_row_ids
         self.window: Any = None
         self.last_loss: float | None = None
-        self.train_seconds = 0.0
+        self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
         self._started = self._logged_at = self._shown_at = 0.0
         self._shown_tokens = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started = self._logged_at = self._shown_at = time.monotonic()
+        self._cpu_started = time.process_time()
         # Metrics of earlier, unfinished steps must not survive beside those about to be trained again.
         if log.is_main():
             cut_back(self.path, state.global_step)
@@ -80,21 +84,30 @@ class Meters(TrainerCallback):
             self._say(line, state)
 
     def _say(self, line: dict[str, Any], state: Any) -> None:
-        # Some twenty lines of a run are enough to read; all of them are in metrics.jsonl.
-        stride = max(1, state.max_steps // (20 * max(1, state.logging_steps))) * state.logging_steps
-        if line["step"] % stride and line["step"] != state.max_steps:
-            return
-        log.say(
+        tell(
+            state,
+            state.logging_steps,
             f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
-            f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}"
+            f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}",
         )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
-        log.say(f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}")
+        text = f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}"
+        tell(state, state.eval_steps, text)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.train_seconds = time.monotonic() - self._started
+        self.train_cpu_seconds = time.process_time() - self._cpu_started
         log.say(f"trained to step {state.global_step} in {format_seconds(self.train_seconds)}")
+
+
+def tell(state: Any, every: float, text: str) -> None:
+    """Say what comes every `every` steps, but no more than some twenty times a run; the rest is progress only."""
+    stride = max(1, int(state.max_steps // (TOLD_TIMES * max(1, every)))) * max(1, int(every))
+    if state.global_step % stride and state.global_step != state.max_steps:
+        log.status(text)
+    else:
+        log.say(text)
 
 
 def gather(mine: Any) -> list[Any]:

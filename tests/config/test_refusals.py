@@ -1,8 +1,10 @@
 """What a refused config says: place, value, one action, nearest name."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,7 +73,7 @@ WRONG = {
     "train: {max_steps: None}": ("train.max_steps", "'None' is not", "write null"),
     "train: {warmup_ratio: 1}": ("train.warmup_ratio", "1 is not a number of at least 0 and below 1", "below 1"),
     "train: {learning_rate: .inf}": ("train.learning_rate", "inf is not", "number"),
-    "train: {learning_rate: 2,e-4}": ("train.learning_rate", "null is not", "number"),
+    "train: {learning_rate: null}": ("train.learning_rate", "null is not a number of at least 0, or auto", "number"),
     "train: {gradient_checkpointing: no}": ("train.gradient_checkpointing", "'no' is not true or false", "write false"),
     "train: {packing: on}": ("train.packing", "'on' is not true or false, or auto", "write true"),
     "train: {precision: bf61}": ("train.precision", "no precision called 'bf61'", "did you mean 'bf16'?"),
@@ -100,7 +102,8 @@ def test_a_wrong_value_is_shown_with_what_is_accepted(refusals, text):
 
 
 def test_no_value_is_converted_in_silence(refusals):
-    assert len(refusals("eval: {before: 1, limit: 5.0, metrics: chrf}\nmodel: {name: 3, max_seq_len: '8'}\n" + "")) == 5
+    text = "eval: {before: 1, limit: 5.0, metrics: chrf}\ntrain: {resume: true, seed: '8'}\nseed: '8'\nrun_name: 3\n"
+    assert len(refusals(text)) == 7
 
 
 def test_a_missing_required_key_is_named_with_the_file_and_what_to_write(write):
@@ -123,6 +126,12 @@ def test_a_known_key_in_the_wrong_section_is_answered_with_its_place(refusals):
     assert "write train.learning_rate" in rate.fix
     assert "write tuning.lora.r" in width.fix
     assert "write train.batch_size or eval.batch_size" in size.fix
+
+
+def test_a_dotted_key_in_a_file_is_answered_with_how_to_nest_it(refusals):
+    dotted, empty = refusals("train.max_steps: 3\n'': 1\n")
+    assert dotted.fix == "dots are for the command line: write train / max_steps, each one indented"
+    assert empty.fix.startswith("remove it; the config has task_mode")
 
 
 def test_a_misspelt_key_in_the_wrong_section_is_found_too(refusals):
@@ -157,12 +166,6 @@ def test_reading_a_config_imports_no_heavy_library(write):
         "import sys; from sftplay.config.load import load_config; load_config(sys.argv[1]);"
         "print([name for name in ('torch', 'transformers', 'trl', 'numpy', 'datasets') if name in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=_environment())
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, env=env)
     assert (ran.stdout.strip(), ran.stderr) == ("[]", "")
-
-
-def _environment():
-    import os
-    from pathlib import Path
-
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

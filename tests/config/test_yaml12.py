@@ -83,7 +83,7 @@ def test_a_tag_of_the_core_schema_is_obeyed_and_any_other_is_refused():
     assert parse("a: !!str 3\nb: !!float 3\n", "f").values == {"a": "3", "b": 3.0}
     assert type(parse("b: !!float 3\n", "f").values["b"]) is float
     for text in ("a: !!python/object/apply:os.system [ls]", "a: !mine 3", "a: !!int word", "a: !!set {x}"):
-        with pytest.raises(ConfigError, match="tag .* cannot be read"):
+        with pytest.raises(ConfigError, match=r"tag .* cannot be read"):
             parse(text, "f")
 
 

@@ -47,7 +47,8 @@ def test_the_base_is_a_small_fp32_llama_that_plain_transformers_loads(builtin_ti
     assert 0.5e6 < model.num_parameters() < 2e6
     assert (builtin_tiny / "model.safetensors").is_file()
     assert len(tokenizer) == model.config.vocab_size
-    assert tokenizer.eos_token == "<|im_end|>" and model.config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert model.config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
@@ -85,7 +86,7 @@ def test_an_unknown_role_is_refused(quick_folder):
 
 @pytest.mark.parametrize(
     "text",
-    ["plain text", " two  spaces \t tab\r\n", "naïve Łódź 北京", "\U0001f469\u200d\U0001f680 🙂", "\x00\x07\x7f", "007 1234567 ½"],
+    [" two  spaces \t tab\r\n", "naïve Łódź 北京", "\U0001f469\u200d\U0001f680 🙂", "\x00\x07\x7f", "007 1234567 ½"],
 )
 def test_every_text_survives_the_round_trip(builtin_tiny, text):
     tokenizer = AutoTokenizer.from_pretrained(builtin_tiny)
@@ -124,7 +125,8 @@ def test_the_fingerprint_follows_the_text_and_the_recipe(tmp_path):
     before = builtin.fingerprint(QUICK, tmp_path / "text")
     assert before == builtin.fingerprint(QUICK, builtin.TEXT_DIR)
     assert before != builtin.fingerprint(dataclasses.replace(QUICK, seed=8), tmp_path / "text")
-    (tmp_path / "text" / "practice.txt").open("a").write("one more line\n")
+    practice = tmp_path / "text" / "practice.txt"
+    practice.write_bytes(practice.read_bytes() + b"one more line\n")
     assert before != builtin.fingerprint(QUICK, tmp_path / "text")
 
 
@@ -133,7 +135,8 @@ def test_a_broken_off_build_is_made_anew_and_leaves_no_debris(quick_folder, tmp_
     debris.mkdir()
     (debris / "model.safetensors").write_bytes(b"half of it")
     made = builtin.ensure_builtin("tiny", tmp_path, lambda line: None, recipe=QUICK)
-    assert made.is_dir() and not debris.exists()
+    assert made.is_dir()
+    assert not debris.exists()
     assert AutoModelForCausalLM.from_pretrained(made).num_parameters() > 0
 
 

@@ -1,0 +1,64 @@
+"""Names of other kits are answered with the name to use here."""
+
+import pytest
+
+from sftplay.config.keys import all_keys, all_sections
+from sftplay.config.spellings import HOW, OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, PLANNED_TASKS
+from sftplay.config.words import choices_of, node_at
+
+
+def test_every_answer_names_a_key_that_exists():
+    assert set(OTHER_KITS.values()) <= set(all_keys())
+    assert len(OTHER_KITS) >= 40
+
+
+def test_every_action_belongs_to_a_name_and_uses_the_key_of_its_answer():
+    assert set(HOW) <= set(OTHER_KITS)
+    for name, action in HOW.items():
+        assert OTHER_KITS[name] in action
+
+
+def test_no_name_of_another_kit_is_a_name_of_ours():
+    ours = {key.rsplit(".", 1)[-1] for key in [*all_keys(), *all_sections()]}
+    assert not ours & set(OTHER_KITS)
+
+
+def test_what_is_called_planned_is_not_here_yet():
+    assert not set(PLANNED_KEYS) & {*all_keys(), *all_sections()}
+    assert not set(PLANNED_TASKS) & set(choices_of(node_at("task_mode")))
+    for key, words in PLANNED_CHOICES.items():
+        assert not set(words) & set(choices_of(node_at(key)))
+
+
+@pytest.mark.parametrize("name", OTHER_KITS)
+def test_a_name_of_another_kit_is_answered_at_the_top_and_in_a_section(refusals, name):
+    top, inner = refusals(f"{name}: 1\ntrain: {{{name}: 1}}\n")
+    assert top.where == f"run.yaml:1 {name}"
+    assert inner.where == f"run.yaml:2 train.{name}"
+    assert OTHER_KITS[name] in top.fix
+    assert top.nearest == inner.nearest == [OTHER_KITS[name]]
+
+
+def test_dashes_and_capitals_do_not_hide_a_name_of_another_kit(refusals):
+    (problem,) = refusals("Micro-Batch-Size: 4\n")
+    assert problem.fix == "write train.batch_size"
+
+
+def test_a_whole_file_of_another_kit_is_answered_key_by_key(refusals):
+    text = """\
+        base_model: NousResearch/Llama-2-7b-hf
+        load_in_4bit: true
+        sequence_len: 4096
+        sample_packing: true
+        adapter: qlora
+        lora_r: 32
+        lora_target_linear: true
+        gradient_accumulation_steps: 4
+        micro_batch_size: 2
+        num_epochs: 4
+        lr_scheduler: cosine
+        learning_rate: 0.0002
+        """
+    found = refusals(text)
+    assert len(found) == 12
+    assert all(problem.nearest and problem.fix for problem in found)

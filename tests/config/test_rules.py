@@ -1,0 +1,164 @@
+"""Combinations that are refused, and settings reported because they have no effect."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.rules import check_rules, notes
+from sftplay.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from sftplay.errors import ConfigErrors
+
+REFUSED = {
+    "train: {batch_size: 5}": ("train.batch_size", "5 does not divide train.effective_batch_size 32", "write 4 or 8"),
+    "train: {grad_accum: 12}": ("train.grad_accum", "12 does not divide", "write 8 or 16"),
+    "train: {batch_size: 64}": ("train.batch_size", "64 does not divide", "write 32"),
+    "train: {batch_size: 3, grad_accum: 4}": (
+        "train.batch_size",
+        "3 * grad_accum 4 = 12 does not divide train.effective_batch_size 32",
+        "write train.effective_batch_size: 24 or 36",
+    ),
+    "train: {batch_size: 1, grad_accum: 64}": ("train.batch_size", "= 64 does not divide", ": 64 or 128"),
+    "train: {save_steps: 30, eval_steps: 20, best_metric: loss}": (
+        "train.save_steps",
+        "30 is no multiple of train.eval_steps 20, which train.best_metric needs",
+        "write 20 or 40",
+    ),
+    "train: {save_steps: 10, eval_steps: 20, early_stopping: 2}": (
+        "train.save_steps",
+        "10 is no multiple of train.eval_steps 20, which train.early_stopping needs",
+        "write 20",
+    ),
+    "logging: {backend: []}": ("logging.backend", "the list is empty", "write logging.backend: none"),
+    "logging: {backend: [wandb, wandb]}": ("logging.backend", "wandb is listed twice", "list it once"),
+    "eval: {metrics: [chrf, chrf]}": ("eval.metrics", "chrf is listed twice", "list it once"),
+    "tuning: {lora: {target_modules: []}}": ("tuning.lora.target_modules", "no adapter would train", "auto"),
+    "tuning: {lora: {target_modules: [a, b], modules_to_save: [b]}}": (
+        "tuning.lora.target_modules",
+        "b is also in tuning.lora.modules_to_save",
+        "one of the two",
+    ),
+    "run_name: a/b": ("run_name", "'a/b' is a path, not a name of a folder", "output_dir"),
+    "run_name: 'a\\b'": ("run_name", "is a path", "output_dir"),
+    "run_name: .": ("run_name", "'.' is a path", "output_dir"),
+    "run_name: ..": ("run_name", "'..' is a path", "output_dir"),
+    "run_name: ''": ("run_name", "is empty", "leave the key out"),
+    "run_name: ' '": ("run_name", "is empty", "leave the key out"),
+    'run_name: "a\\nb"': ("run_name", "is no folder's name", "plain name"),
+    "run_name: None": ("run_name", "'None' is a word in YAML, not nothing", "write null"),
+    "output_dir: ''": ("output_dir", "is empty", "leave the key out"),
+    "train: {resume: nevr}": ("train.resume", "'nevr' is neither never nor auto", "did you mean 'never'?"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_combination_that_cannot_be_meant_is_refused_with_a_way_out(refusals, text):
+    key, what, fix = REFUSED[text]
+    (problem,) = refusals(text + "\n")
+    assert problem.where == f"run.yaml:1 {key}"
+    assert what in problem.what
+    assert fix in problem.fix
+
+
+ACCEPTED = [
+    "train: {batch_size: 8, grad_accum: 4}",
+    "train: {batch_size: 4, grad_accum: 4}",
+    "train: {batch_size: 32}",
+    "train: {save_steps: 40, eval_steps: 20, best_metric: loss, early_stopping: 3}",
+    "train: {save_steps: 30, eval_steps: 20}",
+    "tuning: {mode: qlora, lora: {dora: true}}",
+    "run_name: my run.2",
+    "train: {resume: ./never2, extra: {adam_beta2: 0.95, label_smoothing_factor: 0.1}}",
+    "train: {resume: outputs/autos}",
+    "logging: {backend: [wandb, mlflow]}",
+]
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_a_combination_that_works_is_accepted(load, text):
+    assert check_rules(load(text + "\n")) == []
+
+
+def test_held_out_rows_given_twice_are_refused(write, refusals):
+    text = "model: {name: a}\ndata:\n  train_path: b\n  val_path: c\n  split: 0.1\n"
+    problem = _only(text, write)
+    assert problem.where == "run.yaml:5 data.split"
+    assert problem.fix == "remove one of the two"
+
+
+@pytest.mark.parametrize(
+    "wants",
+    ["train: {best_metric: loss}", "train: {early_stopping: 3}", "eval: {after: true}", "train: {eval_steps: 5}"],
+)
+def test_a_setting_that_needs_held_out_rows_is_refused_where_there_are_none(write, wants):
+    problem = _only(f"model: {{name: a}}\ndata: {{train_path: b, split: 0}}\n{wants}\n", write)
+    assert problem.where.startswith("run.yaml:3 ")
+    assert problem.what == "needs held-out rows, but data.split is 0 and there is no data.val_path"
+    assert load_config(write(f"model: {{name: a}}\ndata: {{train_path: b}}\n{wants}\n"))
+
+
+@given(st.integers(1, 400), st.integers(1, 400))
+def test_the_batch_sizes_named_in_a_refusal_are_the_nearest_divisors(batch, effective):
+    train = TrainConfig(batch_size=batch, effective_batch_size=effective)
+    errors = check_rules(RunConfig(model=ModelConfig(name="a"), data=DataConfig(train_path="b"), train=train))
+    assert bool(errors) == (effective % batch != 0)
+    if errors:
+        named = [int(word) for word in errors[0].fix.split() if word.isdigit()]
+        divisors = [size for size in range(1, effective + 1) if effective % size == 0]
+        assert set(named) <= set(divisors)
+        assert not [size for size in divisors if min(named) < size < batch or batch < size < max(named)]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 400))
+def test_the_effective_sizes_named_in_a_refusal_work(batch, accum, effective):
+    train = TrainConfig(batch_size=batch, grad_accum=accum, effective_batch_size=effective)
+    errors = check_rules(RunConfig(model=ModelConfig(name="a"), data=DataConfig(train_path="b"), train=train))
+    assert bool(errors) == (effective % (batch * accum) != 0)
+    for error in errors:
+        named = [int(word) for word in error.fix.split() if word.isdigit()]
+        assert len(named) == 2
+        assert all(size % (batch * accum) == 0 for size in named)
+
+
+def test_a_config_made_in_code_has_its_problems_named_by_key():
+    cfg = RunConfig(model=ModelConfig(name="a"), data=DataConfig(train_path="b"), train=TrainConfig(batch_size=5))
+    assert check_rules(cfg)[0].where == "train.batch_size"
+
+
+def test_adapter_settings_beside_mode_full_are_noted(load):
+    cfg = load("tuning:\n  mode: full\n  lora:\n    r: 8\n    alpha: 16\n")
+    assert notes(cfg) == [
+        "run.yaml:4 tuning.lora.r has no effect: tuning.mode full trains no adapter",
+        "run.yaml:5 tuning.lora.alpha has no effect: tuning.mode full trains no adapter",
+    ]
+
+
+def test_four_bit_settings_without_qlora_are_noted(load):
+    assert len(notes(load("tuning: {quant_type: fp4, double_quant: false}\n"))) == 2
+    assert notes(load("tuning: {mode: qlora, quant_type: fp4, double_quant: false}\n")) == []
+
+
+def test_epochs_beside_max_steps_and_warm_up_without_one_are_noted(load):
+    assert notes(load("train: {epochs: 3, max_steps: 4}\n")) == [
+        "run.yaml:1 train.epochs has no effect: train.max_steps 4 ends the run"
+    ]
+    assert len(notes(load("train: {warmup_ratio: 0.1, lr_scheduler: constant}\n"))) == 1
+
+
+def test_a_setting_that_was_merely_included_is_not_noted_but_one_on_the_command_line_is(write, load):
+    write("train: {epochs: 3}\ntuning: {lora: {r: 8}}\n", "base.yaml")
+    text = "include: base.yaml\ntrain: {max_steps: 4}\ntuning: {mode: full}\n"
+    assert notes(load(text)) == []
+    assert len(notes(load(text, "train.epochs=2"))) == 1
+
+
+def test_a_resolved_file_is_noted_nothing_about(load, write):
+    cfg = load("tuning: {mode: full}\ntrain: {max_steps: 4}\n")
+    assert notes(load_config(write(dump_resolved(cfg), "config.resolved.yaml"))) == []
+
+
+def _only(text, write):
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(write(text))
+    (problem,) = caught.value.problems
+    return problem

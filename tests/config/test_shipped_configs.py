@@ -1,0 +1,78 @@
+"""Every YAML in configs/ is a run that loads, and explains itself."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sftplay.config.keys import all_keys
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.rules import notes
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs").glob("*.yaml"))
+RUNS = [path for path in FILES if path.name != "config_base.yaml"]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_shipped_files_are_those_the_documents_name():
+    names = ["config_base", "run_bnb", "run_demo", "run_full", "run_gemma27b_distributed", "run_llama70b", "run_lora"]
+    assert [path.stem for path in FILES] == names
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_a_shipped_file_loads_with_nothing_to_note_and_data_that_is_there(path):
+    cfg = load_config(path.relative_to(ROOT))
+    assert notes(cfg) == []
+    assert Path(cfg.data.train_path).is_file()
+    assert dump_resolved(cfg)
+
+
+def test_the_base_file_becomes_a_run_with_a_model_and_data(tmp_path):
+    cfg = load_config("configs/config_base.yaml", ["model.name=builtin:tiny", "data.train_path=rows.jsonl"])
+    assert cfg.model.name == "builtin:tiny"
+
+
+def test_the_base_file_changes_no_default():
+    words = ["model.name=a", "data.train_path=b"]
+    empty = ROOT / "configs/config_base.yaml"
+    cfg = load_config(empty, words)
+    for key in cfg.origins:
+        if key not in ("model.name", "data.train_path"):
+            value = cfg
+            for name in key.split("."):
+                value = getattr(value, name)
+            assert value == all_keys()[key].get_default(call_default_factory=True, validated_data={}), key
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_shipped_file_names_the_schema_and_says_what_needs_and_command(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    for word in ("# What: ", "# Needs: ", "# Command: "):
+        assert word in text
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_the_command_in_a_header_names_its_own_file(path):
+    command = re.search(r"# Command: (make .*)", path.read_text(encoding="utf-8"))[1]
+    assert command == "make demo" if path.stem == "run_demo" else f"CONFIG=configs/{path.name}" in command
+    makefile = ROOT / "Makefile"
+    if makefile.exists():
+        assert re.search(rf"^{command.split()[1]}:", makefile.read_text(encoding="utf-8"), re.M), command
+
+
+def test_the_distributed_gemma_run_is_the_one_of_the_guide():
+    cfg = load_config("configs/run_gemma27b_distributed.yaml")
+    assert (cfg.model.name, cfg.model.max_seq_len) == ("google/gemma-3-27b-it", 2048)
+    assert (cfg.tuning.mode, cfg.train.effective_batch_size, cfg.train.precision) == ("qlora", 32, "bf16")
+
+
+def test_the_demo_measures_itself_before_and_after_without_a_download():
+    cfg = load_config("configs/run_demo.yaml")
+    assert (cfg.model.name, cfg.run_name) == ("builtin:tiny", "demo")
+    assert (cfg.eval.before, cfg.eval.after) == (True, True)

@@ -1,0 +1,88 @@
+"""`train.extra` against TRL's own fields, which are read without importing TRL."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sftplay.config import foreign
+from sftplay.config.foreign import KIT_SETS, OUR_KEYS, OUR_PREFIXES, kit_answer, sft_config_fields
+from sftplay.config.keys import all_keys
+
+
+def test_every_answer_names_a_key_that_exists():
+    assert {*OUR_KEYS.values(), *OUR_PREFIXES.values()} <= set(all_keys())
+    assert not set(OUR_KEYS) & set(KIT_SETS)
+
+
+@pytest.mark.slow
+def test_the_fields_read_from_the_source_are_those_of_the_dataclass():
+    code = (
+        "import dataclasses, trl; print(*[f.name for f in dataclasses.fields(trl.SFTConfig)"
+        " if f.init and not f.name.startswith('_')])"
+    )
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert sft_config_fields() == set(ran.stdout.split())
+
+
+def test_inherited_fields_are_found():
+    fields = sft_config_fields()
+    assert {"adam_beta1", "label_smoothing_factor", "activation_offloading", "lr_scheduler_kwargs"} <= fields
+    assert not [name for name in fields if name.startswith("_")]
+
+
+def test_the_table_of_what_the_kit_sets_holds_no_name_that_trl_never_had():
+    # Names of the other supported releases, which the pinned one lacks.
+    elsewhere = {"activation_checkpointing", "dataloader_shuffle", "group_by_length"}
+    assert {*OUR_KEYS, *KIT_SETS} - sft_config_fields() <= elsewhere
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "per_device_train_batch_size", "save_strategy", "logging_dir", "warmup_steps"]
+)
+def test_an_argument_the_kit_sets_is_answered_with_our_key(refusals, name):
+    (problem,) = refusals(f"train:\n  extra:\n    {name}: 1\n")
+    assert problem.where == f"run.yaml:3 train.extra.{name}"
+    assert problem.nearest[0] in all_keys()
+    assert problem.fix == f"write {problem.nearest[0]}"
+
+
+@pytest.mark.parametrize("name", ["ddp_timeout", "deepspeed", "dataset_kwargs", "train_sampling_strategy", "hub_token"])
+def test_an_argument_that_cannot_be_set_is_answered_with_the_reason(refusals, name):
+    (problem,) = refusals(f"train: {{extra: {{{name}: 1}}}}\n")
+    assert len(problem.what) > 20
+    assert problem.fix == "remove it"
+
+
+def test_an_unknown_argument_is_answered_with_the_nearest_one_that_may_be_given(refusals):
+    (problem,) = refusals("train: {extra: {adam_beta: 0.9}}\n")
+    assert "adam_beta1" in problem.nearest
+    assert problem.what == "TRL's SFTConfig has no field 'adam_beta'"
+
+
+def test_an_argument_on_the_command_line_is_checked_too(refusals):
+    (problem,) = refusals("", "train.extra.adam_epsilom=1e-9")
+    assert problem.where == "command line train.extra.adam_epsilom"
+    assert problem.fix == "did you mean 'adam_epsilon'?"
+
+
+def test_where_the_library_is_missing_the_check_is_left_to_the_run(load, monkeypatch):
+    monkeypatch.setattr(foreign, "find_spec", lambda name: None)
+    sft_config_fields.cache_clear()
+    try:
+        assert load("train: {extra: {no_such_field: 1}}\n").train.extra == {"no_such_field": 1}
+    finally:
+        sft_config_fields.cache_clear()
+
+
+def test_a_class_that_cannot_be_followed_leaves_the_check_to_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "_source", lambda package, file: "class SFTConfig(Elsewhere):\n    a: int = 1\n")
+    sft_config_fields.cache_clear()
+    try:
+        assert sft_config_fields() is None
+    finally:
+        sft_config_fields.cache_clear()
+
+
+def test_what_may_be_given_has_no_answer():
+    assert kit_answer("adam_beta1") is None

@@ -1,0 +1,71 @@
+"""The kit's own order of the data, and the split by content."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sftplay.data.order import is_held_out, order_hash, steps_for, training_order
+from sftplay.data.records import Chat, Message, Source
+
+
+@given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 2**32 - 1))
+def test_order_is_whole_permutations_and_the_beginning_of_one(n_rows: int, n_needed: int, seed: int):
+    order = training_order(n_rows, n_needed, seed)
+    assert len(order) == n_needed
+    for start in range(0, n_needed, n_rows):
+        epoch = order[start : start + n_rows]
+        assert len(set(epoch)) == len(epoch)
+        assert set(epoch) <= set(range(n_rows))
+
+
+def test_longer_run_begins_with_the_order_of_the_shorter():
+    assert training_order(10, 37, 5)[:25] == training_order(10, 25, 5)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    order = training_order(50, 100, 1)
+    assert order[:50] != order[50:]
+    assert training_order(50, 50, 1) != training_order(50, 50, 2)
+
+
+def test_order_never_changes_between_releases():
+    # Pinned when it was written: every manifest and every resumed run relies on it.
+    assert training_order(8, 12, 42) == PINNED
+    assert order_hash([1, 2]) == hashlib.sha256(b"\1\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0").hexdigest()
+
+
+PINNED = [2, 7, 4, 3, 5, 0, 1, 6, 4, 7, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "epochs", "batch", "steps"),
+    [(70, 1.0, 32, 3), (64, 1.0, 32, 2), (64, 3.0, 32, 6), (100, 0.1, 10, 1), (30, 0.1, 3, 1), (3, 1.0, 32, 1)],
+)
+def test_steps_show_every_row_and_round_up(n_rows: int, epochs: float, batch: int, steps: int):
+    assert steps_for(n_rows, epochs, batch) == steps
+
+
+def chat(prompt: str, answer: str = "yes", line: int = 1) -> Chat:
+    return Chat((Message("user", prompt), Message("assistant", answer)), Source("x", line))
+
+
+def test_side_depends_on_the_prompt_alone():
+    prompts = [f"prompt {n}" for n in range(400)]
+    assert [is_held_out(chat(p), 0.2) for p in prompts] == [is_held_out(chat(p, "no", 9), 0.2) for p in prompts]
+    share = sum(is_held_out(chat(p), 0.2) for p in prompts) / 400
+    assert 0.14 < share < 0.26  # three standard deviations of a binomial: 3 * sqrt(0.2 * 0.8 / 400) = 0.06
+
+
+def test_larger_share_keeps_what_a_smaller_one_held_out():
+    small = {n for n in range(200) if is_held_out(chat(str(n)), 0.1)}
+    large = {n for n in range(200) if is_held_out(chat(str(n)), 0.3)}
+    assert small < large
+
+
+def test_share_of_none_and_of_all():
+    assert not any(is_held_out(chat(str(n)), 0.0) for n in range(50))
+    assert all(is_held_out(chat(str(n)), 1.0) for n in range(50))

@@ -1,0 +1,294 @@
+"""From files to token rows: every record accounted for, tokenised once, the same split whatever the order."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftplay.config.schema import RunConfig
+from sftplay.data.pipeline import load_examples, load_held_out, report_table
+from sftplay.data.preparation import Preparation
+from sftplay.data.templates import CHATML
+from sftplay.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+ALPACA = ROOT.parent / "shared" / "data" / "alpaca" / "alpaca_2000.json"
+
+Config = Callable[..., RunConfig]
+Write = Callable[..., Path]
+
+
+def row(n: int, answer: str = "A quiet hill.") -> dict[str, str]:
+    return {"prompt": f"Why is boat {n} green?", "completion": answer}
+
+
+def assert_accounted(report: dict[str, Any], n_read: int) -> None:
+    assert report["read"] == n_read
+    for part in [report, *report["sources"].values()]:
+        assert part["read"] == part["kept"] + part["cut"] + sum(part["dropped"].values()) + part["refused"]
+    assert sum(source["read"] for source in report["sources"].values()) == n_read
+    assert len(Path(report["refused_rows"]).read_text().splitlines()) == report["refused"]
+
+
+def test_rows_have_ids_labels_and_their_place_in_the_file(tokenizer: Any, config: Config, write_rows: Write):
+    path = write_rows([row(0), {"x": 1}, row(1), row(2)])
+    examples = load_examples(config(path, split=0, on_bad_row="skip"), tokenizer)
+    assert examples.train["row"][:] == [0, 2, 3]
+    assert examples.held_out is None
+    first = examples.train[0]
+    text = "<|im_start|>user\nWhy is boat 0 green?<|im_end|>\n<|im_start|>assistant\nA quiet hill.<|im_end|>\n"
+    assert first["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode([label for label in first["labels"] if label != -100]) == "A quiet hill.<|im_end|>"
+    assert {str(feature.feature.dtype) for name, feature in examples.train.features.items() if name != "row"} == {
+        "int64"
+    }
+
+
+def test_every_record_of_an_awkward_file_is_accounted_for(tokenizer: Any, config: Config, tmp_path: Path):
+    lines = [json.dumps(row(n)) for n in range(30)]
+    lines += ["{broken", "[]", "null", '{"prompt": "x"}', json.dumps(row(3)), json.dumps(row(4, ""))]
+    lines += [json.dumps(row(40, "salt " * 400)), json.dumps({"prompt": "boat " * 400, "completion": "no"}), "", "  "]
+    lines += [json.dumps({"messages": [{"role": "user", "content": "x"}]}), json.dumps(row(41, "\ud800"))]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    report = load_examples(config(tmp_path / "a.jsonl", on_bad_row="skip", split=0.3), tokenizer).report
+    assert_accounted(report, 40)
+    assert (report["refused"], report["cut"], report["duplicates"]) == (7, 1, 1)
+    assert report["dropped"] == {"no_trainable_token_after_cut": 1}
+    refused = [json.loads(line) for line in Path(report["refused_rows"]).read_text().splitlines()]
+    assert [entry["line"] for entry in refused] == [31, 32, 33, 34, 36, 41, 42]
+    assert all(entry["path"] == str(tmp_path / "a.jsonl") and entry["reason"] for entry in refused)
+
+
+def test_bad_rows_end_the_run_with_the_first_five_and_their_number(tokenizer: Any, config: Config, write_rows: Write):
+    path = write_rows([row(0), *[{"x": n} for n in range(8)], row(1)])
+    with pytest.raises(DataError) as refusal:
+        load_examples(config(path), tokenizer)
+    text = str(refusal.value)
+    assert "8 rows cannot be trained on" in text
+    assert [f"train.jsonl:{n} " in text for n in range(1, 11)] == [False, *[True] * 5, *[False] * 4]
+    assert "and 3 more" in text
+    assert "data.on_bad_row: skip" in text
+
+
+def test_row_that_only_the_template_refuses_is_a_refused_row(
+    tokenizer: Any, config: Config, write_rows: Write, tmp_path: Path
+):
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    (tmp_path / "gemma.jinja").write_text(refuses + CHATML)
+    path = write_rows([row(0), {**row(1), "system": "Be brief."}])
+    options = {"template": str(tmp_path / "gemma.jinja"), "split": 0}
+    report = load_examples(config(path, on_bad_row="skip", **options), tokenizer).report
+    assert_accounted(report, 2)
+    assert "no system role" in Path(report["refused_rows"]).read_text()
+    with pytest.raises(DataError, match=r"train\.jsonl:2 the chat template refuses it: no system role"):
+        load_examples(config(path, **options), tokenizer)
+
+
+def test_too_long_rows_are_cut_dropped_or_refused(tokenizer: Any, config: Config, write_rows: Write):
+    path = write_rows([row(0), row(1, "salt " * 400)])
+    cut = load_examples(config(path, split=0), tokenizer)
+    assert [len(ids) for ids in cut.train["input_ids"]][1] == 128
+    assert (cut.report["cut"], cut.report["kept"]) == (1, 1)
+    assert cut.report["eos_in_loss_share"] == 0.5
+    dropped = load_examples(config(path, split=0, too_long="drop"), tokenizer)
+    assert dropped.train["row"][:] == [0]
+    assert dropped.report["dropped"] == {"too_long": 1}
+    with pytest.raises(DataError, match=r"train\.jsonl:2 has [0-9,]+ tokens; max_seq_len is 128"):
+        load_examples(config(path, split=0, too_long="error"), tokenizer)
+
+
+def test_file_in_which_nothing_can_be_learned_is_refused(tokenizer: Any, config: Config, write_rows: Write):
+    path = write_rows([{"prompt": "boat " * 400, "completion": "no"}])
+    with pytest.raises(DataError, match="no row is left to train on: 1 read, 1 no trainable token after cut"):
+        load_examples(config(path, split=0), tokenizer)
+    with pytest.raises(DataError, match="no row is left to train on: 0 read"):
+        load_examples(config(write_rows([], "empty.jsonl")), tokenizer)
+
+
+def sides(examples: Any) -> tuple[set[str], set[str]]:
+    held_out = {chat.prompt[0].content for chat in examples.held_out_chats}
+    texts = [examples.renderer.tokenizer.decode(ids) for ids in examples.train["input_ids"]]
+    return {text.split("user\n")[1].split("<|im_end|>")[0] for text in texts}, held_out
+
+
+def test_split_does_not_change_with_the_order_of_rows_or_with_duplicates(
+    tokenizer: Any, config: Config, write_rows: Write
+):
+    rows = [row(n) for n in range(60)]
+    first = sides(load_examples(config(write_rows(rows), split=0.25), tokenizer))
+    shuffled = random.Random(0).sample([*rows, *rows[:30], *[row(n, "Another.") for n in range(60)]], 150)
+    second = sides(load_examples(config(write_rows(shuffled, "b.jsonl"), split=0.25), tokenizer))
+    assert first == second
+    assert first[0].isdisjoint(first[1])
+    assert len(first[1]) in range(6, 25)
+
+
+def test_five_in_a_hundred_are_held_out_unless_said_otherwise(tokenizer: Any, config: Config, write_rows: Write):
+    examples = load_examples(config(write_rows([row(n) for n in range(400)])), tokenizer)
+    assert 8 <= len(examples.held_out) <= 33  # 20 +- three standard deviations of a binomial
+
+
+def test_held_out_chats_stand_beside_their_rows(tokenizer: Any, config: Config, write_rows: Write):
+    examples = load_examples(config(write_rows([row(n) for n in range(60)]), split=0.25), tokenizer)
+    assert len(examples.held_out) == len(examples.held_out_chats)
+    for found, chat in zip(examples.held_out, examples.held_out_chats, strict=True):
+        assert chat.source.line == found["row"] + 1
+        assert found["input_ids"] == examples.renderer.render([chat])[0].input_ids
+
+
+def test_validation_file_is_held_out_whole(tokenizer: Any, config: Config, write_rows: Write):
+    train, val = write_rows([row(n) for n in range(20)]), write_rows([row(n) for n in range(90, 95)], "val.jsonl")
+    examples = load_examples(config(train, val_path=str(val)), tokenizer)
+    assert (len(examples.train), len(examples.held_out)) == (20, 5)
+    assert {side: source["path"] for side, source in examples.report["sources"].items()} == {
+        "train": str(train),
+        "held_out": str(val),
+    }
+    assert_accounted(examples.report, 25)
+
+
+def test_test_file_is_loaded_without_training_rows(tokenizer: Any, config: Config, write_rows: Write):
+    path = write_rows([row(n) for n in range(5)], "test.jsonl")
+    examples = load_held_out(config("absent.jsonl"), tokenizer, str(path))
+    assert (len(examples.train), len(examples.held_out), len(examples.held_out_chats)) == (0, 5, 5)
+
+
+def test_empty_held_out_side_is_said_in_the_report(tokenizer: Any, config: Config, write_rows: Write):
+    two = load_examples(config(write_rows([row(1), row(2)]), split=0.001), tokenizer)
+    assert two.held_out is None
+    assert "nothing is held out: too few prompts for a share of 0.001" in two.report["notes"][0]
+    one = load_examples(config(write_rows([row(1), row(1)], "one.jsonl"), split=0.001), tokenizer)
+    assert "only one prompt" in one.report["notes"][0]
+    assert "nothing is held out" in report_table(two.report)
+
+
+def test_second_start_tokenises_nothing_and_gives_the_same(
+    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch
+):
+    cfg = config(write_rows([row(n) for n in range(60)]), split=0.25)
+    first = load_examples(cfg, tokenizer)
+    monkeypatch.setattr(Preparation, "run", lambda *_: pytest.fail("the rows were read again"))
+    second = load_examples(cfg, tokenizer)
+    assert second.train[:] == first.train[:]
+    assert second.held_out[:] == first.held_out[:]
+    assert (second.held_out_chats, second.report) == (first.held_out_chats, first.report)
+
+
+def test_whatever_changes_the_tokens_makes_a_new_cache_entry(tokenizer: Any, config: Config, write_rows: Write):
+    path = write_rows([row(n) for n in range(8)])
+    prints = [load_examples(config(path, split=0), tokenizer).report["fingerprint"]]
+    changed = [{"max_seq_len": 64}, {"split": 0.5}, {"format": "prompt_completion"}, {"too_long": "drop"}]
+    for options in [*changed, {"on_bad_row": "skip"}]:
+        prints.append(load_examples(config(path, **{"split": 0, **options}), tokenizer).report["fingerprint"])
+    other = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    other += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    prints.append(load_examples(config(path, split=0), tokenizer, other).report["fingerprint"])
+    tokenizer.add_tokens(["boat"])
+    prints.append(load_examples(config(path, split=0), tokenizer).report["fingerprint"])
+    path.write_text(path.read_text().replace("boat 7", "boat 9"))
+    prints.append(load_examples(config(path, split=0), tokenizer).report["fingerprint"])
+    assert len(set(prints)) == len(prints)
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "held_out_chats.jsonl", "report.json", "SEAL.json"])
+def test_damaged_cache_is_noticed_and_made_again(tokenizer: Any, config: Config, write_rows: Write, name: str):
+    cfg = config(write_rows([row(n) for n in range(60)]), split=0.25)
+    first = load_examples(cfg, tokenizer)
+    ids = first.train["input_ids"][:]
+    file = Path(first.report["refused_rows"]).with_name(name)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.unlink()
+    file.write_bytes(content)
+    assert load_examples(cfg, tokenizer).train["input_ids"][:] == ids
+
+
+def test_broken_off_preparation_leaves_nothing_that_looks_finished(
+    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch
+):
+    cfg = config(write_rows([row(n) for n in range(60)]), split=0.25)
+    with monkeypatch.context() as patched:
+        patched.setattr(Preparation, "_report", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            load_examples(cfg, tokenizer)
+    assert [path.suffix for path in Path(cfg.data.processed_dir).iterdir()] == [".lock"]
+    assert len(load_examples(cfg, tokenizer).train) > 30
+
+
+def _load_in_process(cfg: RunConfig, saved: str, start: Any, answers: Any) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    run = Preparation.run
+    ran = []
+    Preparation.run = lambda *given: (ran.append(1), time.sleep(0.5), run(*given))[-1]  # type: ignore[method-assign]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
+    start.wait()
+    report = load_examples(cfg, tokenizer).report
+    answers.put((len(ran), report))
+
+
+def test_of_two_processes_one_tokenises_and_both_get_the_rows(
+    tokenizer: Any, config: Config, write_rows: Write, tmp_path: Path
+):
+    cfg = config(write_rows([row(n) for n in range(60)]), split=0.25)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    context = multiprocessing.get_context("spawn")
+    start, answers = context.Barrier(2), context.Queue()
+    given = (cfg, str(tmp_path / "tokenizer"), start, answers)
+    workers = [context.Process(target=_load_in_process, args=given) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    found = [answers.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert sorted(count for count, _ in found) == [0, 1]
+    assert found[0][1] == found[1][1]
+
+
+def test_local_files_cause_no_connection(
+    tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch
+):
+    import socket
+
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was attempted"))
+    assert len(load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer).train) == 4
+
+
+def test_long_file_shows_progress(
+    tokenizer: Any,
+    config: Config,
+    write_rows: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("sftplay.data.preparation.SECONDS_BETWEEN_LINES", 0.0)
+    load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer)
+    assert "rows read" in capsys.readouterr().out
+
+
+def test_table_is_short_and_adds_up(tokenizer: Any, config: Config, write_rows: Write):
+    rows = [row(n, "salt " * n) for n in range(1, 120)]
+    report = load_examples(config(write_rows([*rows, {"x": 1}]), on_bad_row="skip", split=0.2), tokenizer).report
+    table = report_table(report)
+    assert len(table.splitlines()) <= 25
+    assert f"120 read = {report['kept']} kept + {report['cut']} cut + 0 dropped + 1 refused" in table
+
+
+@pytest.mark.skipif(not ALPACA.is_file(), reason=f"needs the alpaca rows at {ALPACA}")
+def test_all_two_thousand_alpaca_rows_are_accounted_for(tokenizer: Any, config: Config):
+    rows = json.loads(ALPACA.read_text())
+    silent = sum(not row["output"].strip() for row in rows)
+    examples = load_examples(config(ALPACA, max_seq_len=512, on_bad_row="skip"), tokenizer)
+    assert_accounted(examples.report, 2000)
+    assert examples.report["refused"] == silent
+    assert len(examples.train) + len(examples.held_out) == examples.report["examples"]
+    assert examples.report["tokens"] == sum(map(len, examples.train["input_ids"])) + sum(
+        map(len, examples.held_out["input_ids"])
+    )
