@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from sftplay.errors import ConfigError, SftplayError, nearest_names
 
@@ -34,6 +34,9 @@ VERBS = {
 }
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
+WITHOUT_CONFIG = ("demo", "schema", "manual", "tensorboard", "tb-stop", "gpu-info", "check")
+"""Verbs that run without --config."""
+
 BUG = 1
 
 Flags = dict[str, dict[str, Any]]
@@ -45,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
     try:
-        args = parse(words)
+        args = parse(words or ["--help"])
         module, function, _ = VERBS[args.verb]
         code: int = getattr(import_module(module), function)(args)
+        sys.stdout.flush()  # here a reader that has left is noticed in time
         return code
     except SftplayError as error:
         return _report(error, as_json)
@@ -66,33 +70,39 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Parsed arguments; `args.overrides` holds the `a.b=c` words, also those written `--a.b=c`.
 
     Raises:
-        ConfigError: no such verb or flag, with the nearest name.
+        ConfigError: no such verb or flag, with the nearest name; or a verb that needs a config got none.
     """
-    verb = words[0] if words else "--help"
+    verb = words[0]
     if not verb.startswith("-") and verb not in VERBS:
         near = nearest_names(verb, VERBS)
         fix = f"did you mean {near[0]!r}?" if near else "see `make help`"
         raise ConfigError(f"no verb called {verb!r}", where="command line", fix=fix, nearest=near)
-    parser = _parser()
-    args, rest = parser.parse_known_args(words)
-    overrides = []
-    for word in [*args.words, *rest]:
-        plain = word.removeprefix("--")
-        if "=" not in plain or plain.startswith("="):
+    # Overrides are no arguments of argparse, which would lose their order: of two for one key the later one counts.
+    args, rest = _parser().parse_known_args(words)
+    for word in rest:
+        key = word.partition("=")[0]
+        is_flag = word.startswith("--") and "." not in key and nearest_names(key, _known_flags(args.verb), cutoff=0.8)
+        if "=" not in word or key.strip("-") == "" or is_flag:
             raise _unknown_word(word, args.verb)
-        overrides.append(plain)
-    args.overrides = overrides
+    args.overrides = [word.removeprefix("--") for word in rest]
+    if not args.config and args.verb not in WITHOUT_CONFIG:
+        fix = f"name the run's YAML: make {args.verb} CONFIG=configs/run_lora.yaml"
+        raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)
     return args
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where="command line", fix=f"see `python -m {self.prog} --help`")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False
-    )
+    parser = _Parser(prog="sftplay", description="Fine-tune language models from one YAML file.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (_, _, text) in VERBS.items():
         verb = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
-        verb.add_argument("words", nargs="*", metavar="a.b=c", help="config values that go before the file's")
+        verb.usage = f"sftplay {name} [flags] [a.b=c ...]"
+        verb.epilog = "a.b=c sets a config value and goes before the file's"
         verb.add_argument("--config", default="", help="the run's YAML")
         verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
         for flag, options in _flags(name).items():
@@ -107,7 +117,7 @@ def _flags(verb: str) -> Flags:
         "--nnodes": {"type": int, "default": 1},
         "--node-rank": {"type": int, "default": 0},
         "--master-addr": {"default": "127.0.0.1"},
-        "--master-port": {"type": int, "default": 29511},
+        "--master-port": {"type": int, "default": None},
         "--tb": {"action": "store_true", "help": "start TensorBoard too"},
     }
     run: Flags = {"--run": {"default": None, "help": "name or folder of the run"}}
@@ -124,10 +134,13 @@ def _flags(verb: str) -> Flags:
 
 
 def _unknown_word(word: str, verb: str) -> ConfigError:
-    flags = ["--config", "--json", *_flags(verb)]
-    near = nearest_names(word.split("=")[0], flags)
+    near = nearest_names(word.split("=")[0], _known_flags(verb))
     fix = f"did you mean {near[0]!r}?" if near else "write config values as a.b=c"
     return ConfigError(f"{verb} does not know {word!r}", where="command line", fix=fix, nearest=near)
+
+
+def _known_flags(verb: str) -> list[str]:
+    return ["--config", "--json", *_flags(verb)]
 
 
 def _report(error: SftplayError, as_json: bool) -> int:

@@ -78,9 +78,12 @@ class ConfigErrors(ConfigError):
         return (ConfigErrors, (self.problems,))
 
 
-def nearest_names(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three known names that `name` may have been meant to be, best first."""
-    return get_close_matches(name, list(known), n=3, cutoff=0.6)
+def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
+    """Up to three known names that `name` may have been meant to be, best first.
+
+    `cutoff` is the least similarity, 0 to 1, as `difflib.SequenceMatcher.ratio` counts it.
+    """
+    return get_close_matches(name, list(known), n=3, cutoff=cutoff)
 
 
 def _rebuild(kind: type[SftplayError], parts: tuple[str, str, str, list[str]]) -> SftplayError:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SEED = 1987
-TRAIN_ROWS = 4000
+TRAIN_ROWS = 6000
 HELD_OUT_ROWS = 240
 HERE = Path(__file__).resolve().parent
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sftplay.config.schema import RunConfig
-from sftplay.errors import ConfigError
 from sftplay.log import FOLLOWED
+from sftplay.machine.probe import usable_cores
 from sftplay.model.source import is_local
 
 WORKER = "sftplay.tasks.worker"
@@ -52,16 +52,11 @@ def build_launch(cfg: RunConfig, run_folder: Path, scale: Scale, *, has_gpu: boo
         env |= offline_environment()
     if scale.world_size == 1:
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
-    if scale.world_size > cfg.train.effective_batch_size:
-        raise ConfigError(
-            f"{scale.world_size} processes cannot share {cfg.train.effective_batch_size} rows a step",
-            where="train.effective_batch_size",
-            fix=f"use at most {cfg.train.effective_batch_size} processes or a larger effective batch",
-        )
     if not has_gpu:
         # Without it both ranks train alone, each believing to be the main one, and exit with 0.
         env["ACCELERATE_USE_CPU"] = "true"
-        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // scale.nproc))
+        if "OMP_NUM_THREADS" not in os.environ:
+            env["OMP_NUM_THREADS"] = str(max(1, usable_cores() // scale.nproc))
     # The agent's store keeps dead addresses over a restart otherwise (torch 2.13, gloo).
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
@@ -92,7 +87,7 @@ def offline_environment() -> dict[str, str]:
 
 def cache_environment() -> dict[str, str]:
     """Caches below .cache/ when the home folder cannot hold them; settings the user made are respected."""
-    home = Path.home()
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() fails where no home is known
     settings = {}
     if not os.access(home, os.W_OK):
         root = Path(".cache").resolve()

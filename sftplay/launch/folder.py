@@ -8,15 +8,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from sftplay.config.schema import RunConfig
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, MachineError
 
 RESOLVED = "config.resolved.yaml"
 
@@ -94,9 +95,9 @@ class RunFolder:
 
         Raises:
             ConfigError: another process holds it.
+            MachineError: the folder cannot be made or written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("a") as handle:
+        with self._open_lock() as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -108,22 +109,30 @@ class RunFolder:
                 ) from None
             yield
 
+    def _open_lock(self) -> TextIO:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return (self.path / ".lock").open("a")
+        except OSError as error:
+            raise _not_writable(self.path, error) from error
+
 
 def choose_name(cfg: RunConfig, config_path: str) -> str:
     """The run's name: as configured, else the config's stem and the local time."""
     return cfg.run_name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def new_folder(cfg: RunConfig, config_path: str) -> RunFolder:
-    """The folder of a run that has not started yet.
+def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFolder:
+    """The folder of a run that has not started yet. With `claim` a name made up from the time is taken for good.
 
     Raises:
         ConfigError: a run of that name exists.
+        MachineError: the folder cannot be made.
     """
     name = choose_name(cfg, config_path)
     folder = RunFolder(Path(cfg.output_dir) / name)
     if cfg.run_name is None:
-        folder = _first_free(folder)
+        return _first_free(folder, claim=claim)
     if folder.resolved.exists():
         raise ConfigError(
             f"a run called {name!r} exists",
@@ -133,11 +142,22 @@ def new_folder(cfg: RunConfig, config_path: str) -> RunFolder:
     return folder
 
 
-def _first_free(folder: RunFolder) -> RunFolder:
+def _first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
     path, n = folder.path, 2
-    while path.exists():  # two runs of one config within a second
+    while path.exists() or (claim and not _made(path)):  # two runs of one config within a second
         path, n = folder.path.with_name(f"{folder.name}-{n}"), n + 1
     return RunFolder(path)
+
+
+def _made(path: Path) -> bool:
+    """True when this process made the folder, False when another was faster."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    return True
 
 
 def find_run(cfg: RunConfig, config_path: str, run: str | None = None) -> RunFolder:
@@ -155,11 +175,16 @@ def find_run(cfg: RunConfig, config_path: str, run: str | None = None) -> RunFol
                 f"no run {run or cfg.run_name!r}", where=str(output), fix="train first, or check the name"
             )
         return RunFolder(found)
-    stem = Path(config_path).stem
-    runs = [path for path in output.glob(f"{stem}-*") if (path / RESOLVED).is_file()]
+    # Of `run.yaml`, not of `run-long.yaml`: only what choose_name makes of this very stem.
+    made = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
+    runs = [path for path in output.glob("*") if made.fullmatch(path.name) and (path / RESOLVED).is_file()]
     if not runs:
         raise ConfigError(f"no run of {config_path} yet", where=str(output), fix="train first, or name one with RUN=")
     return RunFolder(max(runs, key=lambda path: (path / RESOLVED).stat().st_mtime_ns))
+
+
+def _not_writable(path: Path, error: OSError) -> MachineError:
+    return MachineError(f"cannot be written ({error.strerror})", where=str(path), fix="choose another output_dir")
 
 
 def write_text(path: Path, text: str) -> None:

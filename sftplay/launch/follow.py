@@ -9,15 +9,44 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from sftplay.errors import RunError, SftplayError
 from sftplay.launch.command import Launch
 from sftplay.launch.folder import RunFolder
+from sftplay.launch.lifeline import die_with_parent
 from sftplay.log import LINE, STATUS
 
 SIGN_OF_LIFE_S = 9.0
 """Longest silence on the screen; users take ten quiet seconds for a hang."""
+
+
+LAST_LINES = 20
+"""Lines of a launcher that are shown when it ends without a word; all of them are in logs/launch.log."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Screen:
+    """Writes to standard output until nobody reads it any more; the run goes on without."""
+
+    def __init__(self) -> None:
+        self.is_read = True
+
+    def __call__(self, text: str) -> None:
+        if not self.is_read:
+            return
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except OSError:  # BrokenPipeError behind `head`, EIO when the terminal was closed
+            self.is_read = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Console:
@@ -54,67 +83,103 @@ class Console:
 
 def follow(launch: Launch, folder: RunFolder) -> int:
     """Run the launch to its end; the exit code of INTERFACES, whatever the launcher made of it."""
-    console = Console(_write_out, is_tty=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    env = {**os.environ, **launch.env}
-    process = subprocess.Popen(
-        launch.argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
-    forwarder = Forwarder(process, folder)
-    forwarder.install()
-    lines: queue.Queue[bytes | None] = queue.Queue()
-    reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
-    reader.start()
-    unmarked = _show(lines, console, folder)
-    code = process.wait()
-    return settle(folder, code, forwarder, unmarked)
+    console = Console(Screen(), is_tty=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    forwarder = Forwarder(folder)
+    with forwarder.installed():
+        process = subprocess.Popen(
+            launch.argv, env={**os.environ, **launch.env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
+        forwarder.attach(process)
+        lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+        unmarked = _show(lines, console, folder)
+        code = process.wait()
+    return settle(folder, code, forwarder.received, unmarked)
 
 
-def settle(folder: RunFolder, code: int, forwarder: Forwarder, unmarked: list[str]) -> int:
-    """The run's own exit code from status.json; a death the worker could not report is written there."""
+def settle(folder: RunFolder, code: int, received: int, unmarked: Iterable[str]) -> int:
+    """The run's own exit code from status.json; a death the worker could not report is written there.
+
+    `code` is the launcher's, `received` the stop signal that was passed on (0 for none).
+    """
     status = folder.read_json("status.json")
     if status.get("exit_code") is not None:
         return int(status["exit_code"])
-    if forwarder.received:
-        name = signal.Signals(forwarder.received).name
-        folder.update_status(state="stopped", exit_code=128 + forwarder.received, signal=name)
+    if received:
+        name = signal.Signals(received).name
+        folder.update_status(state="stopped", exit_code=128 + received, signal=name)
         folder.close_attempt(name)
-        return 128 + forwarder.received
-    cause = f"killed by signal {-code}" if code < 0 else f"ended with code {code} without a word"
-    folder.update_status(state="failed", exit_code=5 if code < 0 else 1)
+        return 128 + received
+    # A rank that was killed shows behind torchrun only as its code 1; that the ranks had met tells it from a bug.
+    died = code < 0 or bool(status.get("ranks"))
+    cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} without a word"
+    ours = RunError.exit_code if died else SftplayError.exit_code
+    folder.update_status(state="failed", exit_code=ours)
     folder.close_attempt(cause)
-    for line in unmarked[-20:]:
+    for line in unmarked:
         sys.stderr.write(line + "\n")
-    sys.stderr.write(f"{folder.path}: the run was {cause}\n  fix: look at {folder.logs}, then `make resume`\n")
-    return 5 if code < 0 else 1
+    hint = " (memory may have run out)" if code == -signal.SIGKILL else ""
+    sys.stderr.write(f"{folder.path}: the run was {cause}{hint}\n  fix: look at {folder.logs}, then `make resume`\n")
+    return ours
 
 
 class Forwarder:
     """Passes the first stop signal on to the workers, and ends them all at the second."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: RunFolder) -> None:
-        self.process, self.folder = process, folder
-        self.received = 0
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder, self.received = folder, 0
+        self.process: subprocess.Popen[bytes] | None = None
 
-    def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take over the stop signals, and give them back at the end."""
+        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def attach(self, process: subprocess.Popen[bytes]) -> None:
+        """From here on this process gets the signals, one that came before it was there too."""
+        self.process = process
+        if self.received:
+            self._pass_on(self.received)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if self.received:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        again, self.received = self.received, self.received or number
+        if self.process is None:
             return
-        self.received = number
+        if again:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # torchrun's ranks die with it
+        else:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
         for pid in self._workers():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                continue
 
     def _workers(self) -> list[int]:
         # torchrun itself dies of SIGUSR1, so signals go to the ranks; before they are known, to what was started.
-        ranks = self.folder.read_json("status.json").get("ranks") or []
-        return [rank["pid"] for rank in ranks] or [self.process.pid]
+        assert self.process is not None
+        own = self.process.pid
+        ranks = [rank["pid"] for rank in self.folder.read_json("status.json").get("ranks") or []]
+        # Ranks of other nodes are listed too; on this node their pids are somebody else's.
+        return [pid for pid in ranks if pid == own or parent_of(pid) == own] or [own]
+
+
+def parent_of(pid: int) -> int:
+    """The pid of a process's parent, 0 when there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        if Path("/proc/self").exists():
+            return 0
+    done = subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return int(done.stdout.strip() or 0)
 
 
 def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:
@@ -124,8 +189,8 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) ->
     lines.put(None)
 
 
-def _show(lines: queue.Queue[bytes | None], console: Console, folder: RunFolder) -> list[str]:
-    unmarked: list[str] = []
+def _show(lines: queue.Queue[bytes | None], console: Console, folder: RunFolder) -> deque[str]:
+    unmarked: deque[str] = deque(maxlen=LAST_LINES)
     with (folder.logs / "launch.log").open("a", encoding="utf-8") as handle:
         while True:
             try:
@@ -145,8 +210,3 @@ def _show(lines: queue.Queue[bytes | None], console: Console, folder: RunFolder)
                 handle.write(text + "\n")
                 handle.flush()
             console.tick(time.monotonic())
-
-
-def _write_out(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -110,8 +110,7 @@ def ensure_builtin(
 def fingerprint(recipe: Recipe, text_dir: Path = TEXT_DIR) -> str:
     """Twelve hex digits that change when the shipped text, the chat template or the recipe changes."""
     parts = [json.dumps(asdict(recipe), sort_keys=True), CHAT_TEMPLATE]
-    for path in text_files(text_dir):
-        parts.append(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    parts += [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in text_files(text_dir)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 

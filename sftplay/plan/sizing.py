@@ -18,8 +18,9 @@ from sftplay.units import format_bytes
 
 RATES = {("full", "sft"): 1e-5, ("lora", "sft"): 2e-4, ("qlora", "sft"): 2e-4}
 
-TOKENS_PER_MICRO_BATCH = 8192
-"""Rows are put together up to about this many tokens a process; more brings little speed on any device."""
+TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 2_048}
+"""Rows go through the model together up to about this many tokens. A GPU needs them to be busy; a CPU is busy with one
+row, and small pieces of rows of like length carry less padding (measured in docs/benchmarks.md)."""
 
 LARGE_SCORES_BYTES = 2**31
 """From here on the scores of one micro-batch are computed in chunks: a tenth of the RAM these kits usually run in."""
@@ -67,7 +68,7 @@ def size_run(cfg: RunConfig, machine: Machine, *, world_size: int = 1, vocab_siz
         MachineError: an explicit precision, attention or loss head cannot run here.
     """
     decisions = [*_decide_numerics(cfg, machine), _decide_rate(cfg)]
-    batch, accum, reason = split_batch(cfg, world_size)
+    batch, accum, reason = split_batch(cfg, world_size, has_gpu=bool(machine.gpus))
     decisions += [Decision("train.batch_size", batch, reason), Decision("train.grad_accum", accum, reason)]
     decisions += [_decide_head(cfg, machine, batch, vocab_size)]
     values = {d.key: d.value for d in decisions if _get(cfg, d.key) == "auto"}
@@ -75,7 +76,7 @@ def size_run(cfg: RunConfig, machine: Machine, *, world_size: int = 1, vocab_siz
     return SizedRun(sized, world_size, tuple(d for d in decisions if d.key in values))
 
 
-def split_batch(cfg: RunConfig, world_size: int) -> tuple[int, int, str]:
+def split_batch(cfg: RunConfig, world_size: int, *, has_gpu: bool) -> tuple[int, int, str]:
     """Micro-batch and accumulation whose product over all processes is exactly the effective batch."""
     total, train = cfg.train.effective_batch_size, cfg.train
     if total % world_size:
@@ -97,9 +98,10 @@ def split_batch(cfg: RunConfig, world_size: int) -> tuple[int, int, str]:
         return batch, share // batch, f"{share} rows a process in pieces of {batch}"
     if isinstance(accum, int):
         return share // accum, accum, f"{share} rows a process in {accum} pieces"
-    room = max(1, TOKENS_PER_MICRO_BATCH // cfg.model.max_seq_len)
+    tokens = TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
+    room = max(1, tokens // cfg.model.max_seq_len)
     rows = max(n for n in range(1, share + 1) if share % n == 0 and n <= room)
-    return rows, share // rows, f"largest divisor of {share} whose rows stay within {TOKENS_PER_MICRO_BATCH} tokens"
+    return rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens"
 
 
 def _inexact(cfg: RunConfig, total: int, why: str, near: list[int]) -> ConfigError:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""Label of a token that is not learned; torch's cross entropy leaves it out."""
+from sftplay.tasks.label_head import IGNORED
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from sftplay.model.load import load_base
 from sftplay.model.locate import locate
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.tasks.manifest import write_manifest
-from sftplay.tasks.pieces import IGNORED, Collator
+from sftplay.tasks.label_head import IGNORED
+from sftplay.tasks.pieces import Collator
 from sftplay.tasks.result import save_result
 from sftplay.tasks.train_run import Outcome, TrainRun
 from sftplay.tasks.window import Window

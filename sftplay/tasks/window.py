@@ -8,7 +8,6 @@ one process or DDP; GRPO, FSDP and DeepSpeed keep stock accumulation.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from sftplay.tasks.pieces import IGNORED, Cutter
+from sftplay.tasks.label_head import IGNORED, find_label_head
+from sftplay.tasks.pieces import Cutter
 
 
 @dataclass
@@ -39,11 +39,10 @@ class Window:
         self.counts = StepCounts()
         self.last_loss: Any = 0.0
         self.held_out_labels_per_row = held_out_labels_per_row
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # type: ignore[attr-defined]
-        accepted = inspect.signature(base.forward).parameters
-        args = self.args  # type: ignore[attr-defined]
+        args, model = self.args, self.model  # type: ignore[attr-defined]
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
         plain_head = args.loss_type == "nll" and not args.use_liger_kernel and not args.label_smoothing_factor
-        self.keeps_label_columns = plain_head and "logits_to_keep" in accepted
+        self.label_head = find_label_head(base) if plain_head else None
 
     def training_step(self, model: nn.Module, window: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over all pieces of the window; the sum of their losses."""
@@ -82,26 +81,17 @@ class Window:
             # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
             tokens = inputs["input_ids"].shape[0] * self.held_out_labels_per_row * self.accelerator.num_processes  # type: ignore[attr-defined]
             num_items_in_batch = torch.tensor(tokens, device=inputs["input_ids"].device)
-        if self.keeps_label_columns:
-            inputs |= label_columns(inputs["labels"])
         # With a cache the attention of packed rows would leak from one into the next.
         inputs["use_cache"] = False
-        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        if self.label_head is None:
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        inputs["shift_labels"] = self.label_head.narrow(inputs["labels"])
+        try:
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.label_head.widen()
 
     def _count(self, window: dict[str, Tensor]) -> None:
         self.counts.tokens += int(window["attention_mask"].sum())
         self.counts.label_tokens += int((window["labels"][:, 1:] != IGNORED).sum())
         self.counts.rows += window["row"].tolist()
-
-
-def label_columns(labels: Tensor) -> dict[str, Tensor]:
-    """Arguments with which a model computes scores only in columns where some row has a label.
-
-    `labels` int64 [rows, tokens] -> `logits_to_keep` int64 [columns], `shift_labels` int64 [rows, columns]. The loss is
-    the same; the output head, often the largest matrix of a small model, is not multiplied with prompts and padding.
-    """
-    shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    columns = (shifted != IGNORED).any(0).nonzero().squeeze(1)
-    if len(columns) == 0:
-        columns = torch.zeros(1, dtype=torch.int64, device=labels.device)  # a model cannot compute no scores at all
-    return {"logits_to_keep": columns, "shift_labels": shifted[:, columns].contiguous()}

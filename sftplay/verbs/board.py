@@ -15,12 +15,11 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.load import load_config
-from sftplay.errors import MachineError, RunError
+from sftplay.errors import RunError
+from sftplay.launch.ports import HOST, free_port
 
-HOST = "127.0.0.1"
 PID_FILE = Path(".cache") / "tensorboard.json"
 LOG_FILE = Path(".cache") / "tensorboard.log"
-PORTS_TRIED = 50
 START_S = 30.0
 STOP_S = 10.0
 
@@ -97,23 +96,6 @@ def start_time(pid: int) -> str:
         done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
         return done.stdout.strip() if not Path("/proc/self").exists() else ""
     return "" if fields[0] == "Z" else fields[19]
-
-
-def free_port(first: int) -> int:
-    """The first port from `first` on which nothing listens.
-
-    Raises:
-        MachineError: none of the next ones is free.
-    """
-    for port in range(first, first + PORTS_TRIED):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise MachineError(f"no free port in {first}..{first + PORTS_TRIED - 1}", where=HOST, fix="give another with PORT=")
 
 
 def answers(port: int) -> bool:

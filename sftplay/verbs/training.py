@@ -18,10 +18,14 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.folder import RunFolder, find_run, new_folder, write_text
 from sftplay.launch.follow import follow
+from sftplay.launch.ports import free_port
 from sftplay.machine.probe import Machine, probe
 from sftplay.model.source import BUILTIN, check_source, read_shape
 from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.units import GIB
+
+MEETING_PORT = 29511
+"""Where nodes meet when no port is given."""
 
 FREE_TO_CHANGE = (
     "train.resume",
@@ -57,7 +61,7 @@ def launch(args: Namespace, cfg: RunConfig) -> int:
     scale = _scale(args, machine)
     _check_inputs(cfg)
     sized = _size(cfg, machine, scale)
-    folder = RunFolder(Path(cfg.output_dir) / "dry-run") if args.dry_run else new_folder(cfg, args.config)
+    folder = new_folder(cfg, args.config, claim=not args.dry_run)
     command = build_launch(sized.cfg, folder.path, scale, has_gpu=bool(machine.gpus))
     if args.dry_run:
         return _print_command(command, args)
@@ -116,12 +120,12 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
-    folder.update_status(state="running", exit_code=None, signal=None, ranks=[], pid=None)
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     if args.tb:
         from sftplay.verbs.board import start_board
 
         start_board(folder.path.parent, 6006)
+    folder.update_status(state="running", exit_code=None, signal=None, ranks=[], pid=None)
     return follow(command, folder)
 
 
@@ -172,7 +176,9 @@ def _scale(args: Namespace, machine: Machine) -> Scale:
             where="--nproc",
             fix=f"use --nproc {len(machine.gpus)}",
         )
-    return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, args.master_port)
+    # Nodes must agree on a port beforehand; alone, two runs at once must not meet on the same one.
+    port = args.master_port or (MEETING_PORT if args.nnodes > 1 else free_port(0))
+    return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port)
 
 
 def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:

@@ -1,0 +1,1 @@
+"""Comparisons with other ways to train; see docs/benchmarks.md."""

@@ -1,0 +1,149 @@
+"""Runs the kit's SFT task inside the test process, as a worker would, and hands out what it really built."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.schema import RunConfig
+from sftplay.launch.folder import RunFolder, write_text
+from sftplay.machine.probe import probe
+from sftplay.plan.sizing import size_run
+from sftplay.tasks import sft
+from sftplay.tasks.train_run import Outcome, TrainRun
+from sftplay.watch.guards import StopOnSignal
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files a run starts from."""
+
+    model: Path
+    train: Path
+    held_out: Path
+
+
+@dataclass
+class Finished:
+    """A run that has ended, with the trainer it used."""
+
+    cfg: RunConfig
+    folder: RunFolder
+    outcome: Outcome
+    trainer: Any
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.metrics]
+
+
+class StopAfter(StopOnSignal):
+    """Behaves as if SIGTERM had come during step `step`."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        if state.global_step == self.step:
+            self.received = int(signal.SIGTERM)
+        return super().on_step_end(args, state, control)
+
+
+def written_config(home: Path, inputs: Inputs, **changes: Any) -> Path:
+    """A small run's YAML below `home`; keyword `a__b=c` sets the key a.b, `drop` removes one."""
+    values: dict[str, Any] = {
+        "run_name": "run",
+        "output_dir": str(home / "outputs"),
+        "model": {"name": str(inputs.model), "max_seq_len": 128},
+        "tuning": {"mode": "lora", "lora": {"r": 4}},
+        "train": {
+            "max_steps": 4,
+            "effective_batch_size": 8,
+            "learning_rate": 0.01,
+            "gradient_checkpointing": False,
+            "warmup_ratio": 0.0,
+        },
+        "data": {
+            "train_path": str(inputs.train),
+            "val_path": str(inputs.held_out),
+            "processed_dir": str(home / "processed"),
+        },
+        "logging": {"steps": 1, "backend": "none", "row_ids": True},
+        "eval": {"limit": 4, "max_new_tokens": 4},
+    }
+    for dotted, value in changes.items():
+        *path, last = dotted.split("__")
+        branch = values
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[last] = value
+    home.mkdir(parents=True, exist_ok=True)
+    target = home / "run.yaml"
+    target.write_text(json.dumps(values, indent=1))  # JSON is YAML
+    return target
+
+
+def sized(config: Path) -> RunConfig:
+    """The config as a worker reads it: every `auto` decided."""
+    cfg = load_config(config)
+    vocab = None if cfg.model.name.startswith("builtin:") else 400
+    return size_run(cfg, probe(), vocab_size=vocab).cfg
+
+
+def new_run(home: Path, inputs: Inputs, **changes: Any) -> tuple[RunConfig, RunFolder]:
+    """A run folder as `train` leaves it for its workers, and the config read back from it."""
+    cfg = sized(written_config(home, inputs, **changes))
+    folder = RunFolder(home / "outputs" / "run")
+    folder.create()
+    write_text(folder.resolved, dump_resolved(cfg))
+    folder.write_json("plan.json", {"batch_size": cfg.train.batch_size})
+    return load_config(folder.resolved), folder
+
+
+def train(home: Path, inputs: Inputs, *, stop: StopOnSignal | None = None, **changes: Any) -> Finished:
+    """Train a fresh run below `home`."""
+    cfg, folder = new_run(home, inputs, **changes)
+    return train_in(cfg, folder, stop)
+
+
+def train_in(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal | None = None) -> Finished:
+    """Train in a run folder that is there already; `cfg.train.resume` says from where."""
+    seen: list[Any] = []
+    real = TrainRun.train
+
+    def train_and_keep(self: TrainRun, trainer: Any) -> Outcome:
+        seen.append(trainer)
+        return real(self, trainer)
+
+    torch.set_num_threads(1)
+    with patch.object(TrainRun, "train", train_and_keep):
+        outcome = sft.run(cfg, folder, stop or StopOnSignal())
+    return Finished(cfg, folder, outcome, seen[0])
+
+
+def built(home: Path, inputs: Inputs, **changes: Any) -> Finished:
+    """Everything up to the first step: model, rows, arguments, callbacks; nothing is trained."""
+    cfg, folder = new_run(home, inputs, **changes)
+    seen: list[Any] = []
+
+    def keep(self: TrainRun, trainer: Any) -> Outcome:
+        self.meters.window = self.bad_step.window = self.preflight.trainer = trainer
+        seen.append(trainer)
+        return Outcome(0, 0.0, 0.0, stop_signal=int(signal.SIGTERM))
+
+    torch.set_num_threads(1)
+    with patch.object(TrainRun, "train", keep):
+        outcome = sft.run(cfg, folder, StopOnSignal())
+    return Finished(cfg, folder, outcome, seen[0])

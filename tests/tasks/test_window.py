@@ -1,0 +1,289 @@
+"""A step's gradients do not depend on how its window is cut; compared with plain torch, one row at a time."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import Inputs, built, train
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from sftplay.errors import RunError
+from sftplay.tasks.pieces import Collator, Cutter, first_fit
+from sftplay.tasks.train_run import TrainRun
+from sftplay.tasks.window import label_columns
+
+PAD = 0
+LABELS = [1, 40, 2, 17, 1, 3, 60, 5]
+"""Label tokens of the eight rows of the window all cuts must agree on."""
+
+
+def make_rows(counts: list[int] = LABELS) -> list[dict[str, Any]]:
+    rng = random.Random(3)
+    rows = []
+    for n, count in enumerate(counts):
+        prompt = [rng.randrange(3, 400) for _ in range(rng.randint(1, 20))]
+        answer = [rng.randrange(3, 400) for _ in range(count)]
+        rows.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer, "row": n})
+    return rows
+
+
+def token_losses(model: Any, row: dict[str, Any]) -> torch.Tensor:
+    """The label tokens' losses of one row alone, in plain torch: position t predicts token t + 1."""
+    scores = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+    targets = torch.tensor(row["labels"][1:])
+    losses = functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)
+    return losses[targets != -100]
+
+
+def gradients(model: Any) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None])
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_llama: Path) -> tuple[float, torch.Tensor]:
+    """Loss and gradients of the window: the sum over all label tokens divided by their number."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
+    losses = torch.cat([token_losses(model, row) for row in make_rows()])
+    assert len(losses) == sum(LABELS)
+    loss = losses.sum() / sum(LABELS)
+    loss.backward()
+    return float(loss), gradients(model)
+
+
+@pytest.fixture(scope="module")
+def trainers(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One trainer a loss head, training every weight in fp64, so that only the cut can make a difference."""
+    made = {}
+    for head in ("standard", "chunked"):
+        home = tmp_path_factory.mktemp(head)
+        trainer = built(home, inputs, tuning__mode="full", train__loss_head=head, data__split=None).trainer
+        trainer.model.double()
+        made[head] = trainer
+    return made
+
+
+def step(trainer: Any, cutter: Cutter, rows: list[dict[str, Any]]) -> tuple[float, torch.Tensor]:
+    trainer.cutter = cutter
+    trainer.model.zero_grad()
+    windows, count = trainer.get_batch_samples(iter([Collator(PAD)(rows)]), 1, torch.device("cpu"))
+    loss = trainer.training_step(trainer.model, windows[0], count)
+    return float(loss), gradients(trainer.model)
+
+
+@pytest.mark.parametrize("head", ["standard", "chunked"])
+@pytest.mark.parametrize(
+    "cutter",
+    [Cutter(8), Cutter(1), Cutter(3), Cutter(1, packs=True, max_tokens=128), Cutter(2, packs=True, max_tokens=90)],
+    ids=["one piece", "single rows", "threes", "packed", "packed in pairs"],
+)
+def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_cut(
+    cutter: Cutter, head: str, trainers: dict[str, Any], reference: tuple[float, torch.Tensor]
+):
+    loss, found = step(trainers[head], cutter, make_rows())
+    assert loss == pytest.approx(reference[0], rel=1e-6)
+    assert difference(found, reference[1]) <= 1e-6
+
+
+def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(
+    trainers: dict[str, Any], tiny_llama: Path
+):
+    rows = [{**row, "labels": list(row["input_ids"])} for row in make_rows([3, 4, 5])]
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
+    losses = torch.cat([token_losses(model, row) for row in rows])
+    assert len(losses) == sum(len(row["input_ids"]) - 1 for row in rows)
+    losses.mean().backward()
+    for cutter in (Cutter(3), Cutter(1, packs=True, max_tokens=128)):
+        loss, found = step(trainers["standard"], cutter, rows)
+        assert loss == pytest.approx(float(losses.mean()), rel=1e-6)
+        assert difference(found, gradients(model)) <= 1e-6
+
+
+def test_each_packed_row_has_the_losses_it_has_alone(tiny_llama: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
+    rows = make_rows()
+    window = Collator(PAD)(rows)
+    seen = 0
+    with torch.no_grad():
+        for piece in Cutter(2, packs=True, max_tokens=100).cut(window):
+            assert piece["input_ids"].shape[1] <= 100
+            scores = model(
+                input_ids=piece["input_ids"], position_ids=piece["position_ids"], use_cache=False
+            ).logits
+            for packed, ids, labels in zip(scores, piece["input_ids"], piece["labels"]):
+                for row in rows:
+                    n = len(row["input_ids"])
+                    starts = [s for s in range(len(ids) - n + 1) if ids[s : s + n].tolist() == row["input_ids"]]
+                    for start in starts:
+                        targets = labels[start + 1 : start + n]
+                        assert targets.tolist() == row["labels"][1:]
+                        losses = functional.cross_entropy(packed[start : start + n - 1], targets, reduction="none")
+                        alone = token_losses(model, row)
+                        assert losses[targets != -100] == pytest.approx(alone.tolist(), abs=1e-5)
+                        seen += 1
+    assert seen == len(rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packing_never_overfills_and_holds_every_row_once(seed: int):
+    rng = random.Random(seed)
+    room = rng.randint(20, 128)
+    lengths = [rng.randint(1, room) for _ in range(rng.randint(1, 60))]
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups = first_fit(lengths, order, room)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert max(sum(lengths[row] for row in group) for group in groups) <= room
+    rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
+    pieces = list(Cutter(3, packs=True, max_tokens=room).cut(Collator(PAD)(rows)))
+    assert max(piece["input_ids"].shape[1] for piece in pieces) <= room
+    held = torch.cat([piece["input_ids"].flatten() for piece in pieces])
+    assert [int((held == i + 1).sum()) for i in range(len(lengths))] == lengths
+
+
+def fewest_groups(lengths: list[int], room: int) -> int:
+    """The true minimum, by trying every first group that holds the first row."""
+    if not lengths:
+        return 0
+    first, rest = lengths[0], lengths[1:]
+    best = len(lengths)
+    for size in range(len(rest) + 1):
+        for chosen in combinations(range(len(rest)), size):
+            if first + sum(rest[i] for i in chosen) <= room:
+                left = [length for i, length in enumerate(rest) if i not in chosen]
+                best = min(best, 1 + fewest_groups(left, room))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_packing_stays_within_johnsons_bound_of_the_minimum(seed: int):
+    rng = random.Random(seed)
+    lengths = sorted((rng.randint(1, 10) for _ in range(7)), reverse=True)
+    found = len(first_fit(lengths, range(len(lengths)), 10))
+    assert found <= 11 / 9 * fewest_groups(lengths, 10) + 1
+
+
+def test_row_longer_than_the_room_gets_a_group_of_its_own():
+    assert first_fit([3, 12, 4], [1, 2, 0], 10) == [[1], [2, 0]]
+
+
+def test_pieces_come_longest_first_with_their_padding_trimmed():
+    window = Collator(PAD)(make_rows([5, 30, 1, 9]))
+    pieces = list(Cutter(2).cut(window))
+    lengths = sorted(window["attention_mask"].sum(1).tolist(), reverse=True)
+    assert [piece["attention_mask"].sum(1).tolist() for piece in pieces] == [lengths[:2], lengths[2:]]
+    assert [piece["input_ids"].shape[1] for piece in pieces] == [lengths[0], lengths[2]]
+
+
+def test_scores_at_label_columns_alone_give_the_loss_and_gradients_of_all_scores(tiny_llama: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    window = Collator(PAD)(make_rows())
+    inputs = {key: window[key] for key in ("input_ids", "attention_mask", "labels")}
+    whole = model(**inputs)
+    whole.loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    reduced = label_columns(inputs["labels"])
+    part = model(**inputs, **reduced)
+    part.loss.backward()
+    assert part.logits.shape[1] == len(reduced["logits_to_keep"]) < window["input_ids"].shape[1]
+    assert float(part.loss) == pytest.approx(float(whole.loss), rel=1e-6)
+    assert difference(gradients(model), expected) <= 1e-6
+
+
+def test_label_columns_by_hand():
+    labels = torch.tensor([[-100, -100, 7, -100, -100], [-100, -100, 8, 9, -100]])
+    columns = label_columns(labels)
+    assert columns["logits_to_keep"].tolist() == [1, 2]
+    assert columns["shift_labels"].tolist() == [[7, -100], [8, 9]]
+    assert label_columns(torch.full((2, 3), -100))["logits_to_keep"].tolist() == [0]
+
+
+@pytest.mark.parametrize("head", ["standard", "chunked"])
+def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
+    head: str, trainers: dict[str, Any], tiny_llama: Path
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
+    trainer = trainers[head]
+    with torch.no_grad():
+        losses = torch.cat([token_losses(model, row) for row in trainer.eval_dataset])
+    per_row = [len([label for label in row["labels"] if label != -100]) for row in trainer.eval_dataset]
+    assert max(per_row) > 3 * min(per_row)
+    # The last batch is short: 12 rows in batches of 8.
+    trainer.args.per_device_eval_batch_size = 8
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+
+
+def test_counts_of_a_window_by_hand(trainers: dict[str, Any]):
+    trainer = trainers["standard"]
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "row": 4},
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, -100, 8, 9], "row": 1},
+        {"input_ids": [5, 6], "labels": [5, 6], "row": 9},
+    ]
+    trainer.take_counts()
+    step(trainer, Cutter(2), rows)
+    counts = trainer.take_counts()
+    assert counts.tokens == 3 + 5 + 2
+    assert counts.label_tokens == 2 + 2 + 1  # the first token of a row is never predicted
+    assert counts.padded_tokens == 2 * 5 + 1 * 2
+    assert counts.rows == [4, 1, 9]
+    assert trainer.take_counts().tokens == 0
+
+
+class Remember(TrainerCallback):
+    """Keeps the model and a copy of its weights after the first step."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        self.kept = kept
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 1:
+            self.kept += [model, [p.detach().clone() for p in model.parameters()]]
+
+
+def poison(trainer: Any, what: str) -> None:
+    """From step 2 on the loss, or only the gradient, is not a number."""
+    plain = trainer.compute_loss
+
+    def spoilt(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        loss = plain(model, inputs, *rest, **more)
+        if trainer.state.global_step < 1:
+            return loss
+        if what == "loss":
+            return loss * float("nan")
+        weight = next(p for p in model.parameters() if p.requires_grad)
+        weight.register_hook(lambda grad: grad * float("nan"))
+        return loss
+
+    trainer.compute_loss = spoilt
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_step_that_is_not_finite_ends_the_run_before_the_weights_change(
+    what: str, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kept: list[Any] = []
+    real = TrainRun.train
+
+    def train_poisoned(self: TrainRun, trainer: Any) -> Any:
+        poison(trainer, what)
+        trainer.add_callback(Remember(kept))
+        return real(self, trainer)
+
+    monkeypatch.setattr(TrainRun, "train", train_poisoned)
+    with pytest.raises(RunError, match="step 2 is not finite"):
+        train(tmp_path, inputs, tuning__mode="full", train__save_steps=1)
+    model, after_step_1 = kept
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), after_step_1))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert [p.name for p in (tmp_path / "outputs" / "run" / "checkpoints").glob("checkpoint-*")] == ["checkpoint-1"]
