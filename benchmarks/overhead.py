@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.material import MAX_LENGTH, MICRO_BATCH, STEP_ROWS, make_model, make_rows
 
 ROOT = Path(__file__).resolve().parents[1]
+ROWS = ROOT.parent / "shared" / "data" / "alpaca" / "alpaca_2000.json"
 TRL_VARIANTS = {
     "TRL nll, padded": ("nll", "padded"),
     "TRL nll, packed": ("nll", "packed"),
@@ -70,7 +71,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows-file", type=Path, default=ROOT.parent / "shared" / "data" / "alpaca" / "alpaca_2000.json")
+    parser.add_argument("--rows-file", type=Path, default=ROWS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
@@ -95,9 +96,13 @@ def count_tokens(work: Path) -> int:
 def build_contestants(work: Path, options: argparse.Namespace) -> dict:
     """name -> function of an output folder that runs it once."""
     env = {
-        **os.environ, "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "BENCH_MODEL": str(work / "model"),
-        "BENCH_ROWS": str(work / "rows.jsonl"), "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+        **os.environ,
+        "OMP_NUM_THREADS": str(options.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "BENCH_MODEL": str(work / "model"),
+        "BENCH_ROWS": str(work / "rows.jsonl"),
+    }
     contestants: dict = {"SFT-Play, make train": lambda out: run_ours(work, out, env, options.steps)}
     for label, (loss, layout) in TRL_VARIANTS.items():
         contestants[label] = lambda out, loss=loss, layout=layout: run_plain(out, env, loss, layout)
@@ -116,8 +121,8 @@ def run_ours(work: Path, out: Path, env: dict[str, str], steps: int) -> Measured
         "run_name": "run", "output_dir": str(out), "seed": 7,
         "model": {"name": str(work / "model"), "max_seq_len": MAX_LENGTH},
         "tuning": {"mode": "lora", "lora": {"r": 16, "alpha": 32}},
-        "train": {"max_steps": steps, "effective_batch_size": STEP_ROWS, "batch_size": MICRO_BATCH,
-                  "learning_rate": 1e-3, "warmup_ratio": 0.0, "gradient_checkpointing": False},
+        "train": {"max_steps": steps, "effective_batch_size": STEP_ROWS, "learning_rate": 1e-3, "warmup_ratio": 0.0,
+                  "gradient_checkpointing": False},
         "data": {"train_path": str(work / "source.jsonl"), "split": 0.0, "processed_dir": str(out / "processed")},
         "logging": {"steps": 1, "backend": "none"},
     }  # fmt: skip
@@ -197,7 +202,7 @@ def watch_memory(root: int, peaks: dict[int, int]) -> None:
         except OSError:
             continue
         peak = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), "0")
-        peaks[pid] = int(peak) * 1024
+        peaks[pid] = max(peaks.get(pid, 0), int(peak) * 1024)  # a process that is ending shows 0
 
 
 def as_table(results: dict[str, list[Measured]], tokens: int, options: argparse.Namespace) -> str:
@@ -209,8 +214,8 @@ def as_table(results: dict[str, list[Measured]], tokens: int, options: argparse.
         f"{options.steps} steps of {STEP_ROWS} rows (micro-batch {MICRO_BATCH}), {tokens} real tokens, LoRA r 16, "
         f"fp32, medians of {options.rounds}.",
         "",
-        "| path | real tokens per CPU second of training | CPU s, whole process | wall s | s to first step | peak RSS MiB "
-        "| first and last loss |",
+        "| path | real tokens per CPU second of training | CPU s, whole process | wall s | s to first step "
+        "| peak RSS MiB | first and last loss |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for label, runs in results.items():

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from sftplay import log
 from sftplay.errors import ConfigError, SftplayError, nearest_names
 
 VERBS = {
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code INTERFACES promises."""
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
+    if as_json:
+        os.environ[log.JSON] = "1"
     try:
         args = parse(words or ["--help"])
         module, function, _ = VERBS[args.verb]
@@ -64,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"error": SftplayError(f"{type(error).__name__}: {error}").as_json()}))
         traceback.print_exc()
         return BUG
+    finally:
+        os.environ.pop(log.JSON, None)
 
 
 def parse(words: list[str]) -> argparse.Namespace:

@@ -15,7 +15,7 @@ TORCH = "torch==2.13.0"
 LOCK = Path("requirements.lock")
 VENV = Path(".venv")
 STAMP = VENV / ".stamp"
-MACHINE = 3
+CONFIG, MACHINE = 2, 3
 
 
 def main(force: bool) -> int:
@@ -39,7 +39,12 @@ def main(force: bool) -> int:
     steps.append([*pip, "-r", str(LOCK)])
     extras = os.environ.get("EXTRAS", "").replace(",", " ").split()
     if extras:
-        steps.append([*pip, "-c", str(LOCK), *extra_requirements(extras)])
+        try:
+            # torch again: the lock does not hold it, and an extra must not move it.
+            steps.append([*pip, "-c", str(LOCK), TORCH, *extra_requirements(extras)])
+        except KeyError as error:
+            sys.stderr.write(f"install: no extra called {error}\n  fix: choose from {', '.join(known_extras())}\n")
+            return CONFIG
     if STAMP.exists():
         STAMP.unlink()  # a broken-off install must not look finished
     for step in steps:
@@ -87,15 +92,18 @@ def announce() -> None:
 
 
 def extra_requirements(names: list[str]) -> list[str]:
-    """The requirements of the named extras in pyproject.toml."""
+    """The requirements of the named extras in pyproject.toml; KeyError for an unknown one."""
+    extras = known_extras()
+    return [requirement for name in names for requirement in extras[name]]
+
+
+def known_extras() -> dict[str, list[str]]:
+    """Extra -> requirements."""
     import tomllib
 
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
-    unknown = [name for name in names if name not in extras]
-    if unknown:
-        raise SystemExit(f"install: no extra called {unknown[0]!r}\n  fix: choose from {', '.join(sorted(extras))}")
-    return [requirement for name in names for requirement in extras[name]]
+    return extras
 
 
 def read_stamp() -> str:

@@ -20,6 +20,9 @@ STATUS = "\x1d"
 FOLLOWED = "SFTPLAY_FOLLOWED"
 """Set by the parent for its workers: mark the lines, somebody reads them."""
 
+JSON = "SFTPLAY_JSON"
+"""Set by the command line under --json: standard output belongs to one document, lines go to standard error."""
+
 _CONSOLE_FD = 9
 """Where a worker keeps its original standard output after `redirect`; high enough not to be taken by accident."""
 
@@ -87,7 +90,12 @@ def _emit(mark: str, lines: list[str]) -> None:
         if mark == LINE:
             _write(sys.stdout, lines)
         return
-    _write(sys.stdout, [f"{mark if followed else ''}{line}" for line in lines])
+    _write(sys.stdout if followed else screen(), [f"{mark if followed else ''}{line}" for line in lines])
+
+
+def screen() -> TextIO:
+    """The stream for what a person reads."""
+    return sys.stderr if os.environ.get(JSON) else sys.stdout
 
 
 def _write(stream: TextIO, lines: list[str]) -> None:

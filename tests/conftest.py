@@ -152,7 +152,8 @@ def sftplay() -> Callable[..., subprocess.CompletedProcess[str]]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
         return subprocess.run(
             [sys.executable, "-m", "sftplay", *map(str, words)],
-            cwd=options.pop("cwd", ROOT), env=env, capture_output=True, text=True, timeout=300, check=False, **options,
+            cwd=options.pop("cwd", ROOT), timeout=options.pop("timeout", 300), env=env, capture_output=True, text=True,
+            check=False, **options,
         )  # fmt: skip
 
     return call

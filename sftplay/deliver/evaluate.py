@@ -25,7 +25,10 @@ from sftplay.deliver.metrics import score_answers
 from sftplay.launch.folder import write_text
 
 LOSS_TOKENS = 8192
-"""Tokens of one piece when the held-out loss is computed."""
+"""Most tokens of one piece when the held-out loss is computed."""
+
+SCORES_BYTES = 2**30
+"""Most bytes of fp32 scores over the vocabulary in one piece, where a single row does not take more."""
 
 
 def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict[str, Any]:
@@ -86,7 +89,8 @@ def held_out_loss(model: Any, rows: Any, pad_token_id: int) -> float:
     """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
     total, count = 0.0, 0
     device = next(model.parameters()).device
-    for batch in _by_length(rows["input_ids"], rows["labels"]):
+    room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
+    for batch in _by_length(rows["input_ids"], rows["labels"], room):
         width = max(len(ids) for ids, _ in batch)
         ids = torch.full((len(batch), width), pad_token_id)
         labels = torch.full((len(batch), width), -100)
@@ -103,26 +107,35 @@ def held_out_loss(model: Any, rows: Any, pad_token_id: int) -> float:
     return total / count if count else math.nan
 
 
-def _by_length(all_ids: Sequence[list[int]], all_labels: Sequence[list[int]]) -> Iterator[list[tuple[Any, Any]]]:
+def _by_length(
+    all_ids: Sequence[list[int]], all_labels: Sequence[list[int]], room: int
+) -> Iterator[list[tuple[Any, Any]]]:
     pairs = sorted(zip(all_ids, all_labels, strict=True), key=lambda pair: len(pair[0]), reverse=True)
     start = 0
     while start < len(pairs):
-        size = max(1, LOSS_TOKENS // len(pairs[start][0]))
+        size = max(1, room // len(pairs[start][0]))
         yield pairs[start : start + size]
         start += size
 
 
 @contextmanager
 def ready_to_answer(model: Any) -> Iterator[None]:
-    """The model in evaluation mode with its cache on and no recomputation, restored afterwards."""
+    """The model in evaluation mode with its cache on and no recomputation, restored afterwards.
+
+    A 16-bit model of which some weights train in fp32 computes under autocast, as in training.
+    """
     was_training, had_cache = model.training, model.config.use_cache
     recomputes = getattr(model, "is_gradient_checkpointing", False)
     model.eval()
     model.config.use_cache = True
     if recomputes:
         model.gradient_checkpointing_disable()
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.bfloat16)
+    mixed = len(dtypes) > 1
     try:
-        yield
+        with torch.autocast(next(model.parameters()).device.type, dtype=half, enabled=mixed):
+            yield
     finally:
         if recomputes:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

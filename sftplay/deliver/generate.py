@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class Speaker:
     max_new_tokens: int
 
     def greedy(self) -> GenerationConfig:
-        """A config of its own: sampling settings shipped with a model must not change what is measured."""
+        """The likeliest token each time, up to an end token of the template or of the model."""
         shipped = self.model.generation_config.eos_token_id or []
         ends = {*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
         return GenerationConfig(
@@ -32,8 +32,25 @@ class Speaker:
             bos_token_id=self.tokenizer.bos_token_id,
         )
 
+    @torch.no_grad()
+    def generate(self, ids: torch.Tensor, mask: torch.Tensor, streamer: TextIteratorStreamer | None = None) -> Any:
+        """Greedy continuation of `ids`, int64 [prompts, tokens], padded on the left.
 
-@torch.no_grad()
+        transformers fills what a generation config leaves open with the settings shipped with the model (a repetition
+        penalty, forbidden tokens), so these are put aside meanwhile: they must not change what is measured.
+        """
+        greedy = self.greedy()
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        shipped, inner.generation_config = inner.generation_config, GenerationConfig()
+        device = next(self.model.parameters()).device
+        try:
+            return self.model.generate(
+                input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=greedy, streamer=streamer
+            )
+        finally:
+            inner.generation_config = shipped
+
+
 def answer_batch(speaker: Speaker, prompts: Sequence[list[int]]) -> list[str]:
     """The greedy answer to each prompt (token ids), without special tokens, in order.
 
@@ -45,10 +62,7 @@ def answer_batch(speaker: Speaker, prompts: Sequence[list[int]]) -> list[str]:
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
-    device = next(speaker.model.parameters()).device
-    out = speaker.model.generate(
-        input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=speaker.greedy()
-    )
+    out = speaker.generate(ids, mask)
     answers: list[str] = speaker.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
     return answers
 
@@ -77,9 +91,9 @@ def answer_all(
 def stream_answer(speaker: Speaker, prompt: list[int]) -> Iterator[str]:
     """Pieces of the greedy answer to one prompt as they are made."""
     streamer = TextIteratorStreamer(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    ids = torch.tensor([prompt], device=next(speaker.model.parameters()).device)
-    how = {"generation_config": speaker.greedy(), "streamer": streamer, "attention_mask": torch.ones_like(ids)}
-    work = Thread(target=speaker.model.generate, kwargs={"input_ids": ids, **how}, daemon=True)
-    work.start()
-    yield from streamer
-    work.join()
+    ids = torch.tensor([prompt])
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(speaker.generate, ids, torch.ones_like(ids), streamer)
+        work.add_done_callback(lambda _: streamer.end())  # else a failure would leave the reader waiting
+        yield from streamer
+        work.result()

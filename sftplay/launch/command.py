@@ -48,7 +48,7 @@ class Launch:
 def build_launch(cfg: RunConfig, run_folder: Path, scale: Scale, *, has_gpu: bool) -> Launch:
     """The worker directly for one process, else under torchrun."""
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
-    if is_local(cfg.model.name) and all(Path(p).exists() for p in _paths(cfg)):
+    if needs_no_hub(cfg):
         env |= offline_environment()
     if scale.world_size == 1:
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
@@ -80,6 +80,12 @@ def quiet_environment() -> dict[str, str]:
     }
 
 
+def needs_no_hub(cfg: RunConfig) -> bool:
+    """True when model and data all lie on this machine."""
+    data = (cfg.data.train_path, cfg.data.val_path, cfg.data.test_path)
+    return is_local(cfg.model.name) and all(Path(path).exists() for path in data if path)
+
+
 def offline_environment() -> dict[str, str]:
     """Everything is on this machine: no library attempts a connection."""
     return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -95,7 +101,3 @@ def cache_environment() -> dict[str, str]:
             if key not in os.environ:
                 settings[key] = str(root / folder)
     return settings
-
-
-def _paths(cfg: RunConfig) -> list[str]:
-    return [p for p in (cfg.data.train_path, cfg.data.val_path, cfg.data.test_path) if p]

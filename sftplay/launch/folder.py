@@ -175,12 +175,22 @@ def find_run(cfg: RunConfig, config_path: str, run: str | None = None) -> RunFol
                 f"no run {run or cfg.run_name!r}", where=str(output), fix="train first, or check the name"
             )
         return RunFolder(found)
-    # Of `run.yaml`, not of `run-long.yaml`: only what choose_name makes of this very stem.
-    made = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
-    runs = [path for path in output.glob("*") if made.fullmatch(path.name) and (path / RESOLVED).is_file()]
+    runs = _runs_of(config_path, output)
     if not runs:
         raise ConfigError(f"no run of {config_path} yet", where=str(output), fix="train first, or name one with RUN=")
     return RunFolder(max(runs, key=lambda path: (path / RESOLVED).stat().st_mtime_ns))
+
+
+def has_run(cfg: RunConfig, config_path: str) -> bool:
+    """True when `find_run` would find one."""
+    output = Path(cfg.output_dir)
+    return (output / cfg.run_name / RESOLVED).is_file() if cfg.run_name else bool(_runs_of(config_path, output))
+
+
+def _runs_of(config_path: str, output: Path) -> list[Path]:
+    # Of `run.yaml`, not of `run-long.yaml`: only what choose_name makes of this very stem.
+    made = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
+    return [path for path in output.glob("*") if made.fullmatch(path.name) and (path / RESOLVED).is_file()]
 
 
 def _not_writable(path: Path, error: OSError) -> MachineError:

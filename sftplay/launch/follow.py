@@ -20,7 +20,7 @@ from sftplay.errors import RunError, SftplayError
 from sftplay.launch.command import Launch
 from sftplay.launch.folder import RunFolder
 from sftplay.launch.lifeline import die_with_parent
-from sftplay.log import LINE, STATUS
+from sftplay.log import LINE, STATUS, screen
 
 SIGN_OF_LIFE_S = 9.0
 """Longest silence on the screen; users take ten quiet seconds for a hang."""
@@ -33,7 +33,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Screen:
-    """Writes to standard output until nobody reads it any more; the run goes on without."""
+    """Writes for the user until nobody reads it any more; the run goes on without."""
 
     def __init__(self) -> None:
         self.is_read = True
@@ -41,12 +41,13 @@ class Screen:
     def __call__(self, text: str) -> None:
         if not self.is_read:
             return
+        stream = screen()
         try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            stream.write(text)
+            stream.flush()
         except OSError:  # BrokenPipeError behind `head`, EIO when the terminal was closed
             self.is_read = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Console:
@@ -83,7 +84,7 @@ class Console:
 
 def follow(launch: Launch, folder: RunFolder) -> int:
     """Run the launch to its end; the exit code of INTERFACES, whatever the launcher made of it."""
-    console = Console(Screen(), is_tty=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
     forwarder = Forwarder(folder)
     with forwarder.installed():
         process = subprocess.Popen(
@@ -184,8 +185,9 @@ def parent_of(pid: int) -> int:
 
 def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:
     assert process.stdout is not None
-    for raw in process.stdout:
-        lines.put(raw)
+    with process.stdout as stream:
+        for raw in stream:
+            lines.put(raw)
     lines.put(None)
 
 

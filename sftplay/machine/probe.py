@@ -81,7 +81,8 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str]:
         return (), f"no NVIDIA driver answered ({error})"
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in _visible_indices(pynvml, visible)]
-        return tuple(_read_gpu(pynvml, index, handle) for index, handle in enumerate(handles)), ""
+        gpus = tuple(_read_gpu(pynvml, index, handle) for index, handle in enumerate(handles))
+        return gpus, "" if gpus else f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this machine"
     finally:
         pynvml.nvmlShutdown()
 
@@ -92,8 +93,8 @@ def _visible_indices(pynvml: Any, visible: str | None) -> list[int]:
         return list(range(count))
     by_uuid = {pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)): i for i in range(count)}
     chosen = []
-    for part in visible.split(","):
-        index = int(part) if part.strip().isdigit() else next((i for u, i in by_uuid.items() if u.startswith(part)), -1)
+    for part in map(str.strip, visible.split(",")):
+        index = int(part) if part.isdigit() else next((i for u, i in by_uuid.items() if u.startswith(part)), -1)
         if not 0 <= index < count:
             break  # CUDA itself ignores everything behind the first device that does not exist
         chosen.append(index)

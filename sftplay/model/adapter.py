@@ -21,7 +21,7 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
     (https://github.com/huggingface/trl/blob/v1.14.0/trl/trainer/sft_trainer.py, "When using QLoRA").
 
     Raises:
-        ConfigError: a name in target_modules or modules_to_save fits no module.
+        ConfigError: a name in target_modules or modules_to_save fits no module, or one that cannot have a pair.
     """
     targets = lora.target_modules
     _check_names(model, lora)
@@ -39,7 +39,14 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
     with warnings.catch_warnings():
         # Says that a tied head is trained apart from its embedding, which is what modules_to_save asks for.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        adapted = get_peft_model(model, config)
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as error:
+            raise ConfigError(
+                f"PEFT cannot adapt these modules ({str(error).splitlines()[0]})",
+                where="tuning.lora.target_modules",
+                fix=f"name layers that multiply with a matrix, such as {', '.join(_linear_names(model)[:8])}",
+            ) from error
     make_trainable_fp32(adapted)
     return adapted
 
@@ -53,19 +60,25 @@ def make_trainable_fp32(model: nn.Module) -> None:
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:
     """Counts for the manifest: parameters, those that train, their dtypes, and real 4-bit layers."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    packed = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
+    parameters = list(model.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
     return {
-        "parameters": sum(_count(p) for p in model.parameters()),
+        "parameters": sum(_count(p) for p in parameters),
         "trainable_parameters": sum(p.numel() for p in trainable),
         "trainable_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trainable}),
-        "four_bit_layers": sum(1 for m in packed if m.weight.dtype == torch.uint8),
+        # By weights, not by modules: PEFT wraps each 4-bit layer in one of its own of the same class name.
+        "four_bit_layers": sum(p.dtype == torch.uint8 and hasattr(p, "quant_state") for p in parameters),
     }
 
 
 def _count(parameter: Any) -> int:
     state = getattr(parameter, "quant_state", None)
     return int(state.shape.numel()) if state is not None else int(parameter.numel())
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    named = model.named_modules()
+    return sorted({name.rsplit(".", 1)[-1] for name, module in named if isinstance(module, nn.Linear)})
 
 
 def _check_names(model: nn.Module, lora: LoraConfig) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sftplay.config.schema import RunConfig
@@ -23,30 +24,39 @@ def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
     """The base model of `cfg` on this process's device, in 4 bits when `tuning.mode` is qlora.
 
     Weights are fp32 when everything trains (a 16-bit copy would lose small updates), else the run's precision.
-    The attention kernel and dtype are those of the resolved config; `source` overrides the folder to read.
+    The attention kernel and dtype are those of the resolved config; `source` is a folder of the run to read instead.
 
     Raises:
-        MachineError: the weights cannot be read.
+        MachineError: the weights cannot be read, or some are missing.
     """
     name = source or locate(cfg.model.name)
-    dtype = torch.float32 if cfg.tuning.mode == "full" else _weight_dtype(cfg)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name,
-            revision=None if source else cfg.model.revision,
-            trust_remote_code=cfg.model.trust_remote_code,
-            dtype=dtype,
-            attn_implementation=cfg.model.attn,
-            quantization_config=quantization(cfg) if cfg.tuning.mode == "qlora" else None,
-            device_map={"": local_rank()} if torch.cuda.is_available() else None,
-        )
-    except (OSError, ValueError) as error:
-        raise MachineError(
-            f"the model cannot be loaded ({str(error).splitlines()[0]})",
-            where=f"{cfg.origins.get('model.name', 'model')} model.name {name}",
-            fix="check the name, the connection and the folder's files",
-        ) from error
+    trains_base = cfg.tuning.mode == "full" and source is None
+    dtype = torch.float32 if trains_base else _weight_dtype(cfg)
+    model = _open_whole(
+        name,
+        where=f"{cfg.origins.get('model.name', 'model')} model.name {name}",
+        revision=None if source else cfg.model.revision,
+        trust_remote_code=cfg.model.trust_remote_code,
+        dtype=dtype,
+        attn_implementation=cfg.model.attn,
+        quantization_config=quantization(cfg) if cfg.tuning.mode == "qlora" else None,
+        device_map={"": local_rank()} if torch.cuda.is_available() else None,
+    )
     keep_four_bit_exact(model)
+    return model
+
+
+def _open_whole(name: str, *, where: str, **options: Any) -> Any:
+    fix = "check the name, the connection and the files; the run's log says more"
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise MachineError(f"the model cannot be loaded ({first})", where=where, fix=fix) from error
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers fills them with random numbers and goes on
+        lack = f"{len(missing)} weights are missing, {missing[0]} for one"
+        raise MachineError(f"the model cannot be loaded ({lack})", where=where, fix=fix)
     return model
 
 

@@ -7,6 +7,7 @@ choice comes with its reason. Below this module no config value is `auto`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -78,22 +79,17 @@ def size_run(cfg: RunConfig, machine: Machine, *, world_size: int = 1, vocab_siz
 
 def split_batch(cfg: RunConfig, world_size: int, *, has_gpu: bool) -> tuple[int, int, str]:
     """Micro-batch and accumulation whose product over all processes is exactly the effective batch."""
-    total, train = cfg.train.effective_batch_size, cfg.train
-    if total % world_size:
-        low = total // world_size * world_size
-        raise _inexact(cfg, total, f"{world_size} processes", [low, low + world_size])
-    share = total // world_size
+    train, total = cfg.train, cfg.train.effective_batch_size
     batch, accum = train.batch_size, train.grad_accum
+    given = {name: n for name, n in (("batch_size", batch), ("grad_accum", accum)) if isinstance(n, int)}
+    unit = world_size * math.prod(given.values())
+    if total % unit or (len(given) == 2 and total != unit):
+        made = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
+        low = total // unit * unit
+        raise _inexact(cfg, made, [unit] if len(given) == 2 else [low, low + unit])
+    share = total // world_size
     if isinstance(batch, int) and isinstance(accum, int):
-        if batch * accum != share:
-            made = batch * accum * world_size
-            raise _inexact(cfg, total, f"batch_size {batch} x grad_accum {accum} x {world_size} = {made}", [made])
         return batch, accum, "as given"
-    for name, given in (("batch_size", batch), ("grad_accum", accum)):
-        if isinstance(given, int) and share % given:
-            low = share // given * given
-            near = [n * world_size for n in (low, low + given)]
-            raise _inexact(cfg, total, f"{name} {given} on {world_size} process(es)", near)
     if isinstance(batch, int):
         return batch, share // batch, f"{share} rows a process in pieces of {batch}"
     if isinstance(accum, int):
@@ -104,12 +100,13 @@ def split_batch(cfg: RunConfig, world_size: int, *, has_gpu: bool) -> tuple[int,
     return rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens"
 
 
-def _inexact(cfg: RunConfig, total: int, why: str, near: list[int]) -> ConfigError:
+def _inexact(cfg: RunConfig, made: str, near: list[int]) -> ConfigError:
     names = " or ".join(str(n) for n in near if n > 0)
+    other = "leave batch_size and grad_accum on auto" if " x " in made else "use another number of processes"
     return ConfigError(
-        f"effective batch {total} cannot be split exactly: {why}",
+        f"effective batch {cfg.train.effective_batch_size} cannot be split exactly over {made}",
         where=f"{cfg.origins.get('train.effective_batch_size', 'default')} train.effective_batch_size",
-        fix=f"set train.effective_batch_size to {names}, or leave batch_size and grad_accum on auto",
+        fix=f"set train.effective_batch_size to {names}, or {other}",
     )
 
 

@@ -13,7 +13,15 @@ from sftplay import log
 from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, RunError
 from sftplay.launch.folder import RunFolder
-from sftplay.watch.checkpoints import find_damage, mark_complete, newest_complete, read_marker, rotate
+from sftplay.watch.checkpoints import (
+    find_damage,
+    mark_complete,
+    newest_complete,
+    read_marker,
+    rotate,
+    set_aside,
+    step_of,
+)
 from sftplay.watch.meters import tell
 
 
@@ -22,6 +30,11 @@ class MarkComplete(TrainerCallback):
 
     def __init__(self, folder: RunFolder, facts: dict[str, Any], limit: int) -> None:
         self.folder, self.facts, self.limit = folder, facts, limit
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        # A line of metrics ends with each checkpoint; else a resumed run's next line would miss the steps before it.
+        control.should_log = control.should_log or control.should_save
+        return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if log.world_size() > 1:
@@ -56,6 +69,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, order_hash: str) -> Pat
             log.say(line, "resume")
         if checkpoint is None:
             log.say("no complete checkpoint: starting from the beginning", "resume")
+            _clear_the_way(folder, after_step=0)
             return None
     else:
         checkpoint = Path(wanted)
@@ -73,4 +87,11 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, order_hash: str) -> Pat
             fix="restore the data files and data options of the first start, or train under a new run_name",
         )
     log.say(f"continuing from {checkpoint}", "resume")
+    _clear_the_way(folder, after_step=step_of(checkpoint))
     return checkpoint
+
+
+def _clear_the_way(folder: RunFolder, *, after_step: int) -> None:
+    if log.is_main():
+        for name in set_aside(folder.checkpoints, after_step=after_step):
+            log.say(f"{name} is not continued: moved to {folder.checkpoints / 'incomplete'}", "resume")

@@ -17,15 +17,16 @@ def save_result(model: Any, tokenizer: Any, cfg: RunConfig, folder: RunFolder, *
     """Save `adapter/` or `model/` under a scratch name and rename it into place.
 
     `base` is the folder or hub name the model was loaded from. A builtin base is copied to `base/`, and the adapter
-    points to that copy, so that plain PEFT finds it without this kit.
+    points to that copy; a local one is named by its whole path. So plain PEFT finds it without this kit.
     """
     target = folder.path / ("model" if cfg.tuning.mode == "full" else "adapter")
     scratch = _fresh(target.with_name(f".{target.name}.part"))
     if cfg.tuning.mode != "full":
         if cfg.model.name.startswith(BUILTIN):
-            shutil.copytree(base, folder.path / "base", dirs_exist_ok=True)
-            base = str((folder.path / "base").resolve())
-        model.peft_config["default"].base_model_name_or_path = base
+            base = str(shutil.copytree(base, folder.path / "base", dirs_exist_ok=True))
+        adapter = model.peft_config["default"]
+        adapter.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+        adapter.revision = cfg.model.revision
     else:
         model.to(_saved_dtype(cfg))
         model.config.use_cache = True

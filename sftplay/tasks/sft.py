@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from datasets import Dataset, concatenate_datasets
 from trl import SFTConfig, SFTTrainer
 
 from sftplay import log
@@ -11,13 +12,14 @@ from sftplay.config.schema import RunConfig
 from sftplay.data.pipeline import Examples, load_examples
 from sftplay.data.tally import report_table
 from sftplay.deliver.evaluate import evaluate
+from sftplay.errors import DataError
 from sftplay.launch.folder import RunFolder
 from sftplay.model.adapter import add_adapter, describe_parameters, make_trainable_fp32
 from sftplay.model.load import load_base
 from sftplay.model.locate import locate
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.tasks.manifest import write_manifest
 from sftplay.tasks.label_head import IGNORED
+from sftplay.tasks.manifest import write_manifest
 from sftplay.tasks.pieces import Collator
 from sftplay.tasks.result import save_result
 from sftplay.tasks.train_run import Outcome, TrainRun
@@ -39,12 +41,13 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     Examples reach the trainer as {"input_ids": int64 [tokens], "labels": int64 [tokens], "row": int}.
 
     Raises:
-        DataError: no example keeps a trainable token.
+        DataError: no example keeps a trainable token, or held-out rows are asked for and there are none.
         MachineError: model or tokenizer cannot be opened.
         RunError: the run could not go on.
     """
     tokenizer = load_tokenizer(cfg.model)
     examples = load_examples(cfg, tokenizer)
+    _check_held_out(cfg, examples)
     tokenizer.chat_template = examples.renderer.template
     if log.is_main():
         folder.write_json("data_report.json", examples.report)
@@ -70,9 +73,29 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     return outcome
 
 
+def _check_held_out(cfg: RunConfig, examples: Examples) -> None:
+    train, measured = cfg.train, cfg.eval
+    wishes = {
+        "eval.before": measured.before,
+        "eval.after": measured.after,
+        "train.best_metric": train.best_metric,
+        "train.early_stopping": train.early_stopping,
+        "train.eval_steps": train.eval_steps,
+    }
+    wished = [key for key, value in wishes.items() if value]
+    if wished and examples.held_out is None:
+        raise DataError(
+            f"{', '.join(wished)} needs held-out rows, but none were held out",
+            where=cfg.data.val_path or cfg.data.train_path,
+            fix="raise data.split or give data.val_path",
+        )
+
+
 def _build(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) -> Run:
     examples: Examples = parts["examples"]
     held_out = examples.held_out
+    if held_out is not None and train_run.world_size > 1:
+        held_out = even_out(held_out, int(cfg.train.batch_size) * train_run.world_size)
     arguments = train_run.arguments(has_held_out=held_out is not None)
     config = SFTConfig(
         **arguments,
@@ -95,6 +118,18 @@ def _build(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) -> Run:
         make_trainable_fp32(trainer.model)  # TRL has just made a 4-bit base's adapter bf16
     trainer.prepare(train_run.cutter(), held_out_labels_per_row=_labels_per_row(held_out))
     return trainer
+
+
+def even_out(rows: Dataset, share: int) -> Dataset:
+    """`rows` and, behind them, as many without a label as make their number divisible by `share`.
+
+    Where the last batches of several processes are not full, accelerate fills them with rows from the beginning, whose
+    loss would count twice.
+    """
+    if len(rows) % share == 0:
+        return rows
+    filler = {**rows[0], "labels": [IGNORED] * len(rows[0]["labels"])}
+    return concatenate_datasets([rows, Dataset.from_list([filler] * (-len(rows) % share), features=rows.features)])
 
 
 def _labels_per_row(held_out: Any) -> float:

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, set_seed
+from transformers.integrations import TensorBoardCallback
 
 from sftplay import log
 from sftplay.config.schema import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
-from sftplay.errors import RunError
 from sftplay.launch.folder import RunFolder
 from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.tasks.pieces import Cutter
 from sftplay.tasks.preflight import Preflight
+from sftplay.watch.checkpoints import step_of
 from sftplay.watch.guards import StopOnBadStep, StopOnSignal
 from sftplay.watch.meters import Meters
 
@@ -56,7 +57,6 @@ class TrainRun:
     def arguments(self, *, has_held_out: bool) -> dict[str, Any]:
         """Arguments for a TRL config: every one the kit decides, then the user's `train.extra`."""
         cfg, train = self.cfg, self.cfg.train
-        cpu = not torch.cuda.is_available()
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(self.folder.path / "tb")
         return {
             "output_dir": str(self.folder.checkpoints),
@@ -76,13 +76,6 @@ class TrainRun:
             "max_grad_norm": train.max_grad_norm,
             "optim": train.optim,
             "neftune_noise_alpha": train.neftune_alpha,
-            "bf16": train.precision == "bf16",
-            "fp16": train.precision == "fp16",
-            "use_cpu": cpu,
-            "ddp_backend": "gloo" if cpu and self.world_size > 1 else None,
-            "ddp_find_unused_parameters": False if self.world_size > 1 else None,
-            "gradient_checkpointing": train.gradient_checkpointing,
-            "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,
             "logging_strategy": "steps",
             "logging_steps": cfg.logging.steps,
             "logging_nan_inf_filter": False,
@@ -93,8 +86,21 @@ class TrainRun:
             "dataloader_num_workers": train.dataloader_num_workers,
             "dataloader_pin_memory": train.dataloader_pin_memory,
             "prediction_loss_only": True,
+            **self._device_arguments(),
             **self._intervals(has_held_out),
             **train.extra,
+        }
+
+    def _device_arguments(self) -> dict[str, Any]:
+        train, cpu = self.cfg.train, not torch.cuda.is_available()
+        return {
+            "bf16": train.precision == "bf16",
+            "fp16": train.precision == "fp16",
+            "use_cpu": cpu,
+            "ddp_backend": "gloo" if cpu and self.world_size > 1 else None,
+            "ddp_find_unused_parameters": False if self.world_size > 1 else None,
+            "gradient_checkpointing": train.gradient_checkpointing,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,
         }
 
     def _intervals(self, has_held_out: bool) -> dict[str, Any]:
@@ -121,8 +127,8 @@ class TrainRun:
     def callbacks(self) -> list[Any]:
         """What looks on while the run trains; also makes this run's meters."""
         self.checkpoint = choose_checkpoint(self.cfg, self.folder, self.order_hash)
-        from_step = int(self.checkpoint.name.rsplit("-", 1)[1]) if self.checkpoint else 0
-        attempt = self._open_attempt(from_step)
+        self.from_step = step_of(self.checkpoint) if self.checkpoint else 0
+        attempt = self._open_attempt(self.from_step)
         self.meters = Meters(self.folder.metrics, attempt=attempt, keep_row_ids=self.cfg.logging.row_ids)
         self.bad_step = StopOnBadStep()
         self.preflight = Preflight(self.cfg, self.folder)
@@ -140,17 +146,15 @@ class TrainRun:
         """Train from the chosen checkpoint or from the start.
 
         Raises:
-            RunError: the disk is full, or a step is not finite.
+            RunError: a step is not finite, or the preflight found a wrong launch.
         """
         self.meters.window = self.bad_step.window = self.preflight.trainer = trainer
-        try:
-            trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
-        except OSError as error:
-            raise RunError(
-                f"writing failed ({error})",
-                where=str(self.folder.path),
-                fix="make room, then continue with `make resume`; the last complete checkpoint is untouched",
-            ) from error
+        # Trackers are registered first, but shall see what the meters add to a line.
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.insert(0, callbacks.pop(callbacks.index(self.meters)))
+        if self.from_step and log.is_main():
+            self._cut_board_back(callbacks)
+        trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         state = trainer.state
         return Outcome(
             step=state.global_step,
@@ -158,6 +162,14 @@ class TrainRun:
             train_cpu_seconds=self.meters.train_cpu_seconds,
             stop_signal=self.stop.received,
         )
+
+    def _cut_board_back(self, callbacks: list[Any]) -> None:
+        for callback in callbacks:
+            if isinstance(callback, TensorBoardCallback):
+                from torch.utils.tensorboard import SummaryWriter
+
+                # TensorBoard then hides what an earlier attempt wrote behind the checkpoint.
+                callback.tb_writer = SummaryWriter(str(self.folder.path / "tb"), purge_step=self.from_step + 1)
 
     def _open_attempt(self, from_step: int) -> int:
         attempts = self.folder.read_json("status.json").get("attempts", [])

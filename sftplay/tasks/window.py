@@ -79,8 +79,8 @@ class Window:
         inputs = {key: value for key, value in inputs.items() if key not in ("row", "_prediction_loss_only")}
         if not model.training and self.held_out_labels_per_row:
             # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
-            tokens = inputs["input_ids"].shape[0] * self.held_out_labels_per_row * self.accelerator.num_processes  # type: ignore[attr-defined]
-            num_items_in_batch = torch.tensor(tokens, device=inputs["input_ids"].device)
+            ids, processes = inputs["input_ids"], self.accelerator.num_processes  # type: ignore[attr-defined]
+            num_items_in_batch = torch.tensor(len(ids) * self.held_out_labels_per_row * processes, device=ids.device)
         # With a cache the attention of packed rows would leak from one into the next.
         inputs["use_cache"] = False
         if self.label_head is None:

@@ -41,7 +41,7 @@ def main(run_folder: str) -> int:
 
 
 def _work(folder: RunFolder) -> int:
-    from sftplay.watch.guards import StopOnSignal
+    from sftplay.watch.guards import StopOnSignal, report_full_disk
 
     stop = StopOnSignal()
     stop.install()
@@ -50,7 +50,8 @@ def _work(folder: RunFolder) -> int:
 
     cfg = load_config(folder.path / RESOLVED)
     task = importlib.import_module(TASKS[cfg.task_mode])
-    outcome = task.run(cfg, folder, stop)
+    with report_full_disk(folder.path):
+        outcome = task.run(cfg, folder, stop)
     if outcome.stop_signal:
         name = signal.Signals(outcome.stop_signal).name
         code = 128 + outcome.stop_signal
@@ -73,9 +74,12 @@ def quiet_libraries() -> None:
 
 def _finish(folder: RunFolder, state: str, code: int, *, cause: str, **more: object) -> None:
     # With several ranks the failing one may not be the main one: whoever fails first leaves the reason.
-    if log.is_main() or (code and folder.read_json("status.json").get("exit_code") is None):
-        folder.update_status(state=state, exit_code=code, **more)
-        folder.close_attempt(cause)
+    try:
+        if log.is_main() or (code and folder.read_json("status.json").get("exit_code") is None):
+            folder.update_status(state=state, exit_code=code, **more)
+            folder.close_attempt(cause)
+    except OSError as error:  # on a full disk the exit code alone must tell it
+        _print_error(f"{folder.path}: status.json cannot be written ({error})")
 
 
 def _print_error(text: str) -> None:

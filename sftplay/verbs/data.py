@@ -8,15 +8,17 @@ from argparse import Namespace
 
 from sftplay import log
 from sftplay.config.load import load_config
-from sftplay.launch.command import cache_environment, quiet_environment
-from sftplay.model.source import check_source
+from sftplay.launch.command import cache_environment, needs_no_hub, offline_environment, quiet_environment
+from sftplay.verbs.training import check_inputs
 
 
 def process(args: Namespace) -> int:
     """`process`: read, render and cache the rows; the data report as a table or as JSON."""
     cfg = load_config(args.config, args.overrides)
-    check_source(cfg.model.name, f"{cfg.origins.get('model.name', 'model')} model.name")
+    check_inputs(cfg)
     os.environ.update(quiet_environment() | cache_environment())
+    if needs_no_hub(cfg):
+        os.environ.update(offline_environment())
     if not args.json:
         log.say(f"reading {cfg.data.train_path}", "data")
     from sftplay.data.pipeline import load_examples

@@ -32,7 +32,7 @@ def demo(args: Namespace) -> int:
         if args.control:
             cfg = cfg.with_values({"data.train_path": shuffle_answers(cfg)}, "demo --control")
             log.say("control: the training answers are shuffled, so there is nothing to learn but their form", "demo")
-    code = launch(args, cfg)
+    code = launch(args, cfg, folder)
     if code or args.dry_run:
         return code
     result = read_result(folder, is_control=args.control)
@@ -43,6 +43,8 @@ def demo(args: Namespace) -> int:
         f"demo: exact match {result['exact_match_before']:.3f} -> {result['exact_match_after']:.3f} "
         f"on {result['n']} held-out prompts in {result['train_seconds']:.0f} s"
     )
+    if args.json:
+        print(json.dumps(result))
     return 0
 
 

@@ -6,7 +6,6 @@ import json
 import sys
 from argparse import Namespace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from sftplay import log
@@ -14,9 +13,9 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules import notes
 from sftplay.config.schema import RunConfig
 from sftplay.data.sources import existing_file, is_hub_name
-from sftplay.errors import ConfigError, MachineError
+from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.launch.command import Launch, Scale, build_launch
-from sftplay.launch.folder import RunFolder, find_run, new_folder, write_text
+from sftplay.launch.folder import RunFolder, find_run, has_run, new_folder, write_text
 from sftplay.launch.follow import follow
 from sftplay.launch.ports import free_port
 from sftplay.machine.probe import Machine, probe
@@ -42,9 +41,9 @@ FREE_TO_CHANGE = (
 def train(args: Namespace) -> int:
     """`train`: start the run of a config, or continue it when train.resume says so."""
     cfg = load_config(args.config, args.overrides)
-    if cfg.train.resume != "never":
-        return _continue(args, cfg)
-    return launch(args, cfg)
+    if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_run(cfg, args.config)):
+        return launch(args, cfg)
+    return _continue(args, cfg)
 
 
 def resume(args: Namespace) -> int:
@@ -55,13 +54,13 @@ def resume(args: Namespace) -> int:
     return _continue(args, cfg)
 
 
-def launch(args: Namespace, cfg: RunConfig) -> int:
-    """Size, create the folder, start the workers and follow them."""
+def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None) -> int:
+    """Size, create the folder (a new one, if none is given), start the workers and follow them."""
     machine = probe()
     scale = _scale(args, machine)
-    _check_inputs(cfg)
+    check_inputs(cfg)
     sized = _size(cfg, machine, scale)
-    folder = new_folder(cfg, args.config, claim=not args.dry_run)
+    folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
     command = build_launch(sized.cfg, folder.path, scale, has_gpu=bool(machine.gpus))
     if args.dry_run:
         return _print_command(command, args)
@@ -78,10 +77,12 @@ def _continue(args: Namespace, cfg: RunConfig) -> int:
     status = folder.read_json("status.json")
     if status.get("state") == "done":
         log.say(f"{folder.path} is finished: nothing to do", "resume")
+        if args.json:
+            print(json.dumps({"run": str(folder.path), **status}))
         return 0
     machine = probe()
     scale = _scale(args, machine)
-    _check_inputs(cfg)
+    check_inputs(cfg)
     stored = load_config(folder.resolved)
     sized = _size(cfg.with_values({"run_name": stored.run_name}, "resume"), machine, scale)
     changed = find_changes(stored, sized.cfg)
@@ -126,16 +127,34 @@ def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
 
         start_board(folder.path.parent, 6006)
     folder.update_status(state="running", exit_code=None, signal=None, ranks=[], pid=None)
-    return follow(command, folder)
+    code = follow(command, folder)
+    if args.json and args.verb != "demo":
+        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+    return code
 
 
-def _check_inputs(cfg: RunConfig) -> None:
+def check_inputs(cfg: RunConfig) -> None:
+    """Refuse what can be seen to be missing before a heavy library is imported.
+
+    Raises:
+        ConfigError: the model's name leads nowhere.
+        DataError: a data file is missing or of an unknown kind.
+        MachineError: a tracker is not installed.
+    """
     check_source(cfg.model.name, f"{cfg.origins.get('model.name', 'model')} model.name")
     for key in ("train_path", "val_path", "test_path"):
         path = getattr(cfg.data, key)
         if path is not None and not is_hub_name(path):
-            existing_file(path)
+            _check_file(path, f"data.{key}", cfg)
     _check_trackers(cfg)
+
+
+def _check_file(path: str, key: str, cfg: RunConfig) -> None:
+    try:
+        existing_file(path)
+    except DataError as error:
+        where = f"{cfg.origins.get(key, 'default')} {key}"
+        raise DataError(f"{path}: {error.what}", where=where, fix=error.fix) from None
 
 
 def _check_trackers(cfg: RunConfig) -> None:

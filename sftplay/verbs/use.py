@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -143,7 +144,9 @@ def _prepare_environment(cfg: RunConfig) -> None:
     log.say("loading libraries and model", "use")
     os.environ.update(quiet_environment() | cache_environment())
     if is_local(cfg.model.name):
-        os.environ.update(offline_environment())
+        # With nothing to download, the bars of libraries only get between the lines.
+        os.environ.update(offline_environment() | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
     from sftplay.tasks.worker import quiet_libraries
 
     quiet_libraries()

@@ -16,8 +16,9 @@ MARKER = "COMPLETE.json"
 
 
 def step_of(checkpoint: Path) -> int:
-    """N of `checkpoint-N`."""
-    return int(checkpoint.name.rsplit("-", 1)[1])
+    """N of `checkpoint-N`; of a folder by another name, the step in its marker."""
+    number = checkpoint.name.rpartition("checkpoint-")[2]
+    return int(number) if number.isdigit() else int(read_marker(checkpoint)["step"])
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
@@ -44,10 +45,10 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 def read_marker(checkpoint: Path) -> dict[str, Any]:
     """The marker's content; empty for a checkpoint that does not count."""
     try:
-        content: dict[str, Any] = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+        content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content
+    return content if isinstance(content, dict) else {}
 
 
 def find_damage(checkpoint: Path) -> str:
@@ -84,11 +85,14 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def set_aside_incomplete(folder: Path) -> list[str]:
-    """Move checkpoints without a marker to `incomplete/`, so that nothing takes them for whole; their names."""
+def set_aside(folder: Path, *, after_step: int) -> list[str]:
+    """Move checkpoints without a marker, and all behind `after_step`, to `incomplete/`; their names.
+
+    Nothing then takes them for whole: a damaged or abandoned one would count as the newest when old ones are removed.
+    """
     moved = []
     for checkpoint in list_checkpoints(folder):
-        if not (checkpoint / MARKER).is_file():
+        if step_of(checkpoint) > after_step or not (checkpoint / MARKER).is_file():
             target = folder / "incomplete" / checkpoint.name
             target.parent.mkdir(exist_ok=True)
             while target.exists():

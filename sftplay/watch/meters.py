@@ -143,4 +143,6 @@ def cut_back(path: Path, step: int) -> None:
             continue
         if record["step"] <= step:
             kept.append(line)
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    scratch.replace(path)  # killed here, the run still has its old lines

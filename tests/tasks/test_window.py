@@ -14,9 +14,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import RunError
+from sftplay.tasks.label_head import find_label_head
 from sftplay.tasks.pieces import Collator, Cutter, first_fit
+from sftplay.tasks.sft import even_out
 from sftplay.tasks.train_run import TrainRun
-from sftplay.tasks.window import label_columns
 
 PAD = 0
 LABELS = [1, 40, 2, 17, 1, 3, 60, 5]
@@ -58,7 +59,7 @@ def reference(tiny_llama: Path) -> tuple[float, torch.Tensor]:
     assert len(losses) == sum(LABELS)
     loss = losses.sum() / sum(LABELS)
     loss.backward()
-    return float(loss), gradients(model)
+    return loss.item(), gradients(model)
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +96,7 @@ def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_c
     assert difference(found, reference[1]) <= 1e-6
 
 
-def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(
-    trainers: dict[str, Any], tiny_llama: Path
-):
+def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(trainers: dict[str, Any], tiny_llama: Path):
     rows = [{**row, "labels": list(row["input_ids"])} for row in make_rows([3, 4, 5])]
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
     losses = torch.cat([token_losses(model, row) for row in rows])
@@ -105,7 +104,7 @@ def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(
     losses.mean().backward()
     for cutter in (Cutter(3), Cutter(1, packs=True, max_tokens=128)):
         loss, found = step(trainers["standard"], cutter, rows)
-        assert loss == pytest.approx(float(losses.mean()), rel=1e-6)
+        assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
         assert difference(found, gradients(model)) <= 1e-6
 
 
@@ -117,9 +116,7 @@ def test_each_packed_row_has_the_losses_it_has_alone(tiny_llama: Path):
     with torch.no_grad():
         for piece in Cutter(2, packs=True, max_tokens=100).cut(window):
             assert piece["input_ids"].shape[1] <= 100
-            scores = model(
-                input_ids=piece["input_ids"], position_ids=piece["position_ids"], use_cache=False
-            ).logits
+            scores = model(input_ids=piece["input_ids"], position_ids=piece["position_ids"], use_cache=False).logits
             for packed, ids, labels in zip(scores, piece["input_ids"], piece["labels"]):
                 for row in rows:
                     n = len(row["input_ids"])
@@ -184,7 +181,7 @@ def test_pieces_come_longest_first_with_their_padding_trimmed():
     assert [piece["input_ids"].shape[1] for piece in pieces] == [lengths[0], lengths[2]]
 
 
-def test_scores_at_label_columns_alone_give_the_loss_and_gradients_of_all_scores(tiny_llama: Path):
+def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_scores(tiny_llama: Path):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     window = Collator(PAD)(make_rows())
     inputs = {key: window[key] for key in ("input_ids", "attention_mask", "labels")}
@@ -192,25 +189,25 @@ def test_scores_at_label_columns_alone_give_the_loss_and_gradients_of_all_scores
     whole.loss.backward()
     expected = gradients(model)
     model.zero_grad()
-    reduced = label_columns(inputs["labels"])
-    part = model(**inputs, **reduced)
+    head = find_label_head(model)
+    part = model(**inputs, shift_labels=head.narrow(inputs["labels"]))
     part.loss.backward()
-    assert part.logits.shape[1] == len(reduced["logits_to_keep"]) < window["input_ids"].shape[1]
-    assert float(part.loss) == pytest.approx(float(whole.loss), rel=1e-6)
+    assert part.logits.shape[1] == sum(LABELS) < whole.logits.shape[0] * whole.logits.shape[1]
+    assert part.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
     assert difference(gradients(model), expected) <= 1e-6
+    head.widen()
+    assert model(input_ids=window["input_ids"]).logits.shape == whole.logits.shape
 
 
-def test_label_columns_by_hand():
-    labels = torch.tensor([[-100, -100, 7, -100, -100], [-100, -100, 8, 9, -100]])
-    columns = label_columns(labels)
-    assert columns["logits_to_keep"].tolist() == [1, 2]
-    assert columns["shift_labels"].tolist() == [[7, -100], [8, 9]]
-    assert label_columns(torch.full((2, 3), -100))["logits_to_keep"].tolist() == [0]
+def test_labels_of_the_positions_let_through_by_hand(tiny_llama: Path):
+    head = find_label_head(AutoModelForCausalLM.from_pretrained(tiny_llama))
+    assert head.narrow(torch.tensor([[-100, -100, 7, -100], [5, -100, 8, 9]])).tolist() == [[7, 8, 9]]
+    assert head.narrow(torch.full((2, 3), -100)).tolist() == [[-100]]
 
 
 @pytest.mark.parametrize("head", ["standard", "chunked"])
 def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
-    head: str, trainers: dict[str, Any], tiny_llama: Path
+    head: str, trainers: dict[str, Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64)
     trainer = trainers[head]
@@ -219,8 +216,13 @@ def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     per_row = [len([label for label in row["labels"] if label != -100]) for row in trainer.eval_dataset]
     assert max(per_row) > 3 * min(per_row)
     # The last batch is short: 12 rows in batches of 8.
-    trainer.args.per_device_eval_batch_size = 8
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+    monkeypatch.setattr(trainer.args, "per_device_eval_batch_size", 8)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    # Rows without a label, which make the batches of several processes even, weigh nothing.
+    padded = even_out(trainer.eval_dataset, 16)
+    assert len(padded) == 16
+    monkeypatch.setattr(trainer, "held_out_labels_per_row", len(losses) / 16)
+    assert trainer.evaluate(padded)["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
 def test_counts_of_a_window_by_hand(trainers: dict[str, Any]):
@@ -257,7 +259,7 @@ def poison(trainer: Any, what: str) -> None:
 
     def spoilt(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
         loss = plain(model, inputs, *rest, **more)
-        if trainer.state.global_step < 1:
+        if trainer.state.global_step < 1 or not model.training:
             return loss
         if what == "loss":
             return loss * float("nan")

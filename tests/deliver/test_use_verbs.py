@@ -1,0 +1,167 @@
+"""A finished run is measured, talked to and given a file, by the commands a user types."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from in_process import Finished, Inputs, train
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+from sftplay import cli
+
+Command = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    home = tmp_path_factory.mktemp("use")
+    test_rows = home / "test.jsonl"
+    test_rows.write_text("\n".join(inputs.held_out.read_text().splitlines()[:5]) + "\n")
+    return train(
+        home, inputs, train__learning_rate=0.05, train__max_steps=8, eval__after=True, eval__max_new_tokens=6,
+        data__test_path=str(test_rows),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(run: Finished) -> Path:
+    return run.folder.path.parents[1] / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def plain(run: Finished) -> Callable[[list[dict[str, str]]], str]:
+    """The answer of plain PEFT and transformers to a dialogue, greedy, alone in its batch."""
+    adapter = run.folder.path / "adapter"
+    model = AutoPeftModelForCausalLM.from_pretrained(adapter).eval()
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+
+    def answer(messages: list[dict[str, str]]) -> str:
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False, max_new_tokens=6,
+            )  # fmt: skip
+        text: str = tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
+        return text
+
+    return answer
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
+    run: Finished, config: Path, plain: Any, sftplay: Command, tmp_path: Path
+):
+    rows: list[dict[str, Any]] = [
+        {"id": 7, "prompt": "why old boats carry salt over quiet hills and green stone"},
+        {"messages": user("seven"), "note": "kept"},
+        {"prompt": "light"},
+        {"messages": [{"role": "system", "content": "asks"}, *user("the river"), *user("walks")]},
+        {"prompt": "ünïcödé \u2028 line"},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "new folder" / "out.jsonl"
+    source.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    done = sftplay("infer-batch", "--config", config, "--in", source, "--out", target)
+    assert done.returncode == 0, done.stderr
+    answered = [json.loads(line) for line in target.read_text().split("\n") if line]
+    assert [{k: v for k, v in row.items() if k != "response"} for row in answered] == rows
+    dialogues = [row.get("messages") or user(row["prompt"]) for row in rows]
+    assert [row["response"] for row in answered] == [plain(dialogue) for dialogue in dialogues]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": ', "not JSON"),
+        ('["a list"]', "not an object"),
+        ('{"question": "x"}', "has neither messages nor a prompt"),
+        ('{"prompt": 3}', "has neither messages nor a prompt"),
+        ('{"messages": []}', "messages is not a list of turns"),
+        ('{"messages": [{"role": "user"}]}', "a turn lacks role or content"),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}', "nothing is left to answer"),
+    ],
+)
+def test_row_that_cannot_be_answered_is_refused_with_file_and_line(
+    line: str, said: str, run: Finished, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source = tmp_path / "in.jsonl"
+    source.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
+    code = cli.main(["infer-batch", "--config", str(config), "--in", str(source), "--out", str(tmp_path / "o.jsonl")])
+    error = capsys.readouterr().err
+    assert code == 4
+    assert f"{source}:3" in error
+    assert said in error
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_missing_input_file_is_refused(run: Finished, config: Path, tmp_path: Path):
+    assert cli.main(["infer-batch", "--config", str(config), "--in", str(tmp_path / "no"), "--out", "x"]) == 4
+
+
+def test_infer_talks_line_by_line_and_remembers_the_dialogue(run: Finished, config: Path, plain: Any, sftplay: Command):
+    done = sftplay("infer", "--config", config, input="the river\nwhy\n\nnever read\n")
+    assert done.returncode == 0, done.stderr
+    first = plain(user("the river"))
+    second = plain([*user("the river"), {"role": "assistant", "content": first}, *user("why")])
+    said = [line for line in done.stdout.split("\n") if not line.startswith("[")]
+    assert "\n".join(said) == f"{first}\n{second}\n"
+
+
+def read(run: Finished, name: str) -> dict[str, Any]:
+    return json.loads((run.folder.eval / f"{name}.json").read_text())
+
+
+def test_eval_finds_again_what_the_run_measured(run: Finished, config: Path, sftplay: Command):
+    after = read(run, "after")
+    done = sftplay("eval", "--config", config, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told == {"before": read(run, "before"), "after": read(run, "after")}
+    assert told["after"] == {**after, "loss": pytest.approx(after["loss"], rel=1e-6), "perplexity": pytest.approx(
+        after["perplexity"], rel=1e-5)}  # fmt: skip
+    assert told["before"]["loss"] > told["after"]["loss"] + 0.05
+    assert told["after"]["perplexity"] == pytest.approx(math.exp(told["after"]["loss"]))
+
+
+def test_eval_of_the_test_rows_goes_to_files_of_its_own(
+    run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
+
+    for key in quiet_environment() | cache_environment() | offline_environment():
+        monkeypatch.setenv(key, "1")  # so that what the verb sets is undone
+    before = read(run, "after")
+    assert cli.main(["eval", "--config", str(config), "--split", "test", "eval.limit=3"]) == 0
+    assert read(run, "test-after")["n"] == read(run, "test-before")["n"] == 3
+    assert read(run, "test-after")["loss"] != before["loss"]
+    assert read(run, "after") == before
+    shown = capsys.readouterr().out
+    assert "base" in shown
+    assert "tuned" in shown
+
+
+def test_eval_of_test_rows_that_are_not_named_is_refused(
+    run: Finished, config: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["eval", "--config", str(config), "--split", "test", "data.test_path=null"]) == 2
+    assert "there is no test set" in capsys.readouterr().err
+
+
+def test_run_without_a_result_is_refused(run: Finished, config: Path, tmp_path: Path):
+    hidden = run.folder.path / "adapter"
+    hidden.rename(run.folder.path / "away")
+    try:
+        assert cli.main(["eval", "--config", str(config)]) == 2
+    finally:
+        (run.folder.path / "away").rename(hidden)

@@ -1,0 +1,109 @@
+"""Command and environment of the workers: offline where that is possible, caches that can be written, one CPU each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sftplay.config.load import load_config
+from sftplay.launch import command
+from sftplay.launch.command import Launch, Scale, build_launch, cache_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+OFFLINE = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"}
+CACHES = ("HF_HOME", "XDG_CACHE_HOME", "TORCH_HOME")
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """The launch of the demo's config with overrides."""
+    monkeypatch.chdir(ROOT)
+
+    def build(*overrides, scale=Scale(), has_gpu=False):  # noqa: B008 - a frozen value
+        cfg = load_config("configs/run_demo.yaml", overrides)
+        return build_launch(cfg, Path("outputs/demo"), scale, has_gpu=has_gpu)
+
+    return build
+
+
+def test_no_connection_is_attempted_when_everything_is_on_this_machine(launch, tmp_path):
+    for words in ([], [f"model.name={tmp_path}"], ["data.test_path=data/demo/held_out.jsonl"], ["data.val_path=null"]):
+        assert OFFLINE.issubset(launch(*words).env)
+
+
+@pytest.mark.parametrize(
+    "word", ["model.name=org/model", "data.train_path=org/rows", "data.val_path=org/rows", "data.test_path=org/rows"]
+)
+def test_a_single_name_of_the_hub_keeps_the_run_online(launch, word):
+    assert OFFLINE.isdisjoint(launch(word).env)
+
+
+def test_one_process_is_started_directly_with_this_python(launch):
+    assert launch().argv == (sys.executable, "-m", "sftplay.tasks.worker", "outputs/demo")
+    assert "ACCELERATE_USE_CPU" not in launch().env
+
+
+def test_two_processes_without_a_gpu_are_told_to_use_the_cpu_and_share_the_cores(launch, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(command, "usable_cores", lambda: 8)
+    started = launch(scale=Scale(2))
+    assert started.env["ACCELERATE_USE_CPU"] == "true"
+    assert started.env["OMP_NUM_THREADS"] == "4"
+    assert "ACCELERATE_USE_CPU" not in launch(scale=Scale(2), has_gpu=True).env
+
+
+def test_threads_the_user_has_set_are_respected(launch, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in launch(scale=Scale(2)).env
+
+
+def test_telemetry_is_off(launch):
+    env = launch().env
+    assert (env["HF_HUB_DISABLE_TELEMETRY"], env["DO_NOT_TRACK"]) == ("1", "1")
+
+
+@pytest.fixture
+def home(monkeypatch):
+    """Says whether the home folder can be written; no cache is set."""
+    for key in CACHES:
+        monkeypatch.delenv(key, raising=False)
+
+    def be(*, writable):
+        real = os.access
+        own = os.path.expanduser("~")  # noqa: PTH111
+        monkeypatch.setattr(os, "access", lambda path, mode: writable if str(path) == own else real(path, mode))
+
+    return be
+
+
+def test_caches_stay_where_they_are_when_home_can_be_written(home):
+    home(writable=True)
+    assert cache_environment() == {}
+
+
+def test_caches_go_below_the_current_folder_when_home_is_read_only(home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    home(writable=False)
+    found = cache_environment()
+    assert set(found) >= set(CACHES)
+    assert all(Path(path).parent == tmp_path / ".cache" for path in found.values())
+
+
+def test_a_home_that_does_not_exist_counts_as_read_only(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    assert "HF_HOME" in cache_environment()
+
+
+def test_an_existing_hf_home_is_respected(home, monkeypatch):
+    home(writable=False)
+    monkeypatch.setenv("HF_HOME", "/elsewhere")
+    assert "HF_HOME" not in cache_environment()
+    assert "TORCH_HOME" in cache_environment()
+
+
+def test_the_text_of_a_launch_is_quoted_for_a_shell():
+    assert Launch(("python", "a b"), {"KEY": "x y"}).as_text() == "KEY='x y' python 'a b'"

@@ -1,0 +1,224 @@
+"""The parent of a launch: gives back the run's own code, keeps what launchers say, passes signals on, leaves nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sftplay import log
+from sftplay.launch.command import Launch
+from sftplay.launch.folder import RunFolder
+from sftplay.launch.follow import follow, parent_of
+from sftplay.log import LINE, STATUS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PRELUDE = """
+import os, signal, sys, time
+from pathlib import Path
+from sftplay import log
+from sftplay.launch.folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+def wait_for_signal():
+    got = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda n, _: got.append(n))
+    folder.update_status(ranks=[{"pid": os.getpid()}], ready=True)
+    while not got:
+        time.sleep(0.02)
+    return got[0]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.update_status(state="running", exit_code=None, ranks=[], attempts=[{"from_step": 0, "cause": None}])
+    return run
+
+
+def worker(folder, body):
+    return Launch((sys.executable, "-c", PRELUDE + body, str(folder.path)), {"SFTPLAY_FOLLOWED": "1"})
+
+
+def status_of(folder):
+    return folder.read_json("status.json")
+
+
+@pytest.mark.parametrize(("told", "ended"), [(4, 1), (0, 1), (143, 0)])
+def test_the_code_in_status_goes_before_the_launchers_code(folder, told, ended):
+    body = f"folder.update_status(exit_code={told}, state='told'); os._exit({ended})"
+    assert follow(worker(folder, body), folder) == told
+    assert status_of(folder)["state"] == "told"
+
+
+def test_marked_lines_reach_the_screen_and_all_others_the_log(folder, capsys):
+    body = "log.say('two\\nlines'); print('a library speaks', flush=True); folder.update_status(exit_code=0)"
+    assert follow(worker(folder, body), folder) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("[train] two\n[train] lines\n", "")
+    assert (folder.logs / "launch.log").read_text() == "a library speaks\n"
+    assert not {LINE, STATUS} & set(captured.out)
+
+
+def test_under_json_the_lines_of_a_run_go_to_standard_error(folder, capsys, monkeypatch):
+    monkeypatch.setenv(log.JSON, "1")
+    body = "log.say('hello'); folder.update_status(exit_code=0)"
+    assert follow(worker(folder, body), folder) == 0
+    assert capsys.readouterr() == ("", "[train] hello\n")
+
+
+def test_output_that_is_no_utf8_harms_nothing(folder, capsys):
+    body = "os.write(1, b'\\xff\\xfe broken\\n'); folder.update_status(exit_code=0)"
+    assert follow(worker(folder, body), folder) == 0
+    assert "broken" in (folder.logs / "launch.log").read_text()
+
+
+def test_a_worker_killed_from_outside_is_a_failed_run_with_5(folder, capsys):
+    body = "folder.update_status(step=3); print('last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    assert follow(worker(folder, body), folder) == 5
+    status = status_of(folder)
+    assert (status["state"], status["exit_code"]) == ("failed", 5)
+    assert status["attempts"] == [{"from_step": 0, "to_step": 3, "cause": "killed by SIGKILL"}]
+    error = capsys.readouterr().err
+    assert "last words" in error
+    assert "memory may have run out" in error
+    assert "fix: look at" in error
+
+
+def test_a_worker_that_ends_without_a_word_is_a_bug_with_its_traceback_shown(folder, capsys):
+    assert follow(worker(folder, "import sftplay.nowhere"), folder) == 1
+    assert status_of(folder)["state"] == "failed"
+    assert "ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_a_launcher_that_ends_with_1_after_the_ranks_had_met_has_lost_one_of_them(folder, capsys):
+    assert follow(worker(folder, "folder.update_status(ranks=[{'pid': 1}]); sys.exit(1)"), folder) == 5
+    assert status_of(folder)["exit_code"] == 5
+    assert "ended with code 1" in capsys.readouterr().err
+
+
+def test_signal_handlers_are_given_back_afterwards(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    follow(worker(folder, "folder.update_status(exit_code=0)"), folder)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_parent_of_a_process_is_known_and_of_none_is_0():
+    assert parent_of(os.getpid()) == os.getppid()
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    assert parent_of(child.pid) == 0
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from sftplay.launch.command import Launch
+from sftplay.launch.folder import RunFolder
+from sftplay.launch.follow import follow
+sys.exit(follow(Launch(tuple(sys.argv[2:]), {"SFTPLAY_FOLLOWED": "1"}), RunFolder(Path(sys.argv[1]))))
+"""
+
+
+@pytest.fixture
+def followed(folder):
+    """A process that follows a worker with this body; returned when the worker is ready."""
+    started = []
+
+    def start(body):
+        argv = [sys.executable, "-c", DRIVER, str(folder.path), *worker(folder, body).argv]
+        driver = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(driver)
+        wait_until(lambda: status_of(folder).get("ready") or driver.poll() is not None)
+        return driver
+
+    yield start
+    for driver in started:
+        with contextlib.suppress(ProcessLookupError):
+            driver.kill()
+        driver.communicate()
+
+
+def wait_until(condition, limit_s=30.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 138)])
+def test_a_stop_signal_reaches_the_worker_and_its_code_comes_back(folder, followed, name, code):
+    body = "n = wait_for_signal(); folder.update_status(got=n, exit_code=128 + n); sys.exit(1)"
+    driver = followed(body)
+    driver.send_signal(getattr(signal, name))
+    assert driver.wait(30) == code
+    assert status_of(folder)["got"] == getattr(signal, name)
+
+
+def test_a_worker_that_dies_of_the_signal_itself_is_noted_as_stopped(folder, followed):
+    driver = followed("folder.update_status(ready=True); time.sleep(60)")
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(30) == 143
+    status = status_of(folder)
+    assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
+
+
+def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed):
+    driver = followed("wait_for_signal(); folder.update_status(saving=True); time.sleep(60)")
+    driver.send_signal(signal.SIGTERM)
+    wait_until(lambda: status_of(folder).get("saving"))
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(30) == 143
+    assert status_of(folder)["state"] == "stopped"
+
+
+def test_ranks_of_another_node_get_no_signal_here(folder, followed):
+    # Another node lists its ranks too; on this one such a pid belongs to somebody else.
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        body = (
+            f"pids = [{{'pid': {stranger.pid}}}]\n"
+            "signal.signal(signal.SIGTERM, lambda *_: (folder.update_status(exit_code=143), os._exit(0)))\n"
+            "folder.update_status(ranks=pids + [{'pid': os.getpid()}], ready=True); time.sleep(60)"
+        )
+        driver = followed(body)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(30) == 143
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
+def test_a_worker_dies_with_a_follower_that_is_killed(folder, followed):
+    driver = followed("folder.update_status(pid=os.getpid(), ready=True); time.sleep(60)")
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not is_alive(status_of(folder)["pid"]))
+
+
+def test_the_run_goes_on_when_its_screen_is_gone(folder, followed):
+    body = "folder.update_status(ready=True)\nfor n in range(20): log.say(f'line {n}'); time.sleep(0.02)\n"
+    driver = followed(body + "folder.update_status(exit_code=0, finished=True)")
+    driver.stdout.close()
+    driver.stdout = None
+    assert driver.wait(30) == 0
+    assert status_of(folder)["finished"]
+    assert driver.stderr.read() == ""

@@ -1,0 +1,214 @@
+"""Models are opened exactly as asked, or refused with a remedy; names of layers are checked against the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import Inputs, sized, written_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sftplay.config.schema import LoraConfig, ModelConfig
+from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.model.adapter import add_adapter, describe_parameters
+from sftplay.model.load import load_base
+from sftplay.model.source import check_source, is_local, read_shape
+from sftplay.model.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def open_base(tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path: Path) -> Any:
+    def open_it(folder: Path = tiny_llama, **changes: Any) -> Any:
+        return load_base(sized(written_config(tmp_path, Inputs(folder, chat_rows, held_out_rows), **changes)))
+
+    return open_it
+
+
+@pytest.fixture
+def broken(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama, tmp_path / "broken"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "dtype"),
+    [
+        ("full", "fp32", torch.float32),
+        ("full", "bf16", torch.float32),
+        ("lora", "fp32", torch.float32),
+        ("lora", "bf16", torch.bfloat16),
+    ],
+)
+def test_weights_that_train_are_fp32_and_a_frozen_base_has_the_runs_precision(
+    mode: str, precision: str, dtype: torch.dtype, open_base: Any
+):
+    model = open_base(tuning__mode=mode, train__precision=precision)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_attention_kernel_is_the_one_asked_for(attn: str, open_base: Any):
+    assert open_base(model__attn=attn).config._attn_implementation == attn
+
+
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("fp4", True), ("nf4", False)])
+def test_4_bit_base_is_held_as_asked(kind: str, double: bool, open_base: Any, tiny_llama: Path):
+    model = open_base(tuning__mode="qlora", tuning__quant_type=kind, tuning__double_quant=double)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.uint8
+    assert weight.quant_state.quant_type == kind
+    assert weight.quant_state.nested == double
+    # Two codes of 4 bits a byte: 64 x 32 weights are 1024 bytes.
+    assert weight.numel() == 64 * 32 // 2
+    full = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    described = describe_parameters(model)
+    assert described["four_bit_layers"] == 14
+    assert described["parameters"] == sum(p.numel() for p in full.parameters())
+
+
+def test_evaluation_mode_leaves_4_bit_weights_as_they_were(open_base: Any):
+    model = open_base(tuning__mode="qlora")
+    packed = {name: p for name, p in model.named_parameters() if p.dtype == torch.uint8}
+    before = {name: p.detach().clone() for name, p in packed.items()}
+    scales = {name: p.quant_state.absmax.clone() for name, p in packed.items()}
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        training = model.train()(input_ids=ids).logits
+        evaluation = model.eval()(input_ids=ids).logits
+    assert torch.equal(training, evaluation)
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(torch.equal(after[name].quant_state.absmax, value) for name, value in scales.items())
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def drop_a_layer(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    kept = {name: value for name, value in load_file(path).items() if "layers.1.mlp.up_proj" not in name}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def widen_the_config(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 96}))
+
+
+def unknown_architecture(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "gestalt"}))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: (folder / "model.safetensors").unlink(),
+        cut_weights,
+        drop_a_layer,
+        widen_the_config,
+        unknown_architecture,
+    ],
+    ids=["no weights", "cut short", "a layer is missing", "other shapes", "unknown architecture"],
+)
+def test_model_that_cannot_be_loaded_whole_is_refused(harm: Any, broken: Path, open_base: Any):
+    harm(broken)
+    with pytest.raises(MachineError, match="the model cannot be loaded") as caught:
+        open_base(broken)
+    assert str(broken) in caught.value.where
+    assert "\n" not in caught.value.what
+    assert caught.value.fix
+
+
+def test_tokenizer_that_cannot_be_opened_is_refused(broken: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (broken / name).unlink()
+    with pytest.raises(MachineError, match="no tokenizer could be opened"):
+        load_tokenizer(ModelConfig(name=str(broken)))
+
+
+def edit_tokenizer(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+
+def test_tokenizer_is_padded_on_the_right_and_borrows_the_end_token_for_padding(broken: Path):
+    assert load_tokenizer(ModelConfig(name=str(broken))).pad_token == "<pad>"
+    edit_tokenizer(broken, pad_token=None, padding_side="left")
+    tokenizer = load_tokenizer(ModelConfig(name=str(broken)))
+    assert (tokenizer.pad_token, tokenizer.padding_side) == ("<|im_end|>", "right")
+    edit_tokenizer(broken, eos_token=None)
+    with pytest.raises(DataError, match="no pad token and no end-of-text token"):
+        load_tokenizer(ModelConfig(name=str(broken)))
+
+
+def test_auto_means_every_linear_layer_but_the_head(open_base: Any):
+    base = open_base()
+    linear = {name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    model = add_adapter(base, LoraConfig(r=2))
+    adapted = {
+        name.removeprefix("base_model.model.") for name, module in model.named_modules() if hasattr(module, "lora_A")
+    }
+    assert adapted == linear - {"lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "nearest"),
+    [
+        ("target_modules", "q_prj", "q_proj"),
+        ("target_modules", "up_project", "up_proj"),
+        ("modules_to_save", "lm_haed", "lm_head"),
+        ("modules_to_save", "embed_token", "embed_tokens"),
+    ],
+)
+def test_name_of_no_layer_is_refused_with_the_nearest(key: str, name: str, nearest: str, open_base: Any):
+    with pytest.raises(ConfigError, match=f"no module of this model is called '{name}'") as caught:
+        add_adapter(open_base(), LoraConfig(**{key: [name]}))
+    assert caught.value.where.endswith(f"tuning.lora.{key}")
+    assert caught.value.nearest[0] == nearest
+
+
+def test_name_like_no_layer_is_answered_with_what_there_is(open_base: Any):
+    with pytest.raises(ConfigError) as caught:
+        add_adapter(open_base(), LoraConfig(target_modules=["zzz"]))
+    assert "q_proj" in caught.value.fix or "down_proj" in caught.value.fix
+
+
+def test_layers_can_be_named_by_the_end_of_their_path(open_base: Any):
+    model = add_adapter(open_base(), LoraConfig(target_modules=["0.self_attn.q_proj"]))
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    assert adapted == ["base_model.model.model.layers.0.self_attn.q_proj"]
+
+
+def test_layer_that_cannot_have_a_pair_is_refused(open_base: Any):
+    with pytest.raises(ConfigError, match=r"cannot adapt these modules .*LlamaRMSNorm"):
+        add_adapter(open_base(), LoraConfig(target_modules=["input_layernorm"]))
+
+
+def test_source_is_a_folder_with_a_config_a_builtin_or_a_hub_name(tiny_llama: Path, tmp_path: Path):
+    for name in ("builtin:tiny", "org/model", "gpt2", str(tiny_llama)):
+        check_source(name, "here")
+    with pytest.raises(ConfigError, match="no model folder"):
+        check_source(str(tmp_path / "nothing"), "here")
+    with pytest.raises(ConfigError, match="no model folder"):
+        check_source("./models/nothing", "here")
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        check_source(str(tmp_path), "here")
+
+
+def test_only_folders_and_builtins_need_no_hub(tiny_llama: Path):
+    assert [is_local(name) for name in (str(tiny_llama), "builtin:tiny", "org/model")] == [True, True, False]
+
+
+def test_shape_is_read_from_config_json_and_from_a_nested_text_config(tiny_llama: Path, tmp_path: Path):
+    assert read_shape(str(tiny_llama))["vocab_size"] == 400
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"vocab_size": 9}}))
+    assert read_shape(str(tmp_path))["vocab_size"] == 9
+    assert read_shape("org/model") == {}

@@ -1,0 +1,191 @@
+"""From `auto` to numbers: the effective batch is exact, what was given is kept, every choice has its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan import sizing
+from sftplay.plan.sizing import size_run, split_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+
+
+def machine(*gpus):
+    return Machine(gpus=gpus, gpu_reason="", ram_bytes=16 * GIB, cores=8, python="3.11.0", system="Linux", libraries={})
+
+
+CPU = machine()
+H200 = Gpu(0, "NVIDIA H200", 141 * GIB, 140 * GIB, (9, 0))
+V100 = Gpu(1, "Tesla V100-SXM2-16GB", 16 * GIB, 15 * GIB, (7, 0))
+BASE = load_config(ROOT / "configs/run_lora.yaml")
+
+
+def config(**train):
+    return BASE.with_values({f"train.{key}": value for key, value in train.items()}, "test")
+
+
+EFFECTIVE, PROCESSES = st.integers(1, 256), st.integers(1, 16)
+untimed = settings(deadline=None, max_examples=150)
+
+
+@untimed
+@given(EFFECTIVE, PROCESSES)
+def test_exactly_those_effective_batches_are_accepted_that_the_processes_divide(effective, processes):
+    cfg = config(effective_batch_size=effective)
+    if effective % processes == 0:
+        batch, accum, _ = split_batch(cfg, processes, has_gpu=False)
+        assert batch * accum * processes == effective
+        return
+    with pytest.raises(ConfigError) as caught:
+        split_batch(cfg, processes, has_gpu=False)
+    below, above = effective // processes * processes, (effective // processes + 1) * processes
+    assert below < effective < above
+    assert f"to {f'{below} or ' if below else ''}{above}," in caught.value.fix
+
+
+@untimed
+@given(EFFECTIVE, PROCESSES, st.integers(1, 64), st.sampled_from(["batch_size", "grad_accum"]))
+def test_one_size_that_is_given_is_kept_or_refused_with_the_nearest_batches(effective, processes, size, key):
+    cfg = config(effective_batch_size=effective, **{key: size})
+    if effective % (size * processes) == 0:
+        batch, accum, _ = split_batch(cfg, processes, has_gpu=False)
+        assert (batch if key == "batch_size" else accum) == size
+        assert batch * accum * processes == effective
+        return
+    with pytest.raises(ConfigError) as caught:
+        split_batch(cfg, processes, has_gpu=False)
+    step = size * processes
+    below, above = effective // step * step, (effective // step + 1) * step
+    assert f"to {f'{below} or ' if below else ''}{above}," in caught.value.fix
+
+
+@untimed
+@given(EFFECTIVE, PROCESSES, st.integers(1, 64), st.integers(1, 64))
+def test_two_sizes_that_are_given_must_make_the_effective_batch(effective, processes, batch, accum):
+    cfg = config(effective_batch_size=effective, batch_size=batch, grad_accum=accum)
+    if batch * accum * processes == effective:
+        assert split_batch(cfg, processes, has_gpu=False)[:2] == (batch, accum)
+    else:
+        with pytest.raises(ConfigError) as caught:
+            split_batch(cfg, processes, has_gpu=False)
+        assert f"to {batch * accum * processes}," in caught.value.fix
+
+
+@untimed
+@given(EFFECTIVE, PROCESSES, st.sampled_from([8, 512, 2048, 32_768]), st.booleans())
+def test_an_automatic_micro_batch_is_the_largest_that_stays_within_its_tokens(effective, processes, length, has_gpu):
+    cfg = config(effective_batch_size=effective * processes).with_values({"model.max_seq_len": length}, "test")
+    batch, _, _ = split_batch(cfg, processes, has_gpu=has_gpu)
+    tokens = sizing.TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
+    fitting = [n for n in range(1, effective + 1) if effective % n == 0 and n * length <= tokens]
+    assert batch == max(fitting, default=1)
+
+
+LEFT_AUTO = {"tuning.lora.target_modules", "data.format", "data.template"}
+"""Resolved later: from the loaded model, from the rows, from the tokenizer. None of them depends on the machine."""
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+@pytest.mark.parametrize("gpus", [(), (H200, H200), (V100,), (H200, V100)], ids=["cpu", "h200", "v100", "mixed"])
+@pytest.mark.parametrize("name", ["run_lora", "run_full", "run_bnb", "run_demo"])
+def test_no_value_that_the_machine_decides_is_left_on_auto(name, gpus):
+    sized = size_run(load_config(ROOT / f"configs/{name}.yaml"), machine(*gpus))
+    assert {key for key, value in leaves(sized.cfg.model_dump()) if value == "auto"} <= LEFT_AUTO
+    assert all(decision.reason for decision in sized.decisions)
+
+
+def test_decisions_are_those_values_that_stood_on_auto_and_are_remembered_as_such():
+    before = dict(leaves(config().model_dump()))
+    sized = size_run(config(), CPU)
+    after = dict(leaves(sized.cfg.model_dump()))
+    assert {d.key: d.value for d in sized.decisions} == {k: after[k] for k in before if before[k] != after[k]}
+    assert all(sized.cfg.origins[d.key] == "auto" for d in sized.decisions)
+
+
+def test_sizing_twice_changes_nothing():
+    once = size_run(config(), CPU, world_size=2)
+    twice = size_run(once.cfg, CPU, world_size=2)
+    assert twice.cfg == once.cfg
+    assert twice.decisions == ()
+
+
+def test_a_value_that_was_given_is_never_changed():
+    cfg = config(
+        precision="fp32", learning_rate=3e-3, optim="sgd", packing=True, loss_head="chunked", batch_size=4,
+        dataloader_pin_memory=True,
+    ).with_values({"model.attn": "eager"}, "test")  # fmt: skip
+    sized = size_run(cfg, machine(H200)).cfg
+    given_values = {k: v for k, v in leaves(cfg.model_dump()) if v != "auto"}
+    assert {k: dict(leaves(sized.model_dump()))[k] for k in given_values} == given_values
+
+
+@pytest.mark.parametrize(
+    ("gpus", "precision"),
+    [((), "fp32"), ((H200,), "bf16"), ((V100,), "fp16"), ((H200, V100), "fp16")],
+    ids=["cpu", "h200", "v100", "mixed"],
+)
+def test_precision_is_the_best_that_every_device_has(gpus, precision):
+    assert size_run(config(), machine(*gpus)).cfg.train.precision == precision
+
+
+@pytest.mark.parametrize(("mode", "rate"), [("full", 1e-5), ("lora", 2e-4), ("qlora", 2e-4)])
+def test_the_automatic_rate_is_the_one_the_design_names(mode, rate):
+    cfg = config(learning_rate="auto").with_values({"tuning.mode": mode}, "test")
+    assert size_run(cfg, CPU).cfg.train.learning_rate == rate
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"train.precision": "fp16"}, "train.precision"),
+        ({"model.attn": "flash_attention_2"}, "model.attn"),
+        ({"train.loss_head": "liger"}, "train.loss_head"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_naming_the_key(values, key):
+    with pytest.raises(MachineError) as caught:
+        size_run(config().with_values(values, "run.yaml:3"), CPU)
+    assert caught.value.where == f"run.yaml:3 {key}"
+    assert "auto" in caught.value.fix
+
+
+def test_scores_are_chunked_when_a_piece_of_them_passes_two_gib():
+    # 4 rows of 2048 tokens and fp32 scores: 2 GiB / (4 * 2048 * 4 bytes) = 65,536 words
+    cfg = config(effective_batch_size=4, batch_size=4, loss_head="auto").with_values({"model.max_seq_len": 2048}, "x")
+    heads = [size_run(cfg, CPU, vocab_size=words).cfg.train.loss_head for words in (65_536, 65_537)]
+    assert heads == ["standard", "chunked"]
+
+
+def test_on_a_gpu_large_vocabularies_are_chunked():
+    cfg = config(loss_head="auto")
+    heads = [size_run(cfg, machine(H200), vocab_size=words).cfg.train.loss_head for words in (32_000, 151_936)]
+    assert heads == ["standard", "chunked"]
+
+
+def test_rows_are_packed_where_a_kernel_skips_the_gaps_and_nowhere_else(monkeypatch):
+    assert size_run(config(packing="auto"), machine(H200)).cfg.train.packing is False
+    monkeypatch.setattr(sizing, "find_spec", lambda name: object())
+    sized = size_run(config(packing="auto"), machine(H200)).cfg
+    assert (sized.model.attn, sized.train.packing) == ("flash_attention_2", True)
+    assert size_run(config(packing="auto"), machine(V100)).cfg.train.packing is False
+
+
+def test_the_plan_names_sizes_and_decisions():
+    plan = size_run(config(effective_batch_size=32), CPU, world_size=2).as_plan()
+    assert plan["batch_size"] * plan["grad_accum"] * plan["world_size"] == plan["effective_batch_size"] == 32
+    assert all(set(decision) == {"key", "value", "reason"} for decision in plan["decisions"])

@@ -1,0 +1,281 @@
+"""A run that was stopped and resumed ends with the bytes of one that was not."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
+
+from sftplay.errors import ConfigError, RunError
+from sftplay.tasks.train_run import TrainRun
+from sftplay.watch.guards import report_full_disk
+
+TIMED = {"tokens_per_s", "peak_rss_bytes", "attempt"}
+"""Fields of a line of metrics that may differ between two equal runs."""
+
+
+def weights(run: Finished) -> dict[str, torch.Tensor]:
+    assert run.folder.result is not None
+    (path,) = run.folder.result.glob("*.safetensors")
+    return load_file(path)
+
+
+def assert_equal(one: Finished, other: Finished) -> None:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    lines = [[{k: v for k, v in line.items() if k not in TIMED} for line in run.metrics] for run in (one, other)]
+    assert lines[0] == lines[1]
+
+
+def stopped_and_resumed(home: Path, inputs: Inputs, step: int, **changes: Any) -> Finished:
+    cfg, folder = new_run(home, inputs, **changes)
+    stopped = train_in(cfg, folder, StopAfter(step))
+    assert stopped.outcome.stop_signal == signal.SIGTERM
+    assert stopped.outcome.step == step
+    assert folder.result is None
+    return train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("full", {"train__neftune_alpha": 5}),
+        ("lora", {"tuning__lora__dropout": 0.2}),
+        ("qlora", {"tuning__lora__dropout": 0.2, "train__gradient_checkpointing": True}),
+    ],
+)
+def test_resumed_run_ends_bit_for_bit_where_an_undisturbed_one_ends(
+    mode: str, options: dict[str, Any], inputs: Inputs, tmp_path: Path
+):
+    options |= {"tuning__mode": mode, "train__max_steps": 8, "train__batch_size": 4, "train__eval_steps": 2}
+    whole = train(tmp_path / "whole", inputs, **options)
+    resumed = stopped_and_resumed(tmp_path / "stopped", inputs, 3, **options)
+    assert_equal(whole, resumed)
+    attempts = resumed.folder.read_json("status.json")["attempts"]
+    assert [attempt["from_step"] for attempt in attempts] == [0, 3]
+    assert [line["attempt"] for line in resumed.metrics] == [1] * 3 + [2] * 5
+
+
+def test_line_of_metrics_ends_with_each_checkpoint_so_that_none_is_torn(inputs: Inputs, tmp_path: Path):
+    options = {"train__max_steps": 8, "logging__steps": 4, "train__save_steps": 3}
+    run = train(tmp_path, inputs, **options)
+    assert [line["step"] for line in run.metrics] == [3, 4, 6, 8]
+    stopped = stopped_and_resumed(tmp_path / "stopped", inputs, 5, **options)
+    assert [line["step"] for line in stopped.metrics] == [3, 4, 5, 6, 8]
+    ids = [[row for line in r.metrics for row in line["row_ids"][0]] for r in (run, stopped)]
+    assert ids[0] == ids[1]
+    assert len(ids[0]) == 64
+
+
+def test_run_stopped_at_its_last_step_needs_no_more_training(inputs: Inputs, tmp_path: Path):
+    whole = train(tmp_path / "whole", inputs)
+    resumed = stopped_and_resumed(tmp_path / "stopped", inputs, 4)
+    assert_equal(whole, resumed)
+
+
+def test_damaged_newest_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = {"train__max_steps": 6, "train__save_steps": 2, "train__save_total_limit": 3}
+    whole = train(tmp_path / "whole", inputs, **options)
+    cfg, folder = new_run(tmp_path / "stopped", inputs, **options)
+    train_in(cfg, folder, StopAfter(5))
+    damaged = folder.checkpoints / "checkpoint-5"
+    with (damaged / "optimizer.pt").open("r+b") as handle:
+        handle.write(b"\x00\x01")
+    (folder.checkpoints / "checkpoint-4" / "COMPLETE.json").unlink()
+    capsys.readouterr()
+    resumed = train_in(cfg.with_values({"train.resume": "auto", "train.save_total_limit": 1}, "test"), folder)
+    said = capsys.readouterr().out
+    assert "checkpoint-5 is passed over: optimizer.pt has changed (sha256)" in said
+    assert "checkpoint-4 is passed over: no readable COMPLETE.json" in said
+    assert "checkpoint-4 is not continued: moved to" in said
+    assert f"continuing from {folder.checkpoints / 'checkpoint-2'}" in said
+    assert sorted(p.name for p in (folder.checkpoints / "incomplete").iterdir()) == ["checkpoint-4", "checkpoint-5"]
+    assert sorted(p.name for p in folder.checkpoints.glob("checkpoint-*")) == ["checkpoint-6"]
+    assert_equal(whole, resumed)
+
+
+def test_resume_from_a_path_starts_there_and_sets_later_checkpoints_aside(inputs: Inputs, tmp_path: Path):
+    options = {"train__max_steps": 6, "train__save_steps": 2, "train__save_total_limit": 5}
+    whole = train(tmp_path / "whole", inputs, **options)
+    cfg, folder = new_run(tmp_path / "stopped", inputs, **options)
+    train_in(cfg, folder, StopAfter(5))
+    kept = tmp_path / "kept by hand"
+    shutil.copytree(folder.checkpoints / "checkpoint-2", kept)
+    resumed = train_in(cfg.with_values({"train.resume": str(kept)}, "test"), folder)
+    assert folder.read_json("status.json")["attempts"][-1]["from_step"] == 2
+    assert (folder.checkpoints / "incomplete" / "checkpoint-5").is_dir()
+    assert_equal(whole, resumed)
+
+
+def test_curves_of_a_resumed_run_hold_each_step_once_with_speed_and_padding(inputs: Inputs, tmp_path: Path):
+    options = {"train__max_steps": 6, "train__save_steps": 2, "logging__backend": "tensorboard"}
+    cfg, folder = new_run(tmp_path, inputs, **options)
+    train_in(cfg, folder, StopAfter(5))
+    (folder.checkpoints / "checkpoint-5" / "COMPLETE.json").unlink()  # as if it had been killed while saving
+    train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    board = EventAccumulator(str(folder.path / "tb"))
+    board.Reload()
+    for tag in ("train/loss", "train/tokens_per_s", "train/padding_share", "train/label_tokens"):
+        assert [event.step for event in board.Scalars(tag)] == list(range(1, 7)), tag
+
+
+def test_path_of_no_complete_checkpoint_is_refused(inputs: Inputs, tmp_path: Path):
+    cfg, folder = new_run(tmp_path, inputs, train__resume=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="cannot be resumed: no such folder"):
+        train_in(cfg, folder)
+    (tmp_path / "nowhere").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be resumed: no readable COMPLETE\.json"):
+        train_in(cfg, folder)
+
+
+def test_checkpoint_of_other_rows_is_refused(inputs: Inputs, tmp_path: Path):
+    cfg, folder = new_run(tmp_path, inputs, train__save_steps=2)
+    train_in(cfg, folder, StopAfter(2))
+    with pytest.raises(RunError, match="rows or their order have changed"):
+        train_in(cfg.with_values({"train.resume": "auto", "seed": 7}, "test"), folder)
+
+
+def test_checkpoint_from_before_a_crash_without_marker_starts_over(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cfg, folder = new_run(tmp_path, inputs, train__save_steps=2, train__resume="auto")
+    (folder.checkpoints / "checkpoint-2").mkdir(parents=True)
+    run = train_in(cfg, folder)
+    assert "starting from the beginning" in capsys.readouterr().out
+    assert run.outcome.step == 4
+    assert (folder.checkpoints / "incomplete" / "checkpoint-2").is_dir()
+
+
+class Forget(TrainerCallback):
+    """Makes the held-out loss what a list says, evaluation by evaluation."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = list(values)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        metrics["eval_loss"] = self.values.pop(0)
+
+
+@contextmanager
+def held_out_losses(values: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    real: Callable[..., Any] = TrainRun.train
+
+    def train_with_them(self: TrainRun, trainer: Any) -> Any:
+        # First in the list: the Trainer's own bookkeeping looks at the same dict afterwards.
+        trainer.callback_handler.callbacks.insert(0, Forget(values))
+        return real(self, trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainRun, "train", train_with_them)
+        yield
+
+
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+def test_best_metric_keeps_the_weights_of_the_lowest_held_out_loss(
+    mode: str, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {"tuning__mode": mode, "train__max_steps": 5, "train__eval_steps": 1, "train__save_steps": 1}
+    with held_out_losses([5.0, 4.0, 4.5, 4.6, 4.7], monkeypatch):
+        run = train(tmp_path, inputs, train__best_metric="loss", train__save_total_limit=1, **options)
+    kept = run.folder.checkpoints / "checkpoint-2"
+    assert sorted(p.name for p in run.folder.checkpoints.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-5"]
+    (path,) = kept.glob("*model.safetensors")
+    best = load_file(path)
+    assert all(torch.equal(best[name], value) for name, value in weights(run).items())
+    last = train(tmp_path / "last", inputs, **options)
+    assert any(not torch.equal(best[name], value) for name, value in weights(last).items())
+
+
+def test_early_stopping_ends_after_that_many_evaluations_without_progress(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {"train__max_steps": 8, "train__eval_steps": 1, "train__save_steps": 1}
+    with held_out_losses([5.0, 4.0, 4.5, 4.6, 4.7], monkeypatch):
+        run = train(tmp_path, inputs, train__early_stopping=2, **options)
+    assert run.outcome.step == 4
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_save_total_limit_counts_complete_checkpoints(limit: int, inputs: Inputs, tmp_path: Path):
+    run = train(tmp_path, inputs, train__max_steps=5, train__save_steps=1, train__save_total_limit=limit)
+    names = [f"checkpoint-{n}" for n in range(1, 6)][-limit:]
+    assert sorted(p.name for p in run.folder.checkpoints.glob("checkpoint-*")) == names
+    assert all((run.folder.checkpoints / name / "COMPLETE.json").is_file() for name in names)
+
+
+@contextmanager
+def no_file_above(size_bytes: int) -> Iterator[None]:
+    """Every write beyond this size fails with an error of the kernel, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("writer", ["torch", "safetensors", "python"])
+def test_full_disk_is_a_run_error_with_a_remedy_whoever_writes(writer: str, tmp_path: Path):
+    from safetensors.torch import save_file
+
+    tensor = torch.zeros(1 << 18)
+    write = {
+        "torch": lambda path: torch.save(tensor, path),
+        "safetensors": lambda path: save_file({"x": tensor}, path),
+        "python": lambda path: path.write_bytes(bytes(1 << 20)),
+    }[writer]
+    with no_file_above(4096), pytest.raises(RunError, match="writing failed") as caught, report_full_disk(tmp_path):
+        write(tmp_path / "file")
+    assert "make room" in caught.value.fix
+
+
+def test_errors_that_are_no_writes_pass_through(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="shapes differ"), report_full_disk(tmp_path):
+        raise RuntimeError("shapes differ")
+
+
+def test_run_that_meets_a_full_disk_keeps_its_last_checkpoint_and_goes_on_later(inputs: Inputs, tmp_path: Path):
+    options = {"tuning__mode": "full", "train__max_steps": 6, "train__save_steps": 2}
+    whole = train(tmp_path / "whole", inputs, **options)
+    cfg, folder = new_run(tmp_path / "full", inputs, **options)
+    train_in(cfg, folder, StopAfter(2))
+    size = max(Path(p).stat().st_size for p in (folder.checkpoints / "checkpoint-2").iterdir())
+    again = cfg.with_values({"train.resume": "auto"}, "test")
+    with pytest.raises(RunError, match="writing failed"), no_file_above(size // 2), report_full_disk(folder.path):
+        train_in(again, folder)
+    marker = json.loads((folder.checkpoints / "checkpoint-2" / "COMPLETE.json").read_text())
+    assert marker["step"] == 2
+    assert_equal(whole, train_in(again, folder))
+
+
+@pytest.mark.parametrize("mode", ["lora"])
+def test_command_trains_and_reports_what_it_did(
+    mode: str, write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
+):
+    config = write_config(tuning__mode=mode, logging__backend="tensorboard")
+    done = sftplay("train", "--config", config)
+    assert done.returncode == 0, done.stderr
+    status = json.loads((tmp_path / "outputs" / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
+    assert status["attempts"] == [{"from_step": 0, "to_step": 4, "cause": "done"}]
+    assert (tmp_path / "outputs" / "latest").resolve() == (tmp_path / "outputs" / "run").resolve()
+    assert (tmp_path / "outputs" / "run" / "launch.txt").is_file()
+    again = sftplay("train", "--config", config)
+    assert again.returncode == 2
+    assert "a run called 'run' exists" in again.stderr

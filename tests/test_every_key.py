@@ -1,0 +1,551 @@
+"""Every key of the config does something: one table, key -> a check of what trainer, model or data really used.
+
+Most keys are checked on two runs, built up to their first step, which differ in all of them at once; the values are
+chosen so that none can be taken for another's effect.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftplay.config.schema import RunConfig, Section
+from sftplay.data.order import training_order
+from sftplay.deliver.generate import Speaker
+from sftplay.errors import DataError
+from sftplay.launch.folder import new_folder
+from sftplay.tasks import worker
+from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
+from sftplay.tasks.table import TASKS
+from sftplay.tasks.train_run import TrainRun
+from sftplay.verbs import use
+from sftplay.watch.guards import StopOnSignal
+
+CHANGES: dict[str, Any] = {
+    "seed": 7,
+    "model.max_seq_len": 40,
+    "model.attn": "eager",
+    "tuning.lora.r": 3,
+    "tuning.lora.alpha": 12.0,
+    "tuning.lora.dropout": 0.25,
+    "tuning.lora.target_modules": ["q_proj", "down_proj"],
+    "tuning.lora.modules_to_save": ["embed_tokens"],
+    "tuning.lora.dora": True,
+    "tuning.lora.rslora": True,
+    "train.max_steps": 6,
+    "train.learning_rate": 0.5,
+    "train.lr_scheduler": "linear",
+    "train.warmup_ratio": 0.5,
+    "train.weight_decay": 0.3,
+    "train.max_grad_norm": 0.7,
+    "train.effective_batch_size": 12,
+    "train.batch_size": 3,
+    "train.gradient_checkpointing": True,
+    "train.packing": True,
+    "train.loss_head": "chunked",
+    "train.optim": "sgd",
+    "train.neftune_alpha": 5.0,
+    "train.eval_steps": 2,
+    "train.save_steps": 4,
+    "train.save_total_limit": 5,
+    "train.best_metric": "loss",
+    "train.early_stopping": 3,
+    "train.dataloader_num_workers": 1,
+    "train.dataloader_pin_memory": True,
+    "train.extra": {"torch_empty_cache_steps": 9},
+    "logging.backend": ["tensorboard"],
+    "logging.steps": 3,
+    "logging.row_ids": False,
+}
+"""What the changed run of the pair has; the plain one has the defaults of `in_process.written_config`."""
+
+
+@dataclass
+class Bench:
+    """The pair of runs, and the means to build others."""
+
+    home: Path
+    inputs: Inputs
+    plain: Finished
+    changed: Finished
+    made: dict[str, Finished] = field(default_factory=dict)
+
+    def build(self, **changes: Any) -> Finished:
+        """A run built up to its first step; the same changes give the same run."""
+        name = json.dumps(changes, sort_keys=True)
+        if name not in self.made:
+            self.made[name] = built(self.home / f"built-{len(self.made)}", self.inputs, **changes)
+        return self.made[name]
+
+    def rows(self, name: str, rows: list[Any]) -> str:
+        path = self.home / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+
+Check = Callable[[Bench], None]
+
+
+def pair(look: Callable[[Finished], Any], before: Any, after: Any) -> Check:
+    """`look` sees `before` in the plain run and `after` in the changed one."""
+
+    def check(bench: Bench) -> None:
+        assert look(bench.plain) == before
+        assert look(bench.changed) == after
+
+    return check
+
+
+def each(key: str, look: Callable[[Finished], Any], expected: dict[Any, Any], **others: Any) -> Check:
+    """`look` sees what `expected` says for each value of `key`, in runs of their own."""
+
+    def check(bench: Bench) -> None:
+        assert len(set(map(str, expected.values()))) > 1
+        for value, seen in expected.items():
+            assert look(bench.build(**{key: value}, **others)) == seen, value
+
+    return check
+
+
+def arg(name: str) -> Callable[[Finished], Any]:
+    return lambda run: getattr(run.trainer.args, name)
+
+
+def adapted(run: Finished) -> Any:
+    """The first layer with a pair."""
+    return next(module for module in run.trainer.model.modules() if hasattr(module, "lora_A"))
+
+
+def adapted_names(run: Finished) -> set[str]:
+    named = run.trainer.model.named_modules()
+    return {name.rsplit(".", 1)[-1] for name, module in named if hasattr(module, "lora_A")}
+
+
+def rates(run: Finished) -> list[float]:
+    """The shape of the learning rate over the steps, from the scheduler the trainer makes."""
+    trainer, steps = run.trainer, run.trainer.args.max_steps
+    trainer.create_optimizer_and_scheduler(steps)
+    shape = trainer.lr_scheduler.lr_lambdas[0]
+    return [round(shape(step), 6) for step in range(steps)]
+
+
+def group(run: Finished) -> dict[str, Any]:
+    run.trainer.create_optimizer_and_scheduler(run.trainer.args.max_steps)
+    return run.trainer.optimizer.param_groups[0]
+
+
+def window(run: Finished) -> dict[str, torch.Tensor]:
+    return next(iter(torch.utils.data.DataLoader(
+        run.trainer.train_dataset, run.trainer.args.per_device_train_batch_size, collate_fn=run.trainer.data_collator
+    )))  # fmt: skip
+
+
+def pieces(run: Finished) -> list[dict[str, torch.Tensor]]:
+    return list(run.trainer.cutter.cut(window(run)))
+
+
+def largest_piece(run: Finished) -> int:
+    return max(len(piece["input_ids"]) for piece in pieces(run))
+
+
+def callback(run: Finished, kind: str) -> Any:
+    found = [each for each in run.trainer.callback_handler.callbacks if type(each).__name__ == kind]
+    return found[0] if found else None
+
+
+def patience(run: Finished) -> int | None:
+    found = callback(run, "EarlyStoppingCallback")
+    return found and found.early_stopping_patience
+
+
+def longest(run: Finished) -> int:
+    return max(map(len, run.trainer.train_dataset["input_ids"]))
+
+
+def cosine(steps: int) -> list[float]:
+    return [round(0.5 * (1 + math.cos(math.pi * step / steps)), 6) for step in range(steps)]
+
+
+def four_bit_weight(run: Finished) -> Any:
+    return next(p for p in run.trainer.model.parameters() if p.dtype == torch.uint8)
+
+
+def kind_of_training(run: Finished) -> tuple[bool, bool]:
+    parameters = list(run.trainer.model.parameters())
+    return any(not p.requires_grad for p in parameters), any(p.dtype == torch.uint8 for p in parameters)
+
+
+def check_task_mode(bench: Bench) -> None:
+    # There is one task so far, so the table's row is changed in place of the key.
+    _, folder = new_run(bench.home / "task", bench.inputs)
+    asked: list[str] = []
+
+    def run(cfg: RunConfig, *_: Any) -> Any:
+        asked.append(cfg.task_mode)
+        raise DataError("enough")
+
+    module = ModuleType("another_task")
+    module.run = run  # type: ignore[attr-defined]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        with patch.dict(sys.modules, {"another_task": module}), patch.dict(TASKS, {"sft": "another_task"}):
+            with patch.object(worker, "quiet_libraries"), pytest.raises(DataError, match="enough"):
+                worker._work(folder)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert asked == ["sft"]
+
+
+def check_place(bench: Bench) -> None:
+    config = str(written_config(bench.home / "place", bench.inputs, run_name="mine", output_dir="elsewhere"))
+    assert new_folder(sized(Path(config)), config).path == Path("elsewhere") / "mine"
+    config = str(written_config(bench.home / "place", bench.inputs, run_name="yours", output_dir="here"))
+    assert new_folder(sized(Path(config)), config).path == Path("here") / "yours"
+
+
+def check_seed(bench: Bench) -> None:
+    for run, seed in ((bench.plain, 42), (bench.changed, 7)):
+        assert run.trainer.train_dataset["row"][:20] == training_order(70, 20, seed)
+    one, other, again = (bench.build(seed=seed, logging__steps=steps) for seed, steps in ((1, 7), (2, 7), (1, 8)))
+    assert not torch.equal(adapted(one).lora_A["default"].weight, adapted(other).lora_A["default"].weight)
+    assert torch.equal(adapted(one).lora_A["default"].weight, adapted(again).lora_A["default"].weight)
+
+
+def check_model_name(bench: Bench) -> None:
+    other = bench.home / "other-model"
+    model = AutoModelForCausalLM.from_pretrained(bench.inputs.model)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(0.125)
+    model.save_pretrained(other)
+    AutoTokenizer.from_pretrained(bench.inputs.model).save_pretrained(other)
+    norms = [
+        float(bench.build(model__name=str(name)).trainer.model.get_base_model().model.norm.weight[0].detach())
+        for name in (bench.inputs.model, other)
+    ]
+    assert norms == [1.0, 0.125]
+
+
+def what_libraries_are_told(bench: Bench, name: str, **changes: Any) -> list[Any]:
+    """The keyword `name` in every call that opens a model or a tokenizer."""
+    told: list[Any] = []
+
+    def spy(real: Any) -> Any:
+        def from_pretrained(*args: Any, **options: Any) -> Any:
+            told.append(options.get(name))
+            return real(*args, **options)
+
+        return from_pretrained
+
+    with (
+        patch.object(AutoModelForCausalLM, "from_pretrained", spy(AutoModelForCausalLM.from_pretrained)),
+        patch.object(AutoTokenizer, "from_pretrained", spy(AutoTokenizer.from_pretrained)),
+    ):
+        built(bench.home / f"told-{name}-{len(changes)}", bench.inputs, **changes)
+    assert len(told) == 2
+    return told
+
+
+def check_revision(bench: Bench) -> None:
+    assert what_libraries_are_told(bench, "revision") == [None, None]
+    assert what_libraries_are_told(bench, "revision", model__revision="v2") == ["v2", "v2"]
+
+
+def check_trust(bench: Bench) -> None:
+    assert what_libraries_are_told(bench, "trust_remote_code") == [False, False]
+    assert what_libraries_are_told(bench, "trust_remote_code", model__trust_remote_code=True) == [True, True]
+
+
+def check_backend(bench: Bench) -> None:
+    layer = adapted(bench.build(tuning__mode="qlora")).base_layer
+    assert type(layer).__module__.split(".")[0] == "bitsandbytes"  # the only backend so far
+
+
+def steps_and_rows(run: Finished) -> tuple[int, int]:
+    return run.trainer.args.max_steps, len(run.trainer.train_dataset)
+
+
+def pins_memory(run: Finished) -> bool:
+    # What the library is told: transformers itself switches it off where there is no GPU.
+    told = TrainRun(run.cfg, run.folder, StopOnSignal())
+    told.order_rows(70)
+    return told.arguments(has_held_out=True)["dataloader_pin_memory"]
+
+
+def precision_of(run: Finished) -> tuple[str, torch.dtype]:
+    norm = next(p for name, p in run.trainer.model.named_parameters() if "norm" in name)
+    return run.trainer.args.bf16, norm.dtype
+
+
+def check_resume(bench: Bench) -> None:
+    cfg, folder = new_run(bench.home / "resume", bench.inputs, train__save_steps=1, train__save_total_limit=3)
+    stopped = train_in(cfg, folder, StopAfter(3))
+    order = json.loads((folder.checkpoints / "checkpoint-3" / "COMPLETE.json").read_text())["order_hash"]
+    asked = {"never": None, "auto": "checkpoint-3", str(folder.checkpoints / "checkpoint-2"): "checkpoint-2"}
+    for value, expected in asked.items():
+        found = choose_checkpoint(stopped.cfg.with_values({"train.resume": value}, "test"), folder, order)
+        assert (found and found.name) == expected
+
+
+def check_train_path(bench: Bench) -> None:
+    assert bench.build(data__train_path=bench.rows("train-5.jsonl", chats(5))).trainer.train_dataset["row"][-1] < 5
+    assert max(bench.plain.trainer.train_dataset["row"]) > 5
+
+
+def check_val_path(bench: Bench) -> None:
+    assert len(bench.plain.trainer.eval_dataset) == 12
+    assert len(bench.build(data__val_path=bench.rows("val-5.jsonl", chats(5))).trainer.eval_dataset) == 5
+
+
+def chats(count: int, words: str = "stone") -> list[Any]:
+    return [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": words}]}
+        for n in range(count)
+    ]
+
+
+def check_test_path(bench: Bench) -> None:
+    found = []
+    for count in (3, 4):
+        path = bench.rows(f"test-{count}.jsonl", chats(count))
+        cfg, folder = new_run(bench.home / f"test-path-{count}", bench.inputs, data__test_path=path)
+        (folder.path / "adapter").mkdir()
+        AutoTokenizer.from_pretrained(bench.inputs.model).save_pretrained(folder.path / "adapter")
+        found.append(len(use._data_of(cfg, folder, "test").held_out))
+    assert found == [3, 4]
+
+
+def check_format(bench: Bench) -> None:
+    rows = [{"instruction": "a", "output": "river", "prompt": "b", "completion": "stone"}] * 4
+    path = bench.rows("two-layouts.jsonl", rows)
+    tokenizer = bench.plain.trainer.processing_class
+    for layout, word in (("alpaca", "river"), ("prompt_completion", "stone")):
+        run = bench.build(data__format=layout, data__train_path=path, data__val_path=None, data__split=0)
+        text = tokenizer.decode(run.trainer.train_dataset[0]["input_ids"])
+        assert [word in text, len(text) > 20] == [True, True]
+
+
+def check_split(bench: Bench) -> None:
+    held_out = [
+        run.trainer.eval_dataset for run in (
+            bench.build(data__val_path=None, data__split=split) for split in (0, 0.2, 0.5)
+        )
+    ]  # fmt: skip
+    assert held_out[0] is None
+    assert 4 < len(held_out[1]) < 25 < len(held_out[2]) < 48
+
+
+def check_template(bench: Bench) -> None:
+    own = bench.home / "own.jinja"
+    own.write_text(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ m['role'] + '#' + m['content'] + '#' }}{% endif %}{% endfor %}"
+    )
+    tokenizer = bench.plain.trainer.processing_class
+    for template, start in (("auto", "<|im_start|>"), (str(own), "user#")):
+        run = bench.build(data__template=template)
+        assert tokenizer.decode(run.trainer.train_dataset[0]["input_ids"]).startswith(start)
+        assert run.trainer.processing_class.chat_template.startswith("{% for m in messages %}")
+
+
+def check_bad_rows(bench: Bench) -> None:
+    path = bench.rows("bad.jsonl", [*chats(6), {"nonsense": 1}])
+    assert len(set(bench.build(data__train_path=path, data__on_bad_row="skip").trainer.train_dataset["row"])) == 6
+    with pytest.raises(DataError, match=r"bad\.jsonl:7"):
+        bench.build(data__train_path=path, data__on_bad_row="error")
+
+
+def check_too_long(bench: Bench) -> None:
+    path = bench.rows("long.jsonl", [*chats(6), *chats(1, "river stone " * 99)])
+    kept = {}
+    for policy in ("truncate", "drop"):
+        run = bench.build(data__train_path=path, data__too_long=policy)
+        kept[policy] = (len(set(run.trainer.train_dataset["row"])), longest(run) == 128)
+    assert kept == {"truncate": (7, True), "drop": (6, False)}
+    with pytest.raises(DataError, match=r"long\.jsonl:7 has [0-9,]+ tokens"):
+        bench.build(data__train_path=path, data__too_long="error")
+
+
+def check_processed_dir(bench: Bench) -> None:
+    for name in ("here", "there"):
+        bench.build(data__processed_dir=str(bench.home / name))
+        assert list((bench.home / name).rglob("train.arrow"))
+
+
+@pytest.fixture(scope="module")
+def measured(bench: Bench) -> dict[str, Any]:
+    """A run that measures before and after in a way of its own, one after as usual, and all batches they answered:
+    prompts, and tokens of the longest answer."""
+    batches: list[tuple[int, int]] = []
+    real = Speaker.generate
+
+    def generate(self: Speaker, ids: torch.Tensor, *rest: Any) -> Any:
+        out = real(self, ids, *rest)
+        batches.append((len(ids), out.shape[1] - ids.shape[1]))
+        return out
+
+    with patch.object(Speaker, "generate", generate):
+        run = train(
+            bench.home / "measured", bench.inputs, train__max_steps=1, eval__before=True, eval__after=True,
+            eval__limit=5, eval__max_new_tokens=3, eval__batch_size=2, eval__metrics=["rouge_l", "chrf"],
+        )  # fmt: skip
+        usual = train(
+            bench.home / "usual", bench.inputs, train__max_steps=1, eval__after=True, eval__limit=None,
+            eval__max_new_tokens=9, logging__row_ids=False,
+        )  # fmt: skip
+    return {"run": run, "usual": usual, "batches": batches}
+
+
+def figures(run: Finished, name: str = "after") -> dict[str, Any]:
+    return json.loads((run.folder.eval / f"{name}.json").read_text())
+
+
+MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]] = {
+    "eval.before": lambda run, usual, _: (
+        (run.folder.eval / "before.json").exists() and not (usual.folder.eval / "before.json").exists()
+    ),
+    "eval.after": lambda run, _usual, _b: (run.folder.eval / "after.json").exists(),
+    "eval.limit": lambda run, usual, _: (figures(run)["n"], figures(usual)["n"]) == (5, 12),
+    "eval.max_new_tokens": lambda _r, _u, batches: [tokens for _, tokens in batches] == [3] * 6 + [9],
+    "eval.batch_size": lambda _r, _u, batches: [rows for rows, _ in batches] == [2, 2, 1, 2, 2, 1, 12],
+    "eval.metrics": lambda run, usual, _: (
+        (list(figures(run))[3:], list(figures(usual))[3:]) == (["rouge_l", "chrf"], ["exact_match"])
+    ),
+    "logging.row_ids": lambda run, usual, _: (
+        ("row_ids" in run.metrics[0], "row_ids" in usual.metrics[0]) == (True, False)
+    ),
+}
+"""Keys whose effect is a file a run leaves: what must hold of the two measured runs and the batches answered."""
+
+TABLE: dict[str, Check] = {
+    "task_mode": check_task_mode,
+    "run_name": check_place,
+    "output_dir": check_place,
+    "seed": check_seed,
+    "model.name": check_model_name,
+    "model.revision": check_revision,
+    "model.max_seq_len": pair(longest, 63, 40),
+    "model.trust_remote_code": check_trust,
+    "model.attn": pair(lambda run: run.trainer.model.config._attn_implementation, "sdpa", "eager"),
+    "tuning.mode": each(
+        "tuning__mode", kind_of_training, {"full": (False, False), "lora": (True, False), "qlora": (True, True)}
+    ),
+    "tuning.backend": check_backend,
+    "tuning.quant_type": each(
+        "tuning__quant_type",
+        lambda run: four_bit_weight(run).quant_state.quant_type,
+        {"nf4": "nf4", "fp4": "fp4"},
+        tuning__mode="qlora",
+    ),
+    "tuning.double_quant": each(
+        "tuning__double_quant",
+        lambda run: four_bit_weight(run).quant_state.nested,
+        {True: True, False: False},
+        tuning__mode="qlora",
+    ),
+    "tuning.lora.r": pair(lambda run: adapted(run).lora_A["default"].weight.shape[0], 4, 3),
+    "tuning.lora.alpha": pair(lambda run: adapted(run).lora_alpha["default"], 8, 12.0),
+    "tuning.lora.dropout": pair(lambda run: getattr(adapted(run).lora_dropout["default"], "p", 0.0), 0.0, 0.25),
+    "tuning.lora.target_modules": pair(
+        adapted_names,
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {"q_proj", "down_proj"},
+    ),
+    "tuning.lora.modules_to_save": pair(
+        lambda run: [n for n, p in run.trainer.model.named_parameters() if p.requires_grad and "embed_tokens" in n],
+        [],
+        ["base_model.model.model.embed_tokens.modules_to_save.default.weight"],
+    ),
+    "tuning.lora.dora": pair(lambda run: "default" in adapted(run).lora_magnitude_vector, False, True),
+    "tuning.lora.rslora": pair(lambda run: adapted(run).scaling["default"], 8 / 4, 12 / 3**0.5),
+    "train.epochs": each(
+        "train__epochs", steps_and_rows, {1.0: (9, 72), 2.5: (22, 176), 0.1: (1, 8)}, train__max_steps=None
+    ),
+    "train.max_steps": pair(steps_and_rows, (4, 32), (6, 72)),
+    "train.learning_rate": pair(lambda run: group(run)["initial_lr"], 0.01, 0.5),
+    "train.lr_scheduler": pair(lambda run: rates(run)[-2:], cosine(4)[-2:], [round(2 / 3, 6), round(1 / 3, 6)]),
+    "train.warmup_ratio": pair(lambda run: rates(run)[:2], cosine(4)[:2], [0.0, round(1 / 3, 6)]),
+    "train.weight_decay": pair(lambda run: group(run)["weight_decay"], 0.0, 0.3),
+    "train.max_grad_norm": pair(arg("max_grad_norm"), 1.0, 0.7),
+    "train.effective_batch_size": pair(lambda run: len(window(run)["row"]), 8, 12),
+    "train.batch_size": each("train__batch_size", largest_piece, {8: 8, 2: 2, 1: 1}),
+    "train.grad_accum": each("train__grad_accum", lambda run: len(pieces(run)), {1: 1, 2: 2, 8: 8}),
+    "train.precision": each(
+        "train__precision", precision_of, {"fp32": (False, torch.float32), "bf16": (True, torch.bfloat16)}
+    ),
+    "train.gradient_checkpointing": pair(arg("gradient_checkpointing"), False, True),
+    "train.packing": pair(lambda run: "position_ids" in pieces(run)[0], False, True),
+    "train.loss_head": pair(arg("loss_type"), "nll", "chunked_nll"),
+    "train.optim": pair(lambda run: type(run.trainer.create_optimizer()).__name__, "AdamW", "SGD"),
+    "train.neftune_alpha": pair(lambda run: run.trainer.neftune_noise_alpha, None, 5.0),
+    "train.eval_steps": pair(arg("eval_steps"), 9, 2),
+    "train.save_steps": pair(arg("save_steps"), 9, 4),
+    "train.save_total_limit": pair(lambda run: callback(run, MarkComplete.__name__).limit, 2, 5),
+    "train.best_metric": each("train__best_metric", arg("load_best_model_at_end"), {None: False, "loss": True}),
+    "train.early_stopping": pair(patience, None, 3),
+    "train.resume": check_resume,
+    "train.dataloader_num_workers": pair(lambda run: run.trainer.get_train_dataloader().num_workers, 0, 1),
+    "train.dataloader_pin_memory": pair(pins_memory, False, True),
+    "train.extra": pair(arg("torch_empty_cache_steps"), None, 9),
+    "data.train_path": check_train_path,
+    "data.val_path": check_val_path,
+    "data.test_path": check_test_path,
+    "data.format": check_format,
+    "data.split": check_split,
+    "data.template": check_template,
+    "data.on_bad_row": check_bad_rows,
+    "data.too_long": check_too_long,
+    "data.processed_dir": check_processed_dir,
+    "logging.backend": pair(lambda run: callback(run, "TensorBoardCallback") is not None, False, True),
+    "logging.steps": pair(arg("logging_steps"), 1, 3),
+}
+
+
+def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, info in section.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from leaves(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    home = tmp_path_factory.mktemp("keys")
+    inputs = Inputs(tiny_llama, chat_rows, held_out_rows)
+    changes = {key.replace(".", "__"): value for key, value in CHANGES.items()}
+    return Bench(home, inputs, built(home / "plain", inputs), built(home / "changed", inputs, **changes))
+
+
+def test_every_key_of_the_config_has_a_row():
+    assert sorted(leaves(RunConfig)) == sorted({*TABLE, *MEASURED})
+    assert not TABLE.keys() & MEASURED.keys()
+
+
+@pytest.mark.parametrize("key", TABLE)
+def test_key_changes_what_is_really_used(key: str, bench: Bench):
+    TABLE[key](bench)
+
+
+@pytest.mark.parametrize("key", MEASURED)
+def test_key_changes_what_a_run_leaves(key: str, measured: dict[str, Any]):
+    assert MEASURED[key](measured["run"], measured["usual"], measured["batches"])
+
+
+def test_run_leaves_no_measurement_that_was_not_asked_for(bench: Bench):
+    run = train(bench.home / "unmeasured", bench.inputs, train__max_steps=1)
+    assert not run.folder.eval.exists()

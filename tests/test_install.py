@@ -1,0 +1,282 @@
+"""Setting up: what is refused and why, what is installed in which order, and a clone in an awkward place."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sftplay import install
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Pip:
+    """Stands in for subprocess.call: keeps the commands, and fails or does what a step leaves behind."""
+
+    def __init__(self):
+        self.commands, self.fails_at, self.has_pip = [], None, False
+
+    def __call__(self, argv, **_):
+        if argv[1:] == ["-c", "import pip"]:
+            return 0 if self.has_pip else 1
+        self.commands.append(argv)
+        if self.fails_at and self.fails_at in argv:
+            return 1
+        if "venv" in argv:
+            Path(".venv/bin").mkdir(parents=True, exist_ok=True)
+            Path(".venv/bin/python").touch()
+            self.has_pip = True
+        return 0
+
+    @property
+    def kinds(self):
+        names = {"venv": "venv", "-r": "lock", "-c": "extras", install.TORCH: "torch"}
+        return [next(name for word, name in names.items() if word in argv) for argv in self.commands]
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    """An empty clone as the current folder, in which nothing is really installed."""
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    for name in ("requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, clone / name)
+    monkeypatch.chdir(clone)
+    for key in ("TORCH_INDEX", "EXTRAS"):
+        monkeypatch.delenv(key, raising=False)
+    fake = Pip()
+    monkeypatch.setattr(install.subprocess, "call", fake)
+    return fake
+
+
+@pytest.mark.parametrize("version", [(3, 9), (3, 10), (3, 14), (4, 0)])
+def test_another_python_is_refused_naming_what_was_found(version, tmp_path, monkeypatch):
+    (tmp_path / "python3.12").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    problem = install.find_problem(version)
+    assert f"{sys.executable} is {version[0]}.{version[1]}" in problem
+    assert "(found here: python3.12)" in problem
+    monkeypatch.setenv("PATH", "")
+    assert "none found on PATH" in install.find_problem(version)
+
+
+@pytest.mark.parametrize("version", [(3, 11), (3, 12), (3, 13)])
+def test_the_pythons_of_the_promise_are_accepted(version):
+    assert install.find_problem(version) == ""
+
+
+def test_the_promise_is_that_of_the_package():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'requires-python = "(.*)"', text)[1] == ">=3.11,<3.14"
+    assert (install.OLDEST, install.NEWEST) == ((3, 11), (3, 13))
+
+
+def test_a_refused_python_ends_with_3_before_anything_is_touched(pip, monkeypatch, capsys):
+    monkeypatch.setattr(install, "find_problem", lambda version: "install: no\n  fix: other")
+    assert install.main(force=True) == 3
+    assert pip.commands == []
+    assert capsys.readouterr() == ("", "install: no\n  fix: other\n")
+
+
+def test_a_missing_ensurepip_names_the_package_of_debian(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "ensurepip":
+            raise ImportError("No module named 'ensurepip'", name="ensurepip")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    problem = install.find_problem((3, 12))
+    assert "no ensurepip" in problem
+    assert "apt install python3.12-venv" in problem
+
+
+def test_the_file_that_refuses_old_pythons_uses_nothing_they_cannot_read():
+    # 3.7 is the oldest that knows `from __future__ import annotations`; compile refuses newer syntax for it.
+    import ast
+
+    ast.parse((ROOT / "sftplay/install.py").read_text(), feature_version=(3, 7))
+
+
+def test_torch_comes_first_at_one_version_and_the_lock_holds_no_other(pip, capsys):
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["venv", "torch", "lock"]
+    assert re.fullmatch(r"torch==\d+\.\d+\.\d+", install.TORCH)
+    assert not re.search(r"^torch\b", (ROOT / "requirements.lock").read_text(), re.M | re.I)
+    assert pip.commands[1][-1] == install.TORCH
+    assert Path(".venv/.stamp").read_text() == str(Path.cwd())
+    out = capsys.readouterr().out.splitlines()
+    assert "GB on disk" in out[0]
+    assert "minutes" in out[0]
+    assert out[-1] == "[install] ready"
+
+
+def test_an_index_for_torch_is_used_for_torch_alone(pip, monkeypatch):
+    monkeypatch.setenv("TORCH_INDEX", "https://example.org/cpu")
+    install.main(force=False)
+    assert pip.commands[1][-3:] == [install.TORCH, "--index-url", "https://example.org/cpu"]
+    assert "--index-url" not in pip.commands[2]
+
+
+def test_what_torch_may_bring_is_said_where_there_is_no_driver(pip, monkeypatch, capsys):
+    monkeypatch.setattr(install.sys, "platform", "linux")
+    monkeypatch.setattr(install, "Path", lambda *parts: Path("/nowhere" if "nvidia" in str(parts) else Path(*parts)))
+    install.announce()
+    assert "TORCH_INDEX=" in capsys.readouterr().out
+    monkeypatch.setenv("TORCH_INDEX", "https://example.org/cpu")
+    install.announce()
+    assert "TORCH_INDEX=" not in capsys.readouterr().out
+
+
+def test_extras_are_installed_within_the_lock(pip, monkeypatch):
+    monkeypatch.setenv("EXTRAS", "deepspeed, ray")
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["venv", "torch", "lock", "extras"]
+    wanted = pip.commands[-1][pip.commands[-1].index("-c") + 2 :]
+    assert wanted[0] == install.TORCH  # what an extra brings must not move it
+    assert [re.match(r"[a-z]+", requirement)[0] for requirement in wanted[1:]] == ["deepspeed", "ray"]
+
+
+def test_an_unknown_extra_is_refused_with_those_there_are(pip, monkeypatch, capsys):
+    monkeypatch.setenv("EXTRAS", "deepsped")
+    assert install.main(force=False) == 2
+    assert pip.commands == []
+    error = capsys.readouterr().err
+    assert "no extra called 'deepsped'" in error
+    assert "deepspeed" in error
+
+
+def test_an_install_that_breaks_off_goes_on_where_it_was(pip, capsys):
+    pip.fails_at = "-r"
+    assert install.main(force=False) == 3
+    assert not Path(".venv/.stamp").exists()
+    assert "fix: see above, then run the command again" in capsys.readouterr().err
+    pip.fails_at, pip.commands = None, []
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["torch", "lock"]  # the environment is kept; pip skips what it has
+    assert Path(".venv/.stamp").exists()
+
+
+def test_a_refresh_that_breaks_off_no_longer_looks_finished(pip):
+    install.main(force=False)
+    pip.fails_at = install.TORCH
+    assert install.main(force=True) == 3
+    assert not Path(".venv/.stamp").exists()
+
+
+def test_a_finished_install_is_left_alone_until_it_is_forced(pip):
+    install.main(force=False)
+    pip.commands.clear()
+    assert install.main(force=False) == 0
+    assert pip.commands == []
+    install.main(force=True)
+    assert pip.kinds == ["torch", "lock"]
+
+
+def test_a_changed_lock_is_installed(pip):
+    install.main(force=False)
+    pip.commands.clear()
+    later = Path(".venv/.stamp").stat().st_mtime + 5
+    os.utime("requirements.lock", (later, later))
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["torch", "lock"]
+
+
+def test_a_clone_that_was_moved_is_built_anew(pip, tmp_path, monkeypatch):
+    install.main(force=False)
+    Path.cwd().rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    pip.commands.clear()
+    assert install.main(force=False) == 0
+    assert pip.kinds == ["venv", "torch", "lock"]
+    assert "--clear" in pip.commands[0]
+    assert Path(".venv/.stamp").read_text() == str(tmp_path / "moved")
+
+
+def test_an_environment_whose_python_is_gone_is_built_anew(pip):
+    install.main(force=False)
+    pip.has_pip = False
+    pip.commands.clear()
+    assert install.main(force=True) == 0
+    assert pip.kinds == ["venv", "torch", "lock"]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of the repository below a path with a space, with this environment as its finished .venv."""
+    target = tmp_path_factory.mktemp("a place") / "sft play"
+    for name in ("Makefile", "requirements.lock", "pyproject.toml", "sftplay", "configs", "docs"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            target.mkdir(exist_ok=True)
+            shutil.copy(source, target / name)
+    venv = target / ".venv"
+    venv.mkdir()
+    real = Path(sys.prefix)
+    for name in ("bin", "lib"):
+        (venv / name).symlink_to(real / name)
+    shutil.copy(real / "pyvenv.cfg", venv / "pyvenv.cfg")
+    (venv / ".stamp").write_text(str(target))
+    return target
+
+
+def make(clone, *words):
+    # PYTHON=false: should make ask for an install after all, it must fail instead of building something.
+    argv = ["make", "PYTHON=false", *words]
+    return subprocess.run(argv, cwd=clone, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_needs_no_environment_at_all(clone, tmp_path):
+    for name in ("Makefile", "docs"):
+        (tmp_path / name).symlink_to(clone / name)
+    done = make(tmp_path, "help")
+    assert done.returncode == 0
+    assert "  demo " in done.stdout
+
+
+def test_in_a_path_with_spaces_make_runs_a_config_with_spaces(clone):
+    shutil.copy(clone / "configs/run_demo.yaml", clone / "my run.yaml")
+    done = make(clone, "validate", "CONFIG=my run.yaml", "ARGS=train.max_steps=7 'run_name=two words'")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "my run.yaml is valid" in done.stdout
+
+
+def test_a_refusal_through_make_says_what_the_kit_says(clone):
+    done = make(clone, "train", "CONFIG=nowhere.yaml")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "nowhere.yaml: no such file"
+    done = make(clone, "train")
+    assert done.stderr.splitlines()[0] == "--config: train needs a config"
+
+
+def test_make_asks_for_an_install_when_the_stamp_names_another_place_or_the_lock_is_newer(clone, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(clone, moved, symlinks=True)
+    asked = "false -m sftplay.install"
+    assert asked in make(moved, "-n", "validate", "CONFIG=x").stdout
+    assert asked not in make(clone, "-n", "validate", "CONFIG=x").stdout
+    (moved / ".venv/.stamp").write_text(str(moved))
+    assert asked not in make(moved, "-n", "validate", "CONFIG=x").stdout
+    later = (moved / ".venv/.stamp").stat().st_mtime + 5
+    os.utime(moved / "requirements.lock", (later, later))
+    assert asked in make(moved, "-n", "validate", "CONFIG=x").stdout
+
+
+def test_settings_of_make_become_flags(clone):
+    words = ["NPROC=2", "NNODES=3", "NODE_RANK=1", "MASTER_ADDR=h", "MASTER_PORT=5", "DRY_RUN=1", "CONFIG=a b.yaml"]
+    command = make(clone, "-n", "train", *words, "ARGS=a.b=c").stdout.split()
+    expected = (
+        'exec .venv/bin/python -m sftplay train --config "a b.yaml" --nproc 2 --nnodes 3 --node-rank 1 '
+        "--master-addr h --master-port 5 --dry-run a.b=c"
+    )
+    assert command == expected.split()

@@ -1,0 +1,317 @@
+"""The house as DESIGN draws it: floors, sizes, and the documents that name what exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sftplay.cli import VERBS
+from sftplay.config.load import load_config
+from sftplay.machine.probe import Machine
+from sftplay.plan.sizing import size_run
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "sftplay"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+FLOORS = {
+    0: ["sftplay", "errors", "log", "units", "install"],
+    1: ["config", "config.*", "machine", "machine.probe", "data", "data.records", "model", "model.source"],
+    2: ["plan", "plan.*", "data.*", "model.*", "watch", "watch.*", "launch", "launch.*", "machine.doctor", "reward.*"],
+    3: ["data.pipeline", "model.load"],
+    4: ["deliver", "deliver.*"],
+    5: ["tasks", "tasks.*"],
+    6: ["cli", "verbs", "verbs.*", "__main__"],
+}
+"""DESIGN section 2. model.source (names and config.json, with the standard library) stands beside data.records."""
+
+HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
+TARGETS = re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M)
+
+
+@cache
+def floor_of(module: str) -> int:
+    """The floor of a module; an exact name goes before a pattern."""
+    short = module.removeprefix("sftplay.")
+    for is_match in (str.__eq__, fnmatchcase):
+        for floor, names in FLOORS.items():
+            if any(is_match(short, name) for name in names):
+                return floor
+    raise AssertionError(f"{module} has no floor in the table")
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """Modules of the kit that a module imports anywhere in it, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide where things come from"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in MODULES else str(node.module))
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(name for name in found if name in MODULES)
+
+
+def folder_of(module: str) -> Path:
+    return MODULES[module].parent
+
+
+def find_cycle(module: str, path: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """A chain of imports that leads back to where it began; empty when there is none."""
+    if module in path:
+        return (*path[path.index(module) :], module)
+    siblings = (name for name in imports_of(module) if folder_of(name) == folder_of(module))
+    return next((found for name in sorted(siblings) if (found := find_cycle(name, (*path, module)))), ())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_lower_floors_or_siblings_in_its_folder(module):
+    wrong = [
+        f"{module} (floor {floor_of(module)}) imports {name} (floor {floor_of(name)})"
+        for name in imports_of(module)
+        if floor_of(name) >= floor_of(module) and folder_of(name) != folder_of(module)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_siblings_do_not_import_each_other_in_a_circle(module):
+    assert find_cycle(module) == ()
+
+
+def test_the_search_for_circles_finds_one(monkeypatch):
+    chain = {"sftplay.log": {"sftplay.units"}, "sftplay.units": {"sftplay.errors"}, "sftplay.errors": {"sftplay.log"}}
+    monkeypatch.setitem(globals(), "imports_of", lambda name: frozenset(chain[name]))
+    assert find_cycle("sftplay.log") == ("sftplay.log", "sftplay.units", "sftplay.errors", "sftplay.log")
+
+
+IMPORT_EACH_IN_A_CHILD = """
+import importlib, os, sys, traceback, warnings
+warnings.simplefilter("ignore")
+
+def fails(module):
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(module)
+        except BaseException:
+            sys.stderr.write(f"{module}: {traceback.format_exc()}")
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+light, heavy = (words.split() for words in sys.argv[1:])
+failed = [module for module in light if fails(module)]
+import datasets, peft, torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer
+from trl import SFTConfig, SFTTrainer
+failed += [module for module in heavy if fails(module)]
+sys.exit(bool(failed))
+"""
+
+
+def test_every_module_imports_alone():
+    # Each module is imported in a fork of its own, so that none leans on what another has imported before it. Foreign
+    # libraries are loaded once, in the parent, before those modules that need them.
+    heavy = [name for name in MODULES if needs_heavy_libraries(name)]
+    light = [name for name in MODULES if name not in (*heavy, "sftplay.__main__")]
+    argv = [sys.executable, "-c", IMPORT_EACH_IN_A_CHILD, " ".join(light), " ".join(heavy)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def needs_heavy_libraries(module: str) -> bool:
+    """True when the module, or one it imports when it is imported, names a heavy library at its top."""
+    found = {alias.name for node in ast.parse(MODULES[module].read_text()).body for alias in getattr(node, "names", [])}
+    found |= {node.module for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.ImportFrom)}
+    if any(name and name.split(".")[0] in HEAVY for name in found):
+        return True
+    return any(needs_heavy_libraries(name) for name in imports_of(module) if name in found)
+
+
+def loaded_after(words: list[str], cwd: Path = ROOT) -> set[str]:
+    """Top-level modules in memory when a command line has been served."""
+    code = (
+        "import sys; from sftplay.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print('LOADED', *{name.split('.')[0] for name in sys.modules})"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=cwd, env=env, capture_output=True, text=True)
+    return set(done.stdout.rsplit("LOADED", 1)[1].split())
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["gpu-info"], ["trian"]], ids=" ".join)
+def test_help_and_gpu_info_import_neither_torch_nor_pydantic(words):
+    assert loaded_after(words).isdisjoint((*HEAVY, "pydantic", "yaml", "numpy"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["validate"],
+        ["train", "--dry-run"],
+        ["train", "--dry-run", "--nproc", "2"],
+        ["train", "train.learning_rat=1"],
+        ["train", "data.train_path=nowhere.jsonl"],
+        ["train", "model.name=/nowhere"],
+        ["train", "--nproc", "0"],
+        ["train", "train.batch_size=5"],
+        ["process", "data.train_path=nowhere.jsonl"],
+        ["eval", "output_dir=/nowhere"],
+        ["infer", "output_dir=/nowhere"],
+        ["resume", "output_dir=/nowhere"],
+    ],
+    ids=" ".join,
+)
+def test_validate_a_dry_run_and_refusals_import_no_torch(words):
+    verb, *rest = words
+    assert loaded_after([verb, "--config", "configs/run_demo.yaml", *rest]).isdisjoint(HEAVY)
+
+
+def tracked_python_files() -> list[Path]:
+    folders = [ROOT / name for name in ("sftplay", "tests", "benchmarks", "data", "docs", ".ci")]
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def test_no_line_is_longer_than_120_characters():
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked_python_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert long == []
+
+
+def test_no_file_of_the_kit_is_longer_than_300_lines():
+    counts = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert {name: count for name, count in counts.items() if count > 300} == {}
+
+
+def functions() -> list[tuple[str, ast.FunctionDef]]:
+    return [
+        (f"{name}.{node.name}", node)
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    ]
+
+
+def body_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    documented = ast.get_docstring(function) is not None
+    text = function.body[0] if documented else None
+    return function.end_lineno - function.lineno + 1 - (text.end_lineno - text.lineno + 1 if text else 0)
+
+
+def test_no_function_is_longer_than_40_lines():
+    # A literal table of arguments is data with names, not a path through code.
+    tables = {"sftplay.tasks.train_run.arguments"}
+    long = {name: body_lines(f) for name, f in functions() if body_lines(f) > 40}
+    assert set(long) <= tables, long
+
+
+def test_no_function_takes_more_than_four_positional_parameters():
+    def count(function: ast.FunctionDef) -> int:
+        names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+        return len([name for name in names if name not in ("self", "cls")])
+
+    assert {name for name, f in functions() if count(f) > 4} == set()
+
+
+def test_every_module_says_in_a_sentence_what_it_is():
+    lacking = [n for n, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+    assert lacking == []
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    empty_words = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "core"}
+    assert [name for name in MODULES if name.rsplit(".", 1)[-1] in empty_words] == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_its_function(verb):
+    module, function, text = VERBS[verb]
+    path = MODULES[module]
+    names = [n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
+    assert function in names
+    assert text
+
+
+def test_every_target_has_a_help_text_and_is_listed():
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = re.findall(r"^  ([a-z][a-z0-9-]*)  +\S", shown, re.M)
+    assert sorted(listed) == sorted(TARGETS)
+
+
+def test_every_target_is_phony_so_that_a_file_of_its_name_does_no_harm():
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    phony = {word for line in re.findall(r"^\.PHONY:(.*)", text, re.M) for word in line.split()}
+    assert set(TARGETS) <= phony
+
+
+def test_every_target_passes_a_dry_make():
+    done = subprocess.run(["make", "-n", *TARGETS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"warning|\*\*\*", done.stderr)
+
+
+def test_every_target_that_starts_the_kit_names_a_verb_that_exists():
+    text = (ROOT / "Makefile").read_text()
+    assert set(re.findall(r"^\t@\$\(SFTPLAY\) ([a-z-]+)", text, re.M)) <= set(VERBS)
+    assert "\t@$(SFTPLAY) train " in text
+
+
+def test_every_target_and_file_that_readme_names_exists():
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("README.md is not written yet")
+    text = readme.read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`|^    [^\n]*", text, re.S | re.M))
+    named = set(re.findall(r"\bmake ([a-z][a-z0-9-]+)\b", code))
+    assert named, "README names no target at all"
+    assert named <= set(TARGETS)
+    files = set(re.findall(r"\b(?:configs|docs|benchmarks|data|sftplay|tests)/[\w./-]+\.\w+", code))
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+MACHINE = Machine(
+    gpus=(), gpu_reason="none in this test", ram_bytes=2**34, cores=2, python="3.11", system="Linux", libraries={}
+)
+RUNS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.name != "config_base.yaml"]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_shipped_config_is_sized_to_its_exact_effective_batch(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = load_config(path.relative_to(ROOT))
+    train = size_run(cfg, MACHINE, world_size=2).cfg.train
+    assert train.batch_size * train.grad_accum * 2 == cfg.train.effective_batch_size
+
+
+def test_every_test_file_lies_where_the_module_it_tests_lies():
+    own = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("_")}
+    assert own <= {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+
+
+def test_the_version_stands_in_one_place():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", importlib.import_module("sftplay").__version__)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert not re.search(r'^version = "', project, re.M)

@@ -1,0 +1,117 @@
+"""TensorBoard: on this machine only, on a free port, in the background, and stopped by its own pid file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from sftplay.errors import MachineError
+from sftplay.launch.ports import free_port
+from sftplay.verbs import board
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = Path(".cache/tensorboard.json")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder in which a TensorBoard is started once; it is ended at the end whatever happened."""
+    root = tmp_path_factory.mktemp("place with space")
+    yield root
+    with contextlib.suppress(OSError, ValueError):
+        os.kill(json.loads((root / RECORD).read_text())["pid"], signal.SIGKILL)
+
+
+def call(place, *words):
+    # Returning at once means that nothing of the child keeps these pipes open either.
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "sftplay", *words]
+    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture(scope="module")
+def started(place):
+    """The output of `tensorboard` when its first port is taken, the port, and the record it left."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = call(place, "tensorboard", "--port", str(port))
+    return done, port, json.loads((place / RECORD).read_text())
+
+
+def test_it_answers_on_the_next_free_port_of_this_machine_when_the_command_returns(started):
+    done, taken, record = started
+    assert done.returncode == 0, done.stderr
+    url = re.search(r"http://127\.0\.0\.1:(\d+)", done.stdout)
+    assert taken < int(url[1]) <= taken + 50
+    assert record["url"] == url[0]
+    with urllib.request.urlopen(url[0], timeout=30) as page:
+        assert b"TensorBoard" in page.read()
+
+
+def test_it_listens_on_the_loopback_address_only(started):
+    port = int(started[2]["url"].rsplit(":", 1)[1])
+    with socket.socket() as elsewhere:  # 127.0.0.2 is this machine too, but not the address it is bound to
+        elsewhere.settimeout(5)
+        assert elsewhere.connect_ex(("127.0.0.2", port)) != 0
+
+
+def test_started_again_it_only_says_where_it_is(place, started):
+    done = call(place, "tensorboard")
+    assert (done.returncode, json.loads((place / RECORD).read_text())) == (0, started[2])
+    assert f"already running: {started[2]['url']}" in done.stdout
+
+
+def test_stopped_it_is_gone_and_stopping_again_finds_nothing(place, started):
+    pid = started[2]["pid"]
+    assert board.start_time(pid) == started[2]["started"]
+    assert f"stopped (process {pid})" in call(place, "tb-stop").stdout
+    assert board.start_time(pid) == ""
+    assert not (place / RECORD).exists()
+    again = call(place, "tb-stop")
+    assert again.returncode == 0
+    assert "no TensorBoard of ours is running" in again.stdout
+
+
+@pytest.mark.parametrize("record", ["stale", "broken"])
+def test_a_process_that_merely_has_the_old_pid_is_left_alone(tmp_path, monkeypatch, record):
+    monkeypatch.chdir(tmp_path)
+    RECORD.parent.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        stale = {"pid": other.pid, "started": "12345", "url": "http://127.0.0.1:1", "folder": "outputs"}
+        RECORD.write_text({"stale": json.dumps(stale), "broken": "{"}[record])
+        assert board.stop(None) == 0
+        assert other.poll() is None
+        other.kill()
+    assert not RECORD.exists()
+
+
+def test_a_port_in_use_is_passed_over_and_when_all_are_the_machine_lacks_one(monkeypatch):
+    monkeypatch.setattr("sftplay.launch.ports.PORTS_TRIED", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(MachineError, match="no free port"):
+            free_port(taken.getsockname()[1])
+
+
+def test_any_free_port_is_found_for_zero():
+    port = free_port(0)
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", port))
+
+
+def test_a_port_that_cannot_be_one_is_refused_not_a_bug():
+    with pytest.raises(MachineError):
+        free_port(70_000)

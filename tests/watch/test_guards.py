@@ -1,0 +1,71 @@
+"""A run ends in good order: at a signal after its step, at a number that is not finite before the weights change."""
+
+from __future__ import annotations
+
+import math
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+
+from sftplay.errors import RunError
+from sftplay.watch.guards import FP16_PATIENCE, StopOnBadStep, StopOnSignal
+
+
+def model_with_gradient(value: float) -> Any:
+    model = torch.nn.Linear(2, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    return model
+
+
+def look(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = False) -> None:
+    guard.window = SimpleNamespace(last_loss=torch.tensor(loss))
+    state = TrainerState(global_step=6)
+    guard.on_pre_optimizer_step(
+        SimpleNamespace(fp16=fp16), state, TrainerControl(), model=model_with_gradient(gradient)
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_loss_or_gradient_that_is_not_finite_ends_the_run_and_is_named(bad: float):
+    guard = StopOnBadStep()
+    look(guard, 2.0, 1.0)
+    with pytest.raises(RunError, match="the loss of step 7 is not finite on rank 0"):
+        look(guard, bad, 1.0)
+    with pytest.raises(RunError, match="the gradient of step 7 is not finite on rank 0"):
+        look(guard, 2.0, bad)
+
+
+def test_fp16_run_may_skip_steps_until_no_scale_can_cure_them():
+    guard = StopOnBadStep()
+    for _ in range(FP16_PATIENCE):
+        look(guard, 2.0, math.inf, fp16=True)
+    look(guard, 2.0, 1.0, fp16=True)  # one good step and the count starts again
+    for _ in range(FP16_PATIENCE):
+        look(guard, math.nan, 1.0, fp16=True)
+    with pytest.raises(RunError, match="the loss of step 7"):
+        look(guard, math.nan, 1.0, fp16=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Signals):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        stop = StopOnSignal()
+        stop.install()
+        calm = stop.on_step_end(None, None, TrainerControl())
+        assert not calm.should_save
+        assert not calm.should_training_stop
+        signal.raise_signal(number)
+        control = stop.on_step_end(None, None, TrainerControl())
+        assert stop.received == number
+        assert control.should_log
+        assert control.should_save
+        assert control.should_training_stop
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
