@@ -45,6 +45,13 @@ WORDS = [
 ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs the builtin model is slow: on a fresh clone it is trained first, which takes about a minute."""
+    for item in items:
+        if "builtin_tiny" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with a 400-token byte-level BPE, saved as transformers saves."""

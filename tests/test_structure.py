@@ -28,14 +28,26 @@ MODULES = {
 
 FLOORS = {
     0: ["sftplay", "errors", "log", "units", "install"],
-    1: ["config", "config.*", "machine", "machine.probe", "data", "data.records", "model", "model.source"],
-    2: ["plan", "plan.*", "data.*", "model.*", "watch", "watch.*", "launch", "launch.*", "machine.doctor", "reward.*"],
+    1: ["config", "config.*", "machine", "machine.probe", "data", "data.records"],
+    2: [
+        "plan",
+        "plan.*",
+        "data.*",
+        "model",
+        "model.*",
+        "watch",
+        "watch.*",
+        "launch",
+        "launch.*",
+        "machine.doctor",
+        "reward.*",
+    ],
     3: ["data.pipeline", "model.load"],
     4: ["deliver", "deliver.*"],
     5: ["tasks", "tasks.*"],
     6: ["cli", "verbs", "verbs.*", "__main__"],
 }
-"""DESIGN section 2. model.source (names and config.json, with the standard library) stands beside data.records."""
+"""DESIGN section 2."""
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 TARGETS = re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M)

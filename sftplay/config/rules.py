@@ -156,6 +156,8 @@ def _names(cfg: RunConfig) -> Iterator[Finding]:
     if name is not None and (name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()):
         what = f"{name!r} is a path, not a name of a folder" if name.isprintable() else f"{name!r} is no folder's name"
         yield Finding(("run_name",), what, "write a plain name; output_dir says where run folders go")
+    if name == "latest":
+        yield Finding(("run_name",), "'latest' always points at the newest run", "choose another name")
     for key, field in all_keys().items():
         value = _value(cfg, key)
         if isinstance(value, str) and not value.strip():

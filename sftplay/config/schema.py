@@ -161,7 +161,8 @@ class TrainConfig(Section):
     """Keep the weights of the evaluation with the lowest held-out loss as the result. None keeps the last."""
 
     early_stopping: Positive | None = None
-    """Stop after this many evaluations without a lower held-out loss. None means train to the end."""
+    """Stop after this many evaluations without a lower held-out loss, and keep the best weights as the result.
+    None means train to the end."""
 
     resume: str = "never"
     """never, auto (newest complete checkpoint of this run name), or the path of a checkpoint."""

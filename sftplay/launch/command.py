@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sftplay.config.schema import RunConfig
 from sftplay.log import FOLLOWED
 from sftplay.machine.probe import usable_cores
-from sftplay.model.source import is_local
 
 WORKER = "sftplay.tasks.worker"
 
@@ -45,10 +43,10 @@ class Launch:
         return f"{settings} {shlex.join(self.argv)}".strip()
 
 
-def build_launch(cfg: RunConfig, run_folder: Path, scale: Scale, *, has_gpu: bool) -> Launch:
-    """The worker directly for one process, else under torchrun."""
+def build_launch(run_folder: Path, scale: Scale, *, has_gpu: bool, is_offline: bool) -> Launch:
+    """The worker directly for one process, else under torchrun. `is_offline`: nothing of the run is on a hub."""
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
-    if needs_no_hub(cfg):
+    if is_offline:
         env |= offline_environment()
     if scale.world_size == 1:
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
@@ -78,12 +76,6 @@ def quiet_environment() -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-
-
-def needs_no_hub(cfg: RunConfig) -> bool:
-    """True when model and data all lie on this machine."""
-    data = (cfg.data.train_path, cfg.data.val_path, cfg.data.test_path)
-    return is_local(cfg.model.name) and all(Path(path).exists() for path in data if path)
 
 
 def offline_environment() -> dict[str, str]:

@@ -29,6 +29,9 @@ SIGN_OF_LIFE_S = 9.0
 LAST_LINES = 20
 """Lines of a launcher that are shown when it ends without a word; all of them are in logs/launch.log."""
 
+WORKERS_OWN = (2, 3, 4, 5)
+"""Exit codes by which only a worker of ours ends."""
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -107,6 +110,8 @@ def settle(folder: RunFolder, code: int, received: int, unmarked: Iterable[str])
     status = folder.read_json("status.json")
     if status.get("exit_code") is not None:
         return int(status["exit_code"])
+    if code in WORKERS_OWN:  # a disk too full even for status.json
+        return code
     if received:
         name = signal.Signals(received).name
         folder.update_status(state="stopped", exit_code=128 + received, signal=name)

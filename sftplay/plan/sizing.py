@@ -46,6 +46,8 @@ class SizedRun:
     cfg: RunConfig
     world_size: int
     decisions: tuple[Decision, ...]
+    notes: tuple[str, ...] = ()
+    """What was asked for and has no effect on this machine."""
 
     def as_plan(self) -> dict[str, Any]:
         """What goes to plan.json."""
@@ -74,7 +76,7 @@ def size_run(cfg: RunConfig, machine: Machine, *, world_size: int = 1, vocab_siz
     decisions += [_decide_head(cfg, machine, batch, vocab_size)]
     values = {d.key: d.value for d in decisions if _get(cfg, d.key) == "auto"}
     sized = cfg.with_values(values, "auto")
-    return SizedRun(sized, world_size, tuple(d for d in decisions if d.key in values))
+    return SizedRun(sized, world_size, tuple(d for d in decisions if d.key in values), _without_effect(sized, machine))
 
 
 def split_batch(cfg: RunConfig, world_size: int, *, has_gpu: bool) -> tuple[int, int, str]:
@@ -143,6 +145,12 @@ def _decide_numerics(cfg: RunConfig, machine: Machine) -> list[Decision]:
         Decision("train.optim", "adamw_torch_fused", "one kernel a step, no copy of the gradients"),
         Decision("train.dataloader_pin_memory", bool(gpus), "page-locked memory speeds copies to a GPU only"),
     ]
+
+
+def _without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:
+    if cfg.train.dataloader_pin_memory is True and not machine.gpus:
+        return ("train.dataloader_pin_memory has no effect without a GPU",)
+    return ()
 
 
 def _decide_rate(cfg: RunConfig) -> Decision:

@@ -46,6 +46,8 @@ class MarkComplete(TrainerCallback):
             rotate(self.folder.checkpoints, self.limit, best)
             self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
             tell(state, state.save_steps, f"checkpoint at step {state.global_step}")
+        if log.world_size() > 1:
+            torch.distributed.barrier()  # no rank ends, and lets the launcher end the others, while files are written
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")

@@ -27,6 +27,9 @@ from sftplay.tasks.window import Window
 from sftplay.units import format_count
 from sftplay.watch.guards import StopOnSignal
 
+FEW_STEPS = 50
+"""Below this a run hardly leaves its warm-up."""
+
 HEADS = {"standard": "nll", "chunked": "chunked_nll", "liger": "nll"}
 """TRL's loss_type for each of our loss heads; liger is switched on by a flag of its own."""
 
@@ -149,3 +152,7 @@ def _announce(cfg: RunConfig, train_run: TrainRun, parameters: dict[str, Any]) -
         f"Starting {'new' if train_run.checkpoint is None else 'continued'} {cfg.tuning.backend} run with "
         f"{cfg.train.precision} precision on {train_run.world_size} process(es): {train_run.steps} steps"
     )
+    if train_run.steps < FEW_STEPS:
+        log.say(
+            f"note: {train_run.steps} steps in all are few to learn from; more epochs, or a smaller effective batch"
+        )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sftplay import log
 from sftplay.config.load import load_config
-from sftplay.errors import SftplayError
+from sftplay.errors import RunError, SftplayError
 from sftplay.launch.folder import RESOLVED, RunFolder
 from sftplay.launch.lifeline import die_with_parent
 
@@ -31,10 +31,14 @@ def main(run_folder: str) -> int:
     try:
         return _work(folder)
     except SftplayError as error:
-        _finish(folder, "failed", error.exit_code, cause=error.what)
+        _finish(folder, "failed", error.exit_code, cause=error.what, error=error.as_json())
         _print_error(str(error))
         return error.exit_code
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the worker's end: a bug must reach status.json
+        if gone := gone_rank(folder):
+            _finish(folder, "failed", RunError.exit_code, cause=gone)
+            _print_error(f"{folder.path}: {gone}\n  fix: `make resume` continues from the last complete checkpoint")
+            return RunError.exit_code
         _finish(folder, "failed", BUG, cause=f"{type(error).__name__}: {error}")
         _print_error(traceback.format_exc())
         return BUG
@@ -57,10 +61,22 @@ def _work(folder: RunFolder) -> int:
         code = 128 + outcome.stop_signal
         _finish(folder, "stopped", code, cause=name, signal=name, step=outcome.step)
         log.say(f"stopped by {name} after step {outcome.step}; `make resume` continues from here")
-        return code
+        # torchrun ends the others when one rank fails, and the main one may still be writing.
+        return code if log.is_main() else 0
     spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
     _finish(folder, "done", 0, cause="done", step=outcome.step, **spent)
     return 0
+
+
+def gone_rank(folder: RunFolder) -> str:
+    """Which rank of this node has died, when an error of another one follows from that; empty when all live."""
+    if log.world_size() == 1:
+        return ""
+    for number, rank in enumerate(folder.read_json("status.json").get("ranks") or []):
+        stat = Path(f"/proc/{rank['pid']}/stat")
+        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return f"rank {number} (process {rank['pid']}) has gone"
+    return ""
 
 
 def quiet_libraries() -> None:

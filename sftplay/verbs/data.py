@@ -8,8 +8,8 @@ from argparse import Namespace
 
 from sftplay import log
 from sftplay.config.load import load_config
-from sftplay.launch.command import cache_environment, needs_no_hub, offline_environment, quiet_environment
-from sftplay.verbs.training import check_inputs
+from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
+from sftplay.verbs.inputs import check_inputs, needs_no_hub
 
 
 def process(args: Namespace) -> int:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
-from importlib.util import find_spec
 from typing import Any
 
 from sftplay import log
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules import notes
 from sftplay.config.schema import RunConfig
-from sftplay.data.sources import existing_file, is_hub_name
-from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.folder import RunFolder, find_run, has_run, new_folder, write_text
 from sftplay.launch.follow import follow
 from sftplay.launch.ports import free_port
 from sftplay.machine.probe import Machine, probe
-from sftplay.model.source import BUILTIN, check_source, read_shape
+from sftplay.model.source import read_shape
 from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.units import GIB
+from sftplay.verbs.inputs import check_inputs, needs_no_hub
 
 MEETING_PORT = 29511
 """Where nodes meet when no port is given."""
@@ -61,7 +59,7 @@ def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None) -> 
     check_inputs(cfg)
     sized = _size(cfg, machine, scale)
     folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
-    command = build_launch(sized.cfg, folder.path, scale, has_gpu=bool(machine.gpus))
+    command = _command(sized, folder, scale, machine)
     if args.dry_run:
         return _print_command(command, args)
     with folder.locked():
@@ -93,7 +91,7 @@ def _continue(args: Namespace, cfg: RunConfig) -> int:
             where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
             fix="restore it, or train under a new run_name",
         )
-    command = build_launch(sized.cfg, folder.path, scale, has_gpu=bool(machine.gpus))
+    command = _command(sized, folder, scale, machine)
     if args.dry_run:
         return _print_command(command, args)
     with folder.locked():
@@ -133,45 +131,13 @@ def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
     return code
 
 
-def check_inputs(cfg: RunConfig) -> None:
-    """Refuse what can be seen to be missing before a heavy library is imported.
-
-    Raises:
-        ConfigError: the model's name leads nowhere.
-        DataError: a data file is missing or of an unknown kind.
-        MachineError: a tracker is not installed.
-    """
-    check_source(cfg.model.name, f"{cfg.origins.get('model.name', 'model')} model.name")
-    for key in ("train_path", "val_path", "test_path"):
-        path = getattr(cfg.data, key)
-        if path is not None and not is_hub_name(path):
-            _check_file(path, f"data.{key}", cfg)
-    _check_trackers(cfg)
-
-
-def _check_file(path: str, key: str, cfg: RunConfig) -> None:
-    try:
-        existing_file(path)
-    except DataError as error:
-        where = f"{cfg.origins.get(key, 'default')} {key}"
-        raise DataError(f"{path}: {error.what}", where=where, fix=error.fix) from None
-
-
-def _check_trackers(cfg: RunConfig) -> None:
-    backend = cfg.logging.backend
-    for tracker in [backend] if isinstance(backend, str) else backend:
-        if tracker != "none" and find_spec(tracker) is None:
-            raise MachineError(
-                f"the tracker {tracker} is not installed",
-                where=f"{cfg.origins.get('logging.backend', 'default')} logging.backend",
-                fix=f"{sys.executable} -m pip install {tracker}, or logging.backend=none",
-            )
-
-
 def _size(cfg: RunConfig, machine: Machine, scale: Scale) -> SizedRun:
-    name = cfg.model.name
-    vocab = 1024 if name.startswith(BUILTIN) else read_shape(name).get("vocab_size")
-    return size_run(cfg, machine, world_size=scale.world_size, vocab_size=vocab)
+    vocab_size = read_shape(cfg.model.name).get("vocab_size")
+    return size_run(cfg, machine, world_size=scale.world_size, vocab_size=vocab_size)
+
+
+def _command(sized: SizedRun, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
+    return build_launch(folder.path, scale, has_gpu=bool(machine.gpus), is_offline=needs_no_hub(sized.cfg))
 
 
 def _scale(args: Namespace, machine: Machine) -> Scale:
@@ -216,7 +182,7 @@ def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
         log.say(f"auto {decision.key} = {decision.value}: {decision.reason}")
     log.say(f"Batch size: {train_section.batch_size} per process, gradient accumulation: {train_section.grad_accum}")
     log.say(f"Effective batch size: {train_section.effective_batch_size}, precision: {train_section.precision}")
-    for note in notes(sized.cfg):
+    for note in [*notes(sized.cfg), *sized.notes]:
         log.say(f"note: {note}")
 
 

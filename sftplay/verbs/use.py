@@ -80,7 +80,10 @@ def infer_batch(args: Namespace) -> int:
     prompts = []
     for row in rows:
         turns = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-        prompts.append(renderer.prompt_ids([Message(turn["role"], turn["content"]) for turn in turns]))
+        try:
+            prompts.append(renderer.prompt_ids([Message(turn["role"], turn["content"]) for turn in turns]))
+        except DataError as error:
+            raise DataError(error.what, where=f"{args.input}, row {len(prompts) + 1}", fix=error.fix) from error
     answers = answer_all(
         speaker,
         prompts,

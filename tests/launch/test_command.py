@@ -11,6 +11,7 @@ import pytest
 from sftplay.config.load import load_config
 from sftplay.launch import command
 from sftplay.launch.command import Launch, Scale, build_launch, cache_environment
+from sftplay.verbs.inputs import needs_no_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFLINE = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"}
@@ -24,7 +25,7 @@ def launch(monkeypatch):
 
     def build(*overrides, scale=Scale(), has_gpu=False):  # noqa: B008 - a frozen value
         cfg = load_config("configs/run_demo.yaml", overrides)
-        return build_launch(cfg, Path("outputs/demo"), scale, has_gpu=has_gpu)
+        return build_launch(Path("outputs/demo"), scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg))
 
     return build
 

@@ -284,7 +284,6 @@ def test_no_worker_outlives_a_command_that_is_killed(shop, processes):
     assert again.wait(60) == 143, shop.said(run)
 
 
-@pytest.mark.xfail(strict=True, reason="tasks/worker: the surviving rank's broken connection is taken for a bug, 1")
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run_with_5_and_leaves_no_process(shop):
     process, pids = shop.start_training("lost", "--nproc", "2", "train.max_steps=100000")
