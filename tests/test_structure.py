@@ -327,3 +327,9 @@ def test_the_version_stands_in_one_place():
     assert re.fullmatch(r"\d+\.\d+\.\d+", importlib.import_module("sftplay").__version__)
     project = (ROOT / "pyproject.toml").read_text()
     assert not re.search(r'^version = "', project, re.M)
+
+
+def test_the_tree_in_readme_names_every_module():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = set(re.findall(r"^ +(\w+\.py) ", readme, re.M))
+    assert tree == {path.name for path in MODULES.values()} - {"__init__.py"}
