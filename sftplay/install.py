@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 13)
@@ -15,7 +16,10 @@ TORCH = "torch==2.13.0"
 LOCK = Path("requirements.lock")
 VENV = Path(".venv")
 STAMP = VENV / ".stamp"
+LOG = Path(".cache") / "install.log"
 CONFIG, MACHINE = 2, 3
+SIGN_OF_LIFE_S = 9.0
+LAST_LINES = 15
 
 
 def main(force: bool) -> int:
@@ -33,7 +37,7 @@ def main(force: bool) -> int:
     steps = []
     if read_stamp() not in ("", here) or not works(python):
         steps.append([sys.executable, "-m", "venv", "--clear", str(VENV)])
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-q"]
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     index = os.environ.get("TORCH_INDEX", "")
     steps.append([*pip, TORCH, *(["--index-url", index] if index else [])])
     steps.append([*pip, "-r", str(LOCK)])
@@ -48,13 +52,35 @@ def main(force: bool) -> int:
     if STAMP.exists():
         STAMP.unlink()  # a broken-off install must not look finished
     for step in steps:
-        code = subprocess.call(step)
-        if code:
-            sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see above, then run the command again\n")
+        if run_logged(step):
+            sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see {LOG}, then run the command again\n")
             return MACHINE
     STAMP.write_text(here)
     say("ready")
     return 0
+
+
+def run_logged(argv: list[str]) -> int:
+    """Run a step with all its output in the log, and a sign of life on the screen; its exit code.
+
+    When it fails, the end of what it said is shown.
+    """
+    LOG.parent.mkdir(exist_ok=True)
+    with LOG.open("ab") as handle:
+        begins, started = handle.tell(), time.monotonic()
+        process = subprocess.Popen(argv, stdout=handle, stderr=subprocess.STDOUT)
+        while True:
+            try:
+                code = process.wait(SIGN_OF_LIFE_S)
+                break
+            except subprocess.TimeoutExpired:
+                what = " ".join(word for word in argv[2:] if not word.startswith("-"))
+                say(f"{what[:60]} ({time.monotonic() - started:.0f} s)")
+    if code:
+        with LOG.open("rb") as handle:
+            handle.seek(begins)
+            sys.stderr.write("".join(handle.read().decode(errors="replace").splitlines(keepends=True)[-LAST_LINES:]))
+    return code
 
 
 def find_problem(version: tuple[int, ...]) -> str:

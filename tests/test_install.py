@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Pip:
-    """Stands in for subprocess.call: keeps the commands, and fails or does what a step leaves behind."""
+    """Stands in for the steps of an install: keeps the commands, and fails or does what a step leaves behind."""
 
     def __init__(self):
         self.commands, self.fails_at, self.has_pip = [], None, False
@@ -53,7 +53,27 @@ def pip(tmp_path, monkeypatch):
         monkeypatch.delenv(key, raising=False)
     fake = Pip()
     monkeypatch.setattr(install.subprocess, "call", fake)
+    monkeypatch.setattr(install, "run_logged", fake)
     return fake
+
+
+def test_what_a_step_says_goes_to_the_log_and_the_screen_hears_that_it_lives(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(install, "SIGN_OF_LIFE_S", 0.2)
+    assert install.run_logged([sys.executable, "-c", "print('noise', flush=True); import time; time.sleep(0.7)"]) == 0
+    screen = capsys.readouterr()
+    assert screen.out.startswith("[install] ")
+    assert "noise" in (tmp_path / install.LOG).read_text()
+    assert screen.err == ""
+
+
+def test_a_step_that_fails_shows_the_end_of_what_it_said_and_not_what_came_before(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert install.run_logged([sys.executable, "-c", "print('of the step before')"]) == 0
+    code = "import sys; [print('line', n) for n in range(50)]; sys.exit(7)"
+    assert install.run_logged([sys.executable, "-c", code]) == 7
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == [f"line {n}" for n in range(50 - install.LAST_LINES, 50)]
 
 
 @pytest.mark.parametrize("version", [(3, 9), (3, 10), (3, 14), (4, 0)])
@@ -158,7 +178,7 @@ def test_an_install_that_breaks_off_goes_on_where_it_was(pip, capsys):
     pip.fails_at = "-r"
     assert install.main(force=False) == 3
     assert not Path(".venv/.stamp").exists()
-    assert "fix: see above, then run the command again" in capsys.readouterr().err
+    assert "fix: see .cache/install.log, then run the command again" in capsys.readouterr().err
     pip.fails_at, pip.commands = None, []
     assert install.main(force=False) == 0
     assert pip.kinds == ["torch", "lock"]  # the environment is kept; pip skips what it has
