@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -266,7 +267,7 @@ def test_a_dry_run_as_text_can_be_pasted_into_a_shell(tmp_path, monkeypatch, cap
     target = tmp_path / "with space"
     assert main(["train", "--config", DEMO, "--dry-run", f"output_dir={target}"]) == 0
     text = capsys.readouterr().out
-    program = f"{sys.executable} -m sftplay.tasks.worker"
+    program = f"{shlex.quote(sys.executable)} -m sftplay.tasks.worker"
     assert program in text
     echoed = subprocess.run(["sh", "-c", text.replace(program, "printf %s:$HF_HUB_OFFLINE")], capture_output=True)
     assert echoed.stdout.decode() == f"{target}/demo:"
