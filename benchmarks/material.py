@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 STEP_ROWS = 32
-MICRO_BATCH = 4
+MICRO_BATCH = 2
 """What our own sizing takes for these rows on a CPU; TRL is given the same."""
+
+PACKED_ROWS = 5
+"""Packed rows of a step for TRL, so that its steps hold about as many tokens as those of 32 rows."""
 
 MAX_LENGTH = 512
 SEED = 7

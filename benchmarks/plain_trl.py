@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.material import MAX_LENGTH, MICRO_BATCH, SEED, STEP_ROWS
+from benchmarks.material import MAX_LENGTH, MICRO_BATCH, PACKED_ROWS, SEED, STEP_ROWS
 
 
 class Clock(TrainerCallback):
@@ -49,7 +49,7 @@ trainer = SFTTrainer(
         bf16=False,
         seed=SEED,
         per_device_train_batch_size=MICRO_BATCH if layout == "padded" else 1,
-        gradient_accumulation_steps=STEP_ROWS // MICRO_BATCH,
+        gradient_accumulation_steps=STEP_ROWS // MICRO_BATCH if layout == "padded" else PACKED_ROWS,
         num_train_epochs=1,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",

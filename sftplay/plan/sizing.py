@@ -19,7 +19,7 @@ from sftplay.units import format_bytes
 
 RATES = {("full", "sft"): 1e-5, ("lora", "sft"): 2e-4, ("qlora", "sft"): 2e-4}
 
-TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 2_048}
+TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}
 """Rows go through the model together up to about this many tokens. A GPU needs them to be busy; a CPU is busy with one
 row, and small pieces of rows of like length carry less padding (measured in docs/benchmarks.md)."""
 
