@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -29,7 +30,7 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
         r=lora.r,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
         lora_dropout=lora.dropout,
-        target_modules="all-linear" if targets == "auto" else list(targets),
+        target_modules=_every_linear_of_text(model) if targets == "auto" else list(targets),
         modules_to_save=list(lora.modules_to_save) or None,
         use_dora=lora.dora,
         use_rslora=lora.rslora,
@@ -49,6 +50,31 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
             ) from error
     make_trainable_fp32(adapted)
     return adapted
+
+
+def freeze_beside_text(model: Any) -> int:
+    """Stop training what a row of text never reaches, such as a vision tower; how many weights that were.
+
+    A weight that trains and never gets a gradient ends a run of several processes.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    reached = {id(p) for part in (base.get_decoder(), base.get_output_embeddings()) for p in part.parameters()}
+    beside = [p for p in model.parameters() if p.requires_grad and id(p) not in reached]
+    for parameter in beside:
+        parameter.requires_grad_(False)
+    return sum(p.numel() for p in beside)
+
+
+def _every_linear_of_text(model: Any) -> str:
+    decoder = model.get_decoder()
+    if decoder is model:
+        return "all-linear"
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    if prefix == model.base_model_prefix:
+        return "all-linear"  # nothing but text; PEFT knows how to leave out the head
+    # 4-bit layers are nn.Linear too.
+    names = {name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
+    return rf"{re.escape(prefix)}\.({'|'.join(sorted(map(re.escape, names)))})"
 
 
 def make_trainable_fp32(model: nn.Module) -> None:

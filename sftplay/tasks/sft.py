@@ -14,7 +14,7 @@ from sftplay.data.tally import report_table
 from sftplay.deliver.evaluate import evaluate
 from sftplay.errors import DataError
 from sftplay.launch.folder import RunFolder
-from sftplay.model.adapter import add_adapter, describe_parameters, make_trainable_fp32
+from sftplay.model.adapter import add_adapter, describe_parameters, freeze_beside_text, make_trainable_fp32
 from sftplay.model.load import load_base
 from sftplay.model.locate import locate
 from sftplay.model.tokenizer import load_tokenizer
@@ -62,6 +62,8 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         evaluate(model, examples, cfg, folder.eval / "before.json")
     if cfg.tuning.mode != "full":
         model = add_adapter(model, cfg.tuning.lora)
+    if frozen := freeze_beside_text(model):
+        log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
     trainer = _build(cfg, train_run, {"model": model, "tokenizer": tokenizer, "examples": examples, "order": order})
     if log.is_main():
         parameters = describe_parameters(trainer.model)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sftplay.config.schema import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
-from sftplay.model.adapter import add_adapter, describe_parameters
+from sftplay.model.adapter import add_adapter, describe_parameters, freeze_beside_text
 from sftplay.model.load import load_base
 from sftplay.model.source import check_source, is_local, read_shape
 from sftplay.model.tokenizer import load_tokenizer
@@ -212,3 +212,42 @@ def test_shape_is_read_from_config_json_and_from_a_nested_text_config(tiny_llama
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"vocab_size": 9}}))
     assert read_shape(str(tmp_path))["vocab_size"] == 9
     assert read_shape("org/model") == {}
+
+
+@pytest.fixture(scope="module")
+def seeing_gemma():
+    """A tiny Gemma 3 with a vision tower, as google/gemma-3-27b-it has one."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {
+        "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    return lambda: Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
+
+
+@pytest.mark.parametrize("targets", ["auto", ["q_proj", "out_proj"]])
+def test_on_a_model_that_sees_only_the_text_part_trains_and_all_of_it_gets_gradients(seeing_gemma, targets):
+    model = add_adapter(seeing_gemma(), LoraConfig(r=2, target_modules=targets))
+    assert (freeze_beside_text(model) == 0) == (targets == "auto")
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    trains = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trains
+    assert all(p.grad is not None for p in trains.values())
+    assert not any("vision" in name for name in trains)
+
+
+def test_full_tuning_of_a_model_that_sees_leaves_its_vision_alone(seeing_gemma):
+    model = seeing_gemma()
+    frozen = freeze_beside_text(model)
+    tower = [p for name, p in model.named_parameters() if "vision" in name or "projector" in name]
+    assert frozen == sum(p.numel() for p in tower) > 0
+
+
+def test_nothing_of_a_model_that_only_reads_is_frozen(tiny_llama):
+    assert freeze_beside_text(AutoModelForCausalLM.from_pretrained(tiny_llama)) == 0
