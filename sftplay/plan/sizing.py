@@ -26,6 +26,9 @@ row, and small pieces of rows of like length carry less padding (measured in doc
 LARGE_SCORES_BYTES = 2**31
 """From here on the scores of one micro-batch are computed in chunks: a tenth of the RAM these kits usually run in."""
 
+ASSUMED_VOCAB = 128_000
+"""Taken for a model whose config.json is not on this machine yet; few have more."""
+
 CHUNKED_WINS_VOCAB = 32_000
 """Vocabulary above which holding all scores costs a GPU more than recomputing them in chunks."""
 
@@ -166,13 +169,14 @@ def _decide_head(cfg: RunConfig, machine: Machine, batch: int, vocab_size: int |
             where=f"{cfg.origins.get(key, 'train')} {key}",
             fix="leave train.loss_head on auto",
         )
-    vocab = vocab_size or 128_000
+    vocab = vocab_size or ASSUMED_VOCAB
     scores_bytes = batch * cfg.model.max_seq_len * vocab * 4
+    size = format_bytes(scores_bytes) + ("" if vocab_size else f" at most, for a vocabulary of {vocab} or less")
     if machine.gpus and vocab > CHUNKED_WINS_VOCAB:
         return Decision(key, "chunked", f"a vocabulary of {vocab} on a GPU: whole scores would crowd out the batch")
     if scores_bytes > LARGE_SCORES_BYTES:
-        return Decision(key, "chunked", f"whole scores of one piece would take {format_bytes(scores_bytes)}")
-    return Decision(key, "standard", f"scores of one piece take {format_bytes(scores_bytes)}; no recomputation needed")
+        return Decision(key, "chunked", f"whole scores of one piece would take {size}")
+    return Decision(key, "standard", f"scores of one piece take {size}; no recomputation needed")
 
 
 def _get(cfg: RunConfig, dotted: str) -> Any:

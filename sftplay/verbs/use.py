@@ -40,7 +40,8 @@ def evaluate(args: Namespace) -> int:
         return 0
     log.show(f"{'':12}{'base':>12}{'tuned':>12}")
     for key, value in figures["after"].items():
-        log.show(f"{key:12}{figures['before'].get(key, float('nan')):12.4f}{value:12.4f}")
+        base = figures["before"][key]
+        log.show(f"{key:12}{base:12}{value:12}" if key == "n" else f"{key:12}{base:12.4f}{value:12.4f}")
     return 0
 
 
