@@ -37,6 +37,7 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self) -> None:
         self.received = 0
+        self._came_here = False
 
     def install(self) -> None:
         """Take over the three signals of this process."""
@@ -44,15 +45,18 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if self.received:
+        if self._came_here:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        # Not `received`: the others may have told of the first signal before it arrived here.
+        self._came_here = True
         self.received = number
         log.say(f"{signal.Signals(number).name}: the step is finished, a checkpoint is written, then the run ends")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        self.received = max(gather(self.received))
-        if self.received:
+        agreed = max(gather(self.received))
+        if agreed:  # never set back to 0: a signal may have come while the ranks were agreeing
+            self.received = agreed
             control.should_log = True  # what was trained since the last line would be counted nowhere
             control.should_save = True
             control.should_training_stop = True

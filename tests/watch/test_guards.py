@@ -69,3 +69,37 @@ def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Si
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[list[int]]) -> tuple[StopOnSignal, list]:
+    """A guard whose ranks answer with `others`, and in whose first agreement SIGTERM arrives."""
+    stop, asked = StopOnSignal(), []
+
+    def gather(mine: int) -> list[int]:
+        asked.append(mine)
+        if len(asked) == 1:
+            stop._on_signal(signal.SIGTERM, None)
+        return [mine, *others[len(asked) - 1]]
+
+    monkeypatch.setattr("sftplay.watch.guards.gather", gather)
+    return stop, asked
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_is_heard_at_the_next_step(monkeypatch: pytest.MonkeyPatch):
+    stop, asked = stopping_while_ranks_agree(monkeypatch, [[0], [0]])
+    control = stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert not control.should_training_stop
+    control = stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert control.should_training_stop
+    assert asked == [0, signal.SIGTERM]
+
+
+def test_the_first_signal_is_not_taken_for_a_second_when_another_rank_told_of_it_before(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    stop = StopOnSignal()
+    monkeypatch.setattr("sftplay.watch.guards.gather", lambda mine: [mine, int(signal.SIGTERM)])
+    stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert stop.received == signal.SIGTERM
+    stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process
+    assert stop.received == signal.SIGTERM
