@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -26,15 +26,18 @@ class Workshop:
 
     config: Path
     outputs: Path
+    started: list = field(default_factory=list)
 
     def start(self, verb, name, *words):
         argv = [sys.executable, "-m", "sftplay", verb, "--config", self.config, f"run_name={name}", *words]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         # Pipes would have to be read; what is said is looked at afterwards.
         with (self.outputs / f"{name}.txt").open("a") as out:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [str(word) for word in argv], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
+        self.started.append(process)
+        return process
 
     def run(self, verb, name, *words):
         """Run to the end: (exit code, what was said)."""
@@ -77,7 +80,12 @@ def shop(tmp_path_factory, tiny_llama, chat_rows):
     }  # fmt: skip
     (root / "outputs").mkdir()
     (root / "run.yaml").write_text(json.dumps(values))
-    return Workshop(root / "run.yaml", root / "outputs")
+    workshop = Workshop(root / "run.yaml", root / "outputs")
+    yield workshop
+    for process in workshop.started:  # a failed test must not leave a run that goes on training
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def wait_until(condition, limit_s=120.0):
