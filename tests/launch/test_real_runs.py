@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from processes import is_alive, wait_until
 
 from sftplay.launch.folder import RunFolder
 
@@ -86,20 +86,6 @@ def shop(tmp_path_factory, tiny_llama, chat_rows):
         if process.poll() is None:
             process.kill()
             process.wait()
-
-
-def wait_until(condition, limit_s=120.0):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
