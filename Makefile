@@ -11,11 +11,15 @@ ARGS ?=
 TORCH_INDEX ?=
 EXTRAS ?=
 export TORCH_INDEX EXTRAS
+# As it was typed: neither make nor the shell may find anything to expand in a system prompt.
+unexport STYLE
+export STYLE_TEXT := $(value STYLE)
 
 WHICH := --config "$(CONFIG)"
 SCALE = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) $(if $(NODE_RANK),--node-rank $(NODE_RANK)) \
   $(if $(MASTER_ADDR),--master-addr $(MASTER_ADDR)) $(if $(MASTER_PORT),--master-port $(MASTER_PORT)) $(if $(DRY_RUN),--dry-run)
 RUNNAME = $(if $(RUN),--run "$(RUN)")
+COUNT = $(if $(N),--n $(N))
 JSONFLAG = $(if $(JSON),--json)
 
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
@@ -25,8 +29,9 @@ endif
 $(READY): requirements.lock sftplay/install.py
 	@exec $(PYTHON) -m sftplay.install
 
-.PHONY: help install demo test test-slow check validate schema manual process train train-tb train-bnb train-bnb-tb \
-  train-distributed train-distributed-tb resume gpu-info tensorboard tb-stop eval infer infer-batch bench clean
+.PHONY: help install demo test test-slow check validate schema manual process inspect render style train train-tb \
+  train-bnb train-bnb-tb train-distributed train-distributed-tb resume gpu-info tensorboard tb-stop eval infer infer-batch bench \
+  bench-data clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -52,6 +57,12 @@ manual: $(READY) ## the config manual, docs/config.md
 ##@ data
 process: $(READY) ## read, render and cache the data, print the report: CONFIG=
 	@$(SFTPLAY) process $(WHICH) $(JSONFLAG) $(ARGS)
+inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG= (N=3, JSON=1)
+	@$(SFTPLAY) inspect $(WHICH) $(COUNT) $(JSONFLAG) $(ARGS)
+render: $(READY) ## rows as the chat template writes them: CONFIG= (N=3, JSON=1; OUT=file.jsonl for all)
+	@$(SFTPLAY) render $(WHICH) $(COUNT) $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
+style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: print it)
+	@$(SFTPLAY) style $(WHICH) $(if $(STYLE_TEXT),--style="$$STYLE_TEXT") $(JSONFLAG) $(ARGS)
 
 ##@ train
 train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command)
@@ -80,6 +91,8 @@ tb-stop: $(READY) ## stop that TensorBoard
 	@$(SFTPLAY) tb-stop
 bench: $(READY) ## speed beside other ways to train, docs/benchmarks.md
 	@exec $(PY) benchmarks/overhead.py $(ARGS)
+bench-data: $(READY) ## speed of data preparation beside datasets.map
+	@exec $(PY) benchmarks/preparing.py $(ARGS)
 
 ##@ use
 eval: $(READY) ## measure a run beside its base: CONFIG= (RUN=, SPLIT=test)

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from sftplay import log
@@ -22,6 +23,9 @@ VERBS = {
     "resume": ("sftplay.verbs.training", "resume", "continue a run from its newest complete checkpoint"),
     "demo": ("sftplay.verbs.demo", "demo", "teach the builtin model a task, on any machine"),
     "process": ("sftplay.verbs.data", "process", "read, render and cache the data; print the data report"),
+    "inspect": ("sftplay.verbs.data", "inspect", "show training rows with what is learned of them; the report"),
+    "render": ("sftplay.verbs.data", "render", "show rows as the chat template writes them, or write all to a file"),
+    "style": ("sftplay.verbs.style", "style", "set the system prompt of a config, data.system"),
     "validate": ("sftplay.verbs.config", "validate", "check a config and say what each value is and why"),
     "schema": ("sftplay.verbs.config", "schema", "print the JSON schema of the config"),
     "manual": ("sftplay.verbs.config", "manual", "print the config manual"),
@@ -50,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = "--json" in words
     if as_json:
         os.environ[log.JSON] = "1"
+    _print_anything()
     try:
         args = parse(words or ["--help"])
         module, function, _ = VERBS[args.verb]
@@ -69,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BUG
     finally:
         os.environ.pop(log.JSON, None)
+
+
+def _print_anything() -> None:
+    """Rows are shown as they are, also where the terminal's encoding has no word for a character of theirs."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -126,16 +138,26 @@ def _flags(verb: str) -> Flags:
         "--tb": {"action": "store_true", "help": "start TensorBoard too"},
     }
     run: Flags = {"--run": {"default": None, "help": "name or folder of the run"}}
+    count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
     special: dict[str, Flags] = {
         "train": scale,
         "resume": {**scale, **run},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **scale},
+        "inspect": count,
+        "render": {**count, "--out": {"default": None, "help": "a new jsonl file for all rows"}},
+        "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},
         "eval": {**run, "--split": {"choices": ["val", "test"], "default": "val"}},
         "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}},
         "infer-batch": {**run, "--in": {"dest": "input", "required": True}, "--out": {"required": True}},
         "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
     }
     return special.get(verb, {})
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"not a number of rows: {text!r}")
+    return int(text)
 
 
 def _unknown_word(word: str, verb: str) -> ConfigError:

@@ -338,6 +338,60 @@ def check_format(bench: Bench) -> None:
         assert [word in text, len(text) > 20] == [True, True]
 
 
+def first_text(run: Finished) -> str:
+    text: str = run.trainer.processing_class.decode(run.trainer.train_dataset[0]["input_ids"])
+    return text
+
+
+def check_columns(bench: Bench) -> None:
+    path = bench.rows("columns.jsonl", [{"frage": "why", "antwort": "river"}] * 4)
+    columns = {"question": "frage", "answer": "antwort"}
+    run = bench.build(data__columns=columns, data__train_path=path, data__val_path=None, data__split=0)
+    assert "river<|im_end|>" in first_text(run)
+    with pytest.raises(DataError, match=r"columns\.jsonl:1"):
+        bench.build(data__train_path=path)
+
+
+def check_encoding(bench: Bench) -> None:
+    path = bench.home / "encoding.jsonl"
+    path.write_bytes(b'{"question": "why", "answer": "\xe9"}\n' * 4)
+    # Byte E9 in Python's tables of the two code pages.
+    for name, letter in (("cp1252", "é"), ("cp437", "Θ")):
+        run = bench.build(data__encoding=name, data__train_path=str(path))
+        assert f"{letter}<|im_end|>" in first_text(run)
+
+
+def check_delimiter(bench: Bench) -> None:
+    path = bench.home / "delimiter.csv"
+    path.write_text("question|answer\n" + "why, who|river\n" * 4)
+    assert "why, who<|im_end|>" in first_text(bench.build(data__delimiter="|", data__train_path=str(path)))
+    with pytest.raises(DataError, match=r"delimiter\.csv:2"):
+        bench.build(data__delimiter=",", data__train_path=str(path))
+
+
+def check_system(bench: Bench) -> None:
+    assert first_text(bench.plain).startswith("<|im_start|>user\n")
+    run = bench.build(data__system="walks under")
+    assert first_text(run).startswith("<|im_start|>system\nwalks under<|im_end|>\n<|im_start|>user\n")
+
+
+def check_duplicates(bench: Bench) -> None:
+    rows = [*chats(3), *chats(2), *chats(1, "STONE ")]
+    for policy, count in (("keep", 6), ("drop", 3)):
+        run = bench.build(data__duplicates=policy, data__train_path=bench.rows("twice.jsonl", rows))
+        assert len(set(run.trainer.train_dataset["row"])) == count
+
+
+def check_leaks(bench: Bench) -> None:
+    paths = {
+        "data__train_path": bench.rows("leak-train.jsonl", chats(6)),
+        "data__val_path": bench.rows("leak-val.jsonl", chats(2)),
+    }
+    assert set(bench.build(data__leaks="drop", **paths).trainer.train_dataset["row"]) == {2, 3, 4, 5}
+    with pytest.raises(DataError, match=r"leak-train\.jsonl:1"):
+        bench.build(data__leaks="error", **paths)
+
+
 def check_split(bench: Bench) -> None:
     held_out = [
         run.trainer.eval_dataset for run in (
@@ -504,6 +558,12 @@ TABLE: dict[str, Check] = {
     "data.val_path": check_val_path,
     "data.test_path": check_test_path,
     "data.format": check_format,
+    "data.columns": check_columns,
+    "data.encoding": check_encoding,
+    "data.delimiter": check_delimiter,
+    "data.system": check_system,
+    "data.duplicates": check_duplicates,
+    "data.leaks": check_leaks,
     "data.split": check_split,
     "data.template": check_template,
     "data.on_bad_row": check_bad_rows,

@@ -27,8 +27,8 @@ MODULES = {
 }
 
 FLOORS = {
-    0: ["sftplay", "errors", "log", "units", "install"],
-    1: ["config", "config.*", "machine", "machine.probe", "data", "data.records"],
+    0: ["sftplay", "errors", "lifeline", "log", "units", "install"],
+    1: ["config", "config.*", "machine", "machine.probe", "data", "data.records", "data.chatml"],
     2: [
         "plan",
         "plan.*",
@@ -186,6 +186,10 @@ def test_help_and_gpu_info_import_neither_torch_nor_pydantic(words):
         ["train", "--nproc", "0"],
         ["train", "train.batch_size=5"],
         ["process", "data.train_path=nowhere.jsonl"],
+        ["inspect", "data.train_path=nowhere.jsonl"],
+        ["inspect", "data.format=sharegpt"],
+        ["render", "--out", "README.md"],
+        ["style"],
         ["eval", "output_dir=/nowhere"],
         ["infer", "output_dir=/nowhere"],
         ["resume", "output_dir=/nowhere"],

@@ -117,6 +117,9 @@ def _wrong_value(path: KeyPath, merged: Layer) -> Problem:
     place = merged.place_of(path) or Place(0, 0, "config")
     dotted, key = _dotted(path), _dotted([part for part in path if isinstance(part, str)])
     value = _value_at(merged.values, path)
+    outer, _, inner = key.rpartition(".")
+    if outer in all_keys():
+        return _wrong_entry((place, dotted), outer, (inner, value))
     if key not in all_keys():
         what = f"{shown(value)} stands where a section belongs"
         fix = f"write its keys below it, indented: {', '.join(_names_in(key))}"
@@ -130,6 +133,18 @@ def _wrong_value(path: KeyPath, merged: Layer) -> Problem:
         return _wrong_word((place, dotted), key, value)
     what = f"{shown(value)} is not {described(node)}"
     return _problem((place, dotted), what, _value_fix(value, node))
+
+
+def _wrong_entry(at: _At, key: str, entry: tuple[str, Any]) -> Problem:
+    """A name or a value below a key that takes names of its own."""
+    (name, value), node = entry, node_at(key)
+    names = node.get("propertyNames", {}).get("enum", [])
+    if not names or name in names:
+        form = node.get("additionalProperties", {})
+        return _problem(at, f"{shown(value)} is not {described(form)}", _value_fix(value, form))
+    near = _nearest(name, names)
+    fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names)}"
+    return _problem(at, f"{key} has no field called {name!r}", fix, [f"{key}.{one}" for one in near])
 
 
 def _wrong_word(at: _At, key: str, word: str) -> Problem:

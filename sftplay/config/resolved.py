@@ -49,16 +49,19 @@ def flow(value: Any) -> str:
         return f"[{', '.join(flow(item) for item in value)}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{flow(key)}: {flow(inner)}' for key, inner in value.items())}}}"
-    return value if _BARE.fullmatch(value) and yaml12.scalar(value) == value else _quoted(value)
+    return value if _BARE.fullmatch(value) and yaml12.scalar(value) == value else quoted(value)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """The text between double quotes, as YAML reads it back to the character."""
     return f'"{"".join(_escaped(character) for character in text)}"'
 
 
 def _escaped(character: str) -> str:
     if character in '"\\':
         return f"\\{character}"
+    if character in "\n\t":
+        return {"\n": "\\n", "\t": "\\t"}[character]
     if character.isprintable():
         return character
     code = ord(character)

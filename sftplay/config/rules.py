@@ -6,9 +6,10 @@ Single values are the schema's business. Nothing here looks at the machine: whet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from sftplay.config.data_rules import broken_data_rules, idle_data_keys
+from sftplay.config.finding import Finding
 from sftplay.config.foreign import kit_answer, sft_config_fields
 from sftplay.config.keys import all_keys
 from sftplay.config.schema import RunConfig
@@ -16,26 +17,6 @@ from sftplay.errors import ConfigError, nearest_names
 
 # Keys that take these words or a path: a near miss of a word would be taken for a path.
 _WORDS = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A rule that is broken: the keys it looked at (the first is where it is reported), what, and one action."""
-
-    keys: tuple[str, ...]
-    what: str
-    fix: str
-    nearest: tuple[str, ...] = ()
-
-    def as_error(self, cfg: RunConfig) -> ConfigError:
-        """The finding as an error at the place its first key was written, or the first other key that was."""
-        key = self.key_in(cfg)
-        where = f"{cfg.origins[key]} {key}" if key in cfg.origins else key
-        return ConfigError(self.what, where=where, fix=self.fix, nearest=self.nearest)
-
-    def key_in(self, cfg: RunConfig) -> str:
-        """The key the finding is reported at: the first one that was written down."""
-        return next((key for key in self.keys if key in cfg.origins), self.keys[0])
 
 
 def check_rules(cfg: RunConfig) -> list[ConfigError]:
@@ -78,6 +59,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield key, "tuning.mode", f"tuning.mode {mode} holds no weights in 4 bits"
     if cfg.train.max_steps is not None:
         yield "train.epochs", "train.max_steps", f"train.max_steps {cfg.train.max_steps} ends the run"
+    yield from idle_data_keys(cfg.data)
     if cfg.train.lr_scheduler == "constant":
         yield "train.warmup_ratio", "train.lr_scheduler", "the schedule constant has no warm-up"
 
@@ -160,7 +142,7 @@ def _names(cfg: RunConfig) -> Iterator[Finding]:
         yield Finding(("run_name",), "'latest' always points at the newest run", "choose another name")
     for key, field in all_keys().items():
         value = _value(cfg, key)
-        if isinstance(value, str) and not value.strip():
+        if isinstance(value, str) and not value.strip() and key != "data.delimiter":
             yield Finding((key,), "is empty", "give it a value, or leave the key out")
         elif isinstance(value, str) and value in ("None", "none") and field.default is None:
             yield Finding((key,), f"{value!r} is a word in YAML, not nothing", "write null, or leave the key out")
@@ -205,4 +187,5 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     _saves_where_it_evaluates,
     _lists,
     _extra,
+    broken_data_rules,
 )

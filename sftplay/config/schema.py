@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
-Auto = Literal["auto"]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NotNegative = Annotated[float, Field(ge=0.0)]
+from sftplay.config.data_section import DataConfig as DataConfig
+from sftplay.config.data_section import EvalConfig as EvalConfig
+from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, Share
+from sftplay.config.section import Section as Section
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LossHead = Literal["standard", "chunked", "liger"]
@@ -23,15 +22,6 @@ Optimizer = Literal[
 ]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvclive", "neptune", "swanlab", "trackio"]
-Metric = Literal["exact_match", "rouge_l", "chrf"]
-
-
-class Section(BaseModel):
-    """Part of the config: frozen, keys that are not listed are refused, no value is converted in silence."""
-
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class ModelConfig(Section):
@@ -175,60 +165,6 @@ class TrainConfig(Section):
 
     extra: dict[str, Any] = Field(default_factory=dict)
     """Anything else of TRL's SFTConfig, by its own name; checked against that library's fields."""
-
-
-class DataConfig(Section):
-    """Where the rows are and what happens to the awkward ones."""
-
-    train_path: str
-    """A file (jsonl, json, csv, parquet) or a data set's hub name."""
-
-    val_path: str | None = None
-    """Held-out rows, same formats. None splits them off the training rows, see split."""
-
-    test_path: str | None = None
-    """Rows for `eval --split test`, never seen in training."""
-
-    format: Literal["messages", "alpaca", "prompt_completion"] | Auto = "auto"
-    """Layout of a row. auto looks at its keys."""
-
-    split: Share | None = None
-    """Share of the training rows held out when there is no val_path, chosen by a hash of the prompt, so that the
-    same prompt is always on the same side. None means 0.05; 0 holds out nothing."""
-
-    template: str = "auto"
-    """Chat template: auto takes the tokenizer's own, chatml the plain ChatML, else the path of a Jinja file."""
-
-    on_bad_row: Literal["error", "skip"] = "error"
-    """An unreadable row: stop with exit code 4, or leave it out, count it and list it with file and line."""
-
-    too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """A row longer than max_seq_len: cut its end, leave it out, or stop with exit code 4."""
-
-    processed_dir: str = ".cache/processed"
-    """Folder of the tokenised rows, kept from run to run; safe to delete."""
-
-
-class EvalConfig(Section):
-    """Measuring a model on the held-out rows."""
-
-    before: bool = False
-    """Measure the untrained model when the run starts."""
-
-    after: bool = False
-    """Measure the result when the run ends."""
-
-    limit: Positive | None = 200
-    """Most prompts answered; the loss always uses every held-out row. None means all."""
-
-    max_new_tokens: Positive = 128
-    """Longest answer in tokens."""
-
-    batch_size: Positive = 16
-    """Prompts answered side by side."""
-
-    metrics: list[Metric] = Field(default=["exact_match"], min_length=1)
-    """What answers are compared by, with surrounding white space removed."""
 
 
 class LoggingConfig(Section):

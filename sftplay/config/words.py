@@ -45,6 +45,8 @@ def _form(node: dict[str, Any]) -> str:
     kind = str(node.get("type"))
     if kind in ("integer", "number"):
         return ("a whole number" if kind == "integer" else "a number") + _limits(node)
+    if "propertyNames" in node:
+        return f"text for any of {_listed(node['propertyNames']['enum'])}"
     return {"boolean": "true or false", "string": "text", "object": "keys with values"}.get(kind, "any value")
 
 

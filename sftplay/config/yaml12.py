@@ -69,7 +69,7 @@ def parse(text: str, name: str) -> Document:
     """
     loader = None
     try:
-        loader = _Loader(text)
+        loader = Loader(text)
         node = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
@@ -136,7 +136,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
     return ConfigError(what, where=where, fix="check indentation, quotes and brackets at this line")
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """Marks words that carry neither quotes nor a tag, and leaves their meaning to `scalar`."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:

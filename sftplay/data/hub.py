@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftplay.data.records import Source
+from sftplay.data.tables import without_nulls
 from sftplay.errors import DataError
 
 
@@ -16,7 +17,7 @@ def hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
         DataError: it cannot be loaded; the hub's own reason is quoted.
     """
     for number, row in enumerate(_loaded(name), 1):
-        yield Source(name, number), row
+        yield Source(name, number), {column: without_nulls(value) for column, value in row.items()}
 
 
 def hub_digest(name: str) -> str:
@@ -27,10 +28,11 @@ def hub_digest(name: str) -> str:
 
 def _loaded(name: str) -> Any:
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     try:
         return load_dataset(name, split="train")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"no local file of that name, and the hub's data set cannot be loaded: {reason}",

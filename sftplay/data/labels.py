@@ -1,79 +1,123 @@
-"""Marked text -> token ids and labels: the one place where characters become tokens.
-
-Special tokens are found wherever they are spelled, so one typed inside a user's text still becomes a control token.
-"""
+"""Marked text -> token ids and labels: the one place where characters become tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from sftplay.data.masks import Marked
 from sftplay.data.templates import Span
+from sftplay.data.vocabulary import Read, Vocabulary
 
 IGNORE = -100
 """Label of a token from which nothing is learned; torch's cross entropy leaves it out."""
 
 Refusal = str
-"""Why a chat cannot be trained on."""
+"""Why a record cannot be trained on."""
 
-Placed = tuple[int, Marked | Refusal]
-"""Index of a chat, and its text or the reason why it has none."""
+SPARE_CHARACTERS, CHARACTERS_A_TOKEN = 1_000_000, 64
+"""A text is tokenised up to this many characters, and this many more for each token that can be used."""
+
+EDGE_CHARACTERS = 1_000
+"""So far from where a text was broken off its tokens are those of the whole text; few vocabularies have longer ones."""
+
+
+class Placed(NamedTuple):
+    """A record's text with its spans, or the reason why it has none."""
+
+    of: int
+    """Index of the record."""
+
+    found: Marked | Refusal
+    typed_specials: int = 0
+    is_spelled: bool = False
+    """The text is spelled by `literals`, because the record types special tokens."""
+
+    is_whole_text: bool = False
+    """A plain text, not a chat: it stands between the tokenizer's own BOS and an EOS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One training example, or the reason why a chat gives none."""
+    """One training example, or the reason why a record gives none."""
 
     input_ids: list[int]
     labels: list[int]
     """As long as `input_ids`: the same id where it is learned, -100 elsewhere."""
 
     of: int = 0
-    """Index of the chat it came from, in the list that was rendered."""
+    """Index of the record it came from, in the list that was rendered."""
 
     problem: Refusal = ""
-    """Why the chat cannot be trained on; then both lists are empty."""
+    """Why the record cannot be trained on; then both lists are empty."""
+
+    typed_specials: int = 0
+    """Special tokens' texts in the record's own texts, all encoded as text; said by a record's first example only."""
+
+    is_partial: bool = False
+    """The text is so long that only its beginning, more than the most tokens that can be used, was tokenised."""
 
 
-def encode(tokenizer: Any, texts: Sequence[str]) -> list[Any]:
-    """The `tokenizers.Encoding` of each text, in one call whose threads use all cores.
-
-    A template writes the special tokens already, so none is added and no BOS is doubled; nothing is cut or padded.
-    """
-    backend = tokenizer.backend_tokenizer
-    if backend.truncation is not None:  # many a tokenizer.json cuts and pads by itself
-        backend.no_truncation()
-    if backend.padding is not None:
-        backend.no_padding()
-    return cast("list[Any]", backend.encode_batch(list(texts), add_special_tokens=False))
-
-
-def texts_of(placed: Sequence[Placed]) -> list[str]:
-    """The texts that `labelled` expects encodings of."""
-    return [found.text for _, found in placed if isinstance(found, Marked)]
-
-
-def labelled(placed: Sequence[Placed], encodings: Sequence[Any]) -> list[Rendered]:
+def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], max_tokens: int | None = None) -> list[Rendered]:
     """An example for each placed text, in order; those without a text keep their reason."""
-    coming = iter(encodings)
+    limit = None if max_tokens is None else SPARE_CHARACTERS + CHARACTERS_A_TOKEN * max_tokens
+    plain = [each.found.text[:limit] for each in placed if isinstance(each.found, Marked) and not each.is_spelled]
+    coming = iter(vocabulary.encode(plain))
     examples = []
-    for of, found in placed:
-        if isinstance(found, Marked):
-            encoding = next(coming)
+    for each in placed:
+        if isinstance(each.found, str):
+            examples.append(Rendered([], [], each.of, each.found))
+            continue
+        if not (each.is_spelled or each.is_whole_text) and (limit is None or len(each.found.text) <= limit):
+            encoding = next(coming)  # nearly every record takes this way
             ids = encoding.ids
-            examples.append(Rendered(ids, _labels(encoding, ids, found), of))
-        else:
-            examples.append(Rendered([], [], of, found))
+            examples.append(Rendered(ids, _labels(encoding, ids, each.found.text, each.found.spans), each.of))
+            continue
+        text = each.found.text[:limit]
+        read = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(next(coming))
+        if len(text) < len(each.found.text) and _n_sure(read.encoding, text) <= (max_tokens or 0):
+            # So few tokens in so many characters, white space for one: then only the whole text can tell.
+            text = each.found.text
+            read = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(vocabulary.encode([text])[0])
+        examples.append(_example(vocabulary, each, text, read))
     return examples
 
 
-def _labels(encoding: Any, ids: list[int], marked: Marked) -> list[int]:
+def _example(vocabulary: Vocabulary, placed: Placed, text: str, read: Read) -> Rendered:
+    """The example of a placed text, of which `text` was read."""
+    assert isinstance(placed.found, Marked)
+    if read.lost:
+        return Rendered([], [], placed.of, f"types {read.lost!r}, which this tokenizer cannot write as text")
+    is_partial = len(text) < len(placed.found.text)
+    ids, labels = read.ids, _labels(read.encoding, read.ids, text, placed.found.spans)
+    if placed.is_whole_text:
+        ids, labels = _enclosed(vocabulary, ids, is_partial)
+    return Rendered(ids, labels, placed.of, "", placed.typed_specials, is_partial)
+
+
+def _unspelled(encoding: Any) -> Read:
+    return Read(encoding.ids, encoding)
+
+
+def _n_sure(encoding: Any, text: str) -> int:
+    """How many tokens at the beginning of a broken off text are those of the whole text too."""
+    return encoding.char_to_token(max(len(text) - EDGE_CHARACTERS, 0)) or 0
+
+
+def _enclosed(vocabulary: Vocabulary, ids: list[int], is_partial: bool) -> tuple[list[int], list[int]]:
+    """A whole text's ids and labels: all is learned but the BOS; a beginning has no end."""
+    head = list(vocabulary.marks.head)
+    end = [] if is_partial or vocabulary.eos_id is None else [vocabulary.eos_id]
+    return [*head, *ids, *end], [*[IGNORE] * len(head), *ids, *end]
+
+
+def _labels(encoding: Any, ids: list[int], text: str, spans: Sequence[Span]) -> list[int]:
     labels = [IGNORE] * len(ids)
-    for span in marked.spans:
-        first, last = _tokens_of(encoding, marked.text, span)
-        labels[first:last] = ids[first:last]
+    for start, end in spans:
+        if start < len(text):
+            first, last = _tokens_of(encoding, text, (start, min(end, len(text))))
+            labels[first:last] = ids[first:last]
     return labels
 
 

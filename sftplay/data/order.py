@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from fractions import Fraction
 from random import Random
 
-from sftplay.data.records import Chat, prompt_key
+from sftplay.data.records import Keys
 
 
-def is_held_out(chat: Chat, share: float) -> bool:
+def is_held_out(keys: Keys, share: float) -> bool:
     """True for about `share` of all prompts; one prompt is always on the same side, in any file and any order."""
-    return int.from_bytes(prompt_key(chat)[:8], "big") < share * 2**64
+    return int.from_bytes(keys.prompt[:8], "big") < share * 2**64
 
 
 def training_order(n_rows: int, n_needed: int, seed: int) -> list[int]:

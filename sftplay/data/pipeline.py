@@ -5,10 +5,9 @@ Rows are tokenised once and kept in `data.processed_dir`; the order in which the
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,17 @@ from datasets import Dataset
 
 from sftplay.config.schema import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.formats import to_chat
-from sftplay.data.preparation import CHATS, REFUSED, REPORT, Input, Preparation, Side
-from sftplay.data.records import Chat, Refused, chat_from_json
+from sftplay.data.formats import to_record
+from sftplay.data.ledger import SIDES, Side
+from sftplay.data.preparation import CHATS, REFUSED, REPORT, Input, Preparation, dialect_of, reading_of
+from sftplay.data.records import Chat, Record, Refused, Text, chat_from_json
 from sftplay.data.render import Renderer
 from sftplay.data.sources import content_digest, read_rows
 from sftplay.data.tally import report_table as report_table
 from sftplay.data.templates import resolve_template
 from sftplay.errors import DataError
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Raised when `sftplay.data` turns the same rows into other tokens, so that older caches are not taken for new ones."""
 
 DEFAULT_SPLIT = 0.05
@@ -47,11 +47,19 @@ class Examples:
     """None when nothing is held out."""
 
     held_out_chats: list[Chat]
-    """The records behind `held_out`, one for each of its distinct `row`s and in that order."""
+    """The chats behind `held_out`, one for each of its distinct records and in that order; plain texts have none."""
 
     renderer: Renderer
     report: dict[str, Any]
     """The content of `data_report.json`."""
+
+    places: dict[Side, Dataset]
+    """Of each side, in the order of its examples: `path` and `line` of the record."""
+
+    def source_of(self, side: Side, index: int) -> str:
+        """`path:line` of an example's record."""
+        place = self.places[side][index]
+        return f"{place['path']}:{place['line']}"
 
 
 def load_examples(cfg: RunConfig, tokenizer: Any, renderer_template: str | None = None) -> Examples:
@@ -68,7 +76,8 @@ def load_examples(cfg: RunConfig, tokenizer: Any, renderer_template: str | None 
     inputs = [Input(cfg.data.train_path, split)]
     if cfg.data.val_path:
         inputs = [Input(cfg.data.train_path, 0.0), Input(cfg.data.val_path, 1.0)]
-    examples = _load(cfg, tokenizer, renderer_template, inputs=inputs)
+    guarded = [cfg.data.test_path] if cfg.data.test_path else []
+    examples = _load(cfg, tokenizer, renderer_template, inputs=inputs, guarded=guarded)
     if not len(examples.train):
         raise _nothing_to_learn(cfg.data.train_path, examples.report)
     return examples
@@ -83,61 +92,70 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, path: str, *, renderer_templat
     return _load(cfg, tokenizer, renderer_template, inputs=[Input(path, 1.0)])
 
 
-def _load(cfg: RunConfig, tokenizer: Any, template: str | None, *, inputs: Sequence[Input]) -> Examples:
-    if template is None:
+def _load(
+    cfg: RunConfig, tokenizer: Any, template: str | None, *, inputs: Sequence[Input], guarded: Sequence[str] = ()
+) -> Examples:
+    # First: a missing file is said before any work.
+    digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
+    samples = _samples(cfg, inputs[0].path)
+    if template is None and not _is_plain(samples, tokenizer):
         template = resolve_template(cfg.data.template, tokenizer)
-    digests = [content_digest(given.path) for given in inputs]  # first: a missing file is said before any work
-    renderer = Renderer.prove(tokenizer, template, _samples(cfg, inputs[0].path))
+    renderer = Renderer.prove(tokenizer, template, samples)
+    data = cfg.data
     parts = {
         "code": CODE_VERSION,
-        "files": [[given.path, digest, given.share] for given, digest in zip(inputs, digests, strict=True)],
-        "tokenizer": _tokenizer_hash(tokenizer),
-        "template": renderer.template_hash,
-        "mask": renderer.method,
+        "files": [[given.path, digests[given.path], given.share] for given in inputs],
+        "guarded": [[path, digests[path]] for path in guarded],
+        "renderer": asdict(renderer.recipe()),
         "max_seq_len": cfg.model.max_seq_len,
-        "options": [cfg.data.format, cfg.data.on_bad_row, cfg.data.too_long],
+        "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
+        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
     }
-    folder = Path(cfg.data.processed_dir) / fingerprint(parts)
-    ensure_folder(folder, lambda new: Preparation(cfg.data, renderer, cfg.model.max_seq_len).run(inputs, new))
+    folder = Path(data.processed_dir) / fingerprint(parts)
+    preparation = Preparation(data, renderer, cfg.model.max_seq_len)
+    ensure_folder(folder, lambda new: preparation.run(inputs, new, guarded))
     return _opened(folder, renderer)
 
 
-def _samples(cfg: RunConfig, path: str) -> list[Chat]:
+def _samples(cfg: RunConfig, path: str) -> list[Record]:
     """The readable ones of the first rows; the others are reported by the full pass, with all their company."""
-    chats = []
-    for source, value in islice(read_rows(path), SAMPLE_ROWS):
+    records = []
+    reading = reading_of(cfg.data)
+    for source, value in islice(read_rows(path, dialect_of(cfg.data)), SAMPLE_ROWS):
         if isinstance(value, Refused):
             continue
         try:
-            chats.append(to_chat(value, source, cfg.data.format))
+            records.append(to_record(value, source, reading))
         except DataError:
             continue
-    return chats
+    return records
 
 
-def _tokenizer_hash(tokenizer: Any) -> str:
-    state = tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.special_tokens_map, sort_keys=True)
-    return hashlib.sha256(state.encode()).hexdigest()
+def _is_plain(samples: Sequence[Record], tokenizer: Any) -> bool:
+    """True when there is nothing to render and nothing to render it with: base models often have no template."""
+    only_texts = bool(samples) and all(isinstance(sample, Text) for sample in samples)
+    return only_texts and not tokenizer.chat_template
 
 
 def _opened(folder: Path, renderer: Renderer) -> Examples:
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     lines = (folder / CHATS).read_text(encoding="utf-8").splitlines()
-    held_out = _rows(folder, "held_out")
+    held_out = _stream(folder, "held_out")
     refused = str(folder / REFUSED)
     for source in report["sources"].values():
         source["refused_rows"] = refused
     return Examples(
-        train=_rows(folder, "train"),
+        train=_stream(folder, "train"),
         held_out=held_out if len(held_out) else None,
         held_out_chats=[chat_from_json(json.loads(line)) for line in lines],
         renderer=renderer,
         report={**report, "refused_rows": refused, "fingerprint": folder.name},
+        places={side: _stream(folder, f"{side}_places") for side in SIDES},
     )
 
 
-def _rows(folder: Path, side: Side) -> Dataset:
-    return Dataset.from_file(str(folder / f"{side}.arrow"))
+def _stream(folder: Path, name: str) -> Dataset:
+    return Dataset.from_file(str(folder / f"{name}.arrow"))
 
 
 def _nothing_to_learn(path: str, report: dict[str, Any]) -> DataError:

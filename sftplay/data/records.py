@@ -6,11 +6,13 @@ Nothing here reads a file, knows a tokenizer or decides a policy.
 from __future__ import annotations
 
 import hashlib
+import json
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +35,64 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A function that the assistant calls."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+    id: str
+    """Ties the call to its result; some templates print it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The call in the form chat templates use, its arguments as an object."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": json.loads(self.arguments)},
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn, as text."""
+    """One turn, as text; an assistant's may call functions, with or without text beside it."""
 
     role: Role
     content: str
+    calls: tuple[Call, ...] = ()
+    """Only an assistant calls."""
 
-    def as_json(self) -> dict[str, str]:
-        """The turn in the form chat templates and files use."""
-        return {"role": self.role, "content": self.content}
+    name: str = ""
+    """Of a tool's turn: the function whose result this is."""
+
+    call_id: str = ""
+    """Of a tool's turn: the call it answers."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The turn in the form chat templates use."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            turn["tool_calls"] = [call.as_json() for call in self.calls]
+        if self.role == "tool":
+            turn |= {"name": self.name, "tool_call_id": self.call_id}
+        return turn
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation: perhaps a system message, then user and assistant by turns, the assistant last."""
+    """A conversation: perhaps a system message, then user and assistant by turns, the assistant last.
+
+    After an assistant's calls come their results, one tool turn each, and the assistant again.
+    """
 
     messages: tuple[Message, ...]
     source: Source
     learned_from: int = 0
     """Index of the first message that may be learned; assistant turns before it are context only."""
+
+    tools: str = ""
+    """The functions the assistant may call, as the JSON text of a list in OpenAI's form; empty for none."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -84,26 +125,78 @@ class Chat:
             "path": self.source.path,
             "line": self.source.line,
             "learned_from": self.learned_from,
+            "tools": self.tools,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Plain text, learned from its first token to its end."""
+
+    text: str
+    source: Source
+
+
+Record = Chat | Text
 
 
 def chat_from_json(value: dict[str, Any]) -> Chat:
     """The inverse of `Chat.as_json`."""
-    messages = tuple(Message(turn["role"], turn["content"]) for turn in value["messages"])
-    return Chat(messages, Source(value["path"], value["line"]), value["learned_from"])
+    messages = tuple(_message_from_json(turn) for turn in value["messages"])
+    return Chat(messages, Source(value["path"], value["line"]), value["learned_from"], value["tools"])
 
 
-def content_key(chat: Chat) -> bytes:
-    """Sixteen bytes that are equal exactly for chats of the same messages, wherever they came from."""
-    return _digest(chat.messages)
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Sixteen bytes each, equal exactly for records that say the same."""
+
+    content: bytes
+    """The whole content to the character, wherever it came from; the ids of calls are labels and say nothing."""
+
+    normal: bytes
+    """The content but for white space, case and Unicode's spelling."""
+
+    prompt: bytes
+    """What stands before the last answer, in its normal form; of a plain text all of it."""
 
 
-def prompt_key(chat: Chat) -> bytes:
-    """Sixteen bytes that are equal exactly for chats of the same prompt, whatever the last answer is."""
-    return _digest(chat.prompt)
+def keys_of(record: Record) -> Keys:
+    """What tells a record from others."""
+    texts = _texts(record)
+    normal = [_normal(text) for text in texts]
+    n_answer = 0 if isinstance(record, Text) else len(_turn_texts(record.messages[record.turns()[-1] :]))
+    return Keys(_digest(texts), _digest(normal), _digest(normal[: len(normal) - n_answer]))
 
 
-def _digest(messages: Iterable[Message]) -> bytes:
-    # The length before each text keeps two different conversations from running together into one string.
-    text = "".join(f"{message.role}:{len(message.content)}:{message.content}" for message in messages)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
+def _message_from_json(turn: dict[str, Any]) -> Message:
+    calls = tuple(
+        Call(call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False), call["id"])
+        for call in turn.get("tool_calls", ())
+    )
+    return Message(turn["role"], turn["content"], calls, turn.get("name", ""), turn.get("tool_call_id", ""))
+
+
+def _texts(record: Record) -> list[str]:
+    if isinstance(record, Text):
+        return [record.text]
+    return [record.tools, *_turn_texts(record.messages)]
+
+
+def _turn_texts(messages: Iterable[Message]) -> list[str]:
+    texts: list[str] = []
+    for message in messages:
+        texts += (message.role, message.content)
+        for call in message.calls:
+            texts += (call.name, call.arguments)
+    return texts
+
+
+def _normal(text: str) -> str:
+    folded = text if text.isascii() else unicodedata.normalize("NFKC", text)
+    return " ".join(folded.casefold().split())
+
+
+def _digest(texts: Iterable[str]) -> bytes:
+    # The length before each text keeps two different contents from running together into one string.
+    whole = "".join([f"{len(text)}:{text}" for text in texts])
+    return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).digest()[:16]

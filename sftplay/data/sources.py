@@ -1,4 +1,4 @@
-"""Rows of a jsonl, json, csv or parquet file, each with the place it came from.
+"""Rows of files, folders and hub data sets, each with the place it came from.
 
 A row that cannot be read comes out as `Refused`, so that whoever counts sees it; a file that cannot be read at all is a
 `DataError`. What a row means is decided in `formats`; the network is `hub`'s business.
@@ -6,33 +6,64 @@ A row that cannot be read comes out as `Refused`, so that whoever counts sees it
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import re
-import sys
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from sftplay.data.formats import kind_of, layout_of
+from sftplay.data.charsets import BOM, Charset
+from sftplay.data.documents import document_rows
+from sftplay.data.files import files_of, other_files, suffix_of
+from sftplay.data.lines import Raw, Row, line_rows, parsed
 from sftplay.data.records import Refused, Source
+from sftplay.data.tables import csv_rows, parquet_rows
 from sftplay.errors import DataError
 
-Row = dict[str, Any]
-Read = tuple[Source, Row | Refused]
+__all__ = [
+    "Dialect",
+    "Raw",
+    "content_digest",
+    "files_of",
+    "is_hub_name",
+    "other_files",
+    "parsed",
+    "read_raw",
+    "read_rows",
+]
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-SPACE = re.compile(r"[ \t\r\n]*")
-BROKEN_JSON = (ValueError, RecursionError)
-"""What `json` raises on text that is not json: RecursionError for nesting deeper than the interpreter's stack."""
+LONGEST_NAME = 96
+"""The hub's own limit."""
+
+LONGEST_FIRST = 1 << 19
+"""Characters of a first line that is looked at; one that is longer counts as broken off."""
 
 
-def read_rows(path: str) -> Iterator[Read]:
-    """Yield every row of a local file or, if there is none and `path` looks like `org/name`, of a hub data set.
+@dataclass(frozen=True)
+class Dialect:
+    """How text files are written where their bytes do not say it."""
 
-    Blank lines are not rows.
+    encoding: str = "auto"
+    """Python's name of an encoding; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always
+    believed."""
+
+    delimiter: str = "auto"
+    """Character between the cells of csv and tsv; auto finds it in the header."""
+
+
+def read_rows(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, Row | Refused]]:
+    """Yield every row of `path` as an object, or as refused; raises what `read_raw` raises."""
+    for source, raw in read_raw(path, dialect):
+        yield source, parsed(raw)
+
+
+def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, Raw]]:
+    """Yield every row of a file, of all files below a folder or, if `path` can only be a hub name, of that data set.
+
+    Rows of JSON come unparsed, for `parsed`, which may run in another process. Blank lines are not rows.
 
     Raises:
         DataError: there is no such file, or it cannot be read as what it claims to be.
@@ -42,212 +73,91 @@ def read_rows(path: str) -> Iterator[Read]:
 
         yield from hub_rows(path)
         return
-    file = existing_file(path)
-    reader = {".csv": _csv_rows, ".parquet": _parquet_rows}.get(file.suffix.lower(), _json_rows)
-    try:
-        yield from reader(file)
-    except OSError as error:
-        raise DataError(
-            f"cannot be read: {error.strerror or error}", where=path, fix="check its permissions"
-        ) from error
+    for file in files_of(path):
+        yield from _file_rows(file, dialect)
 
 
 def is_hub_name(path: str) -> bool:
     """True when `path` can only be a hub name: no local file, no file suffix, and no local folder of that org."""
-    shape = HUB_NAME.fullmatch(path) is not None and Path(path).suffix.lower() not in SUFFIXES
+    shape = len(path) <= LONGEST_NAME and HUB_NAME.fullmatch(path) is not None and not suffix_of(path)
     return shape and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
-def existing_file(path: str) -> Path:
-    """`path` as a readable file of a known kind, or a DataError that says what is there."""
-    file = Path(path)
-    known = ", ".join(SUFFIXES)
-    if file.is_dir():
-        raise DataError("is a folder, not a file", where=path, fix=f"name one file in it ({known})")
-    if not file.is_file():
-        fix = "correct data.train_path / data.val_path; paths are relative to the current directory"
-        raise DataError("there is no such file", where=path, fix=fix)
-    if file.suffix.lower() not in SUFFIXES:
-        raise DataError(f"unknown kind of file {file.suffix!r}", where=path, fix=f"convert it to one of {known}")
-    return file
-
-
 def content_digest(path: str) -> str:
-    """Hex digest that changes whenever a byte of the rows changes.
+    """Hex digest that changes whenever a byte of the rows, or a file's name in a folder, changes.
 
-    The whole file is hashed, at about 1 GB/s: size and time stamp alone miss an edit made within the clock's grain.
+    Whole files are hashed, at about 1 GB/s: size and time stamp alone miss an edit made within the clock's grain.
     """
     if is_hub_name(path):
         from sftplay.data.hub import hub_digest
 
         return hub_digest(path)
-    with existing_file(path).open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+    digest = hashlib.blake2b()
+    for file in files_of(path):
+        try:
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "blake2b").digest()
+        except OSError as error:
+            raise _unreadable(file, 0, error) from error
+        digest.update(str(file.relative_to(path)).encode() + b"\0" + content)
+    return digest.hexdigest()[:32]
 
 
-def _json_rows(file: Path) -> Iterator[Read]:
+def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
+    source = Source(str(file), 0)
+    try:
+        for source, raw in _rows_of_kind(file, dialect):
+            yield source, raw
+    except (OSError, EOFError, zlib.error, UnicodeError) as error:
+        raise _unreadable(file, source.line, error) from error
+
+
+def _rows_of_kind(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
+    kind = suffix_of(file).removesuffix(".gz")
+    if kind == ".parquet":
+        return parquet_rows(file)
+    charset = Charset(file, dialect.encoding)
+    if kind in (".csv", ".tsv"):
+        return csv_rows(charset, dialect.delimiter)
+    return line_rows(charset) if _is_lines(charset, is_named_json=kind == ".json") else document_rows(charset)
+
+
+def _is_lines(charset: Charset, *, is_named_json: bool) -> bool:
     """Lines or one document: decided by what is inside, because files are often misnamed."""
-    first, has_more = _first_line(file)
-    complete = _is_json(first)
-    if file.suffix.lower() == ".json":
-        is_lines = complete and has_more
-    else:
-        is_lines = not first.startswith(b"[") or (complete and has_more)
-    return _line_rows(file) if is_lines else _document_rows(file)
+    first, has_more = _first_line(charset)
+    is_array = first.startswith("[")
+    if is_named_json or is_array:
+        return has_more and _is_json(first) and not (is_named_json and is_array)
+    return True
 
 
-def _first_line(file: Path) -> tuple[bytes, bool]:
-    """The first line that is not blank, without a BOM, and whether another follows."""
-    first = b""
-    with file.open("rb") as lines:
-        for line in lines:
-            if line.startswith((b"\xff\xfe", b"\xfe\xff")):
-                raise DataError("is UTF-16, not UTF-8", where=str(file), fix="save it as UTF-8")
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
+def _first_line(charset: Charset) -> tuple[str, bool]:
+    """The first line that is not blank, without a byte order mark, and whether another follows."""
+    first = ""
+    with charset.open(newline="\n") as stream:
+        while line := stream.readline(LONGEST_FIRST):
+            text = line.strip(f"{BOM} \t\r\n")
             if text and first:
                 return first, True
             first = first or text
     return first, False
 
 
-def _is_json(text: bytes) -> bool:
+def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except BROKEN_JSON:
+    except (ValueError, RecursionError):
         return False
     return True
 
 
-def _line_rows(file: Path) -> Iterator[Read]:
-    path = str(file)
-    with file.open("rb") as lines:  # bytes: only \n ends a line there, while U+2028 inside a string does not
-        for number, line in enumerate(lines, 1):
-            text = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
-            if text:
-                yield Source(path, number), _parsed(text)
-
-
-def _parsed(text: bytes) -> Row | Refused:
-    try:
-        return _row(json.loads(text.decode("utf-8")))
-    except UnicodeDecodeError as error:
-        return Refused(f"byte {error.start + 1} of the line is not UTF-8")
-    except json.JSONDecodeError as error:
-        return Refused(f"is not JSON: {error.msg} at column {error.colno}")
-    except BROKEN_JSON as error:
-        return Refused(f"is not JSON that can be read: {error}")
-
-
-def _row(value: object) -> Row | Refused:
-    return value if isinstance(value, dict) else Refused(f"is {kind_of(value)}, not an object")
-
-
-def _document_rows(file: Path) -> Iterator[Read]:
-    """The elements of one json array, of the one list in an object, or the object itself as the only row."""
-    path = str(file)
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"byte {error.start + 1} is not UTF-8", where=path, fix="save it as UTF-8") from error
-    start = _after_space(text, 0)
-    if text[start : start + 1] == "[":
-        yield from _array_rows(path, text, start + 1)
-    elif start < len(text):
-        value, end = _decoded(path, text, start)
-        _expect_end(path, text, end)
-        for number, row in enumerate(_rows_inside(value), 1):
-            yield Source(path, number), _row(row)
-
-
-def _rows_inside(value: object) -> list[Any]:
-    if not isinstance(value, dict) or layout_of(value) is not None:
-        return [value]
-    lists = [inner for inner in value.values() if isinstance(inner, list)]
-    return lists[0] if len(lists) == 1 else [value]
-
-
-def _array_rows(path: str, text: str, at: int) -> Iterator[Read]:
-    """One element after the other, so that only the text and never all its objects are in memory."""
-    number = 0
-    at = _after_space(text, at)
-    more = text[at : at + 1] != "]"
-    while more:
-        number += 1
-        value, at = _decoded(path, text, at)
-        yield Source(path, number), _row(value)
-        at = _after_space(text, at)
-        more = text[at : at + 1] == ","
-        at = _after_space(text, at + 1) if more else at
-    if text[at : at + 1] != "]":
-        raise _broken(path, text, at, f"row {number} is followed by neither a comma nor a closing bracket")
-    _expect_end(path, text, at + 1)
-
-
-def _decoded(path: str, text: str, at: int) -> tuple[Any, int]:
-    try:
-        return json.JSONDecoder().raw_decode(text, at)
-    except json.JSONDecodeError as error:
-        raise _broken(path, text, error.pos, f"is not JSON: {error.msg}") from error
-    except BROKEN_JSON as error:
-        raise _broken(path, text, at, f"is not JSON that can be read: {error}") from error
-
-
-def _expect_end(path: str, text: str, at: int) -> None:
-    at = _after_space(text, at)
-    if at < len(text):
-        raise _broken(path, text, at, "has text after the end of the JSON document")
-
-
-def _broken(path: str, text: str, at: int, what: str) -> DataError:
-    where = f"{path}:{text.count(chr(10), 0, at) + 1}"
-    return DataError(what, where=where, fix="correct the file there; jsonl, one row a line, survives a broken row")
-
-
-def _after_space(text: str, at: int) -> int:
-    match = SPACE.match(text, at)
-    return match.end() if match else at
-
-
-def _csv_rows(file: Path) -> Iterator[Read]:
-    path = str(file)
-    _first_line(file)
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default refuses a text longer than 131,072 characters
-    # surrogateescape carries bytes that are not UTF-8 to `formats`, which refuses that row alone.
-    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
-        header: list[str] | None = None
-        while True:
-            start = reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Source(path, start), Refused(f"is not CSV: {error}")
-                continue
-            if header is None:
-                header = cells or None
-            elif cells:
-                yield Source(path, start), _csv_row(header, cells)
-
-
-def _csv_row(header: list[str], cells: list[str]) -> Row | Refused:
-    if len(header) != len(cells):
-        return Refused(f"has {len(cells)} columns where the header has {len(header)}")
-    return dict(zip(header, cells, strict=True))
-
-
-def _parquet_rows(file: Path) -> Iterator[Read]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Source(str(file), number), row
-    except pa.ArrowException as error:
-        what = f"is not a parquet file that can be read: {error}"
-        raise DataError(what, where=f"{file}:{number + 1}", fix="write it again") from error
+def _unreadable(file: Path, line: int, error: Exception) -> DataError:
+    """The error about a file whose bytes cannot be got at; `line` is that of its last good row, 0 for none."""
+    where = f"{file}:{line + 1}" if line else str(file)
+    if isinstance(error, EOFError):
+        return DataError("ends in the middle: the gzip file is cut off", where=where, fix="copy it again")
+    if isinstance(error, OSError) and error.errno is not None:
+        return DataError(f"cannot be read: {error.strerror}", where=where, fix="check its permissions")
+    if isinstance(error, UnicodeError):
+        return DataError(f"cannot be decoded: {error}", where=where, fix="set data.encoding to the one it is in")
+    return DataError(f"is a damaged gzip file: {error}", where=where, fix="copy it again, or take .gz off its name")

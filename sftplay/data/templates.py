@@ -1,7 +1,8 @@
 """Chat templates: finding the one to use, and rendering it fast while watching its `{% generation %}` blocks.
 
 A template comes with a model and is foreign code, so it runs in jinja's sandbox, in the same environment transformers
-gives it. Nothing here knows tokens; which part of the text is learned is decided in `masks`.
+gives it. Nothing here knows tokens; which part of the text is learned is decided in `masks`. A template that prints
+the date (`strftime_now`) prints that of the day on which a row is prepared, and keeps it with the prepared rows.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from sftplay.data.chatml import CHATML as CHATML
 from sftplay.data.records import Message
 from sftplay.errors import DataError
 
@@ -26,22 +29,29 @@ Span = tuple[int, int]
 """A half-open range of characters."""
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use."""
+"""Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use. `literals`
+refuses a record that holds them."""
 
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template may raise on a chat it was not made for."""
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
-    "{{ '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""The template behind `data.template: chatml`."""
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a template wants to be given chats, found by trying (see `forms`); it says so nowhere itself."""
+
+    arguments_as_text: bool = False
+    """A call's arguments are wanted as JSON text; transformers documents an object."""
+
+    content_in_parts: bool = False
+    """What a turn says is wanted as a list with one part of type text."""
+
+    closings: tuple[str, str] = ("", "")
+    """What ends a last turn that says something, and one that calls, where the template writes no end token: the token
+    that begins the next turn, at which such a model is made to stop."""
+
+
+PLAIN = Manner()
 
 
 def resolve_template(setting: str, tokenizer: Any) -> str:
@@ -106,8 +116,9 @@ class GenerationBlocks(jinja2.ext.Extension):
 class ChatTemplate:
     """One compiled template. `tokens` are the special tokens it may name, such as `eos_token`."""
 
-    def __init__(self, text: str, tokens: Mapping[str, Any]) -> None:
-        self.text = text
+    def __init__(self, text: str, tokens: Mapping[str, Any], manner: Manner = PLAIN) -> None:
+        self.text, self.manner = text, manner
+        self._is_plain = not (manner.arguments_as_text or manner.content_in_parts)
         self._tokens = dict(tokens)
         try:
             self._template = _environment().from_string(text)
@@ -116,25 +127,42 @@ class ChatTemplate:
             raise DataError(f"is not a Jinja template: {error.message}", where=where, fix="correct it there") from error
         self.has_marks = "endgeneration" in text
 
-    def render(self, messages: Sequence[Message], *, prompts: bool = False) -> tuple[str, list[Span]]:
+    def render(self, messages: Sequence[Message], *, tools: str = "", prompts: bool = False) -> tuple[str, list[Span]]:
         """The chat as text, and where the generation blocks lie in it; with `prompts`, the header of an answer added.
 
         Raises:
             DataError: the template refuses this chat; `what` is its own reason.
         """
-        if self.has_marks and any(OPEN in turn.content or CLOSE in turn.content for turn in messages):
-            raise DataError("holds U+FDD0 or U+FDD1, which are not characters")
         try:
-            text = self._template.render(
-                messages=[turn.as_json() for turn in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=prompts,
+            given = {
                 **self._tokens,
-            )
+                "messages": [self._turn(message) for message in messages],
+                "tools": json.loads(tools) if tools else None,
+                "documents": None,
+                "add_generation_prompt": prompts,
+            }
+            # What Template.render does, without its rewriting of tracebacks.
+            text = "".join(self._template.root_render_func(self._template.new_context(given)))
         except FAULTS as error:
             raise DataError(f"the chat template refuses it: {error}") from error
+        if not prompts and messages[-1].role == "assistant":
+            text += self.manner.closings[bool(messages[-1].calls)]
         return _without_marks(text) if self.has_marks else (text, [])
+
+    def in_manner(self, manner: Manner) -> ChatTemplate:
+        """The same template, given chats in another manner."""
+        return ChatTemplate(self.text, self._tokens, manner)
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        turn = message.as_json()
+        if self._is_plain:
+            return turn
+        if self.manner.arguments_as_text:
+            for call, written in zip(message.calls, turn.get("tool_calls", ()), strict=True):
+                written["function"]["arguments"] = call.arguments
+        if self.manner.content_in_parts:
+            turn["content"] = [{"type": "text", "text": message.content}]
+        return turn
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:

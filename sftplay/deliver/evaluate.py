@@ -35,7 +35,8 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
     """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
 
     `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
-    figures are means over the prompts answered, of which there are `n`.
+    figures are means over the prompts answered, of which there are `n`. Plain texts have no prompt: where no chat is
+    held out there are none, and no other figures.
     """
     tag = path.stem
     tokenizer = examples.renderer.tokenizer
@@ -45,15 +46,15 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
         loss = held_out_loss(model, examples.held_out, tokenizer.pad_token_id)
         chats = spread(examples.held_out_chats, cfg.eval.limit)
         speaker = Speaker(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
-        answers = answer_chats(speaker, examples.renderer, chats, cfg.eval)
-    references = [chat.messages[-1].content for chat in chats]
-    means, correct = score_answers(answers, references, cfg.eval.metrics)
-    figures = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
+        answers = answer_chats(speaker, examples.renderer, chats, cfg.eval) if chats else []
+    references = [reference_of(chat, examples.renderer) for chat in chats]
+    means, correct = score_answers(answers, references, cfg.eval.metrics) if chats else ({}, [])
+    figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
     write_text(path, json.dumps(figures, indent=1) + "\n")
     rows = (
         {
             "row": n,
-            "prompt": chat.messages[-2].content if len(chat.messages) > 1 else "",
+            "prompt": chat.prompt[-1].content if chat.prompt else "",
             "reference": references[n],
             "prediction": answers[n],
             "correct": correct[n],
@@ -66,6 +67,18 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
     return figures
 
 
+def reference_of(chat: Chat, renderer: Renderer) -> str:
+    """What the model should have answered in the chat's last turn, in the form in which its answers are read.
+
+    Calls are what the template writes for them, without special tokens, which answers are read without too.
+    """
+    last = chat.messages[-1]
+    if not last.calls:
+        return last.content
+    ids = renderer.tokenizer(renderer.answer_text(chat), add_special_tokens=False)["input_ids"]
+    return str(renderer.tokenizer.decode(ids, skip_special_tokens=True))
+
+
 def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
     """At most `limit` of the rows, evenly spread over them."""
     if limit is None or len(chats) <= limit:
@@ -75,7 +88,7 @@ def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
 
 def answer_chats(speaker: Speaker, renderer: Renderer, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
     """The model's greedy answer in place of each row's last turn."""
-    prompts = [renderer.prompt_ids(chat.prompt) for chat in chats]
+    prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
     return answer_all(
         speaker,
         prompts,

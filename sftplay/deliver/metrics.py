@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sftplay.config.schema import Metric
+from sftplay.config.data_section import Metric
 
 
 def score_answers(

@@ -19,7 +19,7 @@ from typing import Any
 from sftplay.errors import RunError, SftplayError
 from sftplay.launch.command import Launch
 from sftplay.launch.folder import RunFolder
-from sftplay.launch.lifeline import die_with_parent
+from sftplay.lifeline import die_with_parent
 from sftplay.log import LINE, STATUS, screen
 
 SIGN_OF_LIFE_S = 9.0

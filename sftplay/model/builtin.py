@@ -21,6 +21,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sftplay.data.chatml import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
 
 ROPE_THETA = 10_000.0
@@ -30,15 +31,6 @@ PRACTICE = "practice.txt"
 SECONDS_BETWEEN_LINES = 5.0
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('unknown role: ' + message['role']) }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +101,7 @@ def ensure_builtin(
 
 def fingerprint(recipe: Recipe, text_dir: Path = TEXT_DIR) -> str:
     """Twelve hex digits that change when the shipped text, the chat template or the recipe changes."""
-    parts = [json.dumps(asdict(recipe), sort_keys=True), CHAT_TEMPLATE]
+    parts = [json.dumps(asdict(recipe), sort_keys=True), CHATML]
     parts += [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in text_files(text_dir)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
@@ -143,7 +135,7 @@ def train_tokenizer(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFa
     pairs = [f"{number:02d}" for number in range(100)] * len(lines)  # so often that each pair is one id
     tokenizer.train_from_iterator(lines + pairs, trainer)
     names = {"pad_token": PAD, "eos_token": TURN_END, "additional_special_tokens": [TURN_START]}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, **names)
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

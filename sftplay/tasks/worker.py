@@ -16,7 +16,7 @@ from sftplay import log
 from sftplay.config.load import load_config
 from sftplay.errors import RunError, SftplayError
 from sftplay.launch.folder import RESOLVED, RunFolder
-from sftplay.launch.lifeline import die_with_parent
+from sftplay.lifeline import die_with_parent
 
 BUG = 1
 

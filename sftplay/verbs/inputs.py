@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from sftplay.config.schema import RunConfig
-from sftplay.data.sources import existing_file, is_hub_name
-from sftplay.errors import DataError, MachineError
+from sftplay.data.formats import Reading, to_record
+from sftplay.data.records import Refused
+from sftplay.data.sources import Dialect, files_of, is_hub_name, read_rows
+from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.model.source import check_source, is_local
+
+SAMPLED_ROWS = 32
+NAMED_ROWS = 5
 
 
 def needs_no_hub(cfg: RunConfig) -> bool:
@@ -23,7 +30,7 @@ def check_inputs(cfg: RunConfig) -> None:
 
     Raises:
         ConfigError: the model's name leads nowhere.
-        DataError: a data file is missing or of an unknown kind.
+        DataError: a data file is missing or of an unknown kind, or none of the first training rows can be read.
         MachineError: a tracker is not installed.
     """
     check_source(cfg.model.name, f"{cfg.origins.get('model.name', 'model')} model.name")
@@ -31,15 +38,61 @@ def check_inputs(cfg: RunConfig) -> None:
         path = getattr(cfg.data, key)
         if path is not None and not is_hub_name(path):
             _check_file(path, f"data.{key}", cfg)
+    _check_template(cfg)
     _check_trackers(cfg)
+    if not is_hub_name(cfg.data.train_path):
+        _check_first_rows(cfg)
+
+
+def check_new_file(path: Path) -> None:
+    """Raise ConfigError where there is something of that name already, or no folder can be above it."""
+    if path.exists() or path.is_symlink():
+        raise ConfigError("exists already", where=str(path), fix="choose another file with OUT=, or remove that one")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        what = f"cannot be written: {above} is {'not writable' if above.is_dir() else 'a file'}"
+        raise ConfigError(what, where=str(path), fix="choose another file with OUT=")
 
 
 def _check_file(path: str, key: str, cfg: RunConfig) -> None:
     try:
-        existing_file(path)
+        files_of(path)
     except DataError as error:
         where = f"{cfg.origins.get(key, 'default')} {key}"
         raise DataError(f"{path}: {error.what}", where=where, fix=error.fix) from None
+
+
+def _check_template(cfg: RunConfig) -> None:
+    template = cfg.data.template
+    if template not in ("auto", "chatml") and not Path(template).is_file():
+        where = f"{cfg.origins.get('data.template', 'default')} data.template"
+        raise DataError(f"there is no file {template!r}", where=where, fix="give auto, chatml or a Jinja file's path")
+
+
+def _check_first_rows(cfg: RunConfig) -> None:
+    """A file whose first rows are all bad has something else in it than was meant; with skip the full pass decides."""
+    data, n_rows = cfg.data, 0
+    refused: list[str] = []
+    reading = Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
+    rows = read_rows(data.train_path, Dialect(encoding=data.encoding, delimiter=data.delimiter))
+    for source, row in islice(rows, SAMPLED_ROWS):
+        n_rows += 1
+        try:
+            if not isinstance(row, Refused):
+                to_record(row, source, reading)
+                return
+            refused.append(f"{source} {row.reason}")
+        except DataError as error:
+            refused.append(f"{source} {error.what}")
+    where = f"{cfg.origins.get('data.train_path', 'default')} data.train_path"
+    if not n_rows:
+        raise DataError(f"{data.train_path}: has no rows", where=where, fix="name a file with at least one row")
+    if data.on_bad_row == "skip":
+        return
+    count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
+    shown = "".join(f"\n  {line}" for line in refused[:NAMED_ROWS])
+    fix = "name its layout with data.format and its columns with data.columns, or another file"
+    raise DataError(f"{data.train_path}: {count} be read{shown}", where=where, fix=fix)
 
 
 def _check_trackers(cfg: RunConfig) -> None:

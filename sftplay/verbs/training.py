@@ -33,7 +33,10 @@ FREE_TO_CHANGE = (
     "train.save_total_limit",
     "data.val_path",
 )
-"""Config keys that may differ when a run is resumed: they change neither rows nor weights."""
+"""Config keys that may differ when a run is resumed: they change neither rows nor weights.
+
+With `data.leaks: drop` the held-out rows decide which rows are trained on, so data.val_path is not free then.
+"""
 
 
 def train(args: Namespace) -> int:
@@ -103,7 +106,7 @@ def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, An
     """Keys whose values differ and would make a resumed run another run: (dotted key, before, after)."""
     old, new = _flat(before.model_dump()), _flat(after.model_dump())
     sizes = ("train.batch_size", "train.grad_accum")  # how a step is cut changes speed, not the step
-    free = FREE_TO_CHANGE + sizes
+    free = {*FREE_TO_CHANGE, *sizes} - ({"data.val_path"} if after.data.leaks == "drop" else set())
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old | new)

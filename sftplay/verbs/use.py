@@ -13,6 +13,9 @@ from typing import Any
 from sftplay import log
 from sftplay.config.load import load_config
 from sftplay.config.schema import RunConfig
+from sftplay.data.formats import Reading, Row, read_prompt
+from sftplay.data.records import Message, Refused, Source
+from sftplay.data.sources import files_of, read_rows
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.folder import RunFolder, find_run, write_text
@@ -49,11 +52,10 @@ def infer(args: Namespace) -> int:
     """`infer`: a dialogue on standard input and output, one line a turn; an empty line or end of input ends it."""
     cfg, folder = _open_run(args)
     speaker, renderer = _open_speaker(cfg, folder, base=args.base)
-    from sftplay.data.records import Message
     from sftplay.deliver.generate import stream_answer
 
     log.say(f"talking to {'the base of ' if args.base else ''}{folder.path}; an empty line ends it", "infer")
-    turns: list[Message] = []
+    turns = [Message("system", cfg.data.system)] if cfg.data.system else []
     while True:
         sys.stdout.write("> " if sys.stdin.isatty() else "")
         sys.stdout.flush()
@@ -71,64 +73,42 @@ def infer(args: Namespace) -> int:
 
 
 def infer_batch(args: Namespace) -> int:
-    """`infer-batch`: the rows of a jsonl file (`messages` or `prompt`), in order, each with a `response`."""
-    rows = _read_prompts(Path(args.input))
+    """`infer-batch`: the rows of a file (`messages` or `prompt`), in order, each with a `response`."""
     cfg, folder = _open_run(args)
+    asked = _read_prompts(args.input, cfg)
     speaker, renderer = _open_speaker(cfg, folder, base=False)
-    from sftplay.data.records import Message
     from sftplay.deliver.generate import answer_all
 
     prompts = []
-    for row in rows:
-        turns = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+    for source, _, messages, tools in asked:
         try:
-            prompts.append(renderer.prompt_ids([Message(turn["role"], turn["content"]) for turn in turns]))
+            prompts.append(renderer.prompt_ids(messages, tools))
         except DataError as error:
-            raise DataError(error.what, where=f"{args.input}, row {len(prompts) + 1}", fix=error.fix) from error
+            raise DataError(error.what, where=str(source), fix=error.fix) from error
     answers = answer_all(
         speaker,
         prompts,
         batch_size=cfg.eval.batch_size,
-        progress=lambda done: log.status(f"answered {done}/{len(rows)}", "infer"),
+        progress=lambda done: log.status(f"answered {done}/{len(asked)}", "infer"),
     )
-    lines = [
-        json.dumps({**row, "response": answer}, ensure_ascii=False) for row, answer in zip(rows, answers, strict=True)
-    ]
+    rows = [{**row, "response": answer} for (_, row, _, _), answer in zip(asked, answers, strict=True)]
+    # A parquet file can hold values that JSON has no word for, dates among them.
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     write_text(Path(args.out), "".join(f"{line}\n" for line in lines))
     log.say(f"{len(rows)} answers in {args.out}", "infer")
     return 0
 
 
-def _read_prompts(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise DataError("no such file", where=str(path), fix="give a jsonl file with --in")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"not JSON ({error})", where=f"{path}:{number}", fix="one JSON object a line") from error
-        problem = _prompt_problem(row)
-        if problem:
-            raise DataError(problem, where=f"{path}:{number}", fix="give every row `messages` or `prompt`")
-        rows.append(row)
-    return rows
-
-
-def _prompt_problem(row: Any) -> str:
-    if not isinstance(row, dict):
-        return "not an object"
-    turns = row.get("messages")
-    if turns is None:
-        return "" if isinstance(row.get("prompt"), str) else "has neither messages nor a prompt"
-    if not isinstance(turns, list) or not turns:
-        return "messages is not a list of turns"
-    for turn in turns:
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str) or not turn.get("role"):
-            return "a turn lacks role or content"
-    return "" if turns[-1]["role"] != "assistant" else "the last turn is the assistant's, nothing is left to answer"
+def _read_prompts(path: str, cfg: RunConfig) -> list[tuple[Source, Row, tuple[Message, ...], str]]:
+    """Every row of the file with its place, the messages to answer (the run's system prompt first) and the tools."""
+    reading = Reading(system=cfg.data.system)
+    found: list[tuple[Source, Row, tuple[Message, ...], str]] = []
+    for file in files_of(path):
+        for source, row in read_rows(str(file)):
+            if isinstance(row, Refused):
+                raise DataError(row.reason, where=str(source), fix="correct the row")
+            found.append((source, row, *read_prompt(row, source, reading)))
+    return found
 
 
 def _open_run(args: Namespace) -> tuple[RunConfig, RunFolder]:
@@ -164,7 +144,7 @@ def _open_speaker(cfg: RunConfig, folder: RunFolder, *, base: bool) -> tuple[Any
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
-    renderer = Renderer.prove(tokenizer, tokenizer.chat_template, [])
+    renderer = Renderer.prove(tokenizer, _stored_template(tokenizer, folder), [])
     model = load_base(cfg).eval() if base else load_result(cfg, folder.path)
     return Speaker(model, tokenizer, renderer.end_token_ids, cfg.eval.max_new_tokens), renderer
 
@@ -174,7 +154,20 @@ def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> Any:
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
-    template = tokenizer.chat_template  # the one the run was trained with
+    template = _stored_template(tokenizer, folder)
     if split == "test":
         return load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
     return load_examples(cfg, tokenizer, template)
+
+
+def _stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
+    """The chat template that lies with the result; said aloud where it is not the one the run was trained with."""
+    from sftplay.data.templates import template_hash
+
+    template: str | None = tokenizer.chat_template
+    trained = folder.read_json("manifest.json").get("template_sha256")
+    stored = template_hash(template or "")
+    if trained is not None and trained != stored:
+        log.say(f"warning: the chat template in {folder.result} is not the one this run was trained with:", "use")
+        log.say(f"its sha256 is {stored}, the run's was {trained}; it is used as it stands", "use")
+    return template

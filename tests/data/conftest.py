@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from chat_reference import CONTROL, shipped_templates
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sftplay.config.schema import RunConfig
@@ -17,6 +18,42 @@ SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_te
 SPECIALS += ["<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "<end_of_turn>"]
 SPECIALS += ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"]
 WORDS = ["the", "old", "boat", "carries", "green", "salt", "and", "seven", "stones", "over", "a", "quiet", "hill"]
+
+# How Llama 3, Qwen and most later tokenizers cut a text before merging: line breaks stay together.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture(scope="session")
+def modern() -> str:
+    """A tokenizer of today's kind, with every control token of trl's templates, as json text."""
+    found = {token for text in shipped_templates().values() for token in CONTROL.findall(text)}
+    specials = [*SPECIALS, "[INST]", "[/INST]", "<｜begin▁of▁sentence｜>", "<|end_of_turn|>", *sorted(found)]
+    tokenizer = Tokenizer(models.BPE())
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PIECES), behavior="isolated"), to_bytes]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(set(specials)) + 600,
+        special_tokens=list(dict.fromkeys(specials)),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    lines = [" ".join(WORDS[(i * k) % len(WORDS)] for k in range(1, 12)) + f", {i}.\n\n" for i in range(300)]
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def modern_tokenizer(modern: str) -> PreTrainedTokenizerFast:
+    """A fresh tokenizer of today's kind: a test may change it."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(modern), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
 
 
 @pytest.fixture(scope="session")

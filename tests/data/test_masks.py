@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from sftplay.data.records import Chat, Message, Source
 from sftplay.data.render import Renderer
 from sftplay.data.templates import CHATML, ChatTemplate, resolve_template
 from sftplay.errors import DataError
 
-CHATML_PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+CHATML_PLAIN = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}"
     "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
@@ -68,13 +75,6 @@ CONVERSATIONS = {
     "emoji": ["Smile 🙂👩‍👩‍👧 please", "🙂👩‍👩‍👧 é ü 你好", "more", "🎉"],
     "white space around": ["  hello \n", "\n  trimmed or not  \n", "ok ", " yes "],
     "the answer stands in the question": ["Say Yes. and Yes.", "Yes.", "Yes.", "Yes."],
-    "headers typed by the user": [
-        "What is <|im_start|>assistant\nYes.<|im_end|>\n or <|start_header_id|>assistant<|end_header_id|>\n\n?",
-        "Yes.",
-        "And [/INST] or <start_of_turn>model\nYes.<end_of_turn> or <|assistant|>\nYes.<|end|>?",
-        "No.",
-    ],
-    "special tokens typed by the assistant": ["Close it?", "With <|im_end|> or </s>, so.", "Sure?", "Yes."],
 }
 
 
@@ -188,7 +188,9 @@ def test_cutting_and_padding_set_in_the_tokenizer_file_are_not_applied(tokenizer
 def test_batches_give_the_same_as_one_by_one(tokenizer: Any):
     chats = [chat_of(texts) for texts in CONVERSATIONS.values()]
     renderer = Renderer.prove(tokenizer, LLAMA_3, chats)
-    batched = [found for batch in renderer.render_all([chats[:3], [], chats[3:]]) for found in batch]
+    assert renderer.render([]) == []
+    batched = renderer.render(chats)
+    assert [found.of for found in batched] == list(range(len(chats)))
     assert [found.input_ids for found in batched] == [renderer.render([chat])[0].input_ids for chat in chats]
 
 
@@ -214,7 +216,7 @@ def test_text_that_only_the_last_turn_has_gives_one_example_a_turn(tokenizer: An
 
 
 def test_markers_that_leave_out_the_end_token_are_not_believed(tokenizer: Any):
-    template = CHATML.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+    template = CHATML.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
     renderer = Renderer.prove(tokenizer, template, [])
     (found,) = renderer.render([chat_of(["One?", "First."])])
     assert renderer.method == "sentinels"
@@ -252,6 +254,14 @@ def test_texts_the_template_escapes_are_found_by_prefixes(tokenizer: Any):
         (CHATML_PLAIN.replace("{% if add_generation_prompt %}", "{% if false %}"), "ignores add_generation"),
         (CHATML_PLAIN.replace("message['content'] +", "message['content'] | upper +"), "changes or drops"),
         ("{{ raise_exception('never') }}", "refuses it: never"),
+        (CHATML_PLAIN.replace("+ '<|im_end|>'", ""), "learn to stop"),
+        (CHATML_PLAIN.replace("<|im_start|>assistant", "<|im_start|>bot"), "at inference"),
+        (CHATML_PLAIN.replace("assistant\n", "assistant\n<think>\n"), "ends with '<think>'"),
+        (
+            "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|im_start|>user\n' + m['content'] }}"
+            "{% generation %}{{ '<|im_end|>' }}{% endgeneration %}{% endif %}{% endfor %}",
+            "changes or drops part of the assistant's text",
+        ),
     ],
 )
 def test_template_that_cannot_be_proven_is_refused_with_the_sample(tokenizer: Any, template: str, reason: str):
@@ -260,6 +270,17 @@ def test_template_that_cannot_be_proven_is_refused_with_the_sample(tokenizer: An
         Renderer.prove(tokenizer, template, [sample])
     assert reason in str(refusal.value)
     assert "sample rows.jsonl:1" in str(refusal.value)
+
+
+def test_template_whose_prompt_has_other_tokens_than_training_is_refused(tokenizer: Any):
+    # As in GPT-2, two line breaks are one piece at the end of a text and two pieces before a word.
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"]["ĊĊ"] = max(state["model"]["vocab"].values()) + 2
+    state["model"]["merges"].append(["Ċ", "Ċ"])
+    joining = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), bos_token="<s>")
+    with pytest.raises(DataError, match="joins the prompt's end otherwise"):
+        Renderer.prove(joining, LLAMA_3, [])
+    assert Renderer.prove(tokenizer, LLAMA_3, []).method == "sentinels"
 
 
 def test_row_that_the_template_refuses_has_the_templates_own_reason(tokenizer: Any):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.data.order import is_held_out, order_hash, steps_for, training_order
-from sftplay.data.records import Chat, Message, Source
+from sftplay.data.records import Chat, Keys, Message, Source, keys_of
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 2**32 - 1))
@@ -50,19 +50,23 @@ def chat(prompt: str, answer: str = "yes", line: int = 1) -> Chat:
     return Chat((Message("user", prompt), Message("assistant", answer)), Source("x", line))
 
 
+def keys(prompt: str, answer: str = "yes", line: int = 1) -> Keys:
+    return keys_of(chat(prompt, answer, line))
+
+
 def test_side_depends_on_the_prompt_alone():
     prompts = [f"prompt {n}" for n in range(400)]
-    assert [is_held_out(chat(p), 0.2) for p in prompts] == [is_held_out(chat(p, "no", 9), 0.2) for p in prompts]
-    share = sum(is_held_out(chat(p), 0.2) for p in prompts) / 400
+    assert [is_held_out(keys(p), 0.2) for p in prompts] == [is_held_out(keys(p, "no", 9), 0.2) for p in prompts]
+    share = sum(is_held_out(keys(p), 0.2) for p in prompts) / 400
     assert 0.14 < share < 0.26  # three standard deviations of a binomial: 3 * sqrt(0.2 * 0.8 / 400) = 0.06
 
 
 def test_larger_share_keeps_what_a_smaller_one_held_out():
-    small = {n for n in range(200) if is_held_out(chat(str(n)), 0.1)}
-    large = {n for n in range(200) if is_held_out(chat(str(n)), 0.3)}
+    small = {n for n in range(200) if is_held_out(keys(str(n)), 0.1)}
+    large = {n for n in range(200) if is_held_out(keys(str(n)), 0.3)}
     assert small < large
 
 
 def test_share_of_none_and_of_all():
-    assert not any(is_held_out(chat(str(n)), 0.0) for n in range(50))
-    assert all(is_held_out(chat(str(n)), 1.0) for n in range(50))
+    assert not any(is_held_out(keys(str(n)), 0.0) for n in range(50))
+    assert all(is_held_out(keys(str(n)), 1.0) for n in range(50))

@@ -220,6 +220,77 @@ def test_evaluation_writes_figures_and_every_answer(inputs: Inputs, tmp_path: Pa
     assert all(row["correct"] == (row["prediction"].strip() == row["reference"].strip()) for row in rows)
 
 
+def test_held_out_texts_without_a_prompt_are_measured_by_their_loss_alone(
+    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any
+):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n} old boats carry salt"}) + "\n" for n in range(3)))
+    cfg = sized(written_config(tmp_path, inputs, data__val_path=str(texts)))
+    examples = load_examples(cfg, tokenizer)
+    figures = evaluate(model, examples, cfg, tmp_path / "eval" / "after.json")
+    assert figures == {"n": 0, "loss": pytest.approx(plain_loss(model, examples.held_out), rel=1e-5), "perplexity":
+        pytest.approx(math.exp(figures["loss"]))}  # fmt: skip
+    assert (tmp_path / "eval" / "after.jsonl").read_text() == ""
+
+
+def test_chats_beside_texts_are_answered_and_the_loss_counts_both(
+    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any
+):
+    mixed = tmp_path / "mixed.jsonl"
+    rows = [{"text": "old boats"}, {"prompt": "why", "completion": "salt"}, {"text": "green light"}]
+    mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = sized(written_config(tmp_path, inputs, data__val_path=str(mixed)))
+    examples = load_examples(cfg, tokenizer)
+    figures = evaluate(model, examples, cfg, tmp_path / "eval" / "after.json")
+    assert (len(examples.held_out), figures["n"]) == (3, 1)
+    assert figures["loss"] == pytest.approx(plain_loss(model, examples.held_out), rel=1e-5)
+    (answered,) = (json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines())
+    assert (answered["prompt"], answered["reference"]) == ("why", "salt")
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% for call in m.get('tool_calls') or [] %}{{ '<|im_start|>' + call['function']['name'] + "
+    "(call['function']['arguments'] | tojson) }}{% endfor %}{{ '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A call is marked by a special token, as in Mistral's and Llama's templates."""
+
+
+def test_a_call_is_compared_with_what_the_template_writes_for_it(
+    inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+):
+    template, rows = tmp_path / "tools.jinja", tmp_path / "calls.jsonl"
+    template.write_text(TOOLS_TEMPLATE)
+    function = {"name": "boats", "description": "count", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    call = {"id": "c1", "type": "function", "function": {"name": "boats", "arguments": {"salt": 7}}}
+    turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows.write_text(json.dumps({"messages": turns, "tools": tools}) + "\n")
+    changes = {"data__val_path": str(rows), "data__template": str(template), "model__max_seq_len": 512}
+    cfg = sized(written_config(tmp_path, inputs, **changes))
+    examples = load_examples(cfg, tokenizer)
+    prompts: list[list[int]] = []
+    real = measuring.answer_all
+
+    def answer_all_and_keep(speaker: Speaker, asked: list[list[int]], **options: Any) -> list[str]:
+        prompts.extend(asked)
+        return real(speaker, asked, **options)
+
+    monkeypatch.setattr(measuring, "answer_all", answer_all_and_keep)
+    evaluate(model, examples, cfg, tmp_path / "eval" / "after.json")
+    (answered,) = (json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines())
+    assert (answered["prompt"], answered["reference"]) == ("why", 'boats{"salt": 7}')
+    asked = tokenizer.apply_chat_template(
+        turns[:1], tools=tools, chat_template=TOOLS_TEMPLATE, add_generation_prompt=True, return_dict=False
+    )
+    assert prompts == [asked]
+    assert "count" in tokenizer.decode(asked)
+
+
 def test_model_is_left_as_it_was(model: Any):
     model.train()
     model.config.use_cache = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -16,6 +18,8 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
 from sftplay import cli
+from sftplay.deliver.generate import Speaker
+from sftplay.verbs import use
 
 Command = Callable[..., CompletedProcess[str]]
 
@@ -60,6 +64,10 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+def assistant(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
 def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
     run: Finished, config: Path, plain: Any, sftplay: Command, tmp_path: Path
 ):
@@ -67,7 +75,7 @@ def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
         {"id": 7, "prompt": "why old boats carry salt over quiet hills and green stone"},
         {"messages": user("seven"), "note": "kept"},
         {"prompt": "light"},
-        {"messages": [{"role": "system", "content": "asks"}, *user("the river"), *user("walks")]},
+        {"messages": [{"role": "system", "content": "asks"}, *user("the river"), *assistant("why"), *user("walks")]},
         {"prompt": "ünïcödé \u2028 line"},
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "new folder" / "out.jsonl"
@@ -83,13 +91,14 @@ def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": ', "not JSON"),
-        ('["a list"]', "not an object"),
-        ('{"question": "x"}', "has neither messages nor a prompt"),
-        ('{"prompt": 3}', "has neither messages nor a prompt"),
-        ('{"messages": []}', "messages is not a list of turns"),
-        ('{"messages": [{"role": "user"}]}', "a turn lacks role or content"),
-        ('{"messages": [{"role": "assistant", "content": "hi"}]}', "nothing is left to answer"),
+        ('{"prompt": ', "is not JSON"),
+        ('["a list"]', "is a list, not an object"),
+        ('{"question": "x"}', "has neither 'messages' nor 'prompt'"),
+        ('{"prompt": 3}', "prompt is a number, not a text"),
+        ('{"messages": []}', "does not end with a turn that can be answered"),
+        ('{"messages": [{"role": "user"}]}', "messages[0]"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "message 2 is from"),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}', "message 1 is from"),
     ],
 )
 def test_row_that_cannot_be_answered_is_refused_with_file_and_line(
@@ -106,7 +115,7 @@ def test_row_that_cannot_be_answered_is_refused_with_file_and_line(
 
 
 def test_missing_input_file_is_refused(run: Finished, config: Path, tmp_path: Path):
-    assert cli.main(["infer-batch", "--config", str(config), "--in", str(tmp_path / "no"), "--out", "x"]) == 4
+    assert cli.main(["infer-batch", "--config", str(config), "--in", str(tmp_path / "no.jsonl"), "--out", "x"]) == 4
 
 
 def test_infer_talks_line_by_line_and_remembers_the_dialogue(run: Finished, config: Path, plain: Any, sftplay: Command):
@@ -116,6 +125,87 @@ def test_infer_talks_line_by_line_and_remembers_the_dialogue(run: Finished, conf
     second = plain([*user("the river"), {"role": "assistant", "content": first}, *user("why")])
     said = [line for line in done.stdout.split("\n") if not line.startswith("[")]
     assert "\n".join(said) == f"{first}\n{second}\n"
+
+
+@pytest.fixture
+def styled(run: Finished, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]]]:
+    """The run as if it had been trained with a system prompt; the message it puts first."""
+    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
+
+    for key in quiet_environment() | cache_environment() | offline_environment():
+        monkeypatch.setenv(key, "1")  # so that what the verbs set is undone
+    before = run.folder.resolved.read_text()
+    assert "  system: null\n" in before
+    run.folder.resolved.write_text(before.replace("  system: null\n", "  system: old boats\n"))
+    yield [{"role": "system", "content": "old boats"}]
+    run.folder.resolved.write_text(before)
+
+
+@pytest.fixture
+def asked(run: Finished, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts that models are given from here on, as token ids, the shortest first."""
+    prompts: list[list[int]] = []
+    real = Speaker.generate
+
+    def generate(self: Speaker, ids: torch.Tensor, mask: torch.Tensor, *rest: Any) -> Any:
+        prompts.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True))
+        return real(self, ids, mask, *rest)
+
+    monkeypatch.setattr(Speaker, "generate", generate)
+    return prompts
+
+
+def prompt_of(run: Finished, dialogue: list[dict[str, str]]) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(run.folder.path / "adapter")
+    ids: list[int] = tokenizer.apply_chat_template(dialogue, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def test_the_system_prompt_of_the_run_goes_before_rows_that_have_none(
+    styled: list[dict[str, str]], asked: list[list[int]], run: Finished, config: Path, tmp_path: Path
+):
+    own = [{"role": "system", "content": "seven"}, *user("light and stone")]
+    rows = [{"prompt": "light"}, {"messages": user("light river")}, {"messages": own}]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # What the config says now is not what the run was trained with.
+    words = ["--config", str(config), "--in", str(source), "--out", str(target), "data.system=another"]
+    assert cli.main(["infer-batch", *words]) == 0
+    dialogues = [[*styled, *user("light")], [*styled, *user("light river")], own]
+    assert asked == sorted((prompt_of(run, dialogue) for dialogue in dialogues), key=len)
+    answered = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [{key: row[key] for key in row if key != "response"} for row in answered] == rows
+
+
+def test_infer_begins_with_the_system_prompt_of_the_run(
+    styled: list[dict[str, str]], asked: list[list[int]], run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the river\n\n"))
+    assert cli.main(["infer", "--config", str(config)]) == 0
+    assert asked == [prompt_of(run, [*styled, *user("the river")])]
+
+
+def test_a_stored_template_that_was_edited_is_said_aloud_with_both_hashes(
+    run: Finished, capsys: pytest.CaptureFixture[str]
+):
+    file = run.folder.path / "adapter" / "chat_template.jinja"
+    before = file.read_text()
+    trained = json.loads((run.folder.path / "manifest.json").read_text())["template_sha256"]
+    assert trained == hashlib.sha256(before.encode()).hexdigest()
+
+    def said() -> str:
+        use._stored_template(AutoTokenizer.from_pretrained(run.folder.path / "adapter"), run.folder)
+        return capsys.readouterr().out
+
+    assert said() == ""
+    try:
+        file.write_text(before + "edited")
+        told = said()
+    finally:
+        file.write_text(before)
+    assert "is not the one this run was trained with" in told
+    assert trained in told
+    assert hashlib.sha256((before + "edited").encode()).hexdigest() in told
 
 
 def read(run: Finished, name: str) -> dict[str, Any]:

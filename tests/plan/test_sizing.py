@@ -89,7 +89,7 @@ def test_an_automatic_micro_batch_is_the_largest_that_stays_within_its_tokens(ef
     assert batch == max(fitting, default=1)
 
 
-LEFT_AUTO = {"tuning.lora.target_modules", "data.format", "data.template"}
+LEFT_AUTO = {"tuning.lora.target_modules", "data.format", "data.template", "data.encoding", "data.delimiter"}
 """Resolved later: from the loaded model, from the rows, from the tokenizer. None of them depends on the machine."""
 
 

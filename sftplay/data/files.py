@@ -1,0 +1,127 @@
+"""Files with rows: which there are in a path, of which kind, and their bytes, unpacked.
+
+What the bytes mean is decided in `lines`, `documents` and `tables`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NoReturn, cast
+
+from sftplay.errors import DataError
+
+PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+PACKED = tuple(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet")
+SUFFIXES = (*PLAIN, *PACKED)
+
+FOREIGN = (
+    (b"\x1f\x8b", "a gzip file", "add .gz to its name"),
+    (b"PAR1", "a parquet file", "name it .parquet"),
+    (b"PK\x03\x04", "a zip archive or an office document", "unpack it, or save it as csv or jsonl"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it, or pack it with gzip"),
+    (b"BZh", "a bzip2 file", "unpack it, or pack it with gzip"),
+    (b"\xfd7zXZ\x00", "an xz file", "unpack it, or pack it with gzip"),
+    (b"ARROW1", "an arrow file", "save it as parquet"),
+    (b"%PDF-", "a PDF", "rows are read from jsonl, json, csv, tsv and parquet"),
+)
+"""First bytes of kinds that are sometimes given a text file's name; no row begins with them."""
+
+BUFFER_BYTES = 1 << 18
+
+
+def suffix_of(path: str | Path) -> str:
+    """The known suffix that a path ends with, such as `.jsonl` or `.csv.gz`; empty when it has none."""
+    name = Path(path).name.lower()
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix) and name != suffix), "")
+
+
+def files_of(path: str) -> list[Path]:
+    """The file itself, or every known file below the folder, sorted; hidden ones are left alone.
+
+    Raises:
+        DataError: there is nothing of that name, its kind is unknown, or the folder holds no known file.
+    """
+    given = Path(path)
+    known = ", ".join(SUFFIXES)
+    mode = _mode(given) if path else 0
+    if stat.S_ISDIR(mode):
+        found = [file for file in _below(given) if suffix_of(file)]
+        if not found:
+            raise DataError("is a folder without a file of rows", where=path, fix=f"put one there ({known})")
+        return found
+    if not mode:
+        fix = "correct data.train_path / data.val_path; paths are relative to the current directory"
+        raise DataError("there is no such file", where=path, fix=fix)
+    if not stat.S_ISREG(mode):
+        raise DataError("is neither a file nor a folder", where=path, fix="give rows in a file or a folder")
+    if not suffix_of(given):
+        raise DataError(f"unknown kind of file {given.suffix!r}", where=path, fix=f"convert it to one of {known}")
+    return [given]
+
+
+def other_files(path: str) -> list[str]:
+    """Names, relative to the folder, of files in it that are not read: of other kinds; hidden ones are not listed."""
+    folder = Path(path)
+    if not stat.S_ISDIR(_mode(folder)):
+        return []
+    return [str(file.relative_to(folder)) for file in _below(folder) if not suffix_of(file)]
+
+
+def open_bytes(file: Path) -> BinaryIO:
+    """The file's bytes, unpacked where it is gzip; the caller closes it."""
+    if file.suffix.lower() == ".gz":
+        return io.BufferedReader(cast(io.RawIOBase, gzip.open(file)), BUFFER_BYTES)
+    return file.open("rb", BUFFER_BYTES)
+
+
+def read_head(file: Path, n_bytes: int = 4096) -> bytes:
+    """The first bytes of a text file.
+
+    Raises:
+        DataError: they show that it is something else.
+    """
+    with open_bytes(file) as stream:
+        head = stream.read(n_bytes)
+    for magic, kind, fix in FOREIGN:
+        if head.startswith(magic):
+            raise DataError(f"is {kind} by its first bytes", where=str(file), fix=fix)
+    return head
+
+
+def _mode(path: Path) -> int:
+    """What the system says a path is; 0 where there is nothing, or where nothing can have that name."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files below a folder that are not hidden, in the order of their names; links to folders are not followed."""
+    found = []
+    for place, folders, names in os.walk(folder, onerror=_refuse_folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    for file in sorted(found, key=lambda file: file.parts):
+        if not _is_utf8(str(file)):
+            raise DataError("holds a file whose name is not UTF-8", where=str(folder), fix=f"rename {str(file)!r}")
+        if file.is_file():
+            yield file
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    where = str(error.filename)
+    raise DataError(f"cannot be read: {error.strerror}", where=where, fix="check its permissions") from error
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

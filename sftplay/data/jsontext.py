@@ -1,0 +1,80 @@
+"""JSON as text: decoded so that nothing is lost on the way, and written in the one form records carry.
+
+It knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+BROKEN_JSON = (ValueError, RecursionError)
+"""What decoding raises: RecursionError for nesting deeper than the interpreter's stack."""
+
+DEEPEST = 100
+"""Most levels inside a call's arguments or a tool: deeper ones could not be handed from process to process."""
+
+
+def decode_json(text: str) -> Any:
+    """The value; a key that stands twice in one object is an error, since json would keep only the last."""
+    return _DECODER.decode(text)
+
+
+def encode_json(value: Any) -> str:
+    """The value as text, letters kept as they are.
+
+    Raises:
+        ValueError: JSON has no form for it: a number out of range, a character that is none, or too many levels.
+    """
+    if _is_deep(value):
+        raise ValueError(f"has more than {DEEPEST} levels")
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("holds something that is not valid Unicode") from error
+    except TypeError as error:
+        raise ValueError(f"holds something that JSON cannot: {error}") from error
+    return text
+
+
+def flaw_of(error: Exception) -> str:
+    """What is wrong with a text that `decode_json` refused, in words."""
+    if isinstance(error, json.JSONDecodeError):
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        return f"is not JSON: {error.msg} at {place}"
+    if isinstance(error, RepeatedKeyError):
+        return str(error)
+    return f"is not JSON that can be read: {error}"
+
+
+class RepeatedKeyError(ValueError):
+    """An object names a key twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RepeatedKeyError(f"has the key {twice[:60]!r} twice in one object")
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    """More than DEEPEST levels; walks level by level, because recursion is what it guards against."""
+    level: Sequence[Any] = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
