@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 from encodings.aliases import aliases
+from pathlib import Path
 
 from sftplay.config.data_section import DataConfig
 from sftplay.config.finding import Finding
@@ -24,6 +25,7 @@ _NO_CELLS = (".jsonl", ".ndjson", ".json", ".parquet")
 
 def broken_data_rules(cfg: RunConfig) -> Iterator[Finding]:
     """Every rule that the section `data` breaks by itself."""
+    yield from _folders(cfg)
     yield from _columns(cfg.data)
     yield from _encoding(cfg.data.encoding)
     yield from _delimiter(cfg.data.delimiter)
@@ -36,6 +38,22 @@ def idle_data_keys(data: DataConfig) -> Iterator[tuple[str, str, str]]:
         yield "data.delimiter", "data.train_path", "no csv or tsv file is named"
     if data.val_path is None and data.test_path is None:
         yield "data.leaks", "data.train_path", "there is no data.val_path and no data.test_path to compare with"
+
+
+def _folders(cfg: RunConfig) -> Iterator[Finding]:
+    """Folders of rows are read with all that is below them, except what is hidden."""
+    written = (("data.processed_dir", cfg.data.processed_dir), ("output_dir", cfg.output_dir))
+    for name in ("train_path", "val_path", "test_path"):
+        for key, folder in written:
+            path = getattr(cfg.data, name)
+            if path and _is_read_with(path, folder):
+                what = f"{folder!r} lies in the folder of rows {path!r}: what is written there would be read as rows"
+                yield Finding((key, f"data.{name}"), what, "name a folder outside of it, or one that is hidden")
+
+
+def _is_read_with(path: str, folder: str) -> bool:
+    above, below = Path(path).absolute(), Path(folder).absolute()
+    return below.is_relative_to(above) and not any(part.startswith(".") for part in below.relative_to(above).parts)
 
 
 def _columns(data: DataConfig) -> Iterator[Finding]:

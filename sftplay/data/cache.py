@@ -5,15 +5,22 @@ It knows nothing of what is inside. Old folders are never removed here; the cach
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from sftplay.errors import ConfigError, RunError, SftplayError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that say that a disk, a quota or a file's size is used up."""
 
 SEAL = "SEAL.json"
 """Name of the file, written last, that lists size and checksum of all others."""
@@ -29,13 +36,22 @@ def ensure_folder(folder: Path, make: Callable[[Path], None]) -> Path:
 
     Of several processes one makes it while the others wait. It appears under its final name only when every byte is
     written, so a broken-off or failed `make` leaves nothing that looks finished.
+
+    Raises:
+        ConfigError: nothing can be written there.
+        RunError: there is no room for it.
     """
     if is_sound(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.with_name(f"{folder.name}.lock")):
-        if not is_sound(folder):
-            _make_anew(folder, make)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_name(f"{folder.name}.lock")):
+            if not is_sound(folder):
+                _make_anew(folder, make)
+    except BrokenPipeError:  # whoever read our output has left; that is no fault of the folder
+        raise
+    except OSError as error:
+        raise _unwritable(folder.parent, error) from error
     return folder
 
 
@@ -59,6 +75,18 @@ def _make_anew(folder: Path, make: Callable[[Path], None]) -> None:
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _unwritable(parent: Path, error: OSError) -> SftplayError:
+    if error.errno in NO_ROOM:
+        fix = "free space there, or set data.processed_dir to a folder on another disk"
+        return RunError(f"the prepared rows find no room: {_reason(error)}", where=str(parent), fix=fix)
+    fix = "set data.processed_dir to a folder that can be written"
+    return ConfigError(f"cannot be written: {_reason(error)}", where=str(parent), fix=fix)
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)  # arrow wraps it in words of its own
 
 
 def _checksums(folder: Path) -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 
 from sftplay.data.batch import Fit, Line, Outcome, Treatment
@@ -37,6 +38,9 @@ UNPACKED = {".gz": 5, ".parquet": 4}
 
 Work = tuple[list[Line], float]
 """A batch and the share of its prompts that is held out."""
+
+OURS = (signal.SIGINT, signal.SIGUSR1)
+"""Signals that a terminal or a scheduler sends to all processes, and that only the parent answers."""
 
 _treatment: list[Treatment] = []
 """What a started process works with; empty in every other process."""
@@ -81,16 +85,27 @@ def treat_all(
 def _in_order(pool: ProcessPoolExecutor, batches: Iterable[Work], most: int) -> Iterator[list[Outcome]]:
     waiting: deque[Future[list[Outcome]]] = deque()
     for lines, share in batches:
-        waiting.append(pool.submit(_treat, lines, share))
+        with _deaf():  # this may start a process
+            waiting.append(pool.submit(_treat, lines, share))
         if len(waiting) > most:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
 
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Hold OURS back: a process started meanwhile never gets them, and would else die of them as it imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(recipe: Recipe, reading: Reading, fit: Fit, parent: int) -> None:
     die_with_parent(parent)
-    for stop in (signal.SIGINT, signal.SIGUSR1):  # the parent decides when to stop, and ends this process by SIGTERM
+    for stop in OURS:  # the parent decides when to stop, and ends this process by SIGTERM
         signal.signal(stop, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each: the cores are shared out already
     _treatment.append(Treatment(Renderer.from_recipe(recipe), reading, fit))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sftplay.data.masks import Marked
+from sftplay.data.skeletons import Unproven
 from sftplay.data.templates import Span
 from sftplay.data.vocabulary import Read, Vocabulary
 
@@ -55,6 +56,9 @@ class Rendered:
     typed_specials: int = 0
     """Special tokens' texts in the record's own texts, all encoded as text; said by a record's first example only."""
 
+    joins_prompt: bool = False
+    """The problem is that a token begins in the prompt and ends in the answer, so inference would ask otherwise."""
+
     is_partial: bool = False
     """The text is so long that only its beginning, more than the most tokens that can be used, was tokenised."""
 
@@ -70,9 +74,8 @@ def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], max_tokens: int |
             examples.append(Rendered([], [], each.of, each.found))
             continue
         if not (each.is_spelled or each.is_whole_text) and (limit is None or len(each.found.text) <= limit):
-            encoding = next(coming)  # nearly every record takes this way
-            ids = encoding.ids
-            examples.append(Rendered(ids, _labels(encoding, ids, each.found.text, each.found.spans), each.of))
+            # Nearly every record takes this way.
+            examples.append(_example(vocabulary, each, each.found.text, _unspelled(next(coming))))
             continue
         text = each.found.text[:limit]
         read = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(next(coming))
@@ -90,10 +93,15 @@ def _example(vocabulary: Vocabulary, placed: Placed, text: str, read: Read) -> R
     if read.lost:
         return Rendered([], [], placed.of, f"types {read.lost!r}, which this tokenizer cannot write as text")
     is_partial = len(text) < len(placed.found.text)
-    ids, labels = read.ids, _labels(read.encoding, read.ids, text, placed.found.spans)
+    ids = read.ids
     if placed.is_whole_text:
         ids, labels = _enclosed(vocabulary, ids, is_partial)
-    return Rendered(ids, labels, placed.of, "", placed.typed_specials, is_partial)
+    else:
+        try:
+            labels = _labels(read.encoding, ids, text, placed.found.spans)
+        except Unproven as error:
+            return Rendered([], [], placed.of, str(error), joins_prompt=True)
+    return Rendered(ids, labels, placed.of, "", placed.typed_specials, is_partial=is_partial)
 
 
 def _unspelled(encoding: Any) -> Read:
@@ -122,7 +130,11 @@ def _labels(encoding: Any, ids: list[int], text: str, spans: Sequence[Span]) -> 
 
 
 def _tokens_of(encoding: Any, text: str, span: Span) -> tuple[int, int]:
-    """The tokens that spell the span. One that begins in the prompt counts only if it spells more than white space."""
+    """The tokens that spell the span. One that begins in the prompt counts only if it spells more than white space.
+
+    Raises:
+        Unproven: one begins in the prompt though the answer does not begin with white space.
+    """
     start, end = span
     first = encoding.char_to_token(start)
     while first is None and start < end - 1:  # a tokenizer may drop white space
@@ -132,6 +144,9 @@ def _tokens_of(encoding: Any, text: str, span: Span) -> tuple[int, int]:
     if first is None or last is None:
         return 0, 0
     left, right = encoding.token_to_chars(first)
-    if left < span[0] and text[span[0] : right].isspace():
-        first += 1
+    if left < span[0]:
+        if not text[span[0]].isspace():  # white space may share a token with the prompt, as in `proof`
+            answer = text[span[0] : span[0] + 40]
+            raise Unproven(f"the tokenizer joins the prompt's end otherwise where {answer!r} follows than at inference")
+        first += text[span[0] : right].isspace()
     return first, last + 1

@@ -6,8 +6,10 @@ Rows are tokenised once and kept in `data.processed_dir`; the order in which the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,11 @@ from sftplay.data.tally import report_table as report_table
 from sftplay.data.templates import resolve_template
 from sftplay.errors import DataError
 
-CODE_VERSION = 2
+CODE_VERSION = 3
 """Raised when `sftplay.data` turns the same rows into other tokens, so that older caches are not taken for new ones."""
+
+READERS = ("tokenizers", "jinja2", "pyarrow")
+"""Libraries on which it depends, beside our own code and Python, which tokens a row becomes."""
 
 DEFAULT_SPLIT = 0.05
 SAMPLE_ROWS = 32
@@ -103,7 +108,7 @@ def _load(
     renderer = Renderer.prove(tokenizer, template, samples)
     data = cfg.data
     parts = {
-        "code": CODE_VERSION,
+        "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
         "files": [[given.path, digests[given.path], given.share] for given in inputs],
         "guarded": [[path, digests[path]] for path in guarded],
         "renderer": asdict(renderer.recipe()),
@@ -113,8 +118,21 @@ def _load(
     }
     folder = Path(data.processed_dir) / fingerprint(parts)
     preparation = Preparation(data, renderer, cfg.model.max_seq_len)
-    ensure_folder(folder, lambda new: preparation.run(inputs, new, guarded))
+
+    def make(unfinished: Path) -> None:
+        preparation.run(inputs, unfinished, guarded)
+        _expect_unchanged(digests)
+
+    ensure_folder(folder, make)
     return _opened(folder, renderer)
+
+
+def _expect_unchanged(digests: Mapping[str, str]) -> None:
+    """Raise the DataError about a file that was written to while it was read: its rows would pass for the old ones."""
+    for path, digest in digests.items():
+        if content_digest(path) != digest:
+            fix = "start again when nothing writes to it any more"
+            raise DataError("has changed while it was read", where=path, fix=fix)
 
 
 def _samples(cfg: RunConfig, path: str) -> list[Record]:

@@ -174,7 +174,7 @@ class _Trial:
                 found = self._finder.place(chat, method, rewrites=rewrites)
             for part, marked in found:
                 self._finder.check_prompts(part, marked)
-                whose = Placed(0, "", is_spelled=GUARD in marked.text)
+                whose = Placed(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
                 self._check_tokens(part, self._writer.place_part(self._finder, part, marked, whose))
         except DataError as error:
             return error.what
@@ -190,6 +190,8 @@ class _Trial:
         """
         assert isinstance(placed.found, Marked)
         (rendered,) = labelled(self._writer.vocabulary, [placed])
+        if rendered.joins_prompt:
+            raise Unproven(rendered.problem)
         if rendered.problem:  # what somebody types cannot be written: the tokenizer's fault, said of each such row
             return
         decode = self._writer.vocabulary.decode

@@ -165,7 +165,7 @@ class Renderer:
         guarded, typed = self._writer.literals.guarded(chat)
         assert isinstance(guarded, Chat)
         parts = finder.place(guarded, self._method_of(chat), rewrites=self.rewrites_turns)
-        if not typed:
+        if not self._writer.needs_spelling(typed):
             return [Placed(of, marked) for _, marked in parts]
         # A record says once what it types, however many examples it gives.
         counts = [typed] + [0] * (len(parts) - 1)

@@ -69,7 +69,11 @@ def resolve_template(setting: str, tokenizer: Any) -> str:
     if not path.is_file():
         fix = "give auto, chatml or the path of a Jinja file"
         raise DataError(f"there is no file {setting!r}", where="data.template", fix=fix)
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        what = f"{setting!r} cannot be read as UTF-8: {error}"
+        raise DataError(what, where="data.template", fix="save it as UTF-8, readable to you") from error
 
 
 def template_hash(template: str) -> str:

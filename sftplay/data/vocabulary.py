@@ -9,11 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer
 
 from sftplay.data.literals import GUARD
+
+WIDE = 0xFEE0
+"""From a printable ASCII character to its full-width form, which NFKC takes back."""
+
+UNSEEN = ("\x01", "\u0301", "\u200b")
+"""A control character, an accent and a space without width: what cleaning normalisers take out."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,18 @@ class Vocabulary:
         """The texts that may end a turn: those of all control tokens, and the EOS that may be none."""
         return list(dict.fromkeys([*self.control_tokens, *([self.marks.eos] if self.marks.eos else [])]))
 
+    @cached_property
+    def folds_text(self) -> bool:
+        """True when its normaliser makes a control token of a text that is none: of `</S>` or `＜/s＞`, for one.
+
+        Then what records say is control by its looks only to the normaliser, and every text has to be spelled.
+        """
+        return any(
+            _is_folded_to(self._backend, token) and self._is_read_after_folding(id, token)
+            for id, token in self._control.items()
+            if token != self.marks.named.get("unk_token")
+        )
+
     @property
     def eos_id(self) -> int | None:
         """Id of the token that ends a text."""
@@ -104,6 +123,11 @@ class Vocabulary:
         """The text of `ids`, control tokens shown."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
+    def _is_read_after_folding(self, id: int, token: str) -> bool:
+        """True when a control token is found in normalised text, by the model or as an added token."""
+        added = self._backend.get_added_tokens_decoder()[id]
+        return added.normalized or any(piece.id == id for piece in self._backend.model.tokenize(token))
+
     def _make_twin(self) -> tuple[Tokenizer, dict[int, int]]:
         """The tokenizer with a guard before the text of each special token, and its ids that are others here."""
         names = set(self.control_tokens)
@@ -115,6 +139,15 @@ class Vocabulary:
                 others[found] = own
         self._twin = (twin, others)
         return twin, others
+
+
+def _is_folded_to(backend: Tokenizer, token: str) -> bool:
+    if backend.normalizer is None:
+        return False
+    wide = "".join(chr(ord(each) + WIDE) if "!" <= each <= "~" else each for each in token)
+    hidden = [token[:1] + mark + token[1:] for mark in UNSEEN]
+    others = {token.upper(), token.lower(), wide, *hidden} - {token}
+    return any(token in backend.normalizer.normalize_str(other) for other in others)
 
 
 def _head(backend: Tokenizer) -> tuple[int, ...]:

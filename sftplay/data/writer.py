@@ -24,6 +24,10 @@ class Writer:
         self.vocabulary = vocabulary
         self.literals = Literals(vocabulary.control_tokens)
 
+    def needs_spelling(self, n_typed: int) -> bool:
+        """Whether a text must be spelled that types so many special tokens: control could come of it otherwise."""
+        return n_typed > 0 or self.vocabulary.folds_text
+
     def place_text(self, of: int, record: Text) -> Placed:
         """A plain text, all of it to be learned.
 
@@ -34,7 +38,7 @@ class Writer:
         if self.vocabulary.eos_id is None:
             raise Unproven("the tokenizer has no EOS token, so a text could not end")
         guarded, typed = self.literals.guarded(record)
-        if not typed:
+        if not self.needs_spelling(typed):
             return Placed(of, Marked(record.text, ()), is_whole_text=True)
         spelled, _ = self.literals.spelled(guarded.text, [])  # type: ignore[union-attr]
         return Placed(of, Marked(spelled, ()), typed, is_spelled=True, is_whole_text=True)
@@ -61,7 +65,7 @@ class Writer:
         """
         whole = Chat(tuple(messages), NOWHERE, tools=tools)
         guarded, typed = self.literals.guarded(whole)
-        if not isinstance(guarded, Chat) or not typed:
+        if not isinstance(guarded, Chat) or not self.needs_spelling(typed):
             return list(self.vocabulary.encode([finder.prompt_of(whole, len(messages))])[0].ids)
         text = finder.prompt_of(guarded, len(messages))
         if without_guards(text) != finder.prompt_of(unguarded(guarded), len(messages)):

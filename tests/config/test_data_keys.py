@@ -120,3 +120,27 @@ def test_settings_of_tables_and_leaks_without_anything_to_apply_to_are_noted(wri
     ]
     assert notes(load_config(write(text.format("b.csv", "  test_path: c.jsonl\n")))) == []
     assert notes(load_config(write(text.format("folder", "  val_path: c.jsonl\n")))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {train_path: rows, processed_dir: rows/processed}",
+        "data: {train_path: rows, processed_dir: ./rows}",
+        "data: {train_path: a.jsonl, val_path: held/, processed_dir: held/out/x}",
+        "data: {train_path: .}",
+        "data: {train_path: rows}\noutput_dir: rows/outputs",
+    ],
+)
+def test_folders_that_runs_write_to_may_not_be_read_as_rows(write, text):
+    with pytest.raises(ConfigErrors, match="lies in the folder of rows"):
+        load_config(write(f"model: {{name: x}}\n{text}\n"))
+
+
+def test_folders_beside_the_rows_or_hidden_below_them_may_be_written_to(write):
+    for text in (
+        "data: {train_path: rows/a.jsonl, processed_dir: rows/processed}\noutput_dir: rows/outputs",
+        "data: {train_path: rows, processed_dir: rows/.cache/processed}",
+        "data: {train_path: rows, processed_dir: rows2/processed}",
+    ):
+        load_config(write(f"model: {{name: x}}\n{text}\n"))

@@ -91,7 +91,7 @@ def configs(draw):
             precision=draw(st.sampled_from(["auto", "bf16", "fp16", "fp32"])),
             extra=draw(st.dictionaries(st.sampled_from(["adam_beta1", "lr_scheduler_kwargs"]), VALUES)),
         ),
-        data=DataConfig(train_path=draw(NAMES)),
+        data=DataConfig(train_path=draw(NAMES) + ".jsonl"),  # a file: no folder that is written to lies in it
         eval=EvalConfig(metrics=draw(st.lists(st.sampled_from(["chrf", "rouge_l"]), min_size=1, unique=True))),
         logging=LoggingConfig(backend=draw(st.sampled_from(["none", "wandb", ["wandb", "mlflow"]]))),
     )

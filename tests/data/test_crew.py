@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,26 @@ def test_processes_of_a_killed_parent_end(tokenizer: Any, tmp_path: Path):
         parent.kill()
         parent.communicate()
     wait_until(lambda: not any(is_alive(pid) for pid in started), 10)
+
+
+def test_interrupt_while_processes_start_is_the_parents_alone(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    started, submit = [], ProcessPoolExecutor.submit
+
+    def submit_and_interrupt(pool: Any, *given: Any) -> Any:
+        """As a terminal's Ctrl-C, which reaches processes that have not begun yet."""
+        future = submit(pool, *given)
+        for child in children():
+            if child.pid not in started:
+                started.append(child.pid)
+                child.send_signal(signal.SIGINT)
+                child.send_signal(signal.SIGUSR1)
+        return future
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)
+    renderer = Renderer.prove(tokenizer, CHATML, [])
+    done = list(crew.treat_all(batches(20), renderer, Reading(), Fit(64, "truncate"), processes=2))
+    assert len(done) == 20
+    assert len(started) >= 2
+    assert "KeyboardInterrupt" not in capfd.readouterr().err

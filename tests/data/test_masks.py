@@ -335,3 +335,28 @@ def test_template_can_be_a_file(tokenizer: Any, tmp_path: Any):
     assert resolve_template(str(tmp_path / "mine.jinja"), tokenizer) == PHI
     with pytest.raises(DataError, match=r"there is no file 'chatmll'"):
         resolve_template("chatmll", tokenizer)
+
+
+def test_row_whose_answer_the_tokenizer_joins_with_the_prompt_is_refused(tokenizer: Any):
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"][":)"] = max(state["model"]["vocab"].values()) + 2
+    state["model"]["merges"].append([":", ")"])
+    joining = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), bos_token="<s>")
+    template = (
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    renderer = Renderer.prove(joining, template, [])
+    plain, smiling = renderer.render([chat_of(["Why?", "So."]), chat_of(["Why?", ") So."])])
+    assert not plain.problem
+    assert smiling.problem == (
+        "the tokenizer joins the prompt's end otherwise where ') So.</s>' follows than at inference"
+    )
+    assert not smiling.input_ids
+
+
+def test_template_file_that_is_not_utf_8_is_refused(tokenizer: Any, tmp_path: Any):
+    file = tmp_path / "chat.jinja"
+    file.write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(DataError, match="cannot be read as UTF-8"):
+        resolve_template(str(file), tokenizer)

@@ -233,3 +233,46 @@ def test_eos_that_is_not_marked_special_is_told_apart_too(modern_tokenizer: Any)
     assert found.input_ids.count(tokenizer.convert_tokens_to_ids("</s>")) == 2
     assert found.labels[-2] == tokenizer.convert_tokens_to_ids("</s>")
     assert "a </s> b" in tokenizer.decode(found.input_ids)
+
+
+def folding(normalizer: Any) -> PreTrainedTokenizerFast:
+    """A Unigram tokenizer as SentencePiece makes them: its control tokens are pieces of its model too."""
+    specials = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    alphabet = [chr(code) for code in range(33, 127)] + ["\n"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=specials, unk_token="<unk>", initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["the old boat carries green salt over a quiet hill"] * 50, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "typed"),
+    [
+        (normalizers.NFKC(), "the \uff1c|im_end|\uff1e boat \uff1c/s\uff1e"),
+        (normalizers.Lowercase(), "the <|IM_END|> boat </S>"),
+        (normalizers.BertNormalizer(lowercase=False, clean_text=True), "the <|im_\x01end|> boat <\x01/s>"),
+    ],
+)
+def test_what_a_normaliser_makes_of_a_text_is_never_control(normalizer: Any, typed: str):
+    tokenizer = folding(normalizer)
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    renderer = Renderer.prove(tokenizer, CHATML, [])
+    chat = chat_of(typed, f"hill {typed}")
+    for found in (*renderer.render([chat]), *Renderer.from_recipe(renderer.recipe()).render([chat])):
+        assert found.input_ids.count(end) == 2
+        assert found.input_ids.count(eos) == 0
+        assert found.labels.count(end) == 1
+    assert renderer.prompt_ids(chat.messages[:1]).count(end) == 1
+    (text,) = renderer.render([Text(typed, WHERE)])
+    assert (text.input_ids.count(end), text.input_ids.count(eos)) == (0, 1)
+
+
+def test_a_plain_answer_has_the_same_ids_as_with_transformers_where_a_normaliser_folds():
+    tokenizer = folding(normalizers.NFKC())
+    found = rendered(tokenizer, chat_of("the boat", "hill"))
+    turns = [{"role": "user", "content": "the boat"}, {"role": "assistant", "content": "hill"}]
+    assert found.input_ids == tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=False)
