@@ -20,6 +20,8 @@ SCALE = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) $(if 
   $(if $(MASTER_ADDR),--master-addr $(MASTER_ADDR)) $(if $(MASTER_PORT),--master-port $(MASTER_PORT)) $(if $(DRY_RUN),--dry-run)
 RUNNAME = $(if $(RUN),--run "$(RUN)")
 COUNT = $(if $(N),--n $(N))
+DRAW = $(if $(TEMPERATURE),--temperature "$(TEMPERATURE)") $(if $(TOP_P),--top-p "$(TOP_P)") \
+  $(if $(MAX_NEW_TOKENS),--max-new-tokens "$(MAX_NEW_TOKENS)") $(if $(SEED),--seed "$(SEED)")
 JSONFLAG = $(if $(JSON),--json)
 
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
@@ -30,14 +32,15 @@ $(READY): requirements.lock sftplay/install.py
 	@exec $(PYTHON) -m sftplay.install
 
 .PHONY: help install demo test test-slow check validate schema manual process inspect render style train train-tb \
-  train-bnb train-bnb-tb train-distributed train-distributed-tb resume gpu-info tensorboard tb-stop eval infer infer-batch bench \
-  bench-data clean
+  train-bnb train-bnb-tb train-distributed train-distributed-tb resume gpu-info tensorboard tb-stop eval eval-test eval-quick \
+  eval-full infer infer-batch download-model \
+  merge merge-bf16 merge-test export serve report compare bench bench-data clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
 
 ##@ set up
-install: ## build or refresh .venv (TORCH_INDEX= another package index for torch, EXTRAS=deepspeed)
+install: ## build or refresh .venv (TORCH_INDEX= another package index for torch, EXTRAS=serve)
 	@exec $(PYTHON) -m sftplay.install --force
 demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers)
 	@$(SFTPLAY) demo $(WHICH) $(if $(CONTROL),--control) $(SCALE) $(ARGS)
@@ -53,6 +56,8 @@ schema: $(READY) ## JSON schema of the config
 	@$(SFTPLAY) schema
 manual: $(READY) ## the config manual, docs/config.md
 	@$(SFTPLAY) manual
+download-model: $(READY) ## fetch a model from the hub into its cache: MODEL=org/name (REVISION=)
+	@$(SFTPLAY) download-model --model "$(MODEL)" $(if $(REVISION),--revision "$(REVISION)") $(JSONFLAG) $(ARGS)
 
 ##@ data
 process: $(READY) ## read, render and cache the data, print the report: CONFIG=
@@ -85,6 +90,10 @@ train-distributed-tb: $(READY) ## the same with TensorBoard
 ##@ look
 gpu-info: $(READY) ## what this machine offers
 	@$(SFTPLAY) gpu-info $(JSONFLAG)
+report: $(READY) ## write report.html of a run: CONFIG= (RUN=)
+	@$(SFTPLAY) report $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
+compare: $(READY) ## two runs side by side: RUN_A= RUN_B= (JSON=1)
+	@$(SFTPLAY) compare $(if $(CONFIG),$(WHICH)) --a "$(RUN_A)" --b "$(RUN_B)" $(JSONFLAG) $(ARGS)
 tensorboard: $(READY) ## curves in a browser, on this machine only; returns at once (PORT=)
 	@$(SFTPLAY) tensorboard $(if $(CONFIG),$(WHICH)) $(RUNNAME) $(if $(PORT),--port $(PORT)) $(ARGS)
 tb-stop: $(READY) ## stop that TensorBoard
@@ -97,10 +106,27 @@ bench-data: $(READY) ## speed of data preparation beside datasets.map
 ##@ use
 eval: $(READY) ## measure a run beside its base: CONFIG= (RUN=, SPLIT=test)
 	@$(SFTPLAY) eval $(WHICH) $(RUNNAME) $(if $(SPLIT),--split $(SPLIT)) $(JSONFLAG) $(ARGS)
-infer: $(READY) ## chat with a run's model: CONFIG= (RUN=)
-	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(ARGS)
-infer-batch: $(READY) ## answer every row of a file: CONFIG= IN= OUT= (RUN=)
-	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) --in "$(IN)" --out "$(OUT)" $(ARGS)
+eval-test: $(READY) ## the same on data.test_path
+	@$(SFTPLAY) eval-test $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
+eval-quick: $(READY) ## 50 prompts, the run alone
+	@$(SFTPLAY) eval-quick $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
+eval-full: $(READY) ## every held-out row, every metric, beside its base
+	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
+infer: $(READY) ## chat with a run's model: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
+	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(DRAW) $(ARGS)
+infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)
+	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) --in "$(IN)" --out "$(OUT)" $(DRAW) $(JSONFLAG) $(ARGS)
+
+merge: $(READY) ## merge the adapter into its full-precision base: CONFIG= (RUN=, OUT=)
+	@$(SFTPLAY) merge $(WHICH) $(RUNNAME) $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
+merge-bf16: $(READY) ## the same, saved in bf16
+	@$(SFTPLAY) merge --dtype bf16 $(WHICH) $(RUNNAME) $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
+merge-test: $(READY) ## compare the merged model with the adapter: CONFIG= (RUN=, MERGED=folder)
+	@$(SFTPLAY) merge-test $(WHICH) $(RUNNAME) $(if $(MERGED),--merged "$(MERGED)") $(JSONFLAG) $(ARGS)
+export: $(READY) ## a folder that stands alone, with model card: CONFIG= (RUN=, OUT=)
+	@$(SFTPLAY) export $(WHICH) $(RUNNAME) $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
+serve: $(READY) ## answer OpenAI clients on this machine: CONFIG= (RUN=, PORT=8000, SERVER=vllm)
+	@$(SFTPLAY) serve $(WHICH) $(RUNNAME) $(if $(PORT),--port $(PORT)) $(if $(SERVER),--server $(SERVER)) $(ARGS)
 
 clean: ## remove caches; nothing you made is touched
 	@exec rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, NoReturn
@@ -30,8 +30,18 @@ VERBS = {
     "schema": ("sftplay.verbs.config", "schema", "print the JSON schema of the config"),
     "manual": ("sftplay.verbs.config", "manual", "print the config manual"),
     "eval": ("sftplay.verbs.use", "evaluate", "measure a run on its held-out rows, beside its base"),
-    "infer": ("sftplay.verbs.use", "infer", "chat with a run's model"),
-    "infer-batch": ("sftplay.verbs.use", "infer_batch", "answer every row of a file"),
+    "eval-test": ("sftplay.verbs.use", "evaluate", "measure it on the test rows"),
+    "eval-quick": ("sftplay.verbs.use", "evaluate", "measure it on 50 prompts, without its base"),
+    "eval-full": ("sftplay.verbs.use", "evaluate", "measure it on every held-out row, by every metric"),
+    "infer": ("sftplay.verbs.talk", "infer", "chat with a run's model"),
+    "infer-batch": ("sftplay.verbs.talk", "infer_batch", "answer every row of a file"),
+    "download-model": ("sftplay.verbs.download", "download_model", "fetch a model from the hub into its cache"),
+    "merge": ("sftplay.verbs.deliver", "merge", "merge a run's adapter into its full-precision base"),
+    "merge-test": ("sftplay.verbs.deliver", "merge_test", "compare a merged model with the adapter it came from"),
+    "export": ("sftplay.verbs.deliver", "export", "write a run's model as a folder that stands alone"),
+    "serve": ("sftplay.verbs.deliver", "serve", "answer OpenAI clients on this machine with a run's model"),
+    "report": ("sftplay.verbs.look", "report", "write report.html of a run"),
+    "compare": ("sftplay.verbs.look", "compare", "two runs side by side"),
     "tensorboard": ("sftplay.verbs.board", "start", "show curves in a browser; returns at once"),
     "tb-stop": ("sftplay.verbs.board", "stop", "stop that TensorBoard"),
     "gpu-info": ("sftplay.verbs.machine", "gpu_info", "what this machine offers"),
@@ -39,7 +49,9 @@ VERBS = {
 }
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
-WITHOUT_CONFIG = ("demo", "schema", "manual", "tensorboard", "tb-stop", "gpu-info", "check")
+WITHOUT_CONFIG = (
+    "demo", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info", "check",
+)  # fmt: skip
 """Verbs that run without --config."""
 
 BUG = 1
@@ -147,16 +159,88 @@ def _flags(verb: str) -> Flags:
         "render": {**count, "--out": {"default": None, "help": "a new jsonl file for all rows"}},
         "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},
         "eval": {**run, "--split": {"choices": ["val", "test"], "default": "val"}},
-        "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}},
-        "infer-batch": {**run, "--in": {"dest": "input", "required": True}, "--out": {"required": True}},
+        "download-model": {
+            "--model": {"required": True, "help": "its hub name, org/model"},
+            "--revision": {"default": None, "help": "branch, tag or commit"},
+        },
+        **_result_flags(run),
+        **_answer_flags(run),
         "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
     }
     return special.get(verb, {})
 
 
+def _answer_flags(run: Flags) -> dict[str, Flags]:
+    choice: Flags = {
+        "--temperature": {"type": _temperature, "default": 0.0, "help": "0 takes the likeliest token each time"},
+        "--top-p": {"type": _share, "default": None, "help": "draw from the likeliest tokens that sum up to it"},
+        "--max-new-tokens": {"type": _positive, "default": None, "help": "longest answer; else eval.max_new_tokens"},
+        "--seed": {"type": int, "default": None, "help": "of what is drawn; else the config's"},
+    }
+    return {
+        "eval-test": run,
+        "eval-quick": run,
+        "eval-full": run,
+        "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
+        "infer-batch": {**run, "--in": {"dest": "input", "required": True}, "--out": {"required": True}, **choice},
+    }
+
+
+def _result_flags(run: Flags) -> dict[str, Flags]:
+    whole: Flags = {
+        "--out": {"default": None, "help": "a new folder for the model"},
+        "--dtype": {"choices": ["fp32", "bf16", "fp16"], "default": None, "help": "its number format; else the base's"},
+    }
+    return {
+        "merge": {**run, **whole},
+        "merge-test": {**run, "--merged": {"default": None, "help": "the merged model's folder"}},
+        "export": {**run, **whole},
+        "serve": {
+            **run,
+            "--port": {"type": _port, "default": 8000, "help": "where to listen; 0 takes any free port"},
+            "--server": {"choices": ["auto", "transformers", "vllm"], "default": "auto"},
+        },
+        "report": run,
+        "compare": {
+            "--a": {"required": True, "help": "name or folder of a run"},
+            "--b": {"required": True, "help": "name or folder of the other"},
+        },
+    }
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"not a number of rows: {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r}")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    return _number(text, lambda value: 0 <= value < float("inf"), "a temperature, 0 or more")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
+
+
+def _number(text: str, holds: Callable[[float], bool], what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not holds(value):
+        raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"not a port: {text!r}")
     return int(text)
 
 

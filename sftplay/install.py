@@ -45,7 +45,7 @@ def main(force: bool) -> int:
     if extras:
         try:
             # torch again: the lock does not hold it, and an extra must not move it.
-            steps.append([*pip, "-c", str(LOCK), TORCH, *extra_requirements(extras)])
+            steps.append([*pip, "-c", str(LOCK), *own_locks(extras), TORCH, *extra_requirements(extras)])
         except KeyError as error:
             sys.stderr.write(f"install: no extra called {error}\n  fix: choose from {', '.join(known_extras())}\n")
             return CONFIG
@@ -121,6 +121,12 @@ def extra_requirements(names: list[str]) -> list[str]:
     """The requirements of the named extras in pyproject.toml; KeyError for an unknown one."""
     extras = known_extras()
     return [requirement for name in names for requirement in extras[name]]
+
+
+def own_locks(names: list[str]) -> list[str]:
+    """pip's words for the locks of those extras that have one: what the base install would only carry along."""
+    locks = [LOCK.with_name(f"requirements-{name}.lock") for name in names]
+    return [word for lock in locks if lock.exists() for word in ("-c", str(lock))]
 
 
 def known_extras() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Ties a worker's life to its parent's, so that a killed launcher leaves no process behind."""
+"""When a process ends: with its parent, so that a killed launcher leaves none behind, and at a stop signal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,43 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that end a run in good order."""
+
+Handler = Callable[[int, Any], None]
+
+
+class Stopped(BaseException):
+    """A stop signal came while there was no step to finish. No `Exception`: no library may take it for its own."""
+
+
+class StopAtOnce:
+    """Answers a stop signal by raising `Stopped`; for the time before a run's first step and behind its last."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        """The signal that came, 0 for none; it stays here where foreign code has swallowed the exception."""
+
+    def install(self) -> None:
+        """Take over the stop signals of this process."""
+        catch_signals(self._on_signal)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self.received = number
+        for each in STOP_SIGNALS:  # another one ends the process where it stands
+            signal.signal(each, signal.SIG_DFL)
+        raise Stopped(signal.Signals(number).name)
+
+
+def catch_signals(handler: Handler) -> dict[int, Any]:
+    """Let `handler` answer the stop signals; what answered before. A hang-up that nohup switched off stays so."""
+    wanted = [each for each in STOP_SIGNALS if not (each == signal.SIGHUP and signal.getsignal(each) == signal.SIG_IGN)]
+    return {each: signal.signal(each, handler) for each in wanted}
 
 
 def die_with_parent(parent: int | None = None) -> None:

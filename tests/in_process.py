@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.schema import RunConfig
 from sftplay.launch.folder import RunFolder, write_text
 from sftplay.machine.probe import probe
@@ -109,7 +109,7 @@ def new_run(home: Path, inputs: Inputs, **changes: Any) -> tuple[RunConfig, RunF
     folder.create()
     write_text(folder.resolved, dump_resolved(cfg))
     folder.write_json("plan.json", {"batch_size": cfg.train.batch_size})
-    return load_config(folder.resolved), folder
+    return load_resolved(folder.resolved), folder
 
 
 def train(home: Path, inputs: Inputs, *, stop: StopOnSignal | None = None, **changes: Any) -> Finished:

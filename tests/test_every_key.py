@@ -167,7 +167,7 @@ def callback(run: Finished, kind: str) -> Any:
 
 
 def patience(run: Finished) -> int | None:
-    found = callback(run, "EarlyStoppingCallback")
+    found = callback(run, "StopWithoutProgress")
     return found and found.early_stopping_patience
 
 
@@ -269,6 +269,26 @@ def check_trust(bench: Bench) -> None:
     assert what_libraries_are_told(bench, "trust_remote_code", model__trust_remote_code=True) == [True, True]
 
 
+def check_pickle(bench: Bench) -> None:
+    assert what_libraries_are_told(bench, "use_safetensors") == [None, True]  # tokenizer, model
+    assert what_libraries_are_told(bench, "use_safetensors", model__allow_pickle=True) == [None, None]
+
+
+def check_adapter(bench: Bench) -> None:
+    """Both keys on one trained adapter: its pair goes on, or a new one begins on a base with other weights."""
+    first = bench.made.get("start") or train(bench.home / "start", bench.inputs, train__max_steps=1)
+    bench.made["start"] = first
+    start, adapter = first.trainer.model.state_dict(), {"model__adapter": str(first.folder.path)}
+    name = "base_model.model.model.layers.0.self_attn.q_proj."
+    pair, base = f"{name}lora_B.default.weight", f"{name}base_layer.weight"
+    on, merged = (
+        bench.build(model__merge_adapter=merges, **adapter).trainer.model
+        for merges in (False, True)
+    )
+    assert [bool(model.state_dict()[pair].any()) for model in (on, merged)] == [True, False]
+    assert [torch.equal(model.state_dict()[base], start[base]) for model in (on, merged)] == [True, False]
+
+
 def check_backend(bench: Bench) -> None:
     layer = adapted(bench.build(tuning__mode="qlora")).base_layer
     assert type(layer).__module__.split(".")[0] == "bitsandbytes"  # the only backend so far
@@ -296,7 +316,8 @@ def check_resume(bench: Bench) -> None:
     order = json.loads((folder.checkpoints / "checkpoint-3" / "COMPLETE.json").read_text())["order_hash"]
     asked = {"never": None, "auto": "checkpoint-3", str(folder.checkpoints / "checkpoint-2"): "checkpoint-2"}
     for value, expected in asked.items():
-        found = choose_checkpoint(stopped.cfg.with_values({"train.resume": value}, "test"), folder, order)
+        asking = stopped.cfg.with_values({"train.resume": value}, "test")
+        found = choose_checkpoint(asking, folder, {"order_hash": order})
         assert (found and found.name) == expected
 
 
@@ -493,6 +514,9 @@ TABLE: dict[str, Check] = {
     "model.revision": check_revision,
     "model.max_seq_len": pair(longest, 63, 40),
     "model.trust_remote_code": check_trust,
+    "model.allow_pickle": check_pickle,
+    "model.adapter": check_adapter,
+    "model.merge_adapter": check_adapter,
     "model.attn": pair(lambda run: run.trainer.model.config._attn_implementation, "sdpa", "eager"),
     "tuning.mode": each(
         "tuning__mode", kind_of_training, {"full": (False, False), "lora": (True, False), "qlora": (True, True)}

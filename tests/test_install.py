@@ -8,9 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from sftplay import install
 
@@ -163,6 +166,26 @@ def test_extras_are_installed_within_the_lock(pip, monkeypatch):
     wanted = pip.commands[-1][pip.commands[-1].index("-c") + 2 :]
     assert wanted[0] == install.TORCH  # what an extra brings must not move it
     assert [re.match(r"[a-z]+", requirement)[0] for requirement in wanted[1:]] == ["deepspeed", "ray"]
+
+
+def test_an_extra_with_a_lock_of_its_own_is_held_by_both(pip, monkeypatch):
+    shutil.copy(ROOT / "requirements-serve.lock", "requirements-serve.lock")
+    monkeypatch.setenv("EXTRAS", "serve deepspeed")
+    assert install.main(force=False) == 0
+    words = pip.commands[-1]
+    assert words[words.index("-c") :][:5] == ["-c", "requirements.lock", "-c", "requirements-serve.lock", install.TORCH]
+
+
+def test_the_lock_of_an_extra_holds_what_it_asks_for_and_the_base_lock_none_of_it():
+    def pins(name):
+        lines = (line.partition(";")[0].split("==") for line in (ROOT / name).read_text().splitlines() if "==" in line)
+        return {canonicalize_name(package): version.strip() for package, version in lines}
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [Requirement(text) for text in project["optional-dependencies"]["serve"]]
+    own = pins("requirements-serve.lock")
+    assert all(own[canonicalize_name(wish.name)] in wish.specifier for wish in asked)
+    assert own.keys().isdisjoint(pins("requirements.lock"))
 
 
 def test_an_unknown_extra_is_refused_with_those_there_are(pip, monkeypatch, capsys):

@@ -17,13 +17,13 @@ from sftplay.config.keys import all_sections, required_below, section_of
 from sftplay.config.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
 from sftplay.config.precision import settle_precision
 from sftplay.config.problems import offending_keys, translated
-from sftplay.config.resolved import dump_resolved
+from sftplay.config.resolved import dump_resolved, read_origins
 from sftplay.config.rules import broken_rules
 from sftplay.config.schema import RunConfig, Section
 from sftplay.config.yaml12 import KeyPath
 from sftplay.errors import ConfigErrors
 
-__all__ = ["dump_resolved", "load_config"]
+__all__ = ["dump_resolved", "load_config", "load_resolved"]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -54,6 +54,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if problems:
         raise ConfigErrors([problem.error for problem in sorted(problems, key=lambda problem: problem.place)])
     assert cfg is not None
+    return cfg
+
+
+def load_resolved(path: Path) -> RunConfig:
+    """The config in a file that `dump_resolved` wrote, with the origins that its comments tell.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    cfg = load_config(path)
+    cfg._origins = read_origins(cfg, path.read_text(encoding="utf-8"))
     return cfg
 
 

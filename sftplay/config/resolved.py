@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from sftplay.config import yaml12
 from sftplay.config.keys import section_of
 from sftplay.config.schema import RunConfig, Section
 
+_HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."
+_MARK = "  # "
 _BARE = re.compile(r"[A-Za-z_/.][A-Za-z0-9_./@+-]*[A-Za-z0-9_/]|[A-Za-z]")
 
 
@@ -17,24 +20,37 @@ def dump_resolved(cfg: RunConfig) -> str:
 
     A value that was set somewhere carries where, as a comment: `epochs: 1  # configs/run.yaml:7`.
     """
-    lines = ["# Every key of the run; a comment names where a value comes from, all others are defaults."]
-    _add_section(lines, cfg, cfg.origins, "")
+    lines = [_HEAD, *(line + _comment(cfg.origins.get(key)) for key, line in _lines(cfg, ""))]
     return "\n".join(lines) + "\n"
 
 
-def _add_section(lines: list[str], section: Section, origins: dict[str, str], prefix: str) -> None:
+def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:
+    """Dotted key -> origin, from the comments of the text that `dump_resolved` made of `cfg`.
+
+    Lines that were edited by hand have none.
+    """
+    origins = {}
+    for (key, line), written in zip(_lines(cfg, ""), text.split("\n")[1:], strict=False):
+        comment = written.removeprefix(line)
+        if comment != written and comment.startswith(_MARK):
+            origins[key] = comment.removeprefix(_MARK)
+    return origins
+
+
+def _lines(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
+    """Each line without its comment, and the dotted key whose value it holds."""
     indent = "  " * prefix.count(".")
     for name, field in type(section).model_fields.items():
         value, dotted = getattr(section, name), prefix + name
         if section_of(field):
-            lines.append(f"{indent}{name}:")
-            _add_section(lines, value, origins, f"{dotted}.")
+            yield "", f"{indent}{name}:"
+            yield from _lines(value, f"{dotted}.")
         elif isinstance(value, dict) and value:
-            lines.append(f"{indent}{name}:")
+            yield "", f"{indent}{name}:"
             for key, inner in value.items():
-                lines.append(f"{indent}  {flow(key)}: {flow(inner)}{_comment(origins.get(f'{dotted}.{key}'))}")
+                yield f"{dotted}.{key}", f"{indent}  {flow(key)}: {flow(inner)}"
         else:
-            lines.append(f"{indent}{name}: {flow(value)}{_comment(origins.get(dotted))}")
+            yield dotted, f"{indent}{name}: {flow(value)}"
 
 
 def flow(value: Any) -> str:
@@ -69,4 +85,4 @@ def _escaped(character: str) -> str:
 
 
 def _comment(origin: str | None) -> str:
-    return "  # " + "".join(c if c.isprintable() else "?" for c in origin) if origin else ""
+    return _MARK + "".join(c if c.isprintable() else "?" for c in origin) if origin else ""

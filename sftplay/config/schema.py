@@ -28,16 +28,27 @@ class ModelConfig(Section):
     """Which model is tuned, and how it is opened."""
 
     name: str
-    """A hub name (`org/model`), a local folder, or `builtin:tiny`, which needs no download."""
+    """A hub name (`org/model`), a local folder, `builtin:tiny`, which needs no download, or a finished run: its name or
+    folder. A run with an adapter means its base and, as model.adapter, its adapter."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub. None means the hub's default branch; use a commit to repeat a run."""
+
+    adapter: str | None = None
+    """A run, or a folder with an adapter, to start from: its weights train on, as one adapter on the same base. r,
+    alpha, target_modules and the like must be those of the adapter. None starts a new one."""
+
+    merge_adapter: bool = False
+    """Merge model.adapter into the full-precision base first, and train a new adapter (or everything) on that."""
 
     max_seq_len: Annotated[int, Field(ge=8)] = 2048
     """Longest row in tokens. Memory grows linearly with it; `data.too_long` says what happens to longer rows."""
 
     trust_remote_code: bool = False
     """Run Python code that ships with the model. It can do anything you can; leave it off unless you have read it."""
+
+    allow_pickle: bool = False
+    """Open weights that are only there as pickles (pytorch_model.bin), which can hide code. Safetensors cannot."""
 
     attn: Attention | Auto = "auto"
     """Attention kernel. auto takes flash_attention_2 where GPU and package allow it, else sdpa."""

@@ -79,7 +79,6 @@ OTHER_KITS: dict[str, str] = {
     "tuner_type": "tuning.mode",
     "train_type": "tuning.mode",
     "sft_type": "tuning.mode",
-    "adapter": "tuning.mode",
     "use_peft": "tuning.mode",
     "load_in_4bit": "tuning.mode",
     "load_in_8bit": "tuning.mode",
@@ -226,8 +225,6 @@ PLANNED_KEYS = (
     "grpo",
     "score",
     "hrm",
-    "model.adapter",
-    "model.merge_adapter",
     "train.oom_recovery",
 )
 """Keys and sections of the design that this version does not have."""

@@ -124,7 +124,7 @@ def _load(
         _expect_unchanged(digests)
 
     ensure_folder(folder, make)
-    return _opened(folder, renderer)
+    return _opened(folder, renderer, digests)
 
 
 def _expect_unchanged(digests: Mapping[str, str]) -> None:
@@ -155,7 +155,7 @@ def _is_plain(samples: Sequence[Record], tokenizer: Any) -> bool:
     return only_texts and not tokenizer.chat_template
 
 
-def _opened(folder: Path, renderer: Renderer) -> Examples:
+def _opened(folder: Path, renderer: Renderer, digests: dict[str, str]) -> Examples:
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     lines = (folder / CHATS).read_text(encoding="utf-8").splitlines()
     held_out = _stream(folder, "held_out")
@@ -167,7 +167,7 @@ def _opened(folder: Path, renderer: Renderer) -> Examples:
         held_out=held_out if len(held_out) else None,
         held_out_chats=[chat_from_json(json.loads(line)) for line in lines],
         renderer=renderer,
-        report={**report, "refused_rows": refused, "fingerprint": folder.name},
+        report={**report, "refused_rows": refused, "fingerprint": folder.name, "files": digests},
         places={side: _stream(folder, f"{side}_places") for side in SIDES},
     )
 

@@ -1,14 +1,19 @@
-"""Answers of a model: greedy batches for measuring, a stream for talking."""
+"""Answers of a model: batches for measuring and for files, a stream for talking; greedy unless set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from sftplay.deliver.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,13 @@ class Speaker:
     tokenizer: Any
     end_token_ids: Sequence[int]
     max_new_tokens: int
+    sampling: Sampling = GREEDY
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Most tokens of prompt and answer together, None where the model has no such limit."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
 
     def greedy(self) -> GenerationConfig:
         """The likeliest token each time, up to an end token of the template or of the model."""
@@ -33,8 +45,10 @@ class Speaker:
         )
 
     @torch.no_grad()
-    def generate(self, ids: torch.Tensor, mask: torch.Tensor, streamer: TextIteratorStreamer | None = None) -> Any:
-        """Greedy continuation of `ids`, int64 [prompts, tokens], padded on the left.
+    def generate(
+        self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int] = (), pieces: Pieces | None = None
+    ) -> Any:
+        """Continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` are the numbers of the prompts.
 
         transformers fills what a generation config leaves open with the settings shipped with the model (a repetition
         penalty, forbidden tokens), so these are put aside meanwhile: they must not change what is measured.
@@ -45,14 +59,19 @@ class Speaker:
         device = next(self.model.parameters()).device
         try:
             return self.model.generate(
-                input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=greedy, streamer=streamer
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=greedy,
+                logits_processor=self.sampling.processors(rows or range(len(ids))),
+                stopping_criteria=StoppingCriteriaList([_Asked(pieces.stop)] if pieces else []),
+                streamer=pieces,
             )
         finally:
             inner.generation_config = shipped
 
 
-def answer_batch(speaker: Speaker, prompts: Sequence[list[int]]) -> list[str]:
-    """The greedy answer to each prompt (token ids), without special tokens, in order.
+def answer_batch(speaker: Speaker, prompts: Sequence[list[int]], rows: Sequence[int] = ()) -> list[str]:
+    """The answer to each prompt (token ids), without special tokens, in order; `rows` are their numbers.
 
     Prompts are padded on the left, so that all answers start at the same place.
     """
@@ -62,7 +81,7 @@ def answer_batch(speaker: Speaker, prompts: Sequence[list[int]]) -> list[str]:
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
-    out = speaker.generate(ids, mask)
+    out = speaker.generate(ids, mask, rows)
     answers: list[str] = speaker.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
     return answers
 
@@ -74,7 +93,7 @@ def answer_all(
     batch_size: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
-    """Greedy answers to all prompts, in order; prompts of like length go together.
+    """Answers to all prompts, in order; prompts of like length go together.
 
     `progress` hears how many are done.
     """
@@ -82,18 +101,72 @@ def answer_all(
     answers = [""] * len(prompts)
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        for i, text in zip(batch, answer_batch(speaker, [prompts[i] for i in batch]), strict=True):
+        for i, text in zip(batch, answer_batch(speaker, [prompts[i] for i in batch], batch), strict=True):
             answers[i] = text
         progress(min(start + batch_size, len(order)))
     return answers
 
 
-def stream_answer(speaker: Speaker, prompt: list[int]) -> Iterator[str]:
-    """Pieces of the greedy answer to one prompt as they are made."""
-    streamer = TextIteratorStreamer(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
+def stream_answer(speaker: Speaker, prompt: list[int], row: int = 0, stop: Event | None = None) -> Iterator[str]:
+    """Pieces of the answer to one prompt as they are made, until `stop` is set; together they are the answer."""
+    pieces = Pieces(speaker.tokenizer, stop or Event())
     ids = torch.tensor([prompt])
     with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(speaker.generate, ids, torch.ones_like(ids), streamer)
-        work.add_done_callback(lambda _: streamer.end())  # else a failure would leave the reader waiting
-        yield from streamer
+        work = pool.submit(speaker.generate, ids, torch.ones_like(ids), [row], pieces)
+        work.add_done_callback(lambda _: pieces.end())  # else a failure would leave the reader waiting
+        try:
+            yield from iter(pieces.queue.get, None)
+        finally:
+            pieces.stop.set()  # a reader that left early waits for one token, not for the whole answer
         work.result()
+
+
+class Pieces(BaseStreamer):
+    """The text of one answer as its tokens come; a character is held back until all its bytes are there.
+
+    transformers' own streamers decode a part of the tokens at a time, which loses the space before a word with some
+    tokenizers.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Event) -> None:
+        self.queue: SimpleQueue[str | None] = SimpleQueue()
+        self.stop = stop
+        self._tokenizer = tokenizer
+        self._ids: list[int] | None = None
+        self._told = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take new tokens; the first are the prompt."""
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids.extend(value.flatten().tolist())
+        text = self._text().rstrip("\N{REPLACEMENT CHARACTER}")
+        if text.startswith(self._told):
+            self._tell(text)
+
+    def end(self) -> None:
+        """Hand out what is left, and the end."""
+        self._tell(self._text())
+        self.queue.put(None)
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._ids or [], skip_special_tokens=True))
+
+    def _tell(self, text: str) -> None:
+        # A tokenizer that tidies white space may write what it wrote before in another way.
+        changed = (place for place, (old, new) in enumerate(zip(self._told, text)) if old != new)
+        known = next(changed, min(len(self._told), len(text)))
+        if text[known:]:
+            self.queue.put(text[known:])
+            self._told = text
+
+
+class _Asked(StoppingCriteria):
+    """Ends an answer once somebody asks for it."""
+
+    def __init__(self, stop: Event) -> None:
+        self._stop = stop
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._stop.is_set(), dtype=torch.bool, device=input_ids.device)

@@ -58,7 +58,13 @@ class RunFolder:
         return next((self.path / kind for kind in ("adapter", "model") if (self.path / kind).is_dir()), None)
 
     def create(self) -> None:
-        """Make the folder and point `latest` beside it here."""
+        """Make the folder and point `latest` beside it here. Call it under the run's lock.
+
+        Raises:
+            ConfigError: a run has begun here, perhaps since its name was found free.
+        """
+        if self.resolved.exists():
+            raise _taken(self.name, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
         latest = self.path.parent / "latest"
         if latest.is_symlink() or not latest.exists():
@@ -134,11 +140,7 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     if cfg.run_name is None:
         return _first_free(folder, claim=claim)
     if folder.resolved.exists():
-        raise ConfigError(
-            f"a run called {name!r} exists",
-            where=f"{cfg.origins.get('run_name', 'default')} run_name",
-            fix="continue it with `make resume`, or choose another run_name",
-        )
+        raise _taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
     return folder
 
 
@@ -193,6 +195,11 @@ def _runs_of(config_path: str, output: Path) -> list[Path]:
     return [path for path in output.glob("*") if made.fullmatch(path.name) and (path / RESOLVED).is_file()]
 
 
+def _taken(name: str, where: str) -> ConfigError:
+    fix = "continue it with `make resume`, or choose another run_name"
+    return ConfigError(f"a run called {name!r} exists", where=where, fix=fix)
+
+
 def _not_writable(path: Path, error: OSError) -> MachineError:
     return MachineError(f"cannot be written ({error.strerror})", where=str(path), fix="choose another output_dir")
 
@@ -201,8 +208,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old content or the new, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    scratch.replace(path)
+    try:
+        with scratch.open("w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise

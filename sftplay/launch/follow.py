@@ -19,7 +19,7 @@ from typing import Any
 from sftplay.errors import RunError, SftplayError
 from sftplay.launch.command import Launch
 from sftplay.launch.folder import RunFolder
-from sftplay.lifeline import die_with_parent
+from sftplay.lifeline import catch_signals, die_with_parent
 from sftplay.log import LINE, STATUS, screen
 
 SIGN_OF_LIFE_S = 9.0
@@ -32,7 +32,8 @@ LAST_LINES = 20
 WORKERS_OWN = (2, 3, 4, 5)
 """Exit codes by which only a worker of ours ends."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ECHO_S = 2.0
+"""How long a SIGTERM may take that make passes on to its recipe (commands.c, fatal_error_signal)."""
 
 
 class Screen:
@@ -114,20 +115,26 @@ def settle(folder: RunFolder, code: int, received: int, unmarked: Iterable[str])
         return code
     if received:
         name = signal.Signals(received).name
-        folder.update_status(state="stopped", exit_code=128 + received, signal=name)
-        folder.close_attempt(name)
+        _note(folder, name, state="stopped", exit_code=128 + received, signal=name)
         return 128 + received
     # A rank that was killed shows behind torchrun only as its code 1; that the ranks had met tells it from a bug.
     died = code < 0 or bool(status.get("ranks"))
     cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} without a word"
     ours = RunError.exit_code if died else SftplayError.exit_code
-    folder.update_status(state="failed", exit_code=ours)
-    folder.close_attempt(cause)
+    _note(folder, cause, state="failed", exit_code=ours)
     for line in unmarked:
         sys.stderr.write(line + "\n")
     hint = " (memory may have run out)" if code == -signal.SIGKILL else ""
     sys.stderr.write(f"{folder.path}: the run was {cause}{hint}\n  fix: look at {folder.logs}, then `make resume`\n")
     return ours
+
+
+def _note(folder: RunFolder, cause: str, **ending: Any) -> None:
+    try:
+        folder.update_status(**ending)
+        folder.close_attempt(cause)
+    except OSError as error:
+        sys.stderr.write(f"{folder.path}: status.json cannot be written ({error.strerror})\n")
 
 
 class Forwarder:
@@ -136,11 +143,12 @@ class Forwarder:
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.received = folder, 0
         self.process: subprocess.Popen[bytes] | None = None
+        self._echo_until = 0.0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Take over the stop signals, and give them back at the end."""
-        before = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        before = catch_signals(self._on_signal)
         try:
             yield
         finally:
@@ -154,6 +162,8 @@ class Forwarder:
             self._pass_on(self.received)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
+        if self._is_echo(number):
+            return
         again, self.received = self.received, self.received or number
         if self.process is None:
             return
@@ -162,6 +172,13 @@ class Forwarder:
                 os.killpg(self.process.pid, signal.SIGKILL)  # torchrun's ranks die with it
         else:
             self._pass_on(number)
+
+    def _is_echo(self, number: int) -> bool:
+        """True for the one SIGTERM more that make sends its recipe after both had got the first, as a group does."""
+        now, until = time.monotonic(), self._echo_until
+        if number == signal.SIGTERM and "MAKELEVEL" in os.environ:
+            self._echo_until = 0.0 if self.received else now + ECHO_S
+        return number == signal.SIGTERM and now < until
 
     def _pass_on(self, number: int) -> None:
         for pid in self._workers():
@@ -198,7 +215,7 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) ->
 
 def _show(lines: queue.Queue[bytes | None], console: Console, folder: RunFolder) -> deque[str]:
     unmarked: deque[str] = deque(maxlen=LAST_LINES)
-    with (folder.logs / "launch.log").open("a", encoding="utf-8") as handle:
+    with (folder.logs / "launch.log").open("ab", buffering=0) as handle:
         while True:
             try:
                 raw = lines.get(timeout=0.5)
@@ -214,6 +231,6 @@ def _show(lines: queue.Queue[bytes | None], console: Console, folder: RunFolder)
                 console.status(text[1:])
             else:
                 unmarked.append(text)
-                handle.write(text + "\n")
-                handle.flush()
+                with suppress(OSError):  # a full disk is the run's affair, which ends with its own code
+                    handle.write((text + "\n").encode())
             console.tick(time.monotonic())

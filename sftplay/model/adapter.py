@@ -1,14 +1,18 @@
-"""Puts a LoRA adapter on a model, and describes what trains."""
+"""Puts a LoRA adapter on a model, a new one or one that is there already, and describes what trains."""
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLora
-from peft import get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper, load_peft_weights
 from torch import nn
 
 from sftplay.config.schema import LoraConfig
@@ -52,6 +56,62 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
     return adapted
 
 
+def continue_adapter(model: Any, lora: LoraConfig, adapter: Path) -> Any:
+    """`model` as a PeftModel whose adapter has the weights stored in `adapter`, ready to train on.
+
+    Dropout is the config's; everything that shapes the weights is the adapter's.
+
+    Raises:
+        ConfigError: the adapter sits on other layers than the config names.
+    """
+    _check_names(model, lora)
+    wanted = _target_paths(model, lora)
+    continued = attach_adapter(model, adapter, dropout=lora.dropout)
+    adapted = {name for name, module in continued.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    if adapted != wanted:
+        its, mine = (sorted({path.rsplit(".", 1)[-1] for path in paths}) for paths in (adapted, wanted))
+        count = f"{len(wanted)} layers ({', '.join(mine)})"
+        raise ConfigError(
+            f"{count} here, but the adapter {adapter} that is continued has {len(adapted)} ({', '.join(its)})",
+            where="tuning.lora.target_modules",
+            fix=f"write [{', '.join(its)}], or model.merge_adapter: true, which trains a new adapter of any shape",
+        )
+    make_trainable_fp32(continued)
+    return continued
+
+
+def attach_adapter(model: Any, adapter: Path, *, dropout: float | None = None) -> Any:
+    """`model` as a PeftModel with the adapter stored in `adapter`, in fp32; one that trains when `dropout` is given."""
+    config = PeftConfig.from_pretrained(str(adapter))
+    if dropout is not None:
+        config.lora_dropout = dropout
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        attached = PeftModel.from_pretrained(
+            model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
+        )
+    in_full = [module for module in attached.modules() if isinstance(module, ModulesToSaveWrapper)]
+    if in_full:
+        # PEFT rounds them to the base's dtype, https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py
+        for module in in_full:
+            module.modules_to_save.float()
+        set_peft_model_state_dict(attached, load_peft_weights(str(adapter), device="cpu"))
+    return attached
+
+
+@contextmanager
+def trained_weights_kept(model: nn.Module) -> Iterator[None]:
+    """What trains has the same fp32 values after this as before, whatever a library does to it inside.
+
+    TRL rounds a 4-bit base's adapter to bf16 (its "When using QLoRA"), which a continued adapter would show at once.
+    """
+    kept = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    yield
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            parameter.data = kept[name].float()
+
+
 def freeze_beside_text(model: Any) -> int:
     """Stop training what a row of text never reaches, such as a vision tower; how many weights that were.
 
@@ -75,6 +135,18 @@ def _every_linear_of_text(model: Any) -> str:
     # 4-bit layers are nn.Linear too.
     names = {name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
     return rf"{re.escape(prefix)}\.({'|'.join(sorted(map(re.escape, names)))})"
+
+
+def _target_paths(model: Any, lora: LoraConfig) -> set[str]:
+    """Full names of the layers that `add_adapter` would put a pair on."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if lora.target_modules != "auto":
+        ends = list(lora.target_modules)
+        return {n for n, _ in model.named_modules() if any(n == end or n.endswith(f".{end}") for end in ends)}
+    pattern = _every_linear_of_text(model)
+    if pattern == "all-linear":
+        return {name for name, module in linear.items() if module is not model.get_output_embeddings()}
+    return {name for name in linear if re.fullmatch(pattern, name)}
 
 
 def make_trainable_fp32(model: nn.Module) -> None:

@@ -6,92 +6,71 @@ Never falls back in silence: what cannot be loaded as asked is an error.
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sftplay.config.schema import RunConfig
-from sftplay.errors import MachineError
 from sftplay.log import local_rank
+from sftplay.model.adapter import attach_adapter, continue_adapter
+from sftplay.model.lineage import settle
 from sftplay.model.locate import locate
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from sftplay.model.merging import keep_merged, merged_start
+from sftplay.model.opening import DTYPES as DTYPES
+from sftplay.model.opening import frozen_dtype, open_model
+from sftplay.model.opening import keep_four_bit_exact as keep_four_bit_exact
+from sftplay.model.opening import quantization as quantization
 
 
 def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
-    """The base model of `cfg` on this process's device, in 4 bits when `tuning.mode` is qlora.
+    """What the run of `cfg` starts from, on this process's device, in 4 bits when `tuning.mode` is qlora.
 
-    Weights are fp32 when everything trains (a 16-bit copy would lose small updates), else the run's precision.
-    The attention kernel and dtype are those of the resolved config; `source` is a folder of the run to read instead.
+    That is the base; with model.adapter a PeftModel of the base with that adapter, ready to train, or the base with
+    the adapter merged into it. Weights are fp32 when everything trains (a 16-bit copy would lose small updates), else
+    the run's precision. `source` is a folder of the run to read instead, such as what `stored_base` gives.
 
     Raises:
+        ConfigError: model.name or model.adapter cannot be what the run starts from.
         MachineError: the weights cannot be read, or some are missing.
     """
-    name = source or locate(cfg.model.name)
-    trains_base = cfg.tuning.mode == "full" and source is None
-    dtype = torch.float32 if trains_base else _weight_dtype(cfg)
-    model = _open_whole(
-        name,
-        where=f"{cfg.origins.get('model.name', 'model')} model.name {name}",
-        revision=None if source else cfg.model.revision,
-        trust_remote_code=cfg.model.trust_remote_code,
-        dtype=dtype,
-        attn_implementation=cfg.model.attn,
-        quantization_config=quantization(cfg) if cfg.tuning.mode == "qlora" else None,
-        device_map={"": local_rank()} if torch.cuda.is_available() else None,
-    )
-    keep_four_bit_exact(model)
-    return model
+    if source is not None:
+        return open_model(cfg, source, dtype=frozen_dtype(cfg))
+    cfg = settle(cfg)
+    if cfg.model.adapter is None or not cfg.model.merge_adapter:
+        base = _open_named(cfg)
+        return base if cfg.model.adapter is None else _continued(base, cfg)
+    if cfg.tuning.mode == "full":
+        merged = merged_start(cfg, torch.float32)
+        return merged.to(f"cuda:{local_rank()}") if torch.cuda.is_available() else merged
+    with TemporaryDirectory() as scratch:  # 4-bit weights are made from files only
+        return load_base(cfg, source=str(keep_merged(cfg, Path(scratch), frozen_dtype(cfg))))
 
 
-def _open_whole(name: str, *, where: str, **options: Any) -> Any:
-    fix = "check the name, the connection and the files; the run's log says more"
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise MachineError(f"the model cannot be loaded ({first})", where=where, fix=fix) from error
-    missing = sorted(found["missing_keys"])
-    if missing:  # transformers fills them with random numbers and goes on
-        lack = f"{len(missing)} weights are missing, {missing[0]} for one"
-        raise MachineError(f"the model cannot be loaded ({lack})", where=where, fix=fix)
-    return model
+def stored_base(cfg: RunConfig, folder: Path) -> str | None:
+    """The base that a run keeps in its own folder, made if it is not there; None when it needs none to begin with.
 
-
-def keep_four_bit_exact(model: Any) -> None:
-    """Stop bitsandbytes from repacking 4-bit weights in evaluation mode on CPUs with AVX512-BF16.
-
-    Repacking rounds the scales to bf16 for good, so that a run with evaluations would train on other weights than one
-    without, and it fails where a layer's input width is no multiple of 64 (bitsandbytes 0.50, `Linear4bit.forward`).
+    A merged base is kept, so that the adapter trained on it has one that plain PEFT can load.
     """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
-def quantization(cfg: RunConfig) -> BitsAndBytesConfig:
-    """How a qlora base is held: 4-bit codes, computed in the run's precision."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=cfg.tuning.quant_type,
-        bnb_4bit_use_double_quant=cfg.tuning.double_quant,
-        bnb_4bit_compute_dtype=_weight_dtype(cfg),
-    )
+    cfg = settle(cfg)
+    if not cfg.model.merge_adapter or cfg.tuning.mode == "full":
+        return None
+    return str(keep_merged(cfg, folder, frozen_dtype(cfg)).resolve())
 
 
 def load_result(cfg: RunConfig, folder: Path) -> Any:
     """The tuned model of a finished run, in evaluation mode: `folder/model`, or the base with `folder/adapter`."""
     if (folder / "model").is_dir():
         return load_base(cfg, source=str(folder / "model")).eval()
-    from peft import PeftModel
+    own = folder / "base"
+    base = load_base(cfg, source=str(own)) if own.is_dir() else _open_named(settle(cfg))
+    return attach_adapter(base, folder / "adapter").eval()
 
-    base = load_base(cfg, source=str(folder / "base") if (folder / "base").is_dir() else None)
-    return PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
+
+def _open_named(cfg: RunConfig) -> Any:
+    dtype = torch.float32 if cfg.tuning.mode == "full" else frozen_dtype(cfg)
+    return open_model(cfg, locate(cfg.model.name), dtype=dtype, revision=cfg.model.revision)
 
 
-def _weight_dtype(cfg: RunConfig) -> torch.dtype:
-    # fp16 bases overflow in the norm layers of several families; with autocast the weights can stay fp16 only if
-    # nothing but the adapter trains, which is the only case that reaches here.
-    return DTYPES[str(cfg.train.precision)]
+def _continued(base: Any, cfg: RunConfig) -> Any:
+    return continue_adapter(base, cfg.tuning.lora, Path(str(cfg.model.adapter)))

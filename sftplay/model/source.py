@@ -1,11 +1,12 @@
 """Where a model comes from: a local folder, a builtin, or a hub name; and what its config.json says.
 
-It loads no weights and imports no heavy library.
+It loads no weights and imports no heavy library. Names of runs are `lineage`'s business.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from sftplay.errors import ConfigError
 
 BUILTIN = "builtin:"
+ADAPTER_CONFIG = "adapter_config.json"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -22,23 +24,56 @@ def is_local(name: str) -> bool:
     return name.startswith(BUILTIN) or Path(name).is_dir()
 
 
-def check_source(name: str, where: str) -> None:
-    """Refuse a name that can be neither a folder, nor a builtin, nor on a hub.
+def is_hub_shaped(name: str) -> bool:
+    """True when a hub could have a model of this name."""
+    return _HUB_NAME.fullmatch(name) is not None
+
+
+def is_downloaded(name: str) -> bool:
+    """True when the hub cache of this machine holds something of the model `name`."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or cache) / "hub"
+    return (Path(hub).expanduser() / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def check_source(name: str, where: str, *, allow_pickle: bool = False) -> None:
+    """Refuse a name that can be neither a folder, nor a builtin, nor on a hub, and a folder that cannot be opened.
 
     Raises:
         ConfigError: with what was looked for.
     """
-    if name.startswith(BUILTIN) or (_HUB_NAME.fullmatch(name) and not Path(name).exists()):
+    if name.startswith(BUILTIN) or (is_hub_shaped(name) and not Path(name).exists()):
         return
     folder = Path(name)
     if not folder.is_dir():
         raise ConfigError(
             f"no model folder {name!r}", where=where, fix="check the path, or give a hub name (org/model)"
         )
+    if (folder / ADAPTER_CONFIG).is_file():
+        # transformers would open the adapter's base in its place.
+        fix = f"write model.adapter: {name}, and the adapter's base as model.name"
+        raise ConfigError(f"{name!r} holds an adapter, not a model", where=where, fix=fix)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{name!r} holds no config.json", where=where, fix="point to a folder made by save_pretrained"
         )
+    check_pickles(folder, where, allow_pickle=allow_pickle)
+
+
+def check_pickles(folder: Path, where: str, *, allow_pickle: bool) -> None:
+    """Refuse weights that are only there as pickles, which can run code when they are opened.
+
+    Raises:
+        ConfigError: with the name of such a file.
+    """
+    pickled = sorted(path.name for path in folder.glob("*.bin") if "model" in path.name)
+    if pickled and not allow_pickle and not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} holds its weights only as a pickle ({pickled[0]})", where=where, fix=PICKLE_FIX)
+
+
+PICKLE_FIX = (
+    "take a copy in safetensors (save_pretrained writes one), or set model.allow_pickle: true if you trust its maker"
+)
 
 
 def read_shape(name: str) -> dict[str, Any]:

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from sftplay.config.schema import ModelConfig
-from sftplay.errors import DataError, MachineError
+from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line
 from sftplay.model.locate import locate
+from sftplay.model.opening import announce_trust, refused_code
+from sftplay.model.source import ADAPTER_CONFIG
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
-    """The tokenizer of `model`, or the one stored in `folder`.
+    """The tokenizer of the settled `model`, or the one stored in `folder`.
+
+    An adapter that is started from brings its own, whose chat template it was trained with.
 
     Raises:
+        ConfigError: it needs code that ships with it, which is not trusted.
         MachineError: hub or folder did not give one.
         DataError: it has neither a pad nor an end-of-text token.
     """
-    source = folder or locate(model.name)
+    kept = folder or _kept_by_adapter(model)
+    source, revision = (kept, None) if kept else (locate(model.name), model.revision)
+    where = f"model.name {source}"
+    options = {} if check_reachable(source, revision, where) else {"local_files_only": True}
+    announce_trust(model, f"the tokenizer {source}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=None if folder else model.revision, trust_remote_code=model.trust_remote_code
+            source, revision=revision, trust_remote_code=model.trust_remote_code, **options
         )
     except (OSError, ValueError) as error:
+        if refusal := refused_code(error, model):
+            raise refusal from error
         raise MachineError(
-            f"no tokenizer could be opened ({str(error).splitlines()[0]})",
-            where=f"model.name {source}",
-            fix="check the name and the connection, or point model.name to a downloaded folder",
+            f"no tokenizer could be opened ({first_line(error)})",
+            where=where,
+            fix=f"check the name and the connection, {FOLDER_FIX}",
         ) from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -36,3 +49,12 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def _kept_by_adapter(model: ModelConfig) -> str | None:
+    if model.adapter is None:
+        return None
+    if not (Path(model.adapter) / ADAPTER_CONFIG).is_file():
+        fix = "name the folder of the adapter, such as outputs/RUN/adapter"
+        raise ConfigError(f"{model.adapter} is no adapter's folder", where="model.adapter", fix=fix)
+    return model.adapter if (Path(model.adapter) / "tokenizer_config.json").is_file() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from transformers import TrainerCallback
 
 from sftplay import log
 from sftplay.config.schema import RunConfig
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.folder import RunFolder
+from sftplay.tasks.identity import config_changes, data_changes
 from sftplay.watch.checkpoints import (
     find_damage,
     mark_complete,
@@ -22,45 +24,71 @@ from sftplay.watch.checkpoints import (
     set_aside,
     step_of,
 )
-from sftplay.watch.meters import tell
+from sftplay.watch.disk import checkpoint_bytes, demand_room
+from sftplay.watch.guards import StopOnBadStep, StopOnSignal
+from sftplay.watch.meters import Meters, tell
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The callbacks whose findings go into a checkpoint, or end the run behind one."""
+
+    meters: Meters
+    bad_step: StopOnBadStep
+    stop: StopOnSignal
 
 
 class MarkComplete(TrainerCallback):
-    """After each save: all ranks meet, the main one brings the files to disk, marks them, then removes old ones."""
+    """Looks for room before a save. After it all ranks meet, the main one brings the files to disk, marks them, then
+    removes old ones."""
 
-    def __init__(self, folder: RunFolder, facts: dict[str, Any], limit: int) -> None:
-        self.folder, self.facts, self.limit = folder, facts, limit
+    def __init__(self, folder: RunFolder, facts: dict[str, Any], limit: int, watched: Watched) -> None:
+        self.folder, self.facts, self.limit, self.watched = folder, facts, limit, watched
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
         # A line of metrics ends with each checkpoint; else a resumed run's next line would miss the steps before it.
         control.should_log = control.should_log or control.should_save
+        if control.should_save and log.is_main():
+            checkpoints = self.folder.checkpoints
+            demand_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], more["optimizer"]))
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if log.world_size() > 1:
             torch.distributed.barrier()
         if log.is_main():
-            checkpoint = self.folder.checkpoints / f"checkpoint-{state.global_step}"
-            mark_complete(checkpoint, self.facts)
-            best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-            rotate(self.folder.checkpoints, self.limit, best)
-            self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
-            tell(state, state.save_steps, f"checkpoint at step {state.global_step}")
+            self._mark(state)
         if log.world_size() > 1:
             torch.distributed.barrier()  # no rank ends, and lets the launcher end the others, while files are written
+        # A signal that came while this checkpoint was written needs neither another step nor another checkpoint.
+        if self.watched.stop.agree():
+            control.should_training_stop = True
+
+    def _mark(self, state: Any) -> None:
+        checkpoint = self.folder.checkpoints / f"checkpoint-{state.global_step}"
+        if self.watched.bad_step.in_a_row:
+            log.say(f"{checkpoint.name} does not count: the step before it was skipped, its numbers were not finite")
+            return
+        mark_complete(checkpoint, self.facts | {"counters": self.watched.meters.seen})
+        best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        rotate(self.folder.checkpoints, self.limit, best)
+        self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
+        tell(state, state.save_steps, f"checkpoint at step {state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")
         if log.is_main() and loss is not None and math.isfinite(loss):
-            self.folder.update_status(step=state.global_step)
+            self.folder.update_status(step=state.global_step, **self.watched.meters.seen)
 
 
-def choose_checkpoint(cfg: RunConfig, folder: RunFolder, order_hash: str) -> Path | None:
-    """The checkpoint `train.resume` asks for, None to start from the beginning.
+def choose_checkpoint(cfg: RunConfig, folder: RunFolder, facts: dict[str, Any]) -> Path | None:
+    """The checkpoint `train.resume` asks for, None to start from the beginning. `facts` are this run's, as
+    `MarkComplete` would mark them.
 
     Raises:
-        ConfigError: the path named is no complete checkpoint.
-        RunError: it belongs to another order of the data, so going on would not be the same run.
+        ConfigError: the path named is no complete checkpoint, or the config has changed since.
+        DataError: the rows have changed since.
+        RunError: it belongs to another order of the data. In all three, going on would not be the same run.
     """
     wanted = cfg.train.resume
     if wanted == "never":
@@ -82,15 +110,33 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, order_hash: str) -> Pat
                 where=f"{cfg.origins.get('train.resume', '')} train.resume".strip(),
                 fix="use train.resume=auto, which finds the newest complete checkpoint",
             )
-    if read_marker(checkpoint).get("order_hash") != order_hash:
-        raise RunError(
-            "the rows or their order have changed since this checkpoint",
-            where=str(checkpoint),
-            fix="restore the data files and data options of the first start, or train under a new run_name",
-        )
+    check_same_run(checkpoint, facts)
     log.say(f"continuing from {checkpoint}", "resume")
     _clear_the_way(folder, after_step=step_of(checkpoint))
     return checkpoint
+
+
+def check_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
+    """Raise what `choose_checkpoint` raises unless the checkpoint comes from a run with the same `facts`."""
+    marked = read_marker(checkpoint)
+    if changed := config_changes(marked, facts):
+        raise ConfigError(
+            "the config has changed since this checkpoint: " + "; ".join(changed),
+            where=str(checkpoint),
+            fix="restore it (processes: NPROC=), or train under a new run_name",
+        )
+    if changed := data_changes(marked, facts):
+        raise DataError(
+            "the rows have changed since this checkpoint: " + "; ".join(changed),
+            where=str(checkpoint),
+            fix="restore the data of the first start, or train under a new run_name",
+        )
+    if marked.get("order_hash") != facts["order_hash"]:
+        raise RunError(
+            "the order of the rows has changed since this checkpoint",
+            where=str(checkpoint),
+            fix="continue with the kit and the data it was made with, or train under a new run_name",
+        )
 
 
 def _clear_the_way(folder: RunFolder, *, after_step: int) -> None:

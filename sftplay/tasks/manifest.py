@@ -29,6 +29,7 @@ def write_manifest(cfg: RunConfig, folder: RunFolder, examples: Examples, facts:
             "template_sha256": examples.renderer.template_hash,
             "mask_method": examples.renderer.method,
             "data": report["sources"],
+            "data_files": report["files"],
             "order_sha256": facts["order"],
             "steps": facts["steps"],
             "model": {key: facts[key] for key in facts if key not in ("order", "steps")},

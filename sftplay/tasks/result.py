@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sftplay.config.schema import RunConfig
+from sftplay.deliver.merge import end_where_training_ended
 from sftplay.launch.folder import RunFolder
 from sftplay.model.source import BUILTIN
 
@@ -30,6 +31,8 @@ def save_result(model: Any, tokenizer: Any, cfg: RunConfig, folder: RunFolder, *
     else:
         model.to(_saved_dtype(cfg))
         model.config.use_cache = True
+        # The base's own end token is not always the one its chats end with.
+        end_where_training_ended(model.generation_config, tokenizer)
     model.save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
     _replace(scratch, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets
@@ -12,12 +13,15 @@ from sftplay.config.schema import RunConfig
 from sftplay.data.pipeline import Examples, load_examples
 from sftplay.data.tally import report_table
 from sftplay.deliver.evaluate import evaluate
+from sftplay.deliver.sample import write_masked_sample
 from sftplay.errors import DataError
 from sftplay.launch.folder import RunFolder
-from sftplay.model.adapter import add_adapter, describe_parameters, freeze_beside_text, make_trainable_fp32
-from sftplay.model.load import load_base
+from sftplay.model.adapter import add_adapter, describe_parameters, freeze_beside_text, trained_weights_kept
+from sftplay.model.lineage import settle
+from sftplay.model.load import load_base, stored_base
 from sftplay.model.locate import locate
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.tasks.identity import identify
 from sftplay.tasks.label_head import IGNORED
 from sftplay.tasks.manifest import write_manifest
 from sftplay.tasks.pieces import Collator
@@ -48,19 +52,22 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         MachineError: model or tokenizer cannot be opened.
         RunError: the run could not go on.
     """
+    cfg = settle(cfg)
     tokenizer = load_tokenizer(cfg.model)
     examples = load_examples(cfg, tokenizer)
     _check_held_out(cfg, examples)
     tokenizer.chat_template = examples.renderer.template
     if log.is_main():
         folder.write_json("data_report.json", examples.report)
+        write_masked_sample(folder, tokenizer, examples.train[0], examples.source_of("train", 0))
         log.show(report_table(examples.report))
     train_run = TrainRun(cfg, folder, stop)
-    order = train_run.order_rows(len(examples.train))
-    model = load_base(cfg)
+    order = train_run.order_rows(len(examples.train), identify(cfg, examples))
+    own_base = stored_base(cfg, folder.path)
+    model = load_base(cfg, source=own_base)
     if log.is_main() and cfg.eval.before and not (folder.eval / "before.json").exists():
         evaluate(model, examples, cfg, folder.eval / "before.json")
-    if cfg.tuning.mode != "full":
+    if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # else it goes on with the one it has
         model = add_adapter(model, cfg.tuning.lora)
     if frozen := freeze_beside_text(model):
         log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
@@ -71,7 +78,8 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         _announce(cfg, train_run, parameters)
     outcome = train_run.train(trainer)
     if outcome.stop_signal == 0 and log.is_main():
-        result = save_result(trainer.model, tokenizer, cfg, folder, base=locate(cfg.model.name))
+        based = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
+        result = save_result(trainer.model, tokenizer, based, folder, base=locate(based.model.name))
         log.say(f"result: {result}")
         if cfg.eval.after:
             evaluate(trainer.model, examples, cfg, folder.eval / "after.json")
@@ -110,17 +118,17 @@ def _build(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) -> Run:
         max_length=cfg.model.max_seq_len,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    trainer = Run(
-        model=parts["model"],
-        processing_class=parts["tokenizer"],
-        args=config,
-        train_dataset=examples.train.select(parts["order"]),
-        eval_dataset=held_out,
-        data_collator=Collator(parts["tokenizer"].pad_token_id),
-        callbacks=train_run.callbacks(),
-    )
-    if cfg.tuning.mode != "full":
-        make_trainable_fp32(trainer.model)  # TRL has just made a 4-bit base's adapter bf16
+    # TRL makes a 4-bit base's adapter bf16.
+    with trained_weights_kept(parts["model"]) if cfg.tuning.mode != "full" else nullcontext():
+        trainer = Run(
+            model=parts["model"],
+            processing_class=parts["tokenizer"],
+            args=config,
+            train_dataset=examples.train.select(parts["order"]),
+            eval_dataset=held_out,
+            data_collator=Collator(parts["tokenizer"].pad_token_id),
+            callbacks=train_run.callbacks(),
+        )
     trainer.prepare(train_run.cutter(), held_out_labels_per_row=_labels_per_row(held_out))
     return trainer
 

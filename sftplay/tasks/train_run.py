@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, set_seed
+from transformers import set_seed
 from transformers.integrations import TensorBoardCallback
 
 from sftplay import log
 from sftplay.config.schema import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.launch.folder import RunFolder
-from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
+from sftplay.tasks.checkpointing import MarkComplete, Watched, choose_checkpoint
 from sftplay.tasks.pieces import Cutter
 from sftplay.tasks.preflight import Preflight
-from sftplay.watch.checkpoints import step_of
-from sftplay.watch.guards import StopOnBadStep, StopOnSignal
+from sftplay.watch.checkpoints import read_marker, step_of
+from sftplay.watch.guards import StopOnBadStep, StopOnSignal, StopWithoutProgress
 from sftplay.watch.meters import Meters
 
 
@@ -45,9 +45,12 @@ class TrainRun:
         self.world_size = log.world_size()
         set_seed(cfg.seed)
 
-    def order_rows(self, n_rows: int) -> list[int]:
-        """The rows of the whole run in training order: exactly steps x effective batch of them."""
-        train = self.cfg.train
+    def order_rows(self, n_rows: int, identity: dict[str, Any] | None = None) -> list[int]:
+        """The rows of the whole run in training order: exactly steps x effective batch of them.
+
+        `identity` is what `identify` says of the run; with it a resume can name what has changed.
+        """
+        train, self.identity = self.cfg.train, identity or {}
         self.steps_per_epoch = max(1, math.ceil(n_rows / train.effective_batch_size))
         self.steps = train.max_steps or steps_for(n_rows, train.epochs, train.effective_batch_size)
         order = training_order(n_rows, self.steps * train.effective_batch_size, self.cfg.seed)
@@ -126,16 +129,19 @@ class TrainRun:
 
     def callbacks(self) -> list[Any]:
         """What looks on while the run trains; also makes this run's meters."""
-        self.checkpoint = choose_checkpoint(self.cfg, self.folder, self.order_hash)
+        facts = {**self.identity, "order_hash": self.order_hash, "config_sha256": self.fingerprint()}
+        facts["world_size"] = self.world_size
+        self.checkpoint = choose_checkpoint(self.cfg, self.folder, facts)
         self.from_step = step_of(self.checkpoint) if self.checkpoint else 0
         attempt = self._open_attempt(self.from_step)
         self.meters = Meters(self.folder.metrics, attempt=attempt, keep_row_ids=self.cfg.logging.row_ids)
+        self.meters.seen |= read_marker(self.checkpoint).get("counters", {}) if self.checkpoint else {}
         self.bad_step = StopOnBadStep()
         self.preflight = Preflight(self.cfg, self.folder)
-        facts = {"order_hash": self.order_hash, "config_sha256": self.fingerprint(), "world_size": self.world_size}
-        marks = MarkComplete(self.folder, facts, self.cfg.train.save_total_limit)
+        watched = Watched(self.meters, self.bad_step, self.stop)
+        marks = MarkComplete(self.folder, facts, self.cfg.train.save_total_limit, watched)
         patience = self.cfg.train.early_stopping
-        early = [EarlyStoppingCallback(early_stopping_patience=patience)] if patience else []
+        early = [StopWithoutProgress(early_stopping_patience=patience)] if patience else []
         return [self.preflight, self.meters, self.bad_step, self.stop, marks, *early]
 
     def fingerprint(self) -> str:

@@ -10,31 +10,38 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from sftplay import log
-from sftplay.config.load import load_config
+from sftplay.config.load import load_resolved
 from sftplay.errors import RunError, SftplayError
 from sftplay.launch.folder import RESOLVED, RunFolder
-from sftplay.lifeline import die_with_parent
+from sftplay.lifeline import StopAtOnce, Stopped, die_with_parent
 
 BUG = 1
 
 
 def main(run_folder: str) -> int:
     """Run the task of `run_folder` on this rank; the exit code INTERFACES promises."""
+    outside = StopAtOnce()
+    outside.install()
     die_with_parent()
     folder = RunFolder(Path(run_folder))
     log.redirect(folder.logs / f"rank{log.rank()}.log")
     if log.is_main():
-        folder.update_status(state="running", pid=os.getpid(), exit_code=None, signal=None)
+        folder.update_status(state="running", pid=os.getpid(), exit_code=None, signal=None, error=None)
     try:
-        return _work(folder)
+        return _work(folder, outside)
+    except Stopped:
+        return _stop(folder, outside.received)
     except SftplayError as error:
         _finish(folder, "failed", error.exit_code, cause=error.what, error=error.as_json())
         _print_error(str(error))
         return error.exit_code
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the worker's end: a bug must reach status.json
+    except Exception as error:  # noqa: BLE001 - the worker's end: a bug must reach status.json
+        if outside.received:  # some library has made its own error of it
+            return _stop(folder, outside.received)
         if gone := gone_rank(folder):
             _finish(folder, "failed", RunError.exit_code, cause=gone)
             _print_error(f"{folder.path}: {gone}\n  fix: `make resume` continues from the last complete checkpoint")
@@ -44,28 +51,31 @@ def main(run_folder: str) -> int:
         return BUG
 
 
-def _work(folder: RunFolder) -> int:
-    from sftplay.watch.guards import StopOnSignal, report_full_disk
-
-    stop = StopOnSignal()
-    stop.install()
+def _work(folder: RunFolder, outside: StopAtOnce) -> int:
     quiet_libraries()
     from sftplay.tasks.table import TASKS
+    from sftplay.watch.disk import report_full_disk
+    from sftplay.watch.guards import StopOnSignal
 
-    cfg = load_config(folder.path / RESOLVED)
+    stop = StopOnSignal(outside)
+    cfg = load_resolved(folder.path / RESOLVED)
     task = importlib.import_module(TASKS[cfg.task_mode])
     with report_full_disk(folder.path):
         outcome = task.run(cfg, folder, stop)
     if outcome.stop_signal:
-        name = signal.Signals(outcome.stop_signal).name
-        code = 128 + outcome.stop_signal
-        _finish(folder, "stopped", code, cause=name, signal=name, step=outcome.step)
-        log.say(f"stopped by {name} after step {outcome.step}; `make resume` continues from here")
-        # torchrun ends the others when one rank fails, and the main one may still be writing.
-        return code if log.is_main() else 0
+        return _stop(folder, outcome.stop_signal, step=outcome.step)
     spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
     _finish(folder, "done", 0, cause="done", step=outcome.step, **spent)
     return 0
+
+
+def _stop(folder: RunFolder, number: int, **more: object) -> int:
+    name, code = signal.Signals(number).name, 128 + number
+    _finish(folder, "stopped", code, cause=name, signal=name, **more)
+    after = f" after step {more['step']}" if more else ""
+    log.say(f"stopped by {name}{after}; `make resume` continues from the last complete checkpoint")
+    # torchrun ends the others when one rank fails, and the main one may still be writing.
+    return code if log.is_main() else 0
 
 
 def gone_rank(folder: RunFolder) -> str:
@@ -99,8 +109,10 @@ def _finish(folder: RunFolder, state: str, code: int, *, cause: str, **more: obj
 
 
 def _print_error(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    log.show_error(text)
+    with suppress(OSError):  # the rank's log may lie on a full disk
+        sys.stderr.write(text + "\n")
+    with suppress(OSError):
+        log.show_error(text)
 
 
 if __name__ == "__main__":

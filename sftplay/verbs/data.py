@@ -79,7 +79,7 @@ def render(args: Namespace) -> int:
 
 def _load(cfg: RunConfig) -> Examples:
     """The rows as training would get them, after everything that can be refused without a heavy library."""
-    check_inputs(cfg)
+    cfg = check_inputs(cfg)
     os.environ.update(quiet_environment() | cache_environment())
     if needs_no_hub(cfg):
         os.environ.update(offline_environment())

@@ -13,6 +13,7 @@ from sftplay.data.formats import Reading, to_record
 from sftplay.data.records import Refused
 from sftplay.data.sources import Dialect, files_of, is_hub_name, read_rows
 from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.model.lineage import settle
 from sftplay.model.source import check_source, is_local
 
 SAMPLED_ROWS = 32
@@ -22,18 +23,20 @@ NAMED_ROWS = 5
 def needs_no_hub(cfg: RunConfig) -> bool:
     """True when model and data all lie on this machine."""
     data = (cfg.data.train_path, cfg.data.val_path, cfg.data.test_path)
-    return is_local(cfg.model.name) and all(Path(path).exists() for path in data if path)
+    return is_local(settle(cfg).model.name) and all(Path(path).exists() for path in data if path)
 
 
-def check_inputs(cfg: RunConfig) -> None:
-    """Refuse what can be seen to be missing before a heavy library is imported.
+def check_inputs(cfg: RunConfig) -> RunConfig:
+    """Refuse what can be seen to be missing before a heavy library is imported; `cfg` with names of runs resolved.
 
     Raises:
-        ConfigError: the model's name leads nowhere.
+        ConfigError: the model's name leads nowhere or means two things, or the adapter does not fit.
         DataError: a data file is missing or of an unknown kind, or none of the first training rows can be read.
         MachineError: a tracker is not installed.
     """
-    check_source(cfg.model.name, f"{cfg.origins.get('model.name', 'model')} model.name")
+    cfg = settle(cfg)
+    where = f"{cfg.origins.get('model.name', 'model')} model.name"
+    check_source(cfg.model.name, where, allow_pickle=cfg.model.allow_pickle)
     for key in ("train_path", "val_path", "test_path"):
         path = getattr(cfg.data, key)
         if path is not None and not is_hub_name(path):
@@ -42,6 +45,7 @@ def check_inputs(cfg: RunConfig) -> None:
     _check_trackers(cfg)
     if not is_hub_name(cfg.data.train_path):
         _check_first_rows(cfg)
+    return cfg
 
 
 def check_new_file(path: Path) -> None:

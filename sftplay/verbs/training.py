@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from sftplay import log
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules import notes
+from sftplay.config.sameness import SIZES, decisive, differences
 from sftplay.config.schema import RunConfig
-from sftplay.errors import ConfigError, MachineError
+from sftplay.errors import ConfigError, ConfigErrors, MachineError
 from sftplay.launch.command import Launch, Scale, build_launch
-from sftplay.launch.folder import RunFolder, find_run, has_run, new_folder, write_text
+from sftplay.launch.folder import RESOLVED, RunFolder, find_run, has_run, new_folder, write_text
 from sftplay.launch.follow import follow
 from sftplay.launch.ports import free_port
 from sftplay.machine.probe import Machine, probe
@@ -20,23 +22,11 @@ from sftplay.model.source import read_shape
 from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.units import GIB
 from sftplay.verbs.inputs import check_inputs, needs_no_hub
+from sftplay.verbs.look import leave_report
+from sftplay.watch.checkpoints import list_checkpoints, read_marker
 
 MEETING_PORT = 29511
 """Where nodes meet when no port is given."""
-
-FREE_TO_CHANGE = (
-    "train.resume",
-    "logging",
-    "eval",
-    "run_name",
-    "output_dir",
-    "train.save_total_limit",
-    "data.val_path",
-)
-"""Config keys that may differ when a run is resumed: they change neither rows nor weights.
-
-With `data.leaks: drop` the held-out rows decide which rows are trained on, so data.val_path is not free then.
-"""
 
 
 def train(args: Namespace) -> int:
@@ -59,7 +49,7 @@ def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None) -> 
     """Size, create the folder (a new one, if none is given), start the workers and follow them."""
     machine = probe()
     scale = _scale(args, machine)
-    check_inputs(cfg)
+    cfg = check_inputs(cfg)
     sized = _size(cfg, machine, scale)
     folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
     command = _command(sized, folder, scale, machine)
@@ -69,31 +59,28 @@ def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None) -> 
         folder.create()
         say_sizing(sized, machine, folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
-        folder.write_json("plan.json", sized.as_plan())
+        folder.write_json("plan.json", {**sized.as_plan(), "notes": _notes(sized)})
         return _start(command, folder, args)
 
 
 def _continue(args: Namespace, cfg: RunConfig) -> int:
-    folder = find_run(cfg, args.config, getattr(args, "run", None))
-    status = folder.read_json("status.json")
+    folder = find_run(cfg, args.config, getattr(args, "run", None) or _run_of(cfg))
+    status, stored = folder.read_json("status.json"), load_config(folder.resolved)
     if status.get("state") == "done":
+        given = cfg.with_values({key: _value(stored, key) for key in _left_open(cfg)}, "resume")
+        _refuse_changes(stored, given, folder)
         log.say(f"{folder.path} is finished: nothing to do", "resume")
         if args.json:
             print(json.dumps({"run": str(folder.path), **status}))
         return 0
     machine = probe()
     scale = _scale(args, machine)
-    check_inputs(cfg)
-    stored = load_config(folder.resolved)
-    sized = _size(cfg.with_values({"run_name": stored.run_name}, "resume"), machine, scale)
-    changed = find_changes(stored, sized.cfg)
-    if changed:
-        key, before, after = changed[0]
-        raise ConfigError(
-            f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
-            where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
-            fix="restore it, or train under a new run_name",
-        )
+    cfg = check_inputs(cfg)
+    _check_processes(folder, scale)
+    # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
+    kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto"}
+    sized = _size(cfg.with_values({**kept, "run_name": stored.run_name}, "resume"), machine, scale)
+    _refuse_changes(stored, sized.cfg, folder)
     command = _command(sized, folder, scale, machine)
     if args.dry_run:
         return _print_command(command, args)
@@ -102,23 +89,51 @@ def _continue(args: Namespace, cfg: RunConfig) -> int:
         return _start(command, folder, args)
 
 
+def _run_of(cfg: RunConfig) -> str | None:
+    """The run that a checkpoint given as train.resume lies in, where the config names none."""
+    run = Path(cfg.train.resume).parent.parent
+    return str(run) if cfg.run_name is None and (run / RESOLVED).is_file() else None
+
+
 def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
     """Keys whose values differ and would make a resumed run another run: (dotted key, before, after)."""
-    old, new = _flat(before.model_dump()), _flat(after.model_dump())
-    sizes = ("train.batch_size", "train.grad_accum")  # how a step is cut changes speed, not the step
-    free = {*FREE_TO_CHANGE, *sizes} - ({"data.val_path"} if after.data.leaks == "drop" else set())
-    return [
-        (key, old.get(key), new.get(key))
-        for key in sorted(old | new)
-        if old.get(key) != new.get(key) and not any(key == f or key.startswith(f"{f}.") for f in free)
+    return differences(decisive(before), decisive(after))
+
+
+def _refuse_changes(stored: RunConfig, cfg: RunConfig, folder: RunFolder) -> None:
+    problems = [
+        ConfigError(
+            f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
+            where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
+            fix="restore it, or train under a new run_name",
+        )
+        for key, before, after in find_changes(stored, cfg)
     ]
+    if problems:
+        raise ConfigErrors(problems)
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def _check_processes(folder: RunFolder, scale: Scale) -> None:
+    """The worker would refuse it too, seconds later."""
+    markers = [read_marker(checkpoint) for checkpoint in reversed(list_checkpoints(folder.checkpoints))]
+    before = next((marker["world_size"] for marker in markers if marker.get("world_size")), scale.world_size)
+    if before != scale.world_size:
+        raise ConfigError(
+            f"the run's checkpoints are of {before} process(es), {scale.world_size} would not go on bit for bit",
+            where=f"{folder.path} --nproc",
+            fix=f"continue it with --nproc {before} (make resume NPROC={before}), or train under a new run_name",
+        )
+
+
+def _left_open(cfg: RunConfig) -> list[str]:
+    return [key for key, value in decisive(cfg).items() if value in (None, "auto")]
+
+
+def _value(cfg: RunConfig, key: str) -> Any:
+    value: Any = cfg
+    for part in key.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
 
 
 def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
@@ -129,6 +144,8 @@ def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
         start_board(folder.path.parent, 6006)
     folder.update_status(state="running", exit_code=None, signal=None, ranks=[], pid=None)
     code = follow(command, folder)
+    if args.node_rank == 0:  # nodes share the folder
+        leave_report(folder)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return code
@@ -185,8 +202,12 @@ def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
         log.say(f"auto {decision.key} = {decision.value}: {decision.reason}")
     log.say(f"Batch size: {train_section.batch_size} per process, gradient accumulation: {train_section.grad_accum}")
     log.say(f"Effective batch size: {train_section.effective_batch_size}, precision: {train_section.precision}")
-    for note in [*notes(sized.cfg), *sized.notes]:
+    for note in _notes(sized):
         log.say(f"note: {note}")
+
+
+def _notes(sized: SizedRun) -> list[str]:
+    return [*notes(sized.cfg), *sized.notes]
 
 
 def _print_command(command: Launch, args: Namespace) -> int:

@@ -1,122 +1,107 @@
-"""The verbs that use a finished run: measure it, talk to it, let it answer a file."""
+"""The verbs that measure a finished run, and how every verb opens one."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import sys
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, get_args
 
 from sftplay import log
+from sftplay.config.data_section import Metric
 from sftplay.config.load import load_config
 from sftplay.config.schema import RunConfig
-from sftplay.data.formats import Reading, Row, read_prompt
-from sftplay.data.records import Message, Refused, Source
-from sftplay.data.sources import files_of, read_rows
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
-from sftplay.launch.folder import RunFolder, find_run, write_text
+from sftplay.launch.folder import RunFolder, find_run
 from sftplay.model.source import is_local
+from sftplay.verbs.look import leave_report
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What one of the eval verbs measures, and how its files below eval/ begin."""
+
+    prefix: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Config values it sets where the command line does not."""
+
+    split: str = "val"
+    has_base: bool = True
+
+
+MEASURES = {
+    "eval": Measure(),
+    "eval-test": Measure("test-", split="test"),
+    "eval-quick": Measure("quick-", {"eval.limit": 50}, has_base=False),
+    "eval-full": Measure("full-", {"eval.limit": None, "eval.metrics": list(get_args(Metric))}),
+}
 
 
 def evaluate(args: Namespace) -> int:
-    """`eval`: the result's figures beside the base's, in eval/before.json and eval/after.json (or test-*.json)."""
-    cfg, folder = _open_run(args)
-    if args.split == "test" and cfg.data.test_path is None:
-        raise ConfigError("there is no test set", where="data.test_path", fix="name one: ARGS=data.test_path=FILE")
-    _prepare_environment(cfg)
-    from sftplay.deliver.evaluate import evaluate as measure
-    from sftplay.model.load import load_base, load_result
+    """`eval`: the result's figures beside the base's, in eval/before.json and eval/after.json.
 
-    examples = _data_of(cfg, folder, args.split)
-    if examples.held_out is None:
-        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
-    prefix = "test-" if args.split == "test" else ""
-    figures = {}
-    for name, load in (("before", lambda: load_base(cfg).eval()), ("after", lambda: load_result(cfg, folder.path))):
-        figures[name] = measure(load(), examples, cfg, folder.eval / f"{prefix}{name}.json")
+    `eval-test`, `eval-quick` and `eval-full` put test-, quick- or full- before these names.
+    """
+    measure = MEASURES["eval-test" if getattr(args, "split", "val") == "test" else args.verb]
+    cfg, folder = open_run(args, measure.values)
+    if measure.split == "test" and cfg.data.test_path is None:
+        raise ConfigError("there is no test set", where="data.test_path", fix="name one: ARGS=data.test_path=FILE")
+    prepare_environment(cfg)
+    figures = _measure(cfg, folder, measure)
+    leave_report(folder)
     if args.json:
         print(json.dumps(figures))
-        return 0
-    log.show(f"{'':12}{'base':>12}{'tuned':>12}")
-    for key, value in figures["after"].items():
-        base = figures["before"][key]
-        log.show(f"{key:12}{base:12}{value:12}" if key == "n" else f"{key:12}{base:12.4f}{value:12.4f}")
+    else:
+        log.show(_figures_table(figures))
     return 0
 
 
-def infer(args: Namespace) -> int:
-    """`infer`: a dialogue on standard input and output, one line a turn; an empty line or end of input ends it."""
-    cfg, folder = _open_run(args)
-    speaker, renderer = _open_speaker(cfg, folder, base=args.base)
-    from sftplay.deliver.generate import stream_answer
+def _measure(cfg: RunConfig, folder: RunFolder, measure: Measure) -> dict[str, dict[str, Any]]:
+    """Figures of the base, where it is asked for, and of the result."""
+    from sftplay.deliver.evaluate import evaluate as measure_model
+    from sftplay.model.load import load_base, load_result
 
-    log.say(f"talking to {'the base of ' if args.base else ''}{folder.path}; an empty line ends it", "infer")
-    turns = [Message("system", cfg.data.system)] if cfg.data.system else []
-    while True:
-        sys.stdout.write("> " if sys.stdin.isatty() else "")
-        sys.stdout.flush()
-        words = sys.stdin.readline().strip()
-        if not words:
-            return 0
-        turns.append(Message("user", words))
-        pieces = []
-        for piece in stream_answer(speaker, renderer.prompt_ids(turns)):
-            pieces.append(piece)
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        print()
-        turns.append(Message("assistant", "".join(pieces)))
+    examples = _data_of(cfg, folder, measure.split)
+    if examples.held_out is None:
+        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+    figures = {}
+    if measure.has_base:
+        before = folder.eval / f"{measure.prefix}before.json"
+        figures["before"] = measure_model(load_base(cfg).eval(), examples, cfg, before)
+    after = folder.eval / f"{measure.prefix}after.json"
+    figures["after"] = measure_model(load_result(cfg, folder.path), examples, cfg, after)
+    return figures
 
 
-def infer_batch(args: Namespace) -> int:
-    """`infer-batch`: the rows of a file (`messages` or `prompt`), in order, each with a `response`."""
-    cfg, folder = _open_run(args)
-    asked = _read_prompts(args.input, cfg)
-    speaker, renderer = _open_speaker(cfg, folder, base=False)
-    from sftplay.deliver.generate import answer_all
-
-    prompts = []
-    for source, _, messages, tools in asked:
-        try:
-            prompts.append(renderer.prompt_ids(messages, tools))
-        except DataError as error:
-            raise DataError(error.what, where=str(source), fix=error.fix) from error
-    answers = answer_all(
-        speaker,
-        prompts,
-        batch_size=cfg.eval.batch_size,
-        progress=lambda done: log.status(f"answered {done}/{len(asked)}", "infer"),
-    )
-    rows = [{**row, "response": answer} for (_, row, _, _), answer in zip(asked, answers, strict=True)]
-    # A parquet file can hold values that JSON has no word for, dates among them.
-    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
-    write_text(Path(args.out), "".join(f"{line}\n" for line in lines))
-    log.say(f"{len(rows)} answers in {args.out}", "infer")
-    return 0
+def _figures_table(figures: dict[str, dict[str, Any]]) -> str:
+    titles = {"before": "base", "after": "tuned"}
+    lines = [" " * 12 + "".join(f"{titles[side]:>12}" for side in figures)]
+    for key in figures["after"]:
+        form = "12" if key == "n" else "12.4f"
+        lines.append(f"{key:12}" + "".join(f"{of[key]:{form}}" for of in figures.values()))
+    return "\n".join(lines)
 
 
-def _read_prompts(path: str, cfg: RunConfig) -> list[tuple[Source, Row, tuple[Message, ...], str]]:
-    """Every row of the file with its place, the messages to answer (the run's system prompt first) and the tools."""
-    reading = Reading(system=cfg.data.system)
-    found: list[tuple[Source, Row, tuple[Message, ...], str]] = []
-    for file in files_of(path):
-        for source, row in read_rows(str(file)):
-            if isinstance(row, Refused):
-                raise DataError(row.reason, where=str(source), fix="correct the row")
-            found.append((source, row, *read_prompt(row, source, reading)))
-    return found
+def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) -> tuple[RunConfig, RunFolder]:
+    """The finished run a command line means, and its config with what may be said anew for using it.
 
+    `values` are a verb's own for some keys; what the command line says goes before them.
 
-def _open_run(args: Namespace) -> tuple[RunConfig, RunFolder]:
+    Raises:
+        ConfigError: there is no such run, or it has no result yet.
+    """
     given = load_config(args.config, args.overrides)
     folder = find_run(given, args.config, args.run)
     if folder.result is None:
         raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
     cfg = load_config(folder.resolved)
+    own = {key: value for key, value in values.items() if given.origins.get(key) != "command line"}
+    given = given.with_values(own, args.verb)
     # What shapes the weights comes from the run; how they are used may be said anew.
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
     if given.data.val_path != cfg.data.val_path:
@@ -124,7 +109,8 @@ def _open_run(args: Namespace) -> tuple[RunConfig, RunFolder]:
     return cfg.with_values(wanted, "command line"), folder
 
 
-def _prepare_environment(cfg: RunConfig) -> None:
+def prepare_environment(cfg: RunConfig) -> None:
+    """Quieten the heavy libraries; to be called before the first of them is imported."""
     log.say("loading libraries and model", "use")
     os.environ.update(quiet_environment() | cache_environment())
     if is_local(cfg.model.name):
@@ -136,17 +122,13 @@ def _prepare_environment(cfg: RunConfig) -> None:
     quiet_libraries()
 
 
-def _open_speaker(cfg: RunConfig, folder: RunFolder, *, base: bool) -> tuple[Any, Any]:
-    _prepare_environment(cfg)
+def open_tongue(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
+    """The tokenizer that lies with the result, and the renderer of the chat template there."""
     from sftplay.data.render import Renderer
-    from sftplay.deliver.generate import Speaker
-    from sftplay.model.load import load_base, load_result
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
-    renderer = Renderer.prove(tokenizer, _stored_template(tokenizer, folder), [])
-    model = load_base(cfg).eval() if base else load_result(cfg, folder.path)
-    return Speaker(model, tokenizer, renderer.end_token_ids, cfg.eval.max_new_tokens), renderer
+    return tokenizer, Renderer.prove(tokenizer, stored_template(tokenizer, folder), [])
 
 
 def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> Any:
@@ -154,13 +136,13 @@ def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> Any:
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
-    template = _stored_template(tokenizer, folder)
+    template = stored_template(tokenizer, folder)
     if split == "test":
         return load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
     return load_examples(cfg, tokenizer, template)
 
 
-def _stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
+def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
     """The chat template that lies with the result; said aloud where it is not the one the run was trained with."""
     from sftplay.data.templates import template_hash
 

@@ -1,48 +1,50 @@
 """Ends a run in good order: on a signal with a full checkpoint, on a step that is not finite without one.
 
-Recovery from running out of memory is not here.
+Recovery from running out of memory is not here, a full disk is `disk`'s business.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from sftplay import log
 from sftplay.errors import RunError
+from sftplay.lifeline import StopAtOnce, catch_signals
 from sftplay.watch.meters import gather
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-TORCH_WRITE_FAILED = ("PytorchStreamWriter", "unexpected pos", "iostream error")
-"""What torch.save's errors say when the disk takes no more (caffe2/serialize/inline_container.cc)."""
 
 FP16_PATIENCE = 16
 """Steps in a row an fp16 run may skip: the gradient scaler halves its first scale, 2^16, once a step."""
 
 
 class StopOnSignal(TrainerCallback):
-    """After SIGTERM, SIGINT or SIGUSR1: finishes the step, writes a checkpoint, ends. A second one ends at once.
+    """After a stop signal: finishes the step, writes a checkpoint, ends. A second one ends at once.
 
-    Ranks agree at the step's edge, so that none waits in a collective for one that has left.
+    Ranks agree at the step's edge, so that none waits in a collective for one that has left. `outside` answers before
+    the first step and behind the last; without it this process's signals are not touched.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outside: StopAtOnce | None = None) -> None:
         self.received = 0
         self._came_here = False
+        self._outside = outside
 
     def install(self) -> None:
-        """Take over the three signals of this process."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
+        """Take over the stop signals of this process."""
+        catch_signals(self._on_signal)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._outside:
+            self.received = self._outside.received
+            self.install()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._outside:
+            self._outside.install()
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self._came_here:
@@ -54,13 +56,18 @@ class StopOnSignal(TrainerCallback):
         log.say(f"{signal.Signals(number).name}: the step is finished, a checkpoint is written, then the run ends")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        agreed = max(gather(self.received))
-        if agreed:  # never set back to 0: a signal may have come while the ranks were agreeing
-            self.received = agreed
+        if self.agree():
             control.should_log = True  # what was trained since the last line would be counted nowhere
             control.should_save = True
             control.should_training_stop = True
         return control
+
+    def agree(self) -> bool:
+        """True on every rank when one of them has got a signal; every rank must ask."""
+        agreed = max(gather(self.received))
+        if agreed:  # never set back to 0: a signal may have come while the ranks were agreeing
+            self.received = agreed
+        return bool(agreed)
 
 
 class StopOnBadStep(TrainerCallback):
@@ -73,13 +80,14 @@ class StopOnBadStep(TrainerCallback):
 
     def __init__(self) -> None:
         self.window: Any = None
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Steps skipped since the last one that was taken."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         ranks = gather((float(self.window.last_loss), _gradient_norm(model)))
         bad = [(rank, pair) for rank, pair in enumerate(ranks) if not all(map(math.isfinite, pair))]
-        self._in_a_row = self._in_a_row + 1 if bad else 0
-        if self._in_a_row > (FP16_PATIENCE if args.fp16 else 0):
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+        if self.in_a_row > (FP16_PATIENCE if args.fp16 else 0):
             rank, (loss, _norm) = bad[0]
             raise RunError(
                 f"the {'gradient' if math.isfinite(loss) else 'loss'} of step {state.global_step + 1} is not finite"
@@ -89,26 +97,14 @@ class StopOnBadStep(TrainerCallback):
             )
 
 
+class StopWithoutProgress(EarlyStoppingCallback):
+    """transformers' early stopping whose count goes on after a resume; its own starts again at zero."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
+
+
 def _gradient_norm(model: Any) -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-
-
-@contextmanager
-def report_full_disk(folder: Path) -> Iterator[None]:
-    """Turn a write that fails into a RunError with its remedy.
-
-    A full disk has three faces: OSError, safetensors' own error, and a RuntimeError of torch.save.
-
-    Raises:
-        RunError: something below `folder` could not be written.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in TORCH_WRITE_FAILED):
-            raise
-        raise RunError(
-            f"writing failed ({str(error).splitlines()[0]})",
-            where=str(folder),
-            fix="make room, then continue with `make resume`; the last complete checkpoint is untouched",
-        ) from error

@@ -1,4 +1,4 @@
-"""Measures a run while it trains: one line of metrics.jsonl a logged step, and the progress line.
+"""Measures a run while it trains: one line of metrics.jsonl a logged step, eval/step-N.json, and the progress line.
 
 Loss, rate and gradient norm are the Trainer's own numbers; token counts come from the window.
 """
@@ -34,6 +34,8 @@ class Meters(TrainerCallback):
         self.path, self.attempt, self.keep_row_ids = path, attempt, keep_row_ids
         self.window: Any = None
         self.last_loss: float | None = None
+        self.seen = {"tokens_seen": 0, "label_tokens_seen": 0}
+        """Totals since the run's first step, of all attempts and ranks."""
         self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
         self._started = self._logged_at = self._shown_at = 0.0
         self._shown_tokens = 0
@@ -64,13 +66,19 @@ class Meters(TrainerCallback):
         self._shown_tokens = 0
         self.last_loss = logs["loss"]
         tokens, padded = sum(r.tokens for r in ranks), sum(r.padded_tokens for r in ranks)
+        label_tokens = sum(r.label_tokens for r in ranks)
+        self.seen = {
+            "tokens_seen": self.seen["tokens_seen"] + tokens,
+            "label_tokens_seen": self.seen["label_tokens_seen"] + label_tokens,
+        }
         line = {
             "step": state.global_step,
             "attempt": self.attempt,
             "loss": logs["loss"],
             "learning_rate": logs["learning_rate"],
             "grad_norm": logs.get("grad_norm"),
-            "label_tokens": sum(r.label_tokens for r in ranks),
+            "label_tokens": label_tokens,
+            **self.seen,
             "tokens_per_s": round(tokens / seconds, 1),
             "padding_share": round(1 - tokens / padded, 4) if padded else 0.0,
             **memory_fields(),
@@ -92,6 +100,9 @@ class Meters(TrainerCallback):
         )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
+        if log.is_main():
+            figures = {"step": state.global_step, "loss": metrics["eval_loss"]}
+            write_figures(self.path.parent / "eval" / f"step-{state.global_step}.json", figures)
         text = f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}"
         tell(state, state.eval_steps, text)
 
@@ -131,8 +142,20 @@ def memory_fields() -> dict[str, int]:
     return {"peak_rss_bytes": peak if sys.platform == "darwin" else peak * 1024}
 
 
+def write_figures(path: Path, figures: dict[str, Any]) -> None:
+    """Write a small JSON file that is whole whenever it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
 def cut_back(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl behind `step`, and one that was cut short by a crash."""
+    """Drop the lines of metrics.jsonl behind `step`, one that was cut short by a crash, and later eval/step-N.json."""
+    for measured in (path.parent / "eval").glob("step-*.json"):
+        at = measured.stem.removeprefix("step-")
+        if at.isdecimal() and int(at) > step:
+            measured.unlink()
     if not path.is_file():
         return
     kept = []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sftplay.config import yaml12
 from sftplay.config.keys import all_keys
-from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.resolved import flow
 from sftplay.config.schema import (
     DataConfig,
@@ -125,3 +125,16 @@ def test_a_value_changed_by_the_kit_names_what_changed_it(load):
 def test_an_origin_with_a_line_break_in_its_path_stays_a_comment(load):
     cfg = load("").with_values({"seed": 1}, "a\nseed: 2")
     assert "seed: 1  # a?seed: 2" in dump_resolved(cfg)
+
+
+def test_origins_are_read_back_from_the_comments(tmp_path):
+    cfg = RunConfig(
+        model=ModelConfig(name="a  # b"), data=DataConfig(train_path='"x"  # y', columns={"question": "k # l"})
+    )
+    origins = {"model.name": "my runs/a # b.yaml:3", "data.columns.question": "command line", "seed": "run.yaml:1"}
+    written = cfg.with_values({}, "")
+    written._origins = dict(origins)
+    (tmp_path / "config.resolved.yaml").write_text(dump_resolved(written), encoding="utf-8")
+    again = load_resolved(tmp_path / "config.resolved.yaml")
+    assert again.model_dump() == cfg.model_dump()
+    assert again.origins == origins

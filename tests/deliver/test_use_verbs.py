@@ -143,7 +143,7 @@ def styled(run: Finished, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict
 
 @pytest.fixture
 def asked(run: Finished, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The prompts that models are given from here on, as token ids, the shortest first."""
+    """The prompts that models are given from here on, as token ids, the longest of a batch first."""
     prompts: list[list[int]] = []
     real = Speaker.generate
 
@@ -172,7 +172,7 @@ def test_the_system_prompt_of_the_run_goes_before_rows_that_have_none(
     words = ["--config", str(config), "--in", str(source), "--out", str(target), "data.system=another"]
     assert cli.main(["infer-batch", *words]) == 0
     dialogues = [[*styled, *user("light")], [*styled, *user("light river")], own]
-    assert asked == sorted((prompt_of(run, dialogue) for dialogue in dialogues), key=len)
+    assert asked == sorted((prompt_of(run, dialogue) for dialogue in dialogues), key=len, reverse=True)
     answered = [json.loads(line) for line in target.read_text().splitlines()]
     assert [{key: row[key] for key in row if key != "response"} for row in answered] == rows
 
@@ -194,7 +194,7 @@ def test_a_stored_template_that_was_edited_is_said_aloud_with_both_hashes(
     assert trained == hashlib.sha256(before.encode()).hexdigest()
 
     def said() -> str:
-        use._stored_template(AutoTokenizer.from_pretrained(run.folder.path / "adapter"), run.folder)
+        use.stored_template(AutoTokenizer.from_pretrained(run.folder.path / "adapter"), run.folder)
         return capsys.readouterr().out
 
     assert said() == ""
@@ -241,11 +241,72 @@ def test_eval_of_the_test_rows_goes_to_files_of_its_own(
     assert "tuned" in shown
 
 
+@pytest.mark.parametrize("words", [["eval", "--split", "test"], ["eval-test"]], ids=" ".join)
 def test_eval_of_test_rows_that_are_not_named_is_refused(
-    run: Finished, config: Path, capsys: pytest.CaptureFixture[str]
+    run: Finished, config: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ):
-    assert cli.main(["eval", "--config", str(config), "--split", "test", "data.test_path=null"]) == 2
+    assert cli.main([*words, "--config", str(config), "data.test_path=null"]) == 2
     assert "there is no test set" in capsys.readouterr().err
+
+
+@pytest.fixture
+def measure(
+    run: Finished, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[dict[str, Any], set[str]]]:
+    """Runs an eval verb: what it tells as JSON, and the names of the files below eval/ that it wrote."""
+    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
+
+    for key in quiet_environment() | cache_environment() | offline_environment():
+        monkeypatch.setenv(key, "1")  # so that what the verb sets is undone
+
+    def times() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in run.folder.eval.iterdir()}
+
+    def measure(verb: str, *words: str) -> tuple[dict[str, Any], set[str]]:
+        before = times()
+        capsys.readouterr()
+        assert cli.main([verb, "--config", str(config), "--json", *words]) == 0
+        after = times()
+        return json.loads(capsys.readouterr().out), {name for name in after if after[name] != before.get(name)}
+
+    return measure
+
+
+def pair(prefix: str, *sides: str) -> set[str]:
+    return {f"{prefix}{side}.{kind}" for side in sides for kind in ("json", "jsonl")}
+
+
+def test_eval_test_measures_both_models_on_the_test_rows(run: Finished, measure: Any, inputs: Inputs):
+    told, written = measure("eval-test")
+    assert written == pair("test-", "before", "after")
+    assert told == {"before": read(run, "test-before"), "after": read(run, "test-after")}
+    rows = [json.loads(line) for line in (run.folder.eval / "test-after.jsonl").read_text().splitlines()]
+    held_out = [json.loads(line)["messages"] for line in inputs.held_out.read_text().splitlines()]
+    assert [row["reference"] for row in rows] == [turns[1]["content"] for turns in held_out[:4]]  # eval.limit: 4
+
+
+def test_eval_full_answers_every_row_and_counts_by_every_metric(run: Finished, measure: Any):
+    told, written = measure("eval-full")
+    assert written == pair("full-", "before", "after")
+    assert told["before"]["n"] == told["after"]["n"] == 12
+    assert {"loss", "perplexity", "exact_match", "rouge_l", "chrf"} < set(told["after"])
+    assert told["after"]["loss"] < told["before"]["loss"]
+
+
+def test_eval_quick_answers_fifty_rows_and_leaves_the_base_out(run: Finished, measure: Any, tmp_path: Path):
+    rows = tmp_path / "many.jsonl"
+    turns = [[*user(f"{n} the river"), *assistant("why")] for n in range(60)]
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    told, written = measure("eval-quick", f"data.val_path={rows}")
+    assert written == pair("quick-", "after")
+    assert told == {"after": read(run, "quick-after")}
+    assert told["after"]["n"] == 50
+
+
+def test_what_the_command_line_says_goes_before_what_an_eval_verb_sets(run: Finished, measure: Any):
+    told, _ = measure("eval-full", "eval.limit=3", "eval.metrics=[chrf]")
+    assert told["after"]["n"] == 3
+    assert set(told["after"]) == {"n", "loss", "perplexity", "chrf"}
 
 
 def test_run_without_a_result_is_refused(run: Finished, config: Path, tmp_path: Path):

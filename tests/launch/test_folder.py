@@ -70,6 +70,7 @@ def test_a_file_that_cannot_be_written_keeps_its_old_content(tmp_path, monkeypat
     with pytest.raises(OSError, match="No space"):
         write_text(tmp_path / "file.txt", "new")
     assert (tmp_path / "file.txt").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
 
 
 def test_update_keeps_what_it_does_not_mention(tmp_path):
@@ -85,6 +86,14 @@ def test_an_attempt_is_closed_once_with_the_step_it_reached(tmp_path):
     folder.close_attempt("SIGTERM")
     folder.close_attempt("something later")
     assert folder.read_json("status.json")["attempts"] == [{"from_step": 0, "to_step": 7, "cause": "SIGTERM"}]
+
+
+def test_a_name_another_run_took_in_the_meantime_is_refused_under_the_lock(config):
+    cfg = config(run_name="mine")
+    folder = new_folder(cfg, "x.yaml")
+    make_run(cfg, "mine")  # between looking and locking, by a run that has ended already
+    with folder.locked(), pytest.raises(ConfigError, match="a run called 'mine' exists"):
+        folder.create()
 
 
 def test_latest_points_at_the_run_made_last(tmp_path):

@@ -16,6 +16,7 @@ from sftplay import log
 from sftplay.launch.command import Launch
 from sftplay.launch.folder import RunFolder
 from sftplay.launch.follow import follow, parent_of
+from sftplay.lifeline import STOP_SIGNALS, catch_signals
 from sftplay.log import LINE, STATUS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +173,36 @@ def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed):
     driver.send_signal(signal.SIGTERM)
     assert driver.wait(30) == 143
     assert status_of(folder)["state"] == "stopped"
+
+
+def test_sigterm_that_make_passes_on_is_no_second_signal(folder, followed, monkeypatch):
+    # Who signals make's process group reaches the command directly and once more through make.
+    monkeypatch.setenv("MAKELEVEL", "1")
+    driver = followed("n = wait_for_signal(); folder.update_status(saving=True); time.sleep(1)\n"
+                      "folder.update_status(exit_code=128 + n, saved=True)")  # fmt: skip
+    driver.send_signal(signal.SIGTERM)
+    wait_until(lambda: status_of(folder).get("saving"))
+    driver.send_signal(signal.SIGTERM)
+    assert driver.wait(30) == 143
+    assert status_of(folder)["saved"]
+
+
+def test_hang_up_stops_a_run_with_129(folder, followed):
+    driver = followed("folder.update_status(ready=True); time.sleep(60)")
+    driver.send_signal(signal.SIGHUP)
+    assert driver.wait(30) == 129
+    assert (status_of(folder)["state"], status_of(folder)["signal"]) == ("stopped", "SIGHUP")
+
+
+def test_hang_up_that_nohup_switched_off_stays_so():
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert set(catch_signals(lambda *_: None)) == set(STOP_SIGNALS) - {signal.SIGHUP}
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_ranks_of_another_node_get_no_signal_here(folder, followed):

@@ -251,3 +251,58 @@ def test_full_tuning_of_a_model_that_sees_leaves_its_vision_alone(seeing_gemma):
 
 def test_nothing_of_a_model_that_only_reads_is_frozen(tiny_llama):
     assert freeze_beside_text(AutoModelForCausalLM.from_pretrained(tiny_llama)) == 0
+
+
+def only_pickled(folder: Path) -> Path:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_weights_that_are_only_pickled_are_refused_with_the_remedy_unless_allowed(
+    broken: Path, open_base: Any, tiny_llama: Path
+):
+    folder = only_pickled(broken)
+    with pytest.raises(ConfigError, match=r"only as a pickle \(pytorch_model\.bin\)") as caught:
+        check_source(str(folder), "here")
+    assert "model.allow_pickle: true" in caught.value.fix
+    with pytest.raises(MachineError, match="the model cannot be loaded"):
+        open_base(folder)
+    check_source(str(folder), "here", allow_pickle=True)
+    opened, usual = open_base(folder, model__allow_pickle=True).state_dict(), open_base().state_dict()
+    assert all(torch.equal(opened[name], usual[name]) for name in usual)
+
+
+def test_pickles_beside_safetensors_are_no_reason_to_refuse(broken: Path):
+    (broken / "pytorch_model.bin").write_bytes(b"old")
+    (broken / "training_args.bin").write_bytes(b"old")
+    check_source(str(broken), "here")
+
+
+def test_model_that_needs_its_own_code_is_refused_with_reason_and_key(broken: Path, open_base: Any):
+    (broken / "modeling_own.py").write_text("raise SystemExit('foreign code has run')\n")
+    path = broken / "config.json"
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    with pytest.raises(ConfigError, match="runs only with Python code that ships with it") as caught:
+        open_base(broken)
+    assert str(broken) in caught.value.what
+    assert caught.value.where == "model.trust_remote_code"
+
+
+def test_trust_in_foreign_code_is_said_aloud_with_the_models_name(
+    open_base: Any, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+):
+    open_base()
+    assert "trust" not in capsys.readouterr().out
+    open_base(model__trust_remote_code=True)
+    load_tokenizer(ModelConfig(name=str(tiny_llama), trust_remote_code=True))
+    said = [line for line in capsys.readouterr().out.splitlines() if "trust_remote_code is true" in line]
+    assert [str(tiny_llama) in line for line in said] == [True, True]
+
+
+def test_adapter_as_model_name_is_refused_with_the_key_for_adapters(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter, not a model") as caught:
+        check_source(str(tmp_path), "here")
+    assert f"model.adapter: {tmp_path}" in caught.value.fix

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.tasks.train_run import TrainRun
-from sftplay.watch.guards import report_full_disk
+from sftplay.watch.disk import report_full_disk
+from sftplay.watch.guards import StopOnBadStep, StopOnSignal
 
 TIMED = {"tokens_per_s", "peak_rss_bytes", "attempt"}
 """Fields of a line of metrics that may differ between two equal runs."""
@@ -144,11 +145,99 @@ def test_path_of_no_complete_checkpoint_is_refused(inputs: Inputs, tmp_path: Pat
         train_in(cfg, folder)
 
 
-def test_checkpoint_of_other_rows_is_refused(inputs: Inputs, tmp_path: Path):
+def test_what_has_changed_since_a_checkpoint_is_named_and_nothing_is_trained(inputs: Inputs, tmp_path: Path):
+    rows = Path(shutil.copy(inputs.train, tmp_path / "rows.jsonl"))
+    model = Path(shutil.copytree(inputs.model, tmp_path / "model"))
+    options = {"train__save_steps": 2, "data__train_path": str(rows), "data__split": 0, "data__val_path": None}
+    cfg, folder = new_run(tmp_path, Inputs(model, rows, inputs.held_out), **options)
+    train_in(cfg, folder, StopAfter(2))
+    cfg, trained = cfg.with_values({"train.resume": "auto"}, "test"), folder.metrics.read_bytes()
+
+    with pytest.raises(ConfigError, match="seed was 42 and is 7 now"):
+        train_in(cfg.with_values({"seed": 7}, "test"), folder)
+    with pytest.raises(ConfigError, match=r"train\.batch_size was \d+ and is 1 now"):
+        train_in(cfg.with_values({"train.batch_size": 1}, "test"), folder)
+
+    whole = rows.read_text()
+    rows.write_text(whole.replace("river", "rover", 1))
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl has changed \(content \w+ then, \w+ now\); training rows: finger"
+    ):
+        train_in(cfg, folder)
+    rows.write_text(whole.rsplit("\n", 2)[0] + "\n")
+    with pytest.raises(DataError, match=r"training rows: fingerprint .*, 70 then, 69 now"):
+        train_in(cfg, folder)
+    rows.write_text(whole)
+
+    template = model / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text(text.replace("'\\n'", "'\\n\\n'"))
+    with pytest.raises(DataError, match=r"the chat template has changed .*; training rows: fingerprint"):
+        train_in(cfg, folder)
+    template.write_text(text)
+    assert folder.metrics.read_bytes() == trained
+    rows.write_text(whole + "\n\n")  # other bytes, the same rows
+    assert train_in(cfg, folder).outcome.step == 4
+
+
+def test_checkpoint_of_another_number_of_processes_is_refused(inputs: Inputs, tmp_path: Path):
     cfg, folder = new_run(tmp_path, inputs, train__save_steps=2)
     train_in(cfg, folder, StopAfter(2))
-    with pytest.raises(RunError, match="rows or their order have changed"):
-        train_in(cfg.with_values({"train.resume": "auto", "seed": 7}, "test"), folder)
+    marker = folder.checkpoints / "checkpoint-2" / "COMPLETE.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"world_size": 2}))
+    with pytest.raises(ConfigError, match="it ran on 2 processes and runs on 1 now"):
+        train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+
+
+def test_counts_of_tokens_go_on_after_a_resume(inputs: Inputs, tmp_path: Path):
+    resumed = stopped_and_resumed(tmp_path, inputs, 3, train__max_steps=6)
+    order = [row for line in resumed.metrics for row in line["row_ids"][0]]
+    rows = {row["row"]: row for row in resumed.trainer.train_dataset}
+    tokens = sum(len(rows[n]["input_ids"]) for n in order)
+    labels = sum(sum(label != -100 for label in rows[n]["labels"][1:]) for n in order)
+    last, status = resumed.metrics[-1], resumed.folder.read_json("status.json")
+    marked = json.loads((resumed.folder.checkpoints / "checkpoint-6" / "COMPLETE.json").read_text())["counters"]
+    for found in (last, status, marked):
+        assert (found["tokens_seen"], found["label_tokens_seen"]) == (tokens, labels)
+
+
+def test_patience_of_early_stopping_is_not_renewed_by_a_resume(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {"train__max_steps": 8, "train__eval_steps": 1, "train__save_steps": 1, "train__early_stopping": 3}
+    cfg, folder = new_run(tmp_path, inputs, **options)
+    with held_out_losses([5.0, 4.0, 4.5, 4.6], monkeypatch):
+        train_in(cfg, folder, StopAfter(3))  # its last evaluation was the first without progress
+    with held_out_losses([4.6, 4.7, 4.8, 4.9, 5.0], monkeypatch):
+        run = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    assert run.outcome.step == 5
+
+
+def test_manifest_tells_where_each_value_was_written(inputs: Inputs, tmp_path: Path):
+    run = train(tmp_path, inputs)
+    origins = run.folder.read_json("manifest.json")["origins"]
+    lines = (tmp_path / "run.yaml").read_text().splitlines()
+    (learning_rate,) = [n for n, line in enumerate(lines, 1) if "learning_rate" in line]
+    assert origins["train.learning_rate"] == f"{tmp_path / 'run.yaml'}:{learning_rate}"
+    assert "train.weight_decay" not in origins
+    assert run.folder.read_json("manifest.json")["data_files"].keys() == {str(inputs.train), str(inputs.held_out)}
+
+
+def test_checkpoint_behind_a_skipped_step_does_not_count(inputs: Inputs, tmp_path: Path):
+    class Skip(StopOnSignal):
+        """As if fp16 had skipped step 2: its numbers were not finite."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            bad_step.in_a_row = int(state.global_step == 2)
+            return super().on_step_end(args, state, control)
+
+    cfg, folder = new_run(tmp_path, inputs, train__save_steps=1, train__save_total_limit=9)
+    with pytest.MonkeyPatch.context() as patch:
+        bad_step = StopOnBadStep()
+        patch.setattr("sftplay.tasks.train_run.StopOnBadStep", lambda: bad_step)
+        train_in(cfg, folder, Skip())
+    complete = [path.parent.name for path in folder.checkpoints.glob("*/COMPLETE.json")]
+    assert sorted(complete) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
 
 
 def test_checkpoint_from_before_a_crash_without_marker_starts_over(

@@ -1,0 +1,60 @@
+"""How the next token is chosen: the likeliest one, or one drawn at random, each row from random numbers of its own.
+
+transformers draws for a whole batch from one generator, so that an answer would depend on its neighbours there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 takes the likeliest token each time; nothing else is cut off than what `top_p` says."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 42
+
+    def processors(self, rows: Sequence[int]) -> LogitsProcessorList:
+        """What transformers puts between scores and choice, for a batch of the rows with these numbers."""
+        if self.temperature == 0:
+            return LogitsProcessorList()
+        steps: list[Any] = [TemperatureLogitsWarper(self.temperature)]
+        if self.top_p < 1:
+            steps.append(TopPLogitsWarper(self.top_p))
+        return LogitsProcessorList([*steps, DrawByRow(self.seed, rows)])
+
+
+GREEDY = Sampling()
+
+
+class DrawByRow(LogitsProcessor):
+    """Leaves one token a row, drawn by its scores: which one follows from seed, row number and place alone.
+
+    One random number a token is looked up in the summed probabilities (inverse transform sampling), so the greedy
+    choice after it takes what was drawn.
+    """
+
+    def __init__(self, seed: int, rows: Sequence[int]) -> None:
+        self._sources = [torch.Generator().manual_seed(seed_of(seed, row)) for row in rows]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`scores`, float [rows, vocabulary], with all but the drawn token at minus infinity."""
+        sums = scores.double().softmax(-1).cumsum(-1)
+        drawn = torch.cat([torch.rand(1, generator=source, dtype=torch.float64) for source in self._sources])
+        # Below the last sum, whatever its rounding; the first sum above the number is never that of a token cut off.
+        places = drawn.to(sums.device)[:, None] * sums[:, -1:]
+        tokens = torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+
+
+def seed_of(seed: int, row: int) -> int:
+    """A seed for one row; neighbouring rows and seeds have nothing to do with each other."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,86 @@
+"""The hub as seen from this machine: is it there, and what it says when it is not, quickly and without secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from sftplay.errors import MachineError
+from sftplay.model.source import is_local
+
+CONNECT_S = 9.0
+"""Longest wait for the hub's first answer. Its client would try six times and give up after about 50 s."""
+
+_SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
+
+
+def check_reachable(name: str, revision: str | None, where: str) -> bool:
+    """True when the hub has the model `name`, False when it does not answer but the model lies in its cache here.
+
+    One short question, asked before a library starts its own retries; when it is answered, they work as ever and a
+    slow connection has all the time it needs. Folders are always reachable.
+
+    Raises:
+        MachineError: the hub does not answer, or has no such model for this user.
+    """
+    if is_local(name):
+        return True
+    import httpx
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=CONNECT_S)
+    except (httpx.TransportError, OfflineModeIsEnabled) as error:
+        if cached:
+            return False
+        raise unreachable(name, error, where) from error
+    except EntryNotFoundError:
+        return True  # the library that opens it says what is missing
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise _refused(name, error, where) from error
+    except (HfHubHTTPError, OSError, ValueError):
+        return True  # a mirror with answers of its own
+    return True
+
+
+def unreachable(name: str, error: BaseException, where: str) -> MachineError:
+    """The hub does not answer: what to do about the model `name`."""
+    fix = (
+        f"download it where there is a connection (make download-model MODEL={name}) and point model.name to the folder"
+    )
+    return MachineError(f"the hub cannot be reached ({first_line(error)})", where=where, fix=fix)
+
+
+def _refused(name: str, error: BaseException, where: str) -> MachineError:
+    from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        fix = f"accept its terms on its page, and log in with `hf auth login` or HF_TOKEN; {FOLDER_FIX}"
+        return MachineError(f"the hub gives {name} only to those who accepted its terms", where=where, fix=fix)
+    if isinstance(error, RevisionNotFoundError):
+        return MachineError(f"{name} has no such revision", where=where, fix="correct model.revision, or leave it out")
+    fix = f"check the name; if it is private, log in with `hf auth login` or HF_TOKEN; {FOLDER_FIX}"
+    return MachineError(f"there is no folder {name}, and the hub has no such model", where=where, fix=fix)
+
+
+FOLDER_FIX = "or point model.name to a folder with its files"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line, without tokens and passwords."""
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return _SECRETS.sub("...", text)
+
+
+def quieten_hub() -> None:
+    """Keep transformers from asking the hub to convert pickled weights, which opens a pull request there."""
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")

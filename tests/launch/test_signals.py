@@ -1,0 +1,227 @@
+"""Stop signals to the command and to `make train`, at every moment of a run: what is due is saved, nobody is left.
+
+A hook on PYTHONPATH holds the worker at a chosen moment, found by Python's own audit events, until it is let go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import is_alive, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SAVE_STEPS = 9, 3
+
+pytestmark = pytest.mark.slow
+
+HOOK = """
+import json, os, re, sys, time
+wanted = json.loads(os.environ.get("HOLD_AT", "null"))
+def listen(event, args):
+    if event == wanted["event"] and args and re.search(wanted["name"], os.fsdecode(str(args[0]))):
+        wanted["event"] = "none"
+        open(wanted["held"], "w").close()
+        while not os.path.exists(wanted["go"]):
+            time.sleep(0.02)
+if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
+    sys.addaudithook(listen)
+"""
+
+MOMENTS = {
+    "data are prepared": ("open", r"processed/.*unfinished/held_out_chats\.jsonl$"),
+    "the model is loaded": ("open", r"modeling_llama[^/]*\.pyc$"),
+    "steps are made": ("open", r"checkpoints/checkpoint-3/\.COMPLETE\.json$"),
+    "a checkpoint is written": ("open", r"checkpoints/checkpoint-6/trainer_state\.json$"),
+    "held-out rows are measured": ("open", r"eval/\.step-6\.json$"),
+    "the result is saved": ("os.mkdir", r"\.adapter\.part$"),
+}
+
+
+@dataclass
+class Shop:
+    """A config from which runs are started by the command or by make, like from a terminal."""
+
+    root: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def folder(self, name: str) -> Path:
+        return self.root / "outputs" / name
+
+    def status(self, name: str) -> dict[str, Any]:
+        path = self.folder(name) / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def said(self, name: str) -> str:
+        return (self.root / f"{name}.txt").read_text()
+
+    def complete(self, name: str) -> list[int]:
+        found = self.folder(name).glob("checkpoints/checkpoint-*/COMPLETE.json")
+        return sorted(int(path.parent.name.rpartition("-")[2]) for path in found)
+
+    def start(self, by: str, name: str, moment: str | None = None, verb: str = "train") -> subprocess.Popen[bytes]:
+        argv = self._argv(by, name, verb)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.root / "hook")}
+        env.pop("MAKELEVEL", None)
+        env.pop("MAKEFLAGS", None)
+        if moment:
+            event, pattern = MOMENTS[moment]
+            held, go = str(self.root / f"{name}.held"), str(self.root / f"{name}.go")
+            env["HOLD_AT"] = json.dumps({"event": event, "name": pattern, "held": held, "go": go})
+        with (self.root / f"{name}.txt").open("a") as out:
+            process = subprocess.Popen(
+                argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        self.started.append(process)
+        return process
+
+    def _argv(self, by: str, name: str, verb: str) -> list[str]:
+        config, words = str(self.root / "run.yaml"), [f"run_name={name}"]
+        if "prepared" in name:
+            words.append(f"data.processed_dir={self.root / name / 'processed'}")
+        if by == "command":
+            return [sys.executable, "-m", "sftplay", verb, "--config", config, *words]
+        ready = [f"READY={self.root / 'stamp'}", f"PY={sys.executable}"]
+        return ["make", "--no-print-directory", *ready, verb, f"CONFIG={config}", f"ARGS={' '.join(words)}"]
+
+    def hold(self, by: str, name: str, moment: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+        """Start a run and return when it is held there, with the pids of all its processes."""
+        process = self.start(by, name, moment)
+        wait_until(lambda: (self.root / f"{name}.held").exists() or process.poll() is not None)
+        assert process.poll() is None, self.said(name)
+        return process, [process.pid, *(each.pid for each in psutil.Process(process.pid).children(recursive=True))]
+
+    def let_go(self, name: str) -> None:
+        (self.root / f"{name}.go").touch()
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Shop]:
+    root = tmp_path_factory.mktemp("signals")
+    (root / "hook").mkdir()
+    (root / "hook" / "sitecustomize.py").write_text(HOOK)
+    (root / "stamp").write_text(str(ROOT))
+    values = {
+        "output_dir": str(root / "outputs"),
+        "model": {"name": str(tiny_llama), "max_seq_len": 64},
+        "tuning": {"mode": "lora", "lora": {"r": 4, "dropout": 0.1}},
+        "train": {
+            "max_steps": STEPS, "effective_batch_size": 8, "learning_rate": 0.01, "gradient_checkpointing": False,
+            "save_steps": SAVE_STEPS, "eval_steps": SAVE_STEPS,
+        },
+        "data": {"train_path": str(chat_rows), "split": 0.2, "processed_dir": str(root / "processed")},
+        "logging": {"steps": 1, "backend": "none"},
+    }  # fmt: skip
+    (root / "run.yaml").write_text(json.dumps(values))
+    place = Shop(root)
+    yield place
+    for process in place.started:  # a failed test must not leave a run that goes on
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def whole(shop: Shop) -> bytes:
+    """The weights of a run that nobody stopped."""
+    assert shop.start("command", "whole").wait(120) == 0, shop.said("whole")
+    return (shop.folder("whole") / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+CASES = [
+    ("command", "data are prepared", "SIGTERM", []),
+    ("make", "data are prepared", "SIGINT", []),
+    ("command", "the model is loaded", "SIGUSR1", []),
+    ("make", "the model is loaded", "SIGTERM", []),
+    ("make", "steps are made", "SIGUSR1", [3]),
+    ("make", "a checkpoint is written", "SIGTERM", [3, 6]),
+    ("command", "a checkpoint is written", "SIGINT", [3, 6]),
+    ("make", "held-out rows are measured", "SIGINT", [3, 6]),
+    ("command", "held-out rows are measured", "SIGHUP", [3, 6]),
+    ("command", "the result is saved", "SIGTERM", [6, 9]),
+]
+"""By whom started, the moment, the signal, the complete checkpoints afterwards."""
+
+
+@pytest.mark.parametrize(("by", "moment", "name", "complete"), CASES)
+def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
+    shop: Shop, whole: bytes, by: str, moment: str, name: str, complete: list[int]
+):
+    run, number = f"{by} {moment} {name}".replace(" ", "-"), getattr(signal, name)
+    process, pids = shop.hold(by, run, moment)
+    os.killpg(process.pid, number)
+    shop.let_go(run)
+    code = process.wait(60)
+    assert code == expected_code(by, number), shop.said(run)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), 10)
+    status = shop.status(run)
+    assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, name)
+    assert shop.complete(run) == complete
+    assert "Traceback" not in shop.said(run)
+    if not complete:  # it would start anew, as is shown elsewhere
+        return
+    assert shop.start("command", run, verb="resume").wait(120) == 0, shop.said(run)
+    assert (shop.folder(run) / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+
+
+def expected_code(by: str, number: int) -> int:
+    if by == "command":
+        return 128 + number
+    # make passes SIGTERM on and then ends by the signal itself; SIGUSR1 only makes it talk more.
+    return 2 if number == signal.SIGUSR1 else -number
+
+
+@pytest.mark.parametrize(
+    ("by", "moment", "name"),
+    [
+        ("command", "a checkpoint is written", "SIGTERM"),
+        ("make", "a checkpoint is written", "SIGINT"),
+        ("make", "data are prepared", "SIGINT"),
+    ],
+)
+def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_stays(shop: Shop, by: str, moment: str, name: str):
+    run, number = f"twice {by} {moment}".replace(" ", "-"), getattr(signal, name)
+    process, pids = shop.hold(by, run, moment)
+    before = shop.complete(run)
+    os.killpg(process.pid, number)
+    if "checkpoint" in moment:
+        wait_until(lambda: f"{name}: the step is finished" in shop.said(run))
+    os.killpg(process.pid, number)
+    assert process.wait(20) == expected_code(by, number), shop.said(run)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), 10)
+    assert (shop.status(run)["state"], shop.status(run)["exit_code"]) == ("stopped", 128 + number)
+    assert shop.complete(run) == before
+
+
+def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed(
+    shop: Shop, whole: bytes, sftplay: Callable[..., subprocess.CompletedProcess[str]]
+):
+    process, _pids = shop.hold("command", "one-name", "a checkpoint is written")
+    before = {path: path.read_bytes() for path in shop.folder("one-name").rglob("*") if path.is_file()}
+    config = shop.root / "run.yaml"
+    for verb, told in (("train", "a run called 'one-name' exists"), ("resume", "run 'one-name' is running (process")):
+        second = sftplay(verb, "--config", config, "run_name=one-name")
+        assert second.returncode == 2, second.stderr
+        assert told in second.stderr
+    assert {path: path.read_bytes() for path in shop.folder("one-name").rglob("*") if path.is_file()} == before
+    shop.let_go("one-name")
+    assert process.wait(60) == 0, shop.said("one-name")
+    assert (shop.folder("one-name") / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+    status = shop.status("one-name")
+    assert [(each["from_step"], each["cause"]) for each in status["attempts"]] == [(0, "done")]
+
+
+def test_of_two_runs_started_at_the_same_moment_under_one_name_one_trains(shop: Shop, whole: bytes):
+    pair = [shop.start("command", "same-moment") for _ in range(2)]
+    assert sorted(process.wait(120) for process in pair) == [0, 2], shop.said("same-moment")
+    assert (shop.folder("same-moment") / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+    assert len(shop.status("same-moment")["attempts"]) == 1

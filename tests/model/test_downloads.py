@@ -1,0 +1,192 @@
+"""The hub: a model is fetched with what is needed and no more, and a hub that does not answer is said quickly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import snapshot_download
+from in_process import Inputs, sized, written_config
+
+from sftplay.config.schema import ModelConfig
+from sftplay.errors import MachineError
+from sftplay.model import hub
+from sftplay.model.hub import check_reachable, first_line
+from sftplay.model.load import load_base
+from sftplay.model.tokenizer import load_tokenizer
+
+COMMIT = "c0ffee" + "0" * 34
+NOT_NEEDED = ("pytorch_model.bin", "consolidated.safetensors", "modeling_own.py", "picture.png")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as its client asks for: a listing, and files with their tags."""
+
+    folder: Path
+    asked: list[tuple[str, str]]
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.asked.append((self.command, self.path))
+        if self.path.startswith("/api/models/org/tiny"):
+            files = [{"rfilename": p.name, "size": p.stat().st_size} for p in sorted(self.folder.iterdir())]
+            self._answer(200, json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": files}).encode())
+            return
+        path = self.folder / self.path.rsplit("/", 1)[-1]
+        if not self.path.startswith("/org/tiny/resolve/"):
+            self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        elif not path.is_file():
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        else:
+            tag = hashlib.sha1(path.read_bytes()).hexdigest()
+            self._answer(200, path.read_bytes(), {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
+
+    def _answer(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def served(tiny_llama: Path, tmp_path: Path) -> Iterator[tuple[str, type[Hub]]]:
+    """A hub on this machine that has one model, org/tiny."""
+    folder = tmp_path / "on the hub"
+    folder.mkdir()
+    for path in tiny_llama.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    for name in NOT_NEEDED:
+        (folder / name).write_bytes(b"not needed")
+    handler = type("OneModel", (Hub,), {"folder": folder, "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def hub_environment(address: str, home: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+
+
+def test_download_fetches_what_is_needed_to_where_libraries_find_it_offline(
+    served: tuple[str, type[Hub]], sftplay: Callable[..., CompletedProcess[str]], tiny_llama: Path, tmp_path: Path
+):
+    address, handler = served
+    env = hub_environment(address, tmp_path / "hf")
+    done = sftplay("download-model", "--model", "org/tiny", "--json", env=env)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["model"], told["revision"]) == ("org/tiny", COMMIT)
+    kept = sorted(path.name for path in tiny_llama.iterdir())
+    assert told["files"] == kept
+    assert told["bytes"] == sum(path.stat().st_size for path in tiny_llama.iterdir())
+    assert sorted(path.name for path in Path(told["folder"]).iterdir()) == kept
+    assert all((Path(told["folder"]) / name).read_bytes() == (tiny_llama / name).read_bytes() for name in kept)
+    assert not any(name in path for _, path in handler.asked for name in NOT_NEEDED)
+    found = snapshot_download("org/tiny", cache_dir=tmp_path / "hf" / "hub", local_files_only=True)
+    assert Path(found).samefile(told["folder"])
+
+
+def test_download_of_pickled_weights_is_refused(
+    served: tuple[str, type[Hub]], sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
+):
+    address, handler = served
+    (handler.folder / "model.safetensors").unlink()
+    done = sftplay("download-model", "--model", "org/tiny", env=hub_environment(address, tmp_path / "hf"))
+    assert done.returncode == 3
+    assert "no weights in safetensors, only pickles (pytorch_model.bin)" in done.stderr
+    assert not any("pytorch_model.bin" in path for _, path in handler.asked)
+
+
+def test_hub_that_refuses_connections_is_said_at_once_with_how_to_use_a_folder(
+    sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
+):
+    start = time.monotonic()
+    env = hub_environment("http://127.0.0.1:9", tmp_path)
+    done = sftplay("download-model", "--model", "org/tiny", env=env)
+    assert time.monotonic() - start < 10
+    assert done.returncode == 3
+    assert "the hub cannot be reached (" in done.stderr
+    assert "point model.name to the folder" in done.stderr
+
+
+@pytest.mark.parametrize("opens", ["model", "tokenizer"])
+def test_library_with_its_retries_is_not_even_asked_when_the_hub_does_not_answer(
+    opens: str, tmp_path: Path, chat_rows: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise httpx.ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    cfg = sized(written_config(tmp_path, Inputs(Path("org/model-of-nobody"), chat_rows, chat_rows)))
+    with pytest.raises(MachineError, match=r"the hub cannot be reached .*Name or service not known") as caught:
+        load_base(cfg) if opens == "model" else load_tokenizer(cfg.model)
+    assert "download-model MODEL=org/model-of-nobody" in caught.value.fix
+    assert "folder" in caught.value.fix
+
+
+def test_model_in_the_cache_is_opened_when_the_hub_does_not_answer(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise httpx.ConnectTimeout("timed out")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tiny_llama / "config.json"))
+    assert check_reachable("org/cached", None, "here") is False
+    told: list[Any] = []
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda *_, **options: told.append(options) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        load_tokenizer(ModelConfig(name="org/cached"))
+    assert told[0]["local_files_only"] is True
+
+
+def test_model_that_the_hub_does_not_have_is_refused(served: tuple[str, type[Hub]], monkeypatch: pytest.MonkeyPatch):
+    address, _ = served
+    hub_url = f"{address}/org/other/resolve/main/config.json"
+    monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda *_, **__: hub_url)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(MachineError, match="the hub has no such model") as caught:
+        check_reachable("org/other", None, "here")
+    assert "HF_TOKEN" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("401 for https://me:s3cret@proxy.example/x", "401 for https://...@proxy.example/x"),
+        ("bad token hf_abcdefGHIJ1234", "bad token ..."),
+        ("GET https://a.example/x?token=abc&b=1", "GET https://a.example/x?token=...&b=1"),
+        ("\n\nsecond line counts\nthird", "second line counts"),
+    ],
+)
+def test_reason_is_quoted_in_one_line_without_secrets(text: str, shown: str):
+    assert first_line(OSError(text)) == shown
+
+
+def test_folders_and_builtins_are_never_asked_for(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", None)
+    assert check_reachable(str(tiny_llama), None, "here")
+    assert check_reachable("builtin:tiny", None, "here")
+    assert hub.CONNECT_S < 10

@@ -1,0 +1,339 @@
+"""A run that starts from an earlier run's adapter goes on where that one ended, or trains on the merged model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from sftplay.cli import main
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigError, RunError
+from sftplay.model.lineage import settle
+from sftplay.model.load import load_base, load_result
+from sftplay.verbs.inputs import check_inputs
+
+IDS = torch.arange(3, 40)[None]
+N_ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def other(tiny_llama: Path, held_out_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """Twelve other rows: with an effective batch of as many, the first step sees all of them."""
+    turns = [("user", "which {} boats"), ("assistant", "seven stone hills {} salt")]
+    chats = [[{"role": role, "content": text.format(n)} for role, text in turns] for n in range(N_ROWS)]
+    rows = tmp_path_factory.mktemp("other") / "other.jsonl"
+    rows.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return Inputs(tiny_llama, rows, held_out_rows)
+
+
+@pytest.fixture(scope="module")
+def first(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Finished]:
+    """A finished run of a mode, trained once."""
+    made: dict[str, Finished] = {}
+
+    def of(mode: str = "lora") -> Finished:
+        if mode not in made:
+            made[mode] = train(tmp_path_factory.mktemp(mode), inputs, tuning__mode=mode, train__max_steps=6)
+        return made[mode]
+
+    return of
+
+
+def second(home: Path, other: Inputs, **changes: Any) -> Finished:
+    return train(home, other, **({"train__effective_batch_size": N_ROWS, "train__max_steps": 2} | changes))
+
+
+def plain_base(folder: Path | str, mode: str = "lora") -> Any:
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    quantised = four_bits if mode == "qlora" else None
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, quantization_config=quantised)
+    for module in model.modules():
+        module.support_avx512bf16_for_cpu = False  # bitsandbytes would repack, and fail on so small a model
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def mean_loss(model: Any, rows: Any) -> float:
+    """Cross entropy of every learned token, by torch alone."""
+    total, count = 0.0, 0
+    for row in rows:
+        labels = torch.tensor(row["labels"])[1:]
+        with torch.no_grad():
+            scores = model(input_ids=torch.tensor(row["input_ids"])[None]).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(scores, labels, ignore_index=-100, reduction="sum"))
+        count += int((labels != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_first_loss_of_the_second_run_is_that_of_the_first_runs_result_on_its_rows(
+    mode: str, first: Any, other: Inputs, tmp_path: Path
+):
+    start = first(mode).folder
+    run = second(tmp_path, other, tuning__mode=mode, model__adapter=str(start.path))
+    reference = PeftModel.from_pretrained(plain_base(other.model, mode), str(start.path / "adapter"))
+    rows = run.trainer.train_dataset.select(range(N_ROWS))
+    assert run.losses[0] == pytest.approx(mean_loss(reference, rows), abs=2e-5)
+    fresh = mean_loss(plain_base(other.model, mode), rows)
+    assert abs(run.losses[0] - fresh) > 0.01
+
+
+def test_result_is_one_adapter_on_the_same_base_that_plain_peft_loads(first: Any, other: Inputs, tmp_path: Path):
+    start = first().folder
+    run = second(tmp_path, other, model__adapter=str(start.path / "adapter"))
+    told = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str(other.model.resolve())
+    before, after = (
+        load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (start.path, run.folder.path)
+    )
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    plain = PeftModel.from_pretrained(plain_base(other.model), str(run.folder.path / "adapter"))
+    assert torch.equal(logits(plain), logits(run.trainer.model.eval()))
+    assert torch.equal(logits(plain), logits(load_result(run.cfg, run.folder.path)))
+
+
+def test_run_as_model_name_means_its_base_and_its_adapter(first: Any, other: Inputs, tmp_path: Path):
+    start = first()
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "earlier").symlink_to(start.folder.path)
+    cfg, _ = new_run(tmp_path, other, model__name="earlier")
+    settled = settle(cfg)
+    assert settled.model.name == str(other.model.resolve())
+    assert settled.model.adapter == str((start.folder.path / "adapter").resolve())
+    assert settle(settled) == settled
+    assert check_inputs(cfg) == settled
+    assert logits(load_base(cfg)).equal(logits(load_result(start.cfg, start.folder.path)))
+
+
+def test_full_run_as_model_name_means_its_model(inputs: Inputs, other: Inputs, tmp_path: Path):
+    start = train(tmp_path / "full", inputs, tuning__mode="full", train__max_steps=1)
+    run = second(tmp_path / "second", other, model__name=str(start.folder.path))
+    told = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str((start.folder.path / "model").resolve())
+    with pytest.raises(ConfigError, match="trained every weight") as caught:
+        second(tmp_path / "third", other, model__adapter=str(start.folder.path))
+    assert f"model.name: {start.folder.path}" in caught.value.fix
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_merged_start_has_the_logits_of_base_and_adapter(mode: str, first: Any, other: Inputs, tmp_path: Path):
+    start = first().folder
+    cfg, folder = new_run(tmp_path, other, tuning__mode=mode, model__adapter=str(start.path), model__merge_adapter=True)
+    apart = logits(PeftModel.from_pretrained(plain_base(other.model), str(start.path / "adapter")))
+    if mode == "full":
+        assert (logits(load_base(cfg)) - apart).abs().max() < 1e-5
+        return
+    run = train_in(cfg, folder)
+    base = plain_base(folder.path / "base")
+    assert (logits(base) - apart).abs().max() < 1e-5
+    # The run and `eval` start from that base, in 4 bits where the mode says so.
+    begun = plain_base(folder.path / "base", mode)
+    assert torch.equal(logits(load_base(cfg)), logits(begun))
+    told = json.loads((folder.path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str((folder.path / "base").resolve())
+    plain = PeftModel.from_pretrained(begun, str(folder.path / "adapter"))
+    assert torch.equal(logits(plain), logits(load_result(cfg, folder.path)))
+    assert torch.equal(logits(plain), logits(run.trainer.model.eval()))
+    assert AutoTokenizer.from_pretrained(told["base_model_name_or_path"]).chat_template
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_run_from_a_run_of_a_builtin_model_keeps_a_base_of_its_own(
+    merges: bool, other: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # What is built for a builtin name is not the point here, and takes a minute.
+    monkeypatch.setattr("sftplay.model.locate.ensure_builtin", lambda *_: other.model)
+    start = train(tmp_path / "first", other, model__name="builtin:tiny", train__max_steps=2)
+    folder = str(start.folder.path)
+    options = {"model__adapter": folder, "model__name": "builtin:tiny"} if merges else {"model__name": folder}
+    run = second(tmp_path / "second", other, model__merge_adapter=merges, **options)
+    own = run.folder.path / "base"
+    told = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str(own.resolve())
+    kept, given = (load_file(path / "model.safetensors") for path in (own, other.model))
+    assert torch.equal(*(weights["model.layers.0.mlp.up_proj.weight"] for weights in (kept, given))) != merges
+    plain = PeftModel.from_pretrained(plain_base(own), str(run.folder.path / "adapter"))
+    assert torch.equal(logits(plain), logits(run.trainer.model.eval()))
+
+
+@pytest.mark.parametrize(
+    ("mode", "merges"), [("lora", False), ("qlora", False), ("lora", True), ("qlora", True), ("full", True)]
+)
+def test_resumed_run_ends_bit_for_bit_where_an_undisturbed_one_ends(
+    mode: str, merges: bool, first: Any, other: Inputs, tmp_path: Path
+):
+    start = first("lora" if merges else mode).folder
+    options = {
+        "tuning__mode": mode, "model__adapter": str(start.path), "model__merge_adapter": merges,
+        "train__max_steps": 4, "tuning__lora__dropout": 0.2,
+    }  # fmt: skip
+    whole = train(tmp_path / "whole", other, **options)
+    cfg, folder = new_run(tmp_path / "stopped", other, **options)
+    train_in(cfg, folder, StopAfter(2))
+    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    one, two = (load_file(next(run.folder.result.glob("*.safetensors"))) for run in (whole, resumed))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert whole.losses == resumed.losses
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_infer_batch_answers_from_the_right_base(merges: bool, first: Any, other: Inputs, tmp_path: Path):
+    start = first().folder
+    run = second(tmp_path, other, model__adapter=str(start.path), model__merge_adapter=merges)
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
+    asked.write_text(json.dumps({"prompt": "why salt"}) + "\n")
+    words = ["--config", str(tmp_path / "run.yaml"), "--in", str(asked), "--out", str(out)]
+    assert main(["infer-batch", *words]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(run.folder.path / "adapter")
+    told = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
+    plain = PeftModel.from_pretrained(
+        plain_base(told["base_model_name_or_path"]), str(run.folder.path / "adapter")
+    ).eval()
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "why salt"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    expected = plain.generate(**prompt, do_sample=False, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
+    answer = json.loads(out.read_text())["response"]
+    assert answer == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "values"),
+    [
+        ("r", {"tuning__lora__r": 8}, ("8", "4")),
+        ("alpha", {"tuning__lora__alpha": 16.0}, ("16", "8")),
+        ("dora", {"tuning__lora__dora": True}, ("true", "false")),
+        ("modules_to_save", {"tuning__lora__modules_to_save": ["lm_head"]}, ('["lm_head"]', "[]")),
+    ],
+)
+def test_other_shape_than_the_adapters_is_refused_naming_key_values_and_remedy(
+    key: str, change: dict[str, Any], values: tuple[str, str], first: Any, other: Inputs, tmp_path: Path
+):
+    cfg, _ = new_run(tmp_path, other, model__adapter=str(first().folder.path), **change)
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(cfg)
+    assert caught.value.where.endswith(f"tuning.lora.{key}")
+    assert caught.value.what.startswith(f"{values[0]} here")
+    assert caught.value.what.endswith(f"has {values[1]}")
+    assert f"tuning.lora.{key}: {values[1]}" in caught.value.fix
+    assert "merge_adapter" in caught.value.fix
+
+
+def test_other_layers_than_the_adapters_are_refused(first: Any, other: Inputs, tmp_path: Path):
+    changes = {"model__adapter": str(first().folder.path), "tuning__lora__target_modules": ["q_proj"]}
+    cfg, _ = new_run(tmp_path, other, **changes)
+    with pytest.raises(ConfigError, match=r"2 layers \(q_proj\) here, .* has 14 \(down_proj") as caught:
+        load_base(cfg)
+    assert caught.value.where == "tuning.lora.target_modules"
+    merged, _ = new_run(tmp_path / "merged", other, model__merge_adapter=True, **changes)
+    load_base(merged)
+
+
+def test_adapter_of_another_base_is_refused_naming_both(first: Any, other: Inputs, tmp_path: Path):
+    cfg, _ = new_run(tmp_path, other, model__name="org/model", model__adapter=str(first().folder.path))
+    with pytest.raises(ConfigError, match=f"belongs to {other.model}, not to org/model") as caught:
+        settle(cfg)
+    assert f"model.name: {other.model}" in caught.value.fix
+
+
+def test_adapter_in_mode_full_needs_merging(first: Any, other: Inputs, tmp_path: Path):
+    cfg, _ = new_run(tmp_path, other, model__adapter=str(first().folder.path), tuning__mode="full")
+    with pytest.raises(ConfigError, match="full trains every weight"):
+        settle(cfg)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model__merge_adapter": True}, "no adapter to merge"),
+        ({"model__adapter": "nowhere"}, "no run or adapter 'nowhere'"),
+        ({"model__adapter": "unfinished"}, "has no result yet"),
+        ({"model__name": "unfinished"}, "has no result yet"),
+    ],
+)
+def test_start_that_is_not_there_is_refused(changes: dict[str, Any], said: str, other: Inputs, tmp_path: Path):
+    unfinished = tmp_path / "outputs" / "unfinished"
+    unfinished.mkdir(parents=True)
+    (unfinished / "config.resolved.yaml").write_text("seed: 1\n")
+    cfg, _ = new_run(tmp_path, other, **changes)
+    with pytest.raises(ConfigError, match=said):
+        check_inputs(cfg)
+
+
+def test_name_that_could_be_two_things_is_refused_naming_both(
+    first: Any, other: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "twin").symlink_to(first().folder.path)
+    cfg, _ = new_run(tmp_path, other, model__name="twin")
+    assert settle(cfg).model.adapter
+    # A downloaded model of that name, and a folder.
+    (tmp_path / "hf" / "hub" / "models--twin").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"the run .*outputs/twin or the hub's model twin"):
+        settle(cfg)
+    (tmp_path / "hf" / "hub" / "models--twin").rmdir()
+    (tmp_path / "twin").mkdir()
+    with pytest.raises(ConfigError, match=r"the folder twin or the run .*outputs/twin"):
+        settle(cfg)
+    (tmp_path / "twin").rmdir()
+    # A run may be called like its model without meaning itself.
+    assert settle(cfg.with_values({"run_name": "twin"}, "test")).model.adapter is None
+
+
+def test_values_that_are_not_finite_are_never_merged(first: Any, other: Inputs, tmp_path: Path):
+    from safetensors.torch import save_file
+
+    spoilt = tmp_path / "spoilt"
+    spoilt.mkdir()
+    source = first().folder.path / "adapter"
+    (spoilt / "adapter_config.json").write_text((source / "adapter_config.json").read_text())
+    weights = load_file(source / "adapter_model.safetensors")
+    weights[min(weights)].fill_(float("inf"))
+    save_file(weights, spoilt / "adapter_model.safetensors", metadata={"format": "pt"})
+    cfg, folder = new_run(tmp_path, other, model__adapter=str(spoilt), model__merge_adapter=True)
+    with pytest.raises(RunError, match="cannot be merged"):
+        train_in(cfg, folder)
+    assert not (folder.path / "base").exists()
+
+
+def test_modules_trained_in_full_are_not_rounded_on_a_16_bit_base(inputs: Inputs, tmp_path: Path):
+    run = train(
+        tmp_path, inputs, train__precision="bf16", tuning__lora__modules_to_save=["lm_head"], train__max_steps=2
+    )
+    stored = load_file(run.folder.path / "adapter" / "adapter_model.safetensors")
+    (name,) = (name for name in stored if "lm_head" in name)
+    head = load_result(run.cfg, run.folder.path).get_base_model().lm_head.modules_to_save["default"].weight
+    assert not torch.equal(stored[name], stored[name].bfloat16().float())
+    assert torch.equal(head, stored[name])
+
+
+def test_secret_of_the_environment_is_in_no_file_and_no_line(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    secret = "hf_" + "FakeTokenOfThisTest"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    run = train(tmp_path, inputs, train__max_steps=2, logging__backend="tensorboard")
+    files = [path for path in run.folder.path.rglob("*") if path.is_file()]
+    assert (run.folder.checkpoints / "checkpoint-2" / "training_args.bin") in files
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    assert secret not in "".join(capsys.readouterr())
+    assert load_config(run.folder.resolved).run_name == "run"
