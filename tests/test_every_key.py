@@ -6,6 +6,7 @@ chosen so that none can be taken for another's effect.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -27,6 +28,7 @@ from sftplay.data.order import training_order
 from sftplay.deliver.generate import Speaker
 from sftplay.errors import DataError
 from sftplay.launch.folder import new_folder
+from sftplay.lifeline import StopAtOnce
 from sftplay.tasks import worker
 from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.tasks.table import TASKS
@@ -82,12 +84,13 @@ class Bench:
     plain: Finished
     changed: Finished
     made: dict[str, Finished] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def build(self, **changes: Any) -> Finished:
         """A run built up to its first step; the same changes give the same run."""
         name = json.dumps(changes, sort_keys=True)
         if name not in self.made:
-            self.made[name] = built(self.home / f"built-{len(self.made)}", self.inputs, **changes)
+            self.made[name] = built(self.home / f"built-{next(self.numbers)}", self.inputs, **changes)
         return self.made[name]
 
     def rows(self, name: str, rows: list[Any]) -> str:
@@ -203,7 +206,7 @@ def check_task_mode(bench: Bench) -> None:
     try:
         with patch.dict(sys.modules, {"another_task": module}), patch.dict(TASKS, {"sft": "another_task"}):
             with patch.object(worker, "quiet_libraries"), pytest.raises(DataError, match="enough"):
-                worker._work(folder)
+                worker._work(folder, StopAtOnce())
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -281,10 +284,7 @@ def check_adapter(bench: Bench) -> None:
     start, adapter = first.trainer.model.state_dict(), {"model__adapter": str(first.folder.path)}
     name = "base_model.model.model.layers.0.self_attn.q_proj."
     pair, base = f"{name}lora_B.default.weight", f"{name}base_layer.weight"
-    on, merged = (
-        bench.build(model__merge_adapter=merges, **adapter).trainer.model
-        for merges in (False, True)
-    )
+    on, merged = (bench.build(model__merge_adapter=merges, **adapter).trainer.model for merges in (False, True))
     assert [bool(model.state_dict()[pair].any()) for model in (on, merged)] == [True, False]
     assert [torch.equal(model.state_dict()[base], start[base]) for model in (on, merged)] == [True, False]
 
@@ -632,4 +632,4 @@ def test_key_changes_what_a_run_leaves(key: str, measured: dict[str, Any]):
 
 def test_run_leaves_no_measurement_that_was_not_asked_for(bench: Bench):
     run = train(bench.home / "unmeasured", bench.inputs, train__max_steps=1)
-    assert not run.folder.eval.exists()
+    assert not list(run.folder.eval.glob("before*")) + list(run.folder.eval.glob("after*"))

@@ -76,11 +76,12 @@ def _continue(args: Namespace, cfg: RunConfig) -> int:
     machine = probe()
     scale = _scale(args, machine)
     cfg = check_inputs(cfg)
-    _check_processes(folder, scale)
+    starts_anew = _check_processes(folder, scale) and cfg.train.resume == "auto"
     # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
-    kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto"}
+    kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto" and not starts_anew}
     sized = _size(cfg.with_values({**kept, "run_name": stored.run_name}, "resume"), machine, scale)
-    _refuse_changes(stored, sized.cfg, folder)
+    sizes = {key: _value(sized.cfg, key) for key in SIZES} if starts_anew else {}
+    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
     command = _command(sized, folder, scale, machine)
     if args.dry_run:
         return _print_command(command, args)
@@ -113,16 +114,21 @@ def _refuse_changes(stored: RunConfig, cfg: RunConfig, folder: RunFolder) -> Non
         raise ConfigErrors(problems)
 
 
-def _check_processes(folder: RunFolder, scale: Scale) -> None:
-    """The worker would refuse it too, seconds later."""
+def _check_processes(folder: RunFolder, scale: Scale) -> bool:
+    """True when there is no checkpoint yet that ties the run to a number of processes.
+
+    Raises:
+        ConfigError: there is one of another number; the worker would refuse it too, seconds later.
+    """
     markers = [read_marker(checkpoint) for checkpoint in reversed(list_checkpoints(folder.checkpoints))]
-    before = next((marker["world_size"] for marker in markers if marker.get("world_size")), scale.world_size)
-    if before != scale.world_size:
+    before = next((marker["world_size"] for marker in markers if marker.get("world_size")), None)
+    if before not in (None, scale.world_size):
         raise ConfigError(
             f"the run's checkpoints are of {before} process(es), {scale.world_size} would not go on bit for bit",
             where=f"{folder.path} --nproc",
             fix=f"continue it with --nproc {before} (make resume NPROC={before}), or train under a new run_name",
         )
+    return before is None
 
 
 def _left_open(cfg: RunConfig) -> list[str]:

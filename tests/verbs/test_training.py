@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,3 +97,12 @@ def test_checkpoint_given_as_a_path_names_its_run(
     words = [f"train.resume={at}", "--nproc", "2", "--dry-run"]
     assert main(["train", "--config", str(stopped), *words]) == 0
     assert str(tmp_path / "outputs" / "run") in capsys.readouterr().out
+
+
+def test_run_without_a_checkpoint_may_start_anew_on_another_number_of_processes(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.rmtree(tmp_path / "outputs" / "run" / "checkpoints")
+    for count in ("1", "2"):
+        words = ["resume", "--config", str(stopped), "--nproc", count, "--dry-run"]
+        assert main(words) == 0, capsys.readouterr().err
