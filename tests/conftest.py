@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -43,6 +44,12 @@ WORDS = [
     "quiet",
     "hills",
 ]
+
+
+def pytest_configure() -> None:
+    """A shell that starts the suite in the background has it, and all it starts, ignore Ctrl-C; tests press it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
