@@ -47,9 +47,12 @@ WORDS = [
 
 
 def pytest_configure() -> None:
-    """A shell that starts the suite in the background has it, and all it starts, ignore Ctrl-C; tests press it."""
+    """A shell that starts the suite in the background has it, and all it starts, ignore Ctrl-C, and nohup hanging up;
+    tests send both. A handler here is the default in what is started."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
