@@ -5,6 +5,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 SFTPLAY := exec $(PY) -m sftplay
 READY := .venv/.stamp
+UNSLOTH_PY := .venv-unsloth/bin/python
+UNSLOTH_READY := .venv-unsloth/.stamp
 
 CONFIG ?=
 ARGS ?=
@@ -30,9 +32,14 @@ ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"
 endif
 $(READY): requirements.lock sftplay/install.py
 	@exec $(PYTHON) -m sftplay.install
+ifneq "$(shell cat $(UNSLOTH_READY) 2>/dev/null)" "$(CURDIR)"
+.PHONY: $(UNSLOTH_READY)
+endif
+$(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
+	@exec $(PYTHON) -m sftplay.install --unsloth
 
-.PHONY: help install demo test test-slow check validate schema manual process inspect render style train train-tb \
-  train-bnb train-bnb-tb train-distributed train-distributed-tb resume gpu-info tensorboard tb-stop eval eval-test eval-quick \
+.PHONY: help install demo test test-slow test-unsloth check validate schema manual process inspect render style train train-tb \
+  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb resume gpu-info tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model \
   merge merge-bf16 merge-test export serve report compare bench bench-data clean
 
@@ -48,6 +55,8 @@ test: $(READY) ## the test suite, minutes
 	@exec $(PY) -m pytest -m "not slow" $(ARGS)
 test-slow: $(READY) ## the long tests
 	@exec $(PY) -m pytest -m "slow" $(ARGS)
+test-unsloth: $(UNSLOTH_READY) ## train with the real unsloth, in .venv-unsloth
+	@exec $(UNSLOTH_PY) -m pytest -m "unsloth" $(ARGS)
 check: $(READY) ## lint, format and types of this repository
 	@$(SFTPLAY) check
 validate: $(READY) ## check a config: CONFIG=
@@ -78,6 +87,10 @@ train-bnb: $(READY) ## train with the bitsandbytes backend
 	@$(SFTPLAY) train $(WHICH) $(SCALE) tuning.backend=bnb $(ARGS)
 train-bnb-tb: $(READY) ## the same with TensorBoard
 	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) tuning.backend=bnb logging.backend=tensorboard $(ARGS)
+train-unsloth: $(UNSLOTH_READY) ## train with unsloth: CONFIG= (builds .venv-unsloth; one process)
+	@exec $(UNSLOTH_PY) -m sftplay train $(WHICH) $(SCALE) tuning.backend=unsloth $(ARGS)
+train-unsloth-tb: $(UNSLOTH_READY) ## the same with TensorBoard
+	@exec $(UNSLOTH_PY) -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(ARGS)
 resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= (RUN=)
 	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Builds `.venv` from the pinned lock, and says beforehand what that costs. Needs Python and nothing else.
+"""Builds `.venv` from the pinned lock, or `.venv-unsloth`, and says beforehand what that costs. Needs Python only.
 
 Run by make with the user's Python, so it must be understood by old versions in order to refuse them.
 """
@@ -9,55 +9,97 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 TORCH = "torch==2.13.0"
 LOCK = Path("requirements.lock")
-VENV = Path(".venv")
-STAMP = VENV / ".stamp"
 LOG = Path(".cache") / "install.log"
 CONFIG, MACHINE = 2, 3
 SIGN_OF_LIFE_S = 9.0
 LAST_LINES = 15
 
 
-def main(force: bool) -> int:
-    """Make `.venv` fit the lock; an exit code. With `force` even when the stamp says that it does."""
+@dataclass(frozen=True)
+class Environment:
+    """A folder with its own Python packages: those of the lock, and those of `beside` without what these ask for."""
+
+    venv: Path
+    beside: Path | None = None
+
+    @property
+    def stamp(self) -> Path:
+        return self.venv / ".stamp"
+
+    @property
+    def python(self) -> str:
+        return str(self.venv / "bin" / "python")
+
+    def is_fresh(self) -> bool:
+        """True when it was finished here, after every lock it is made from was last changed."""
+        locks = [LOCK, self.beside] if self.beside else [LOCK]
+        if read_stamp(self) != str(Path.cwd()):
+            return False
+        return all(self.stamp.stat().st_mtime >= lock.stat().st_mtime for lock in locks)
+
+
+KIT = Environment(Path(".venv"))
+UNSLOTH = Environment(Path(".venv-unsloth"), Path("requirements-unsloth.lock"))
+"""unsloth changes other libraries when it is imported, and asks for some that a machine without a GPU cannot use."""
+
+
+def main(force: bool, wanted: Environment = KIT) -> int:
+    """Make the wanted environment fit its locks; an exit code. With `force` even when the stamp says that it does."""
     problem = find_problem(sys.version_info[:2])
     if problem:
         sys.stderr.write(problem + "\n")
         return MACHINE
     here = str(Path.cwd())
-    if not force and read_stamp() == here and STAMP.stat().st_mtime >= LOCK.stat().st_mtime:
-        os.utime(STAMP, None)  # only this file is newer; make must not ask again
+    if not force and wanted.is_fresh():
+        os.utime(wanted.stamp, None)  # only this file is newer; make must not ask again
         return 0
-    announce()
-    python = str(VENV / "bin" / "python")
+    extras = os.environ.get("EXTRAS", "").replace(",", " ").split() if wanted == KIT else []
+    problem = find_extra_problem(extras)
+    if problem:
+        sys.stderr.write(problem + "\n")
+        return CONFIG
+    announce(wanted)
     steps = []
-    if read_stamp() not in ("", here) or not works(python):
-        steps.append([sys.executable, "-m", "venv", "--clear", str(VENV)])
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
-    index = os.environ.get("TORCH_INDEX", "")
-    steps.append([*pip, TORCH, *(["--index-url", index] if index else [])])
-    steps.append([*pip, "-r", str(LOCK)])
-    extras = os.environ.get("EXTRAS", "").replace(",", " ").split()
-    if extras:
-        try:
-            # torch again: the lock does not hold it, and an extra must not move it.
-            steps.append([*pip, "-c", str(LOCK), *own_locks(extras), TORCH, *extra_requirements(extras)])
-        except KeyError as error:
-            sys.stderr.write(f"install: no extra called {error}\n  fix: choose from {', '.join(known_extras())}\n")
-            return CONFIG
-    if STAMP.exists():
-        STAMP.unlink()  # a broken-off install must not look finished
+    if read_stamp(wanted) not in ("", here) or not works(wanted.python):
+        steps.append([sys.executable, "-m", "venv", "--clear", str(wanted.venv)])
+    steps += list_steps(wanted, extras)
+    if wanted.stamp.exists():
+        wanted.stamp.unlink()  # a broken-off install must not look finished
     for step in steps:
         if run_logged(step):
             sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see {LOG}, then run the command again\n")
             return MACHINE
-    STAMP.write_text(here)
+    wanted.stamp.write_text(here)
     say("ready")
     return 0
+
+
+def list_steps(wanted: Environment, extras: list[str]) -> list[list[str]]:
+    """pip's commands, in order: torch by itself, the lock, and what comes beside it."""
+    pip = [wanted.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    index = os.environ.get("TORCH_INDEX", "")
+    steps = [[*pip, TORCH, *(["--index-url", index] if index else [])], [*pip, "-r", str(LOCK)]]
+    if wanted.beside:
+        steps.append([*pip, "--no-deps", "-r", str(wanted.beside)])
+    if extras:
+        # torch again: the lock does not hold it, and an extra must not move it.
+        steps.append([*pip, "-c", str(LOCK), *own_locks(extras), TORCH, *extra_requirements(extras)])
+    return steps
+
+
+def find_extra_problem(extras: list[str]) -> str:
+    """Why one of the named extras is not installed here, with the remedy; empty when all can be."""
+    known = [name for name in known_extras() if name != "unsloth"] if extras else []
+    if "unsloth" in extras:
+        return "install: unsloth has an environment of its own\n  fix: make train-unsloth CONFIG=... builds and uses it"
+    unknown = next((name for name in extras if name not in known), None)
+    return f"install: no extra called {unknown!r}\n  fix: choose from {', '.join(known)}" if unknown else ""
 
 
 def run_logged(argv: list[str]) -> int:
@@ -108,9 +150,9 @@ def other_pythons() -> list[str]:
     return [name for name in names if any(Path(folder, name).exists() for folder in folders)]
 
 
-def announce() -> None:
+def announce(wanted: Environment = KIT) -> None:
     """Say size and time before anything is downloaded."""
-    say(f"building {VENV} from {LOCK}: about 1.5 GB on disk, 2 to 5 minutes on a usual connection")
+    say(f"building {wanted.venv} from {LOCK}: about 1.5 GB on disk, 2 to 5 minutes on a usual connection")
     has_driver = Path("/proc/driver/nvidia/version").exists()
     if sys.platform.startswith("linux") and not has_driver and not os.environ.get("TORCH_INDEX"):
         say(f"no NVIDIA driver here: plain {TORCH} may still bring up to 5 GB of GPU libraries;")
@@ -138,10 +180,10 @@ def known_extras() -> dict[str, list[str]]:
     return extras
 
 
-def read_stamp() -> str:
-    """The folder `.venv` was finished for, empty when it never was."""
+def read_stamp(wanted: Environment) -> str:
+    """The folder the environment was finished for, empty when it never was."""
     try:
-        return STAMP.read_text().strip()
+        return wanted.stamp.read_text().strip()
     except OSError:
         return ""
 
@@ -158,4 +200,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--force" in sys.argv))
+    sys.exit(main("--force" in sys.argv, UNSLOTH if "--unsloth" in sys.argv else KIT))

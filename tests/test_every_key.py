@@ -22,6 +22,7 @@ import pytest
 import torch
 from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.config.schema import RunConfig, Section
 from sftplay.data.order import training_order
@@ -291,7 +292,15 @@ def check_adapter(bench: Bench) -> None:
 
 def check_backend(bench: Bench) -> None:
     layer = adapted(bench.build(tuning__mode="qlora")).base_layer
-    assert type(layer).__module__.split(".")[0] == "bitsandbytes"  # the only backend so far
+    assert type(layer).__module__.split(".")[0] == "bitsandbytes"
+    stand_in = FastLanguageModel()
+    with (
+        patch("sftplay.machine.probe.find_unsloth_problem", lambda **_: ""),
+        patch.dict(sys.modules, {"unsloth": as_module(stand_in)}),
+    ):
+        bench.build(tuning__backend="unsloth")
+        assert stand_in.opened["model_name"] == str(bench.inputs.model)
+        assert stand_in.adapted["r"] == 4
 
 
 def steps_and_rows(run: Finished) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from sftplay import install
+from sftplay.machine.unsloth import OLDEST
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,8 +34,8 @@ class Pip:
         if self.fails_at and self.fails_at in argv:
             return 1
         if "venv" in argv:
-            Path(".venv/bin").mkdir(parents=True, exist_ok=True)
-            Path(".venv/bin/python").touch()
+            (Path(argv[-1]) / "bin").mkdir(parents=True, exist_ok=True)
+            (Path(argv[-1]) / "bin" / "python").touch()
             self.has_pip = True
         return 0
 
@@ -186,6 +187,41 @@ def test_the_lock_of_an_extra_holds_what_it_asks_for_and_the_base_lock_none_of_i
     own = pins("requirements-serve.lock")
     assert all(own[canonicalize_name(wish.name)] in wish.specifier for wish in asked)
     assert own.keys().isdisjoint(pins("requirements.lock"))
+
+
+def test_the_environment_of_unsloth_is_its_own_and_brings_nothing_that_unsloth_asks_for(pip, monkeypatch):
+    shutil.copy(ROOT / "requirements-unsloth.lock", "requirements-unsloth.lock")
+    monkeypatch.setenv("EXTRAS", "serve")  # meant for .venv
+    assert install.main(force=False, wanted=install.UNSLOTH) == 0
+    venv, torch, lock, beside = pip.commands
+    assert venv[-1] == ".venv-unsloth"
+    assert {command[0] for command in (torch, lock, beside)} == {".venv-unsloth/bin/python"}
+    assert (torch[-1], lock[-2:]) == (install.TORCH, ["-r", "requirements.lock"])
+    assert beside[-3:] == ["--no-deps", "-r", "requirements-unsloth.lock"]
+    assert Path(".venv-unsloth/.stamp").read_text() == str(Path.cwd())
+    pip.commands.clear()
+    assert install.main(force=False, wanted=install.UNSLOTH) == 0
+    assert pip.commands == []
+    later = Path(".venv-unsloth/.stamp").stat().st_mtime + 5
+    os.utime("requirements-unsloth.lock", (later, later))
+    assert install.main(force=False, wanted=install.UNSLOTH) == 0
+    assert len(pip.commands) == 3
+
+
+def test_the_lock_of_unsloth_is_one_the_kit_accepts_beside_its_own():
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements-unsloth.lock").read_text(), re.M))
+    assert pins == dict.fromkeys(("unsloth", "unsloth_zoo"), OLDEST)
+    # The bounds of that release: transformers <= 5.17.0, trl <= 1.15.0, datasets below 5.
+    kit = dict(re.findall(r"^([\w.-]+)==([\d.]+)", (ROOT / "requirements.lock").read_text(), re.M))
+    bounds = {"transformers": "<=5.17.0", "trl": "<=1.15.0", "datasets": "<5"}
+    assert all(kit[name] in Requirement(name + bound).specifier for name, bound in bounds.items())
+
+
+def test_unsloth_as_an_extra_is_sent_to_its_environment(pip, monkeypatch, capsys):
+    monkeypatch.setenv("EXTRAS", "unsloth")
+    assert install.main(force=False) == 2
+    assert pip.commands == []
+    assert "make train-unsloth" in capsys.readouterr().err
 
 
 def test_an_unknown_extra_is_refused_with_those_there_are(pip, monkeypatch, capsys):

@@ -28,7 +28,7 @@ MODULES = {
 
 FLOORS = {
     0: ["sftplay", "errors", "lifeline", "log", "units", "install"],
-    1: ["config", "config.*", "machine", "machine.probe", "data", "data.records", "data.chatml"],
+    1: ["config", "config.*", "machine", "machine.probe", "machine.unsloth", "data", "data.records", "data.chatml"],
     2: [
         "plan",
         "plan.*",

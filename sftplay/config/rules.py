@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sftplay.config.backend_rules import broken_backend_rules
 from sftplay.config.data_rules import broken_data_rules, idle_data_keys
 from sftplay.config.finding import Finding
 from sftplay.config.foreign import kit_answer, sft_config_fields
@@ -55,8 +56,10 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     for key in all_keys():
         if key.startswith("tuning.lora.") and mode == "full":
             yield key, "tuning.mode", "tuning.mode full trains no adapter"
-        if key in ("tuning.backend", "tuning.quant_type", "tuning.double_quant") and mode != "qlora":
+        if key in ("tuning.quant_type", "tuning.double_quant") and mode != "qlora":
             yield key, "tuning.mode", f"tuning.mode {mode} holds no weights in 4 bits"
+    if mode == "full" and cfg.tuning.backend != "unsloth":
+        yield "tuning.backend", "tuning.mode", "tuning.mode full has neither an adapter nor weights in 4 bits"
     if cfg.train.max_steps is not None:
         yield "train.epochs", "train.max_steps", f"train.max_steps {cfg.train.max_steps} ends the run"
     yield from idle_data_keys(cfg.data)
@@ -188,4 +191,5 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     _lists,
     _extra,
     broken_data_rules,
+    broken_backend_rules,
 )

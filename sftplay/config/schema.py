@@ -15,6 +15,7 @@ from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, S
 from sftplay.config.section import Section as Section
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Backend = Literal["bnb", "unsloth"]
 LossHead = Literal["standard", "chunked", "liger"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Optimizer = Literal[
@@ -85,8 +86,10 @@ class TuningConfig(Section):
     mode: Literal["full", "lora", "qlora"] = "lora"
     """full trains every weight; lora an adapter; qlora an adapter on a base held in 4 bits."""
 
-    backend: Literal["bnb"] = "bnb"
-    """Who holds the 4-bit weights: bnb is bitsandbytes."""
+    backend: Backend | Auto = "bnb"
+    """Who opens the model and puts the adapter on it. bnb: transformers and PEFT, 4 bits by bitsandbytes. unsloth: its
+    kernels, for lora and qlora in one process (make train-unsloth). auto: unsloth where a GPU and the versions
+    installed allow it, else bnb; the log says which and why."""
 
     quant_type: Literal["nf4", "fp4"] = "nf4"
     """4-bit code of qlora. nf4 fits normally distributed weights better."""

@@ -229,5 +229,5 @@ PLANNED_KEYS = (
 )
 """Keys and sections of the design that this version does not have."""
 
-PLANNED_CHOICES: dict[str, tuple[str, ...]] = {"task_mode": PLANNED_TASKS, "tuning.backend": ("unsloth",)}
+PLANNED_CHOICES: dict[str, tuple[str, ...]] = {"task_mode": PLANNED_TASKS}
 """Key -> words of the design that this version does not have."""

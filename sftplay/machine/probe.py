@@ -12,9 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sftplay.machine.unsloth import find_unsloth_problem
+
 LIBRARIES = (
     "torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes", "deepspeed", "tensorboard",
-    "pydantic",
+    "pydantic", "unsloth", "unsloth_zoo",
 )  # fmt: skip
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
@@ -47,6 +49,8 @@ class Machine:
     python: str
     system: str
     libraries: dict[str, str]
+    unsloth_problem: str = "nobody has looked for it"
+    """Why unsloth cannot be used; empty when it can."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,6 +67,7 @@ def probe() -> Machine:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         libraries=library_versions(),
+        unsloth_problem=find_unsloth_problem(has_gpu=bool(gpus)),
     )
 
 

@@ -29,7 +29,7 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
         ConfigError: a name in target_modules or modules_to_save fits no module, or one that cannot have a pair.
     """
     targets = lora.target_modules
-    _check_names(model, lora)
+    check_names(model, lora)
     config = PeftLora(
         r=lora.r,
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
@@ -64,8 +64,8 @@ def continue_adapter(model: Any, lora: LoraConfig, adapter: Path) -> Any:
     Raises:
         ConfigError: the adapter sits on other layers than the config names.
     """
-    _check_names(model, lora)
-    wanted = _target_paths(model, lora)
+    check_names(model, lora)
+    wanted = target_paths(model, lora)
     continued = attach_adapter(model, adapter, dropout=lora.dropout)
     adapted = {name for name, module in continued.get_base_model().named_modules() if hasattr(module, "lora_A")}
     if adapted != wanted:
@@ -137,7 +137,7 @@ def _every_linear_of_text(model: Any) -> str:
     return rf"{re.escape(prefix)}\.({'|'.join(sorted(map(re.escape, names)))})"
 
 
-def _target_paths(model: Any, lora: LoraConfig) -> set[str]:
+def target_paths(model: Any, lora: LoraConfig) -> set[str]:
     """Full names of the layers that `add_adapter` would put a pair on."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if lora.target_modules != "auto":
@@ -179,7 +179,8 @@ def _linear_names(model: nn.Module) -> list[str]:
     return sorted({name.rsplit(".", 1)[-1] for name, module in named if isinstance(module, nn.Linear)})
 
 
-def _check_names(model: nn.Module, lora: LoraConfig) -> None:
+def check_names(model: nn.Module, lora: LoraConfig) -> None:
+    """Raise ConfigError, with the nearest name, where target_modules or modules_to_save names no module."""
     known = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules() if name}
     full = [name for name, _ in model.named_modules()]
     targets = [] if lora.target_modules == "auto" else lora.target_modules

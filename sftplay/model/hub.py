@@ -6,7 +6,7 @@ import os
 import re
 
 from sftplay.errors import MachineError
-from sftplay.model.source import is_local
+from sftplay.model.source import check_source, is_hub_shaped, is_local
 
 CONNECT_S = 9.0
 """Longest wait for the hub's first answer. Its client would try six times and give up after about 50 s."""
@@ -22,9 +22,12 @@ def check_reachable(name: str, revision: str | None, where: str) -> bool:
 
     Raises:
         MachineError: the hub does not answer, or has no such model for this user.
+        ConfigError: `name` is the path of a folder that is not, or no longer, there.
     """
     if is_local(name):
         return True
+    if not is_hub_shaped(name):
+        check_source(name, where)
     import httpx
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (

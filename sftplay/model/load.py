@@ -13,7 +13,7 @@ import torch
 
 from sftplay.config.schema import RunConfig
 from sftplay.log import local_rank
-from sftplay.model.adapter import attach_adapter, continue_adapter
+from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
 from sftplay.model.lineage import settle
 from sftplay.model.locate import locate
 from sftplay.model.merging import keep_merged, merged_start
@@ -21,6 +21,26 @@ from sftplay.model.opening import DTYPES as DTYPES
 from sftplay.model.opening import frozen_dtype, open_model
 from sftplay.model.opening import keep_four_bit_exact as keep_four_bit_exact
 from sftplay.model.opening import quantization as quantization
+from sftplay.model.unsloth_model import adapt_by_unsloth, open_by_unsloth
+
+
+def load_start(cfg: RunConfig, *, source: str | None = None) -> Any:
+    """`load_base` by the backend that the run of `cfg` trains with; what answers or measures uses the plain one."""
+    if cfg.tuning.backend != "unsloth":
+        return load_base(cfg, source=source)
+    cfg = settle(cfg)
+    if source is not None:
+        return open_by_unsloth(cfg, source)
+    return open_by_unsloth(cfg, locate(cfg.model.name), revision=cfg.model.revision)
+
+
+def start_adapter(model: Any, cfg: RunConfig) -> Any:
+    """`model`, as `load_start` gave it, with a fresh adapter by the same backend.
+
+    Raises:
+        ConfigError: a name in tuning.lora fits no module, or one that cannot have a pair.
+    """
+    return adapt_by_unsloth(model, cfg) if cfg.tuning.backend == "unsloth" else add_adapter(model, cfg.tuning.lora)
 
 
 def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:

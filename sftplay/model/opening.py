@@ -49,7 +49,7 @@ def open_model(
     try:
         model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise _explained(error, cfg.model, where) from error
+        raise explain_failure(error, cfg.model, where) from error
     missing = sorted(found["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
         lack = f"{len(missing)} weights are missing, {missing[0]} for one"
@@ -58,7 +58,8 @@ def open_model(
     return model
 
 
-def _explained(error: Exception, model: ModelConfig, where: str) -> SftplayError:
+def explain_failure(error: Exception, model: ModelConfig, where: str) -> SftplayError:
+    """The refusal that a library's `error` while opening `model` stands for, with what to do."""
     if refusal := refused_code(error, model):
         return refusal
     fix = f"check the name, the connection and the files, {FOLDER_FIX}; the run's log says more"

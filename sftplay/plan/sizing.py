@@ -1,4 +1,4 @@
-"""From `auto` to numbers: precision, attention, loss head, packing, optimizer, rate, micro-batch and accumulation.
+"""From `auto` to numbers and names: backend, precision, attention, loss head, packing, optimizer, rate, batch sizes.
 
 A simple rule for now; memory is not predicted yet. What holds from the first day is that
 `batch_size * grad_accum * processes == effective_batch_size`, that an explicit value is never changed, and that every
@@ -15,6 +15,7 @@ from typing import Any
 from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine
+from sftplay.plan.backend import choose_backend
 from sftplay.units import format_bytes
 
 RATES = {("full", "sft"): 1e-5, ("lora", "sft"): 2e-4, ("qlora", "sft"): 2e-4}
@@ -71,14 +72,16 @@ def size_run(cfg: RunConfig, machine: Machine, *, world_size: int = 1, vocab_siz
 
     Raises:
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
-        MachineError: an explicit precision, attention or loss head cannot run here.
+        MachineError: an explicit backend, precision, attention or loss head cannot run here.
     """
-    decisions = [*_decide_numerics(cfg, machine), _decide_rate(cfg)]
+    given, backend = cfg, Decision("tuning.backend", *choose_backend(cfg, machine, world_size))
+    cfg = cfg.with_values({backend.key: backend.value}, cfg.origins.get(backend.key, "auto"))
+    decisions = [backend, *_decide_numerics(cfg, machine), _decide_rate(cfg)]
     batch, accum, reason = split_batch(cfg, world_size, has_gpu=bool(machine.gpus))
     decisions += [Decision("train.batch_size", batch, reason), Decision("train.grad_accum", accum, reason)]
     decisions += [_decide_head(cfg, machine, batch, vocab_size)]
-    values = {d.key: d.value for d in decisions if _get(cfg, d.key) == "auto"}
-    sized = cfg.with_values(values, "auto")
+    values = {d.key: d.value for d in decisions if _get(given, d.key) == "auto"}
+    sized = given.with_values(values, "auto")
     return SizedRun(sized, world_size, tuple(d for d in decisions if d.key in values), _without_effect(sized, machine))
 
 
@@ -141,6 +144,8 @@ def _decide_numerics(cfg: RunConfig, machine: Machine) -> list[Decision]:
     attn = Decision("model.attn", "flash_attention_2" if flash else "sdpa", "fastest kernel installed for this device")
     has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) == "flash_attention_2"
     why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"
+    if cfg.tuning.backend == "unsloth":
+        has_varlen, why = False, "unsloth's attention does not keep rows apart that are packed here"
     return [
         precision,
         attn,
@@ -169,6 +174,8 @@ def _decide_head(cfg: RunConfig, machine: Machine, batch: int, vocab_size: int |
             where=f"{cfg.origins.get(key, 'train')} {key}",
             fix="leave train.loss_head on auto",
         )
+    if cfg.tuning.backend == "unsloth":
+        return Decision(key, "standard", "unsloth puts a loss of its own into the model")
     vocab = vocab_size or ASSUMED_VOCAB
     scores_bytes = batch * cfg.model.max_seq_len * vocab * 4
     size = format_bytes(scores_bytes) + ("" if vocab_size else f" at most, for a vocabulary of {vocab} or less")

@@ -14,7 +14,7 @@ from sftplay import log
 from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.folder import RunFolder
-from sftplay.tasks.identity import config_changes, data_changes
+from sftplay.tasks.identity import config_changes, data_changes, weights_changes
 from sftplay.watch.checkpoints import (
     find_damage,
     mark_complete,
@@ -86,7 +86,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, facts: dict[str, Any]) 
     `MarkComplete` would mark them.
 
     Raises:
-        ConfigError: the path named is no complete checkpoint, or the config has changed since.
+        ConfigError: the path named is no complete checkpoint, or config or starting weights have changed since.
         DataError: the rows have changed since.
         RunError: it belongs to another order of the data. In all three, going on would not be the same run.
     """
@@ -124,6 +124,12 @@ def check_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
             "the config has changed since this checkpoint: " + "; ".join(changed),
             where=str(checkpoint),
             fix="restore it (processes: NPROC=), or train under a new run_name",
+        )
+    if changed := weights_changes(marked, facts):
+        raise ConfigError(
+            "the model that the run starts from has changed since this checkpoint: " + "; ".join(changed),
+            where=str(checkpoint),
+            fix="restore its files, or train under a new run_name",
         )
     if changed := data_changes(marked, facts):
         raise DataError(

@@ -16,11 +16,12 @@ from sftplay.deliver.evaluate import evaluate
 from sftplay.deliver.sample import write_masked_sample
 from sftplay.errors import DataError
 from sftplay.launch.folder import RunFolder
-from sftplay.model.adapter import add_adapter, describe_parameters, freeze_beside_text, trained_weights_kept
+from sftplay.model.adapter import describe_parameters, freeze_beside_text, trained_weights_kept
 from sftplay.model.lineage import settle
-from sftplay.model.load import load_base, stored_base
+from sftplay.model.load import load_start, start_adapter, stored_base
 from sftplay.model.locate import locate
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.unsloth import check_arguments
 from sftplay.tasks.identity import identify
 from sftplay.tasks.label_head import IGNORED
 from sftplay.tasks.manifest import write_manifest
@@ -64,11 +65,11 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     train_run = TrainRun(cfg, folder, stop)
     order = train_run.order_rows(len(examples.train), identify(cfg, examples))
     own_base = stored_base(cfg, folder.path)
-    model = load_base(cfg, source=own_base)
+    model = load_start(cfg, source=own_base)
     if log.is_main() and cfg.eval.before and not (folder.eval / "before.json").exists():
         evaluate(model, examples, cfg, folder.eval / "before.json")
     if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # else it goes on with the one it has
-        model = add_adapter(model, cfg.tuning.lora)
+        model = start_adapter(model, cfg)
     if frozen := freeze_beside_text(model):
         log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
     trainer = _build(cfg, train_run, {"model": model, "tokenizer": tokenizer, "examples": examples, "order": order})
@@ -118,6 +119,8 @@ def _build(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) -> Run:
         max_length=cfg.model.max_seq_len,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
+    if cfg.tuning.backend == "unsloth":
+        check_arguments(arguments, config)
     # TRL makes a 4-bit base's adapter bf16.
     with trained_weights_kept(parts["model"]) if cfg.tuning.mode != "full" else nullcontext():
         trainer = Run(

@@ -18,6 +18,7 @@ from sftplay.config.load import load_resolved
 from sftplay.errors import RunError, SftplayError
 from sftplay.launch.folder import RESOLVED, RunFolder
 from sftplay.lifeline import StopAtOnce, Stopped, die_with_parent
+from sftplay.model.unsloth import import_first
 
 BUG = 1
 
@@ -53,12 +54,14 @@ def main(run_folder: str) -> int:
 
 def _work(folder: RunFolder, outside: StopAtOnce) -> int:
     quiet_libraries()
+    cfg = load_resolved(folder.path / RESOLVED)
+    if cfg.tuning.backend == "unsloth":
+        import_first()
     from sftplay.tasks.table import TASKS
     from sftplay.watch.disk import report_full_disk
     from sftplay.watch.guards import StopOnSignal
 
     stop = StopOnSignal(outside)
-    cfg = load_resolved(folder.path / RESOLVED)
     task = importlib.import_module(TASKS[cfg.task_mode])
     with report_full_disk(folder.path):
         outcome = task.run(cfg, folder, stop)

@@ -30,6 +30,7 @@ def gpu_info(args: Namespace) -> int:
         log.show(f"  GPU {gpu.index}: {gpu.name}, {total}, {free} free, {kinds}")
     log.show(f"CPU cores: {machine.cores}, memory: {format_bytes(machine.ram_bytes)}, {machine.system}")
     log.show(f"Python {machine.python}, " + ", ".join(f"{name} {v}" for name, v in machine.libraries.items()))
+    log.show(f"unsloth: {'not usable, ' + machine.unsloth_problem if machine.unsloth_problem else 'usable'}")
     return 0
 
 

@@ -115,7 +115,7 @@ def prepare_environment(cfg: RunConfig) -> None:
     os.environ.update(quiet_environment() | cache_environment())
     if is_local(cfg.model.name):
         # With nothing to download, the bars of libraries only get between the lines.
-        os.environ.update(offline_environment() | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+        os.environ.update(offline_environment())
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
     from sftplay.tasks.worker import quiet_libraries
 

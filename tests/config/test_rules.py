@@ -138,6 +138,13 @@ def test_four_bit_settings_without_qlora_are_noted(load):
     assert notes(load("tuning: {mode: qlora, quant_type: fp4, double_quant: false}\n")) == []
 
 
+def test_backend_is_noted_only_where_everything_trains(load):
+    assert notes(load("tuning: {mode: lora, backend: bnb}\n")) == []
+    assert notes(load("tuning: {mode: full, backend: bnb}\n")) == [
+        "run.yaml:1 tuning.backend has no effect: tuning.mode full has neither an adapter nor weights in 4 bits"
+    ]
+
+
 def test_epochs_beside_max_steps_and_warm_up_without_one_are_noted(load):
     assert notes(load("train: {epochs: 3, max_steps: 4}\n")) == [
         "run.yaml:1 train.epochs has no effect: train.max_steps 4 ends the run"

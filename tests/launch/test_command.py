@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from sftplay.config.load import load_config
 from sftplay.launch import command
-from sftplay.launch.command import Launch, Scale, build_launch, cache_environment
+from sftplay.launch.command import Launch, Scale, build_launch, cache_environment, offline_environment
 from sftplay.verbs.inputs import needs_no_hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,15 @@ def launch(monkeypatch):
 def test_no_connection_is_attempted_when_everything_is_on_this_machine(launch, tmp_path):
     for words in ([], [f"model.name={tmp_path}"], ["data.test_path=data/demo/held_out.jsonl"], ["data.val_path=null"]):
         assert OFFLINE.issubset(launch(*words).env)
+
+
+def test_bars_of_libraries_are_silent_where_nothing_is_downloaded():
+    # transformers draws "Writing model shards" when a builtin model is first saved; it asks the hub's client at import.
+    code = "from transformers.utils.logging import is_progress_bar_enabled as shows; print(shows())"
+    for settings, shown in (({}, "True"), (offline_environment(), "False")):
+        env = {key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"} | settings
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [shown]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from in_process import Inputs, sized, written_config
 
 from sftplay.config.schema import ModelConfig
-from sftplay.errors import MachineError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.model import hub
 from sftplay.model.hub import check_reachable, first_line
 from sftplay.model.load import load_base
@@ -183,6 +183,15 @@ def test_model_that_the_hub_does_not_have_is_refused(served: tuple[str, type[Hub
 )
 def test_reason_is_quoted_in_one_line_without_secrets(text: str, shown: str):
     assert first_line(OSError(text)) == shown
+
+
+def test_path_of_a_folder_that_has_gone_is_no_name_of_the_hub(tmp_path: Path, chat_rows: Path):
+    gone = tmp_path / "base that was here"
+    cfg = sized(written_config(tmp_path, Inputs(gone, chat_rows, chat_rows)))
+    for opens in (load_base, lambda cfg: load_tokenizer(cfg.model)):
+        with pytest.raises(ConfigError, match="no model folder") as caught:
+            opens(cfg)
+        assert str(gone) in caught.value.what
 
 
 def test_folders_and_builtins_are_never_asked_for(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -175,6 +176,14 @@ def test_what_has_changed_since_a_checkpoint_is_named_and_nothing_is_trained(inp
     with pytest.raises(DataError, match=r"the chat template has changed .*; training rows: fingerprint"):
         train_in(cfg, folder)
     template.write_text(text)
+
+    weights = model / "model.safetensors"
+    whole_weights = weights.read_bytes()
+    weights.write_bytes(whole_weights[:-4] + b"\x00\x00\x00\x3f")  # 0.5 in place of the last number
+    with pytest.raises(ConfigError, match=r"starts from has changed .*model\.safetensors has changed \(content"):
+        train_in(cfg, folder)
+    weights.write_bytes(whole_weights)
+    os.utime(weights)  # copied or touched: the same numbers
     assert folder.metrics.read_bytes() == trained
     rows.write_text(whole + "\n\n")  # other bytes, the same rows
     assert train_in(cfg, folder).outcome.step == 4

@@ -1,0 +1,141 @@
+"""Opens a base and puts an adapter on it by unsloth, as `opening` and `adapter` do by the plain libraries.
+
+What unsloth would quietly do otherwise than asked is looked for afterwards, and refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+
+from sftplay import log
+from sftplay.config.schema import RunConfig
+from sftplay.errors import ConfigError, MachineError
+from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
+from sftplay.model.hub import check_reachable, first_line, quieten_hub
+from sftplay.model.opening import announce_trust, explain_failure, frozen_dtype, keep_four_bit_exact
+
+REPORTER = "transformers.modeling_utils"
+"""The logger that says which weights were not in the files; unsloth hands on no loading information."""
+
+
+def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -> Any:
+    """The base in the folder or of the hub name `name`, in the run's precision, in 4 bits for qlora.
+
+    `import_first` must have been called. The tokenizer that unsloth opens too is not used.
+
+    Raises:
+        MachineError: the weights cannot be read, some are missing, or they are not held as asked.
+        ConfigError: the model needs code that ships with it, which is not trusted.
+    """
+    from unsloth import FastLanguageModel
+
+    where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
+    reachable = check_reachable(name, revision, where)
+    announce_trust(cfg.model, f"the model {name}")
+    quieten_hub()
+    options = {} if reachable else {"local_files_only": True}
+    options |= {} if cfg.model.allow_pickle else {"use_safetensors": True}
+    try:
+        with _missing_weights() as missing:
+            model, _ = FastLanguageModel.from_pretrained(
+                model_name=name,
+                revision=revision,
+                max_seq_length=cfg.model.max_seq_len,
+                dtype=frozen_dtype(cfg),
+                load_in_4bit=cfg.tuning.mode == "qlora",
+                use_gradient_checkpointing=_checkpointing(cfg),
+                trust_remote_code=cfg.model.trust_remote_code,
+                attn_implementation=cfg.model.attn,
+                random_state=cfg.seed,
+                use_exact_model_name=True,  # else it opens a copy of its own under another name
+                fix_tokenizer=False,
+                **options,
+            )
+    except (OSError, ValueError, ImportError, RuntimeError, NotImplementedError, SafetensorError) as error:
+        raise explain_failure(error, cfg.model, where) from error
+    _check_held_as_asked(model, cfg, where, missing)
+    keep_four_bit_exact(model)
+    return model
+
+
+def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
+    """`model` as a PeftModel with a fresh adapter on the layers the config means, its weights fp32.
+
+    Raises:
+        ConfigError: unsloth would not adapt exactly these layers, or a name fits no module.
+    """
+    from unsloth import FastLanguageModel
+
+    lora = cfg.tuning.lora
+    check_names(model, lora)
+    wanted = target_paths(model, lora)
+    try:
+        adapted = FastLanguageModel.get_peft_model(
+            model,
+            r=lora.r,
+            lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
+            lora_dropout=lora.dropout,
+            target_modules=sorted({path.rsplit(".", 1)[-1] for path in wanted}),
+            modules_to_save=list(lora.modules_to_save) or None,
+            use_rslora=lora.rslora,
+            use_dora=lora.dora,
+            bias="none",
+            use_gradient_checkpointing=_checkpointing(cfg),
+            random_state=cfg.seed,
+            max_seq_length=cfg.model.max_seq_len,
+        )
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        what = f"unsloth cannot put this adapter on the model ({first_line(error)})"
+        raise ConfigError(what, where="tuning.lora", fix="change tuning.lora, or write tuning.backend: bnb") from error
+    found = {name for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    if found != wanted:
+        other = sorted(found ^ wanted)
+        what = f"unsloth would adapt {len(found)} layers where {len(wanted)} are meant, {other[0]} for one"
+        raise ConfigError(what, where="tuning.lora.target_modules", fix="name other layers, or tuning.backend: bnb")
+    make_trainable_fp32(adapted)
+    return adapted
+
+
+def _checkpointing(cfg: RunConfig) -> str | bool:
+    # Its own word keeps activations in the machine's memory while a GPU computes; on a CPU it is plain recomputation.
+    return "unsloth" if cfg.train.gradient_checkpointing else False
+
+
+def _check_held_as_asked(model: nn.Module, cfg: RunConfig, where: str, missing: list[str]) -> None:
+    """unsloth falls back to other numbers with a printed line, where the kit promised to stop."""
+    if missing:
+        raise MachineError(f"the model cannot be loaded ({missing[0]})", where=where, fix="check its files")
+    four_bit = describe_parameters(model)["four_bit_layers"] > 0
+    if four_bit != (cfg.tuning.mode == "qlora"):
+        what = "unsloth could not hold this model in 4 bits" if not four_bit else "unsloth opened it in 4 bits"
+        fix = "write tuning.mode: lora, or tuning.backend: bnb"
+        raise MachineError(what, where=where, fix=fix)
+    dtype, wanted = next(p.dtype for p in model.parameters() if p.is_floating_point()), frozen_dtype(cfg)
+    if dtype != wanted:
+        fix = f"write train.precision for {dtype}, or tuning.backend: bnb"
+        raise MachineError(f"unsloth opened the model in {dtype}, not in {wanted}", where=where, fix=fix)
+
+
+@contextmanager
+def _missing_weights() -> Iterator[list[str]]:
+    """A line for each report of weights that are in no file, which transformers fills with random numbers."""
+    seen: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.extend(line.strip() for line in record.getMessage().splitlines() if "MISSING" in line)
+
+    listener, logger = Listener(logging.WARNING), logging.getLogger(REPORTER)
+    logger.addHandler(listener)
+    try:
+        yield seen
+    finally:
+        logger.removeHandler(listener)
+        for line in seen:
+            log.say(line, "model")

@@ -1,0 +1,119 @@
+"""Which backend a run gets: as given or refused, and for `auto` with the reason in the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sftplay.config.backend_rules import unsloth_conflicts
+from sftplay.config.load import load_config
+from sftplay.config.rules import check_rules
+from sftplay.errors import MachineError
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan.sizing import size_run
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = Machine(
+    gpus=(),
+    gpu_reason="none",
+    ram_bytes=2**34,
+    cores=2,
+    python="3.11",
+    system="Linux",
+    libraries={},
+    unsloth_problem="",
+)
+GPU = replace(CPU, gpus=(Gpu(0, "NVIDIA H200", 141 * 2**30, 140 * 2**30, (9, 0)),))
+ABSENT = "the package unsloth is not installed"
+BASE = load_config(ROOT / "configs/run_lora.yaml")
+
+
+def config(backend, **changes):
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    return BASE.with_values({"tuning.backend": backend, **values}, "test")
+
+
+def decided(cfg, machine, **options):
+    sized = size_run(cfg, machine, **options)
+    reasons = [d.reason for d in sized.decisions if d.key == "tuning.backend"]
+    return sized.cfg.tuning.backend, reasons
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU, replace(GPU, unsloth_problem=ABSENT)])
+def test_the_default_is_bnb_whatever_is_installed_and_needs_no_reason(machine):
+    assert BASE.tuning.backend == "bnb"
+    assert decided(BASE, machine) == ("bnb", [])
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_unsloth_is_used_when_it_is_asked_for_and_usable(machine):
+    assert decided(config("unsloth"), machine) == ("unsloth", [])
+
+
+def test_unsloth_asked_for_and_unusable_is_an_error_with_the_reason_and_the_way_out():
+    with pytest.raises(MachineError) as caught:
+        size_run(config("unsloth"), replace(GPU, unsloth_problem=ABSENT))
+    assert str(caught.value).splitlines() == [
+        "test tuning.backend: unsloth cannot be used: the package unsloth is not installed",
+        "  fix: `make train-unsloth` builds and uses an environment that has it; or write tuning.backend: bnb",
+    ]
+
+
+def test_auto_says_what_it_took_and_why_and_the_plan_keeps_it():
+    assert decided(config("auto"), GPU)[0] == "unsloth"
+    backend, (reason,) = decided(config("auto"), replace(GPU, unsloth_problem=ABSENT))
+    assert (backend, reason) == ("bnb", "unsloth is not taken: the package unsloth is not installed")
+    backend, (reason,) = decided(config("auto"), CPU)
+    assert backend == "bnb"
+    assert "without a GPU" in reason
+    plan = size_run(config("auto"), CPU).as_plan()
+    assert {"key": "tuning.backend", "value": "bnb", "reason": reason} in plan["decisions"]
+
+
+def test_several_processes_are_refused_to_unsloth_and_make_auto_take_the_other():
+    with pytest.raises(MachineError, match="it trains in one process, not in 2"):
+        size_run(config("unsloth"), GPU, world_size=2)
+    backend, (reason,) = decided(config("auto"), GPU, world_size=2)
+    assert backend == "bnb"
+    assert "not in 2" in reason
+
+
+CONFLICTS = {
+    "tuning.mode": {"tuning__mode": "full"},
+    "tuning.quant_type": {"tuning__mode": "qlora", "tuning__quant_type": "fp4"},
+    "tuning.double_quant": {"tuning__mode": "qlora", "tuning__double_quant": False},
+    "model.adapter": {"model__adapter": "outputs/some/adapter"},
+    "model.attn": {"model__attn": "eager"},
+    "train.packing": {"train__packing": True},
+    "train.loss_head": {"train__loss_head": "chunked"},
+}
+
+
+@pytest.mark.parametrize("key", CONFLICTS)
+def test_what_unsloth_would_not_follow_is_refused_before_anything_is_loaded(key):
+    (problem,) = check_rules(config("unsloth", **CONFLICTS[key]))
+    assert problem.where == f"test {key}"
+    assert "with tuning.backend unsloth" in problem.what
+    assert "tuning.backend: bnb" in problem.fix
+    assert check_rules(config("bnb", **CONFLICTS[key])) == []
+    assert check_rules(config("auto", **CONFLICTS[key])) == []
+
+
+@pytest.mark.parametrize("key", CONFLICTS)
+def test_what_unsloth_would_not_follow_makes_auto_take_the_other_and_say_so(key):
+    backend, (reason,) = decided(config("auto", **CONFLICTS[key]), GPU)
+    assert backend == "bnb"
+    assert reason.startswith(f"unsloth is not taken: {key}: ")
+
+
+def test_values_that_have_no_4_bit_weights_to_act_on_are_no_conflict():
+    assert list(unsloth_conflicts(config("unsloth", tuning__quant_type="fp4", tuning__double_quant=False))) == []
+
+
+def test_what_is_left_to_auto_is_decided_so_that_unsloth_follows_it():
+    train = size_run(config("unsloth"), GPU, vocab_size=150_000).cfg.train
+    assert (train.packing, train.loss_head) == (False, "standard")
+    # Whole scores of that vocabulary are cut into chunks on a GPU otherwise.
+    assert size_run(config("bnb"), GPU, vocab_size=150_000).cfg.train.loss_head == "chunked"

@@ -1,0 +1,119 @@
+"""Real runs with unsloth, through the command line, on a model made here; needs the environment of `make test-unsloth`.
+
+The tests themselves never import unsloth: what it left is judged by the plain libraries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftplay.launch.folder import RunFolder
+from sftplay.machine.probe import probe
+
+PROBLEM = probe().unsloth_problem
+pytestmark = [
+    pytest.mark.unsloth,
+    pytest.mark.skipif(bool(PROBLEM), reason=f"needs the environment that `make test-unsloth` builds: {PROBLEM}"),
+]
+STEPS = 24
+
+
+@pytest.fixture
+def run(sftplay: Callable[..., CompletedProcess[str]], write_config: Callable[..., Path], tmp_path: Path) -> Any:
+    """Trains by a backend in a run of that name: the folder, after checking that it ended well."""
+
+    def train(backend: str, *words: str, **changes: Any) -> RunFolder:
+        # The head trains too: behind a random frozen one an adapter of this size can learn next to nothing.
+        learns = {"train__max_steps": STEPS, "tuning__lora__modules_to_save": ["lm_head"]}
+        config = write_config(f"{backend}.yaml", run_name=backend, **learns, **changes)
+        done = sftplay("train", "--config", config, f"tuning.backend={backend}", *words)
+        assert done.returncode == 0, done.stderr + done.stdout
+        return RunFolder(tmp_path / "outputs" / backend)
+
+    return train
+
+
+def losses(folder: RunFolder) -> list[float]:
+    return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
+
+
+def mean_loss(model: Any, tokenizer: Any, rows: Path) -> float:
+    """Per token of the assistant's turns, as the template marks them: by transformers alone."""
+    total, count = 0.0, 0
+    for line in rows.read_text().splitlines():
+        told = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+        )
+        ids, mask = told["input_ids"], torch.as_tensor(told["assistant_masks"]).reshape(1, -1).bool()
+        with torch.no_grad():
+            scores = model(input_ids=ids).logits[0, :-1]
+        wanted = ids[0, 1:][mask[0, 1:]]
+        total += float(torch.nn.functional.cross_entropy(scores[mask[0, 1:]], wanted, reduction="sum"))
+        count += len(wanted)
+    return total / count
+
+
+def test_lora_by_unsloth_learns_and_plain_peft_loads_what_it_learned(run: Any, tiny_llama: Path, chat_rows: Path):
+    folder = run("unsloth")
+    seen = losses(folder)
+    assert len(seen) == STEPS
+    assert sum(seen[-4:]) / 4 < 0.75 * seen[0]
+    said = (folder.logs / "rank0.log").read_text()
+    assert "Starting new unsloth run" in said
+    assert said.count("Unsloth 2026") == 1  # it names itself when it is imported
+    assert "unsloth" in folder.read_json("manifest.json")["machine"]["libraries"]
+    tokenizer = AutoTokenizer.from_pretrained(folder.path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    before = mean_loss(base, tokenizer, chat_rows)
+    tuned = PeftModel.from_pretrained(base, str(folder.path / "adapter")).eval()
+    after = mean_loss(tuned, tokenizer, chat_rows)
+    print(f"\nloss by step: {' '.join(f'{loss:.3f}' for loss in seen)}")
+    print(f"plain PEFT, tokens of the answers: base {before:.3f}, with the adapter {after:.3f}")
+    assert before == pytest.approx(seen[0], rel=0.05)
+    assert after == pytest.approx(sum(seen[-4:]) / 4, rel=0.05)
+
+
+def test_both_backends_begin_with_the_same_loss(run: Any):
+    # A fresh adapter adds nothing, so the first step's loss is the base's on the same rows.
+    first = {backend: losses(run(backend))[0] for backend in ("unsloth", "bnb")}
+    print(f"\nloss of the first step: {first}")
+    assert first["unsloth"] == pytest.approx(first["bnb"], rel=1e-5)
+
+
+def test_qlora_by_unsloth_holds_the_base_in_4_bits_and_learns(run: Any):
+    folder = run("unsloth", "tuning.mode=qlora", "train.gradient_checkpointing=true")
+    model, seen = folder.read_json("manifest.json")["model"], losses(folder)
+    print(f"\nloss by step: {' '.join(f'{loss:.3f}' for loss in seen)}; {model}")
+    assert model["four_bit_layers"] == 14
+    assert model["trainable_dtypes"] == ["float32"]
+    assert sum(seen[-4:]) / 4 < 0.8 * seen[0]
+
+
+def test_run_that_was_stopped_goes_on_by_unsloth_and_ends_with_the_same_weights(
+    run: Any, sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
+):
+    from safetensors.torch import load_file
+
+    whole = run("unsloth", "train.save_steps=10", "train.save_total_limit=5")
+    config = tmp_path / "unsloth.yaml"
+    words = ["tuning.backend=unsloth", "run_name=stopped", "train.save_steps=10", "train.save_total_limit=5"]
+    assert sftplay("train", "--config", config, *words).returncode == 0
+    stopped = RunFolder(tmp_path / "outputs" / "stopped")
+    (stopped.path / "adapter").rename(tmp_path / "aside")
+    (stopped.checkpoints / f"checkpoint-{STEPS}" / "COMPLETE.json").unlink(missing_ok=True)
+    stopped.update_status(state="stopped")  # as a kill after step 20 leaves it
+    done = sftplay("train", "--config", config, *words, "train.resume=auto")
+    assert done.returncode == 0, done.stderr
+    assert "continuing from" in (stopped.logs / "rank0.log").read_text()
+    one, other = (load_file(f.path / "adapter" / "adapter_model.safetensors") for f in (whole, stopped))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
