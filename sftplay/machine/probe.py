@@ -1,4 +1,4 @@
-"""Facts about this machine: GPUs through NVML, memory with the cgroup's limit, cores, library versions.
+"""Facts about this machine: GPUs, memory with the container's limit, cores, disk, library versions.
 
 Nothing is decided here and torch is not imported; every absent thing comes with the reason why it is absent.
 """
@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import sys
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sftplay.machine.gpu import Gpu as Gpu
+from sftplay.machine.gpu import MigInstance
+from sftplay.machine.nvml import read_gpus
+from sftplay.machine.ram import ram_free_bytes
+from sftplay.machine.ram import ram_limit_bytes as ram_limit_bytes
+from sftplay.machine.torch_build import TorchBuild, find_torch
 from sftplay.machine.unsloth import find_unsloth_problem
 
 LIBRARIES = (
@@ -19,28 +26,13 @@ LIBRARIES = (
     "pydantic", "unsloth", "unsloth_zoo",
 )  # fmt: skip
 
-_UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One CUDA device as NVML reports it."""
-
-    index: int
-    name: str
-    total_bytes: int
-    free_bytes: int
-    capability: tuple[int, int]
-
-    @property
-    def has_bf16(self) -> bool:
-        """bf16 arithmetic in hardware: compute capability 8.0 (Ampere) and later."""
-        return self.capability >= (8, 0)
+OTHER_MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}
+"""PCI vendors of GPUs that this kit does not use."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may count on, and why something is not there."""
+    """What a run may count on, and why something is not there. The fields from `driver` on are for people."""
 
     gpus: tuple[Gpu, ...]
     gpu_reason: str
@@ -49,81 +41,81 @@ class Machine:
     python: str
     system: str
     libraries: dict[str, str]
+    ram_free_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    """Of the file system of the current folder, where runs are written."""
+    driver: str = ""
+    cuda_driver: tuple[int, int] | None = None
+    """Newest CUDA the driver runs."""
+    torch: TorchBuild | None = None
+    links: tuple[tuple[str, ...], ...] = ()
+    without_peer_access: tuple[tuple[int, int], ...] = ()
+    mig_instances: tuple[MigInstance, ...] = ()
+    notes: tuple[str, ...] = ()
     unsloth_problem: str = "nobody has looked for it"
     """Why unsloth cannot be used; empty when it can."""
+
+    @property
+    def ram_available(self) -> int:
+        """Bytes of memory a run may count on now."""
+        return self.ram_bytes if self.ram_free_bytes is None else min(self.ram_bytes, self.ram_free_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def probe() -> Machine:
-    """Look at the machine, in some tens of milliseconds."""
-    gpus, reason = find_gpus()
+def probe(*, in_detail: bool = False) -> Machine:
+    """Look at the machine, in some tens of milliseconds. `in_detail` adds what only people want to know of the GPUs."""
+    reading = read_gpus(in_detail=in_detail)
+    others = () if reading.gpus else other_accelerators()
     return Machine(
-        gpus=gpus,
-        gpu_reason=reason,
+        gpus=reading.gpus,
+        gpu_reason=reading.reason,
         ram_bytes=ram_limit_bytes(),
         cores=usable_cores(),
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         libraries=library_versions(),
-        unsloth_problem=find_unsloth_problem(has_gpu=bool(gpus)),
+        ram_free_bytes=ram_free_bytes(),
+        disk_free_bytes=shutil.disk_usage(".").free,
+        driver=reading.driver,
+        cuda_driver=reading.cuda,
+        torch=find_torch(with_archs=bool(reading.gpus) and in_detail),
+        links=reading.links,
+        without_peer_access=reading.without_peer_access,
+        mig_instances=reading.instances,
+        notes=(*reading.notes, *others),
+        unsloth_problem=find_unsloth_problem(has_gpu=bool(reading.gpus)),
     )
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:
     """The CUDA devices this process may use, and the reason when there is none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return (), "CUDA_VISIBLE_DEVICES hides every GPU"
-    try:
-        import pynvml
-    except ImportError:
-        return (), "the package nvidia-ml-py is not installed"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return (), f"no NVIDIA driver answered ({error})"
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in _visible_indices(pynvml, visible)]
-        gpus = tuple(_read_gpu(pynvml, index, handle) for index, handle in enumerate(handles))
-        return gpus, "" if gpus else f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this machine"
-    finally:
-        pynvml.nvmlShutdown()
+    reading = read_gpus()
+    return reading.gpus, reading.reason
 
 
-def _visible_indices(pynvml: Any, visible: str | None) -> list[int]:
-    count = pynvml.nvmlDeviceGetCount()
-    if visible is None:
-        return list(range(count))
-    by_uuid = {pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)): i for i in range(count)}
-    chosen = []
-    for part in map(str.strip, visible.split(",")):
-        index = int(part) if part.isdigit() else next((i for u, i in by_uuid.items() if u.startswith(part)), -1)
-        if not 0 <= index < count:
-            break  # CUDA itself ignores everything behind the first device that does not exist
-        chosen.append(index)
-    return chosen
-
-
-def _read_gpu(pynvml: Any, index: int, handle: Any) -> Gpu:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    name = pynvml.nvmlDeviceGetName(handle)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(index, name, int(memory.total), int(memory.free), (int(major), int(minor)))
-
-
-def ram_limit_bytes() -> int:
-    """Memory this process may use: the machine's, or its cgroup's limit where that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
+def other_accelerators(root: Path = Path("/")) -> tuple[str, ...]:
+    """What is here and not used: GPUs of other makers, Apple's, an NVIDIA card whose driver does not answer."""
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return ("Apple's GPU (MPS) is here; this kit trains on CUDA or the CPU",)
+    found = []
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        vendor, kind = (_first_line(device / name) for name in ("vendor", "class"))
+        if not kind.startswith(("0x0300", "0x0302", "0x1200")):  # VGA, 3D controller, processing accelerator
             continue
-        if text.isdigit() and int(text) < _UNLIMITED:
-            total = min(total, int(text))
-    return total
+        if vendor in OTHER_MAKERS:
+            found.append(f"a GPU of {OTHER_MAKERS[vendor]} is at {device.name}; this kit trains on CUDA or the CPU")
+        elif vendor == "0x10de":
+            found.append(f"an NVIDIA GPU is at {device.name}, but its driver does not answer here")
+    return tuple(found)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def usable_cores() -> int:
@@ -134,11 +126,19 @@ def usable_cores() -> int:
 
 
 def library_versions() -> dict[str, str]:
-    """Installed version of each library the kit builds on; absent ones are left out."""
-    found = {}
-    for name in LIBRARIES:
+    """Installed version of each library the kit builds on; absent ones are left out.
+
+    Read off the names of the folders that installers leave: importlib.metadata opens and parses each one's whole
+    description, a third of what `gpu-info` takes.
+    """
+    found: dict[str, str] = {}
+    for folder in dict.fromkeys(sys.path):
         try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
+            names = [path.name for path in Path(folder or ".").iterdir()]
+        except OSError:
             continue
-    return found
+        for name in names:
+            library, _, version = name.removesuffix(".dist-info").partition("-")
+            if name.endswith(".dist-info") and library.lower() in LIBRARIES:
+                found.setdefault(library.lower(), version)
+    return {name: found[name] for name in LIBRARIES if name in found}

@@ -1,69 +1,37 @@
-"""Facts about the machine, from an NVML that answers as we say."""
+"""Facts about the machine: which cards a process gets, and what is left of memory in a container."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib import metadata
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
+import pynvml
 import pytest
+import recorded_driver as driver
 
 from sftplay.machine import probe as probes
-from sftplay.machine.probe import find_gpus, library_versions, probe, ram_limit_bytes, usable_cores
+from sftplay.machine import ram
+from sftplay.machine.probe import find_gpus, library_versions, other_accelerators, probe, usable_cores
+from sftplay.machine.visible import Present, choose
 
-GIB = 2**30
-CARDS = [
-    ("NVIDIA H200", "GPU-aaaa1111", 141 * GIB, 139 * GIB, (9, 0)),
-    ("Tesla V100-SXM2-16GB", "GPU-bbbb2222", 16 * GIB, 15 * GIB, (7, 0)),
-]
-
-
-class FakeNvml(ModuleType):
-    """pynvml with two cards; handles are their indices."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self):
-        super().__init__("pynvml")
-        self.is_open = False
-        self.fails = False
-
-    def nvmlInit(self):
-        if self.fails:
-            raise self.NVMLError("Driver Not Loaded")
-        self.is_open = True
-
-    def nvmlShutdown(self):
-        self.is_open = False
-
-    def nvmlDeviceGetCount(self):
-        return len(CARDS)
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return index
-
-    def nvmlDeviceGetUUID(self, handle):
-        return CARDS[handle][1]
-
-    def nvmlDeviceGetName(self, handle):
-        return CARDS[handle][0]
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return SimpleNamespace(total=CARDS[handle][2], free=CARDS[handle][3])
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle):
-        return CARDS[handle][4]
+GIB, MIB = 2**30, 2**20
+MACHINE = {
+    "driver": "580.0",
+    "cuda": 13000,
+    "gpus": [
+        driver.gpu("NVIDIA H200", total_mib=141 * 1024, used_mib=2048, uuid="GPU-aaaa1111"),
+        driver.gpu("Tesla V100-SXM2-16GB", total_mib=16 * 1024, used_mib=1024, uuid="GPU-bbbb2222", capability=[7, 0]),
+    ],
+    "topology": [["X", "SYS"], ["SYS", "X"]],
+}
 
 
 @pytest.fixture
 def nvml(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    return fake
+    return driver.install(monkeypatch, MACHINE)
 
 
 def test_cards_are_reported_as_the_driver_tells_and_the_driver_is_closed(nvml):
@@ -110,16 +78,50 @@ def test_an_empty_choice_hides_every_card_and_is_the_reason(nvml, monkeypatch, v
     assert find_gpus() == ((), "CUDA_VISIBLE_DEVICES hides every GPU")
 
 
-def test_a_choice_of_cards_that_do_not_exist_is_the_reason_for_none(nvml, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+@pytest.mark.parametrize(("visible", "word"), [("9", "names no GPU"), ("0,0", "names a GPU twice"), ("GPU-", "no GPU")])
+def test_a_choice_that_leaves_no_card_is_the_reason_for_none(nvml, monkeypatch, visible, word):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus, reason = find_gpus()
     assert gpus == ()
     assert "CUDA_VISIBLE_DEVICES" in reason
+    assert word in reason
 
 
-def test_without_a_driver_the_reason_is_what_it_said(nvml):
-    nvml.fails = True
-    assert find_gpus() == ((), "no NVIDIA driver answered (Driver Not Loaded)")
+WHOLE, SLICED, UNSLICED = Present("GPU-a"), Present("GPU-b", ("MIG-1", "MIG-2")), Present("GPU-c", ())
+
+
+@pytest.mark.parametrize(
+    ("present", "visible", "chosen"),
+    [
+        ([SLICED], None, [(0, 0)]),
+        ([WHOLE, SLICED], None, [(1, 0)]),
+        ([WHOLE, SLICED], "0", [(0, None)]),
+        ([WHOLE, SLICED], "1", [(1, 0)]),
+        ([WHOLE, SLICED], "MIG-2", [(1, 1)]),
+        ([WHOLE, SLICED], "MIG-2,MIG-1", [(1, 1)]),
+        ([WHOLE, SLICED], "GPU-a,MIG-2", [(1, 1)]),
+        ([WHOLE, UNSLICED], None, [(0, None)]),
+        ([UNSLICED], None, []),
+        ([SLICED], "MIG-3", []),
+    ],
+)
+def test_a_process_gets_one_mig_instance_and_then_no_whole_gpu(present, visible, chosen):
+    # NVIDIA Multi-Instance GPU User Guide, "CUDA Device Enumeration"
+    assert choose(present, visible)[0] == chosen
+    assert bool(choose(present, visible)[1]) == (not chosen)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "Driver Not Loaded"),
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "NVML Shared Library Not Found"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "RM has detected an NVML/RM version mismatch."),
+    ],
+)
+def test_without_a_driver_the_reason_is_what_it_said(nvml, code, told):
+    nvml.init_error = code
+    assert find_gpus() == ((), f"no NVIDIA driver answered ({told})")
 
 
 def test_without_the_package_that_is_the_reason(monkeypatch):
@@ -128,42 +130,144 @@ def test_without_the_package_that_is_the_reason(monkeypatch):
     assert find_gpus() == ((), "the package nvidia-ml-py is not installed")
 
 
+def test_a_card_that_is_lost_is_told_and_the_others_still_count(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    machine = {**MACHINE, "gpus": [{**MACHINE["gpus"][0], "lost": True}, MACHINE["gpus"][1]]}
+    driver.install(monkeypatch, machine)
+    told = probe(in_detail=True)
+    assert [gpu.name for gpu in told.gpus] == ["Tesla V100-SXM2-16GB"]
+    assert told.notes == ("GPU 0 does not answer",)
+
+
+def test_a_driver_before_memory_version_2_is_asked_the_old_way(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    old = driver.gpu(total_mib=16384, used_mib=1000, reserved_mib=200, oldest_memory_only=True)
+    driver.install(monkeypatch, {"driver": "470.1", "cuda": 11040, "gpus": [old]})
+    ((gpu,), _) = find_gpus()
+    assert (gpu.used_bytes, gpu.free_bytes) == (1200 * MIB, 15184 * MIB)
+
+
+def test_a_gpu_without_memory_of_its_own_counts_the_machines(monkeypatch):
+    # NVML says Not Supported for the memory of GB10 and Jetson, whose GPU shares the processor's
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver.install(monkeypatch, {"driver": "580.1", "cuda": 13000, "gpus": [driver.gpu("NVIDIA GB10", total_mib=None)]})
+    ((gpu,), _) = find_gpus()
+    assert gpu.total_bytes == ram.ram_limit_bytes()
+    assert 0 < gpu.plannable_bytes <= gpu.total_bytes
+
+
+def test_a_process_whose_memory_is_hidden_is_listed_without_a_size(monkeypatch):
+    # Windows' driver model and some containers give NVML_VALUE_NOT_AVAILABLE, which the package turns into None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    card = driver.gpu(used_mib=900, processes=[[7, "C", "C:/python.exe", None], [8, "C+G", "/usr/bin/game", 100]])
+    driver.install(monkeypatch, {"driver": "1", "cuda": None, "gpus": [card]})
+    (gpu,) = probe(in_detail=True).gpus
+    assert [(p.pid, p.name, p.used_bytes) for p in gpu.processes] == [(8, "game", 100 * MIB), (7, "python.exe", None)]
+
+
+def test_accelerators_of_other_makers_are_named_and_not_used(tmp_path):
+    # PCI vendor 0x1002 is AMD, 0x10de NVIDIA; class 0x030000 VGA, 0x0302 3D controller, 0x0200 Ethernet (pci.ids)
+    cards = {"0000:03:00.0": ("0x1002", "0x030000"), "0000:04:00.0": ("0x10de", "0x030200")}
+    for name, (vendor, kind) in {**cards, "0000:05:00.0": ("0x8086", "0x020000")}.items():
+        folder = tmp_path / "sys/bus/pci/devices" / name
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    assert other_accelerators(tmp_path) == (
+        "a GPU of AMD is at 0000:03:00.0; this kit trains on CUDA or the CPU",
+        "an NVIDIA GPU is at 0000:04:00.0, but its driver does not answer here",
+    )
+
+
 @pytest.fixture
-def cgroup(monkeypatch):
-    """What the kernel's files say: path -> text; absent ones are missing."""
-    files: dict[str, str] = {}
-    real = Path.read_text
-
-    def read_text(self, *args, **kwargs):
-        if str(self).startswith("/sys/fs/cgroup"):
-            if str(self) not in files:
-                raise FileNotFoundError(str(self))
-            return files[str(self)]
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "read_text", read_text)
+def kernel(tmp_path, monkeypatch):
+    """Writes the kernel's files below a folder of its own, on a machine of 64 GiB of which 50 are free."""
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}.__getitem__)
-    return files
+
+    def write(files):
+        for name, text in {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {50 * 2**20} kB\n", **files}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+        return tmp_path
+
+    return write
 
 
-V2, V1 = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+V2, V1 = "sys/fs/cgroup/", "sys/fs/cgroup/memory/"
 
 
 @pytest.mark.parametrize(
     ("files", "limit"),
     [
         ({}, 64 * GIB),
-        ({V2: "max\n"}, 64 * GIB),
-        ({V2: f"{8 * GIB}\n"}, 8 * GIB),
-        ({V2: f"{100 * GIB}\n"}, 64 * GIB),
-        ({V1: "9223372036854771712\n"}, 64 * GIB),
-        ({V1: f"{4 * GIB}\n"}, 4 * GIB),
+        ({f"{V2}memory.max": "max"}, 64 * GIB),
+        ({f"{V2}memory.max": 8 * GIB}, 8 * GIB),
+        ({f"{V2}memory.max": 100 * GIB}, 64 * GIB),
+        ({f"{V1}memory.limit_in_bytes": 9223372036854771712}, 64 * GIB),
+        ({f"{V1}memory.limit_in_bytes": 4 * GIB}, 4 * GIB),
+        ({"proc/self/cgroup": "0::/a/b", f"{V2}a/b/memory.max": "max", f"{V2}a/memory.max": 3 * GIB}, 3 * GIB),
+        ({"proc/self/cgroup": "0::/a", f"{V2}a/memory.max": 6 * GIB, f"{V2}b/memory.max": GIB}, 6 * GIB),
+        (
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/job/step\n0::/",
+                f"{V1}memory.limit_in_bytes": 9223372036854771712,
+                f"{V1}job/memory.limit_in_bytes": 7 * GIB,
+                f"{V1}job/step/memory.limit_in_bytes": 9 * GIB,
+                f"{V1}x/memory.limit_in_bytes": GIB,
+            },
+            7 * GIB,
+        ),
+        ({"proc/self/cgroup": "0::/../of/the/host", f"{V2}memory.max": 2 * GIB}, 2 * GIB),
     ],
-    ids=["no cgroup", "v2 without limit", "v2 limit", "limit above the machine", "v1 without limit", "v1 limit"],
+    ids=[
+        "no cgroup", "v2 without limit", "v2 limit", "limit above the machine", "v1 without limit", "v1 limit",
+        "limit of a group above", "a group beside does not count", "nested v1", "path of the host",
+    ],
+)  # fmt: skip
+def test_memory_is_the_machines_or_the_lowest_limit_of_its_groups(kernel, files, limit):
+    assert ram.ram_limit_bytes(kernel(files)) == limit
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 50 * GIB),
+        ({f"{V2}memory.max": 8 * GIB, f"{V2}memory.current": 3 * GIB}, 5 * GIB),
+        (
+            {f"{V2}memory.max": 8 * GIB, f"{V2}memory.current": 3 * GIB, f"{V2}memory.stat": f"inactive_file {GIB}"},
+            6 * GIB,
+        ),
+        (
+            {
+                f"{V1}memory.limit_in_bytes": 8 * GIB,
+                f"{V1}memory.usage_in_bytes": 7 * GIB,
+                f"{V1}memory.stat": f"cache 1\ninactive_file 5\ntotal_inactive_file {2 * GIB}",
+            },
+            3 * GIB,
+        ),
+        ({f"{V2}memory.max": 60 * GIB, f"{V2}memory.current": GIB}, 50 * GIB),
+    ],
+    ids=[
+        "the machine's",
+        "v2",
+        "v2 with cached files",
+        "v1 with cached files",
+        "less on the machine than in the group",
+    ],
 )
-def test_memory_is_the_machines_or_the_lower_limit_of_its_container(cgroup, files, limit):
-    cgroup |= files
-    assert ram_limit_bytes() == limit
+def test_free_memory_is_what_machine_and_group_both_leave(kernel, files, free):
+    assert ram.ram_free_bytes(kernel(files)) == free
+
+
+def test_resident_memory_of_this_process_is_what_the_kernel_counts():
+    import resource
+
+    now, peak = ram.resident_bytes(os.getpid())
+    # ru_maxrss is in KiB on Linux (getrusage(2)); the two counters may lag behind each other by some pages
+    assert peak == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, rel=0.05)
+    assert MIB < now <= peak
+    assert ram.resident_bytes(2**30) is None
 
 
 def test_only_cores_this_process_may_use_count(monkeypatch):
@@ -177,8 +281,13 @@ def test_versions_are_those_installed_and_absent_libraries_are_left_out(monkeypa
 
 
 def test_the_whole_machine_can_be_written_as_json(nvml):
-    import json
-
     content = json.loads(json.dumps(probe().as_dict()))
-    assert [gpu["name"] for gpu in content["gpus"]] == [card[0] for card in CARDS]
+    assert [gpu["name"] for gpu in content["gpus"]] == [gpu["name"] for gpu in MACHINE["gpus"]]
     assert content["cores"] >= 1
+    assert content["gpus"][0]["processes"] == []  # what others run is no business of a manifest
+
+
+def test_memory_a_run_may_count_on_is_what_is_free():
+    plain = {"gpus": (), "gpu_reason": "", "ram_bytes": 8, "cores": 1, "python": "", "system": "", "libraries": {}}
+    assert probes.Machine(**plain).ram_available == 8
+    assert probes.Machine(**plain, ram_free_bytes=5).ram_available == 5

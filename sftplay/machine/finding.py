@@ -1,0 +1,23 @@
+"""One thing the doctor looked at: well, worth a word, or in the way of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warn", "stop"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`stop` means that training would fail or be worthless; `fix` is one action, empty where all is well."""
+
+    level: Level
+    subject: str
+    what: str
+    fix: str = ""
+
+    def as_text(self) -> str:
+        """`warn  disk: 4.00 GiB free` and its remedy in a second line."""
+        head = f"{self.level:<5} {self.subject}: {self.what}"
+        return f"{head}\n        fix: {self.fix}" if self.fix else head

@@ -1,0 +1,163 @@
+"""Asks the NVIDIA driver through nvidia-ml-py: the only module that opens it, and it always closes it.
+
+What a card, a driver or a permission has no answer for is None, never an error: consumer cards have no ECC, laptops no
+power limit, old drivers no MIG.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from sftplay.machine.answer import as_text, ask
+from sftplay.machine.gpu import Gpu, GpuProcess, GpuReading, MigInstance
+from sftplay.machine.links import read_links, read_peers
+from sftplay.machine.ram import ram_free_bytes, ram_limit_bytes
+from sftplay.machine.visible import Choice, Present, choose
+
+Handles = list[Any | None]
+"""One a GPU of the machine, in PCI order; None for a GPU that does not answer."""
+
+
+def read_gpus(*, in_detail: bool = False) -> GpuReading:
+    """The devices this process may use, and the reason when there is none.
+
+    `in_detail` adds heat, power, errors, processes and links; without it the driver is asked as little as possible.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return GpuReading(reason=choose((), visible)[1])
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return GpuReading(reason="the package nvidia-ml-py is not installed")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return GpuReading(reason=f"no NVIDIA driver answered ({error})")
+    try:
+        return _read(nvml, visible, in_detail=in_detail)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
+    count = ask(nvml, "nvmlDeviceGetCount") or 0
+    handles: Handles = [ask(nvml, "nvmlDeviceGetHandleByIndex", place) for place in range(count)]
+    slices = [_mig_handles(nvml, handle) for handle in handles]
+    present = [_present(nvml, handle, slices[place]) for place, handle in enumerate(handles)]
+    chosen, reason = choose(present, visible)
+    gpus = tuple(_device(nvml, index, choice, (handles, slices)) for index, choice in enumerate(chosen))
+    if in_detail:
+        gpus = tuple(_with_details(nvml, gpu, _handle(own, handles, slices)) for gpu, own in zip(gpus, chosen))
+    whole = [handles[place] for place, instance in chosen if instance is None]
+    cuda = ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
+    return GpuReading(
+        gpus=gpus,
+        reason=reason,
+        driver=as_text(ask(nvml, "nvmlSystemGetDriverVersion")),
+        cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
+        links=read_links(nvml, whole) if in_detail and len(whole) > 1 else (),
+        without_peer_access=read_peers(nvml, whole) if in_detail and len(whole) > 1 else (),
+        instances=tuple(_instance(nvml, place, each) for place, group in enumerate(slices) for each in group or ()),
+        notes=tuple(f"GPU {place} does not answer" for place, handle in enumerate(handles) if handle is None),
+    )
+
+
+def _mig_handles(nvml: Any, handle: Any) -> list[Any] | None:
+    """Handles of a GPU's instances; None while MIG is off or unknown to it."""
+    mode = ask(nvml, "nvmlDeviceGetMigMode", handle) if handle is not None else None
+    if not mode or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+        return None
+    most = ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+    found = (ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(most))
+    return [each for each in found if each is not None]
+
+
+def _present(nvml: Any, handle: Any, slices: list[Any] | None) -> Present:
+    uuid = as_text(ask(nvml, "nvmlDeviceGetUUID", handle)) if handle is not None else ""
+    if slices is None:
+        return Present(uuid)
+    return Present(uuid, tuple(as_text(ask(nvml, "nvmlDeviceGetUUID", each)) for each in slices))
+
+
+def _handle(choice: Choice, handles: Handles, slices: list[list[Any] | None]) -> tuple[Any, Any]:
+    """Handle of the device itself, and of the whole GPU it is or lies on."""
+    place, instance = choice
+    whole = handles[place]
+    own = whole if instance is None else (slices[place] or [])[instance]
+    return own, whole
+
+
+def _device(nvml: Any, index: int, choice: Choice, known: tuple[Handles, list[list[Any] | None]]) -> Gpu:
+    own, whole = _handle(choice, *known)
+    total, free, used = _memory(nvml, own)
+    return Gpu(
+        index=index,
+        name=as_text(ask(nvml, "nvmlDeviceGetName", own)) or "GPU without an answer",
+        total_bytes=total,
+        free_bytes=free,
+        capability=tuple(ask(nvml, "nvmlDeviceGetCudaComputeCapability", whole) or (0, 0)),
+        used_bytes=used,
+        uuid=as_text(ask(nvml, "nvmlDeviceGetUUID", own)),
+        bus_id=as_text(getattr(ask(nvml, "nvmlDeviceGetPciInfo", whole), "busId", None)),
+        machine_index=choice[0],
+        is_mig=choice[1] is not None,
+    )
+
+
+def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
+    """Total, free and used bytes. Version 2 keeps apart what the driver reserves, as nvidia-smi does.
+
+    A GPU without memory of its own (GB10, Jetson) has no answer: there it is the machine's.
+    """
+    if handle is None:
+        return 0, 0, 0
+    memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version=nvml.nvmlMemory_v2)
+    memory = memory or ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    if memory is None:
+        total, free = ram_limit_bytes(), ram_free_bytes()
+        return total, free, total - free
+    return int(memory.total), int(memory.free), int(memory.used)
+
+
+def _instance(nvml: Any, place: int, handle: Any) -> MigInstance:
+    total, free, _ = _memory(nvml, handle)
+    uuid, name = (as_text(ask(nvml, f"nvmlDeviceGet{what}", handle)) for what in ("UUID", "Name"))
+    return MigInstance(uuid, name, place, total, free)
+
+
+def _with_details(nvml: Any, gpu: Gpu, handles: tuple[Any, Any]) -> Gpu:
+    own, whole = handles
+    if whole is None:
+        return gpu
+    power, limit = (ask(nvml, f"nvmlDeviceGet{what}", whole) for what in ("PowerUsage", "EnforcedPowerLimit"))
+    rows = ask(nvml, "nvmlDeviceGetRemappedRows", whole)
+    return replace(
+        gpu,
+        temperature_c=ask(nvml, "nvmlDeviceGetTemperature", whole, nvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
+        busy_percent=getattr(ask(nvml, "nvmlDeviceGetUtilizationRates", own), "gpu", None),
+        memory_errors=ask(
+            nvml, "nvmlDeviceGetTotalEccErrors", whole, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
+        needs_reset=None if rows is None else bool(rows[2]),
+        is_failing=None if rows is None else bool(rows[3]),
+        compute_mode=ask(nvml, "nvmlDeviceGetComputeMode", whole),
+        processes=_processes(nvml, own),
+    )
+
+
+def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
+    """Who holds memory, most first; a process that computes and draws is in both of NVML's lists."""
+    found: dict[int, int | None] = {}
+    for kind in ("Compute", "Graphics"):
+        for each in ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
+            found[each.pid] = max(found.get(each.pid) or 0, each.usedGpuMemory or 0) or None
+    holders = (
+        GpuProcess(pid, as_text(ask(nvml, "nvmlSystemGetProcessName", pid)).rsplit("/", 1)[-1], used)
+        for pid, used in found.items()
+    )
+    return tuple(sorted(holders, key=lambda holder: (-(holder.used_bytes or 0), holder.pid)))

@@ -1,0 +1,142 @@
+"""What `gpu-info` prints: a machine's facts in lines for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sftplay.machine.gpu import Gpu, GpuProcess
+from sftplay.machine.probe import Machine
+from sftplay.units import GIB, format_bytes, format_count
+
+UNSEEN_BYTES = 128 * 2**20
+"""Memory in use beyond what processes account for that is worth a word; idle drivers hold a little less."""
+
+CPU_FULL_BYTES_PER_PARAM = 16
+"""fp32 weight, gradient and two AdamW states: 4 x 4 bytes."""
+
+CPU_BASE_BYTES = 3 * GIB // 2
+"""What torch, the libraries and a small batch take beside the model."""
+
+
+def describe(machine: Machine) -> list[str]:
+    """The lines of `gpu-info`, without those of the processor."""
+    lines = [f"Number of GPUs: {len(machine.gpus)}"]
+    if not machine.gpus:
+        lines.append(f"  none: {machine.gpu_reason}")
+    lines += [f"  note: {note}" for note in machine.notes]
+    for gpu in machine.gpus:
+        lines += _gpu(gpu)
+    lines += _instances(machine)
+    lines += _links(machine)
+    if machine.driver:
+        newest = f", runs CUDA up to {machine.cuda_driver[0]}.{machine.cuda_driver[1]}" if machine.cuda_driver else ""
+        lines.append(f"NVIDIA driver {machine.driver}{newest}")
+    return lines
+
+
+def describe_host(machine: Machine) -> list[str]:
+    """Processor, memory, disk and libraries; without a GPU also what the memory allows."""
+    disk = "" if machine.disk_free_bytes is None else f"; disk: {format_bytes(machine.disk_free_bytes)} free"
+    memory = f"{format_bytes(machine.ram_bytes)}, {format_bytes(machine.ram_available)} free"
+    lines = [f"CPU cores: {machine.cores}, memory: {memory}{disk}; {machine.system}"]
+    if not machine.gpus:
+        room = max(0, machine.ram_available - CPU_BASE_BYTES)
+        full, adapter = (format_count(room // each) for each in (CPU_FULL_BYTES_PER_PARAM, 4))
+        lines.append(
+            f"  allows on the CPU: tuning.mode full up to about {full} parameters (16 bytes each), lora up to about"
+            f" {adapter} (4 bytes each); `make plan CONFIG=` tells what a run really takes"
+        )
+    if machine.torch:
+        lines.append(describe_torch(machine))
+    libraries = (f"{name} {v}" for name, v in machine.libraries.items() if name != "torch")
+    lines.append(f"Python {machine.python}, " + ", ".join(libraries))
+    if "unsloth" in machine.libraries:
+        lines.append(f"unsloth: {'not usable, ' + machine.unsloth_problem if machine.unsloth_problem else 'usable'}")
+    return lines
+
+
+def describe_torch(machine: Machine) -> str:
+    """The installed torch and what it was built for."""
+    build = machine.torch
+    assert build is not None
+    kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "the CPU alone"
+    return f"torch {build.version}, built for {kind}" + (f": {' '.join(build.archs)}" if build.archs else "")
+
+
+def headline(gpu: Gpu) -> str:
+    """Name and memory of one GPU, in one line."""
+    used, free = format_bytes(gpu.used_bytes), format_bytes(gpu.free_bytes)
+    return f"GPU {gpu.index}: {gpu.name}, {format_bytes(gpu.total_bytes)}: {used} used, {free} free"
+
+
+def holders(gpu: Gpu) -> list[GpuProcess]:
+    """Who holds its memory, most first; what nobody visible accounts for comes last, as process 0."""
+    known = [process.used_bytes for process in gpu.processes]
+    unseen = gpu.used_bytes - sum(used or 0 for used in known)
+    rest = [GpuProcess(0, "", unseen)] if unseen > UNSEEN_BYTES and None not in known else []
+    return [*gpu.processes, *rest]
+
+
+def label(process: GpuProcess) -> str:
+    """`python (4450)`, or that it cannot be seen."""
+    return f"{process.name or 'process'} ({process.pid})" if process.pid else "processes that cannot be seen from here"
+
+
+def _gpu(gpu: Gpu) -> list[str]:
+    major, minor = gpu.capability
+    can = "bf16, fp16, flash attention 2" if gpu.has_bf16 else "fp16; neither bf16 nor flash attention 2"
+    lines = [f"  {headline(gpu)}", f"    compute capability {major}.{minor}: {can}"]
+    state = _state(gpu)
+    lines += [f"    {', '.join(state)}"] if state else []
+    held = [f"{label(p)} {format_bytes(p.used_bytes) if p.used_bytes is not None else '?'}" for p in holders(gpu)]
+    return [*lines, f"    in use by: {', '.join(held) or 'nobody'}"]
+
+
+def _state(gpu: Gpu) -> list[str]:
+    words = [f"{gpu.temperature_c} C"] if gpu.temperature_c is not None else []
+    if gpu.power_w is not None:
+        words.append(f"{gpu.power_w:.0f} W" + (f" of {gpu.power_limit_w:.0f} W" if gpu.power_limit_w else ""))
+    words += [f"busy {gpu.busy_percent} %"] if gpu.busy_percent is not None else []
+    errors = "not reported" if gpu.memory_errors is None else gpu.memory_errors
+    words.append(f"uncorrected memory errors: {errors}")
+    return words
+
+
+def _instances(machine: Machine) -> list[str]:
+    if not machine.mig_instances:
+        return []
+    lines = ["MIG instances; a process sees one of them, which CUDA_VISIBLE_DEVICES=UUID selects:"]
+    for each in machine.mig_instances:
+        total, free = format_bytes(each.total_bytes), format_bytes(each.free_bytes)
+        lines.append(f"  {each.uuid}  on GPU {each.machine_index}: {each.name}, {total}, {free} free")
+    return lines
+
+
+def _links(machine: Machine) -> list[str]:
+    if not machine.links:
+        return []
+    words = {word for row in machine.links for word in row} - {"X"}
+    meaning = "; ".join(f"{word}: {MEANING.get(word[:2], MEANING.get(word, 'unknown'))}" for word in sorted(words))
+    width = max(5, *(len(word) + 1 for word in words))
+    names = [f"GPU{n}" for n in range(len(machine.links))]
+    table = [f"  {'':<5}" + "".join(f"{name:>{width}}" for name in names)]
+    table += [f"  {name:<5}" + "".join(f"{word:>{width}}" for word in row) for name, row in zip(names, machine.links)]
+    return [f"Links between GPUs ({meaning}):", *table, *_peers(machine)]
+
+
+def _peers(machine: Machine) -> list[str]:
+    if not machine.without_peer_access:
+        return []
+    pairs: Any = ", ".join(f"{a}-{b}" for a, b in machine.without_peer_access)
+    return [f"  no peer access: {pairs}"]
+
+
+MEANING = {
+    "NV": "so many NVLinks",
+    "PIX": "one PCIe bridge",
+    "PXB": "several PCIe bridges",
+    "PHB": "through the CPU's PCIe host bridge",
+    "NODE": "across PCIe host bridges",
+    "SYS": "across CPU sockets, slowest",
+}
+"""What nvidia-smi's words for a connection stand for."""

@@ -1,0 +1,339 @@
+"""The doctor: what it stops for, what it warns of, and that every remedy names something to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import recorded_driver as driver
+
+from sftplay.machine import install_findings, system_findings, torch_build
+from sftplay.machine.doctor import Wishes, diagnose
+from sftplay.machine.gpu_findings import look_at_gpus
+from sftplay.machine.hub_findings import find_token, is_cached, look_at_hub
+from sftplay.machine.install_findings import RANGES, is_within, look_at_libraries, look_at_torch
+from sftplay.machine.probe import Machine, probe
+from sftplay.machine.torch_build import TorchBuild, find_archs, find_torch
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+PLAIN = Machine(
+    gpus=(), gpu_reason="none in this test", ram_bytes=16 * GIB, cores=2, python="3.11", system="Linux",
+    libraries={"torch": "2.13.0+cpu", "transformers": "5.17.0", "trl": "1.14.0", "peft": "0.21.2",
+               "accelerate": "1.15.0", "datasets": "4.8.5", "bitsandbytes": "0.50.2", "tensorboard": "2.21.0",
+               "pydantic": "2.14.3"},
+)  # fmt: skip
+
+
+def levels(found) -> dict[str, str]:
+    """Subject -> level; of several the worst."""
+    order = ["ok", "warn", "stop"]
+    told: dict[str, str] = {}
+    for each in found:
+        told[each.subject] = max(each.level, told.get(each.subject, "ok"), key=order.index)
+    return told
+
+
+@pytest.fixture
+def machine_of(monkeypatch):
+    """A probed machine of one card with some values changed."""
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+
+    def made(**changes):
+        values = {"total_mib": 40960, "capability": [8, 0], "ecc": 0, **changes}
+        card = driver.gpu("NVIDIA A100-SXM4-40GB", **values)
+        driver.install(monkeypatch, {"driver": "580.1", "cuda": 13000, "gpus": [card]})
+        return replace(probe(in_detail=True), torch=TorchBuild("2.13.0+cu130", "13.0", None, ("sm_80",)))
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "level"),
+    [
+        ({"ecc": 2}, "ecc", "stop"),
+        ({"remapped": [0, 1, 1, 0]}, "ecc", "warn"),
+        ({"remapped": [0, 1, 0, 1]}, "ecc", "stop"),
+        ({"temperature_c": 84}, "heat", None),
+        ({"temperature_c": 85}, "heat", "warn"),
+        ({"compute_mode": 2}, "compute mode", "stop"),
+        ({"compute_mode": 3}, "compute mode", None),
+        ({"compute_mode": 3, "processes": [[9, "C", "python", 500]]}, "compute mode", "stop"),
+        ({"used_mib": 2000}, "gpu memory", "ok"),
+        ({"used_mib": 2100}, "gpu memory", "warn"),
+        ({"used_mib": 40000}, "gpu memory", "stop"),
+    ],
+)
+def test_the_state_of_a_card_decides_the_finding(machine_of, changes, subject, level):
+    assert levels(look_at_gpus(machine_of(**{"processes": [], **changes}))).get(subject) == level
+
+
+@pytest.mark.parametrize(
+    ("build", "driver_cuda", "expected"),
+    [
+        (TorchBuild("2.13.0+cpu", None), (13, 0), {"torch": "stop"}),
+        (TorchBuild("2.13.0+cu126", "12.6", None, ("sm_80",)), (13, 0), {"torch": "ok", "driver": "ok"}),
+        (TorchBuild("2.13.0+cu128", "12.8", None, ("sm_80",)), (12, 2), {"torch": "ok", "driver": "ok"}),
+        (TorchBuild("2.13.0+cu130", "13.0", None, ("sm_80",)), (12, 8), {"torch": "ok", "driver": "stop"}),
+        (TorchBuild("2.13.0+cu130", "13.0", None, ("sm_90", "sm_120")), (13, 0), {"torch": "stop", "driver": "ok"}),
+        (TorchBuild("2.13.0+cu130", "13.0", None, ()), (13, 0), {"torch": "ok", "driver": "ok"}),
+    ],
+)
+def test_torch_must_be_built_for_the_card_and_the_driver_for_its_cuda(machine_of, build, driver_cuda, expected):
+    # CUDA 12 programs of any minor version run on driver 525 and later, CUDA 13 needs 580 (CUDA release notes, table 2)
+    told = levels(look_at_gpus(replace(machine_of(), torch=build, cuda_driver=driver_cuda)))
+    assert {name: told.get(name) for name in expected} == expected
+
+
+def test_a_card_whose_driver_is_silent_stops_and_a_plain_cpu_does_not():
+    assert levels(look_at_gpus(PLAIN)) == {"gpu": "ok"}
+    assert levels(look_at_gpus(replace(PLAIN, gpu_reason="CUDA_VISIBLE_DEVICES hides every GPU"))) == {"gpu": "warn"}
+    note = "an NVIDIA GPU is at 0000:04:00.0, but its driver does not answer here"
+    assert levels(look_at_gpus(replace(PLAIN, notes=(note,)))) == {"gpu": "stop"}
+
+
+def test_the_ranges_of_libraries_are_those_of_pyproject():
+    lines = re.findall(r'^    "([a-z]+)((?:[<>!]=?)[^;"]+)', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert {name: bounds for name, bounds in lines if name in RANGES} == RANGES
+
+
+@pytest.mark.parametrize(
+    ("version", "ranges", "within"),
+    [
+        ("2.13.0+cpu", ">=2.6,<2.15", True),
+        ("2.15.0", ">=2.6,<2.15", False),
+        ("2.6", ">=2.6.0,<2.15", True),
+        ("2.5.9", ">=2.6", False),
+        ("1.15.0", ">=1.14,!=1.15.0,<2", False),
+        ("1.15.0.1", ">=1.14,!=1.15.0,<2", True),
+        ("10.1", ">=9,<11", True),
+        ("5.0.0rc1", "<6", True),
+    ],
+)
+def test_a_version_is_compared_as_pip_compares_releases(version, ranges, within):
+    from packaging.specifiers import SpecifierSet
+
+    assert is_within(version, ranges) is within
+    assert SpecifierSet(ranges, prereleases=True).contains(version) is within
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "word"),
+    [
+        ({}, "ok", ""),
+        ({"trl": None}, "stop", "trl is not installed"),
+        ({"bitsandbytes": None}, "warn", "4-bit"),
+        ({"transformers": "6.0"}, "warn", "transformers 6.0 is outside"),
+        ({"trl": "1.15.0"}, "stop", "Triton"),
+    ],
+)
+def test_libraries_must_be_there_and_go_together(monkeypatch, changes, level, word):
+    monkeypatch.setattr(install_findings, "find_spec", lambda name: None)
+    versions = {name: v for name, v in {**PLAIN.libraries, **changes}.items() if v}
+    found = look_at_libraries(replace(PLAIN, libraries=versions))
+    assert levels(found) == {"versions": level}
+    assert word in " ".join(each.what for each in found)
+
+
+def test_unsloth_does_not_go_with_datasets_5(monkeypatch):
+    monkeypatch.setattr(install_findings, "find_spec", lambda name: object() if name == "unsloth" else None)
+    found = look_at_libraries(replace(PLAIN, libraries={**PLAIN.libraries, "datasets": "5.2.0"}))
+    assert [(f.level, f.fix) for f in found] == [("warn", "pip install 'datasets<5', or use tuning.backend: bnb")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "level"),
+    [
+        ({"error": "no module"}, "stop"),
+        ({"devices": 0, "is_available": False}, "stop"),
+        ({"devices": 2, "is_available": True}, "warn"),
+        ({"devices": 1, "is_available": True, "nccl": "2.27.5"}, "ok"),
+    ],
+)
+def test_what_torch_says_is_held_against_what_the_driver_shows(machine_of, answer, level):
+    (found,) = look_at_torch(answer, machine_of())
+    assert found.level == level
+
+
+def test_the_build_read_from_files_is_the_one_torch_reports():
+    import torch
+
+    build = find_torch(with_archs=True)
+    assert (build.version, build.cuda, build.hip) == (torch.__version__, torch.version.cuda, torch.version.hip)
+    assert list(build.archs) == torch.cuda.get_arch_list()
+
+
+def test_the_list_of_architectures_is_found_among_other_strings(tmp_path):
+    library = tmp_path / "lib.so"
+    library.write_bytes(b"\x7fELF\x00sm_scale\x00 sm_70 \x00sm_75 sm_80 sm_90a compute_90\x00sm_1\x00")
+    assert find_archs(library) == ("sm_75", "sm_80", "sm_90a", "compute_90")
+    library.write_bytes(b"nothing of the kind\x00sm_75 and more\x00")
+    assert find_archs(library) == ()
+    assert find_archs(tmp_path / "absent.so") == ()
+
+
+def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
+    question = "import sys; print('noise'); print('ANSWER' + '{\"devices\": 0}')"
+    monkeypatch.setattr(torch_build, "_QUESTION", question)
+    assert torch_build.ask_torch() == {"devices": 0}
+    monkeypatch.setattr(torch_build, "_QUESTION", "raise ImportError('libcudart.so is missing')")
+    assert torch_build.ask_torch() == {"error": "ImportError: libcudart.so is missing"}
+
+
+def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 10 * GIB})
+    monkeypatch.setattr(system_findings.shutil, "disk_usage", lambda path: usage)
+    look = system_findings.look_at_disk
+    assert [look(tmp_path / "new", size, 2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
+    assert look(tmp_path, None, 2)[0].level == "ok"
+    usage.free = 2 * GIB
+    assert look(tmp_path, None, 2)[0].level == "warn"
+    usage.free = GIB // 2
+    assert look(tmp_path, None, 2)[0].level == "stop"
+
+
+def test_a_taken_meeting_port_is_told(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(system_findings, "MEETING_PORT", taken.getsockname()[1])
+        assert levels(system_findings.look_at_ports()) == {"ports": "warn"}
+    assert levels(system_findings.look_at_ports()) == {"ports": "ok"}
+
+
+def test_little_shared_memory_few_files_and_little_ram_are_told(tmp_path, monkeypatch, machine_of):
+    usage = type("Usage", (), {"free": 64 * 2**20})
+    monkeypatch.setattr(system_findings.shutil, "disk_usage", lambda path: usage)
+    one = machine_of()
+    assert levels(system_findings.look_at_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
+    assert levels(system_findings.look_at_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {
+        "shared memory": "warn"
+    }
+    for soft, level in ((1024, "warn"), (4096, "ok"), (-1, "ok")):
+        monkeypatch.setattr(system_findings.resource, "getrlimit", lambda kind, soft=soft: (soft, -1))
+        assert levels(system_findings.look_at_limits()) == {"open files": level}
+    assert levels(system_findings.look_at_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "level"),
+    [
+        ({}, "ok"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments"}, "stop"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"}, "warn"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "warn"),
+    ],
+)
+def test_variables_that_are_easily_forgotten_are_told(machine_of, environ, level):
+    assert levels(system_findings.look_at_environment(machine_of(), environ)) == {"environment": level}
+
+
+def test_nvlinks_left_unused_are_told(machine_of):
+    linked = replace(machine_of(), links=(("X", "NV12"), ("NV12", "X")))
+    apart = replace(linked, links=(("X", "SYS"), ("SYS", "X")))
+    environ = {"NCCL_P2P_DISABLE": "1"}
+    found = [system_findings.look_at_environment(each, environ) for each in (linked, apart)]
+    assert [levels(each)["environment"] for each in found] == ["warn", "ok"]
+
+
+@contextmanager
+def hub(status: int):
+    """A hub on this machine that answers everything with `status`; the requests it got."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append((self.path, self.headers.get("Authorization")))
+            self.send_response(status)
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "token", "expected"),
+    [
+        (200, "", {"hub": "ok", "hub token": "ok"}),
+        (404, "", {"hub": "ok", "hub token": "ok"}),
+        (200, "hf_secretsecret", {"hub": "ok", "hub token": "ok"}),
+        (401, "hf_secretsecret", {"hub": "ok", "hub token": "warn"}),
+    ],
+)
+def test_the_hub_is_asked_once_and_the_token_is_never_shown(tmp_path, monkeypatch, status, token, expected):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with hub(status) as (address, seen):
+        environ = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
+        found = look_at_hub(None, is_fast=False, environ=environ)
+    assert levels(found) == expected
+    assert seen == [("/api/whoami-v2", f"Bearer {token}") if token else ("/", None)]
+    assert "secret" not in " ".join(each.as_text() for each in found)
+
+
+def test_a_hub_that_does_not_answer_matters_only_for_what_is_not_cached(tmp_path):
+    with socket.socket() as closed:  # bound and not listening: connections are refused
+        closed.bind(("127.0.0.1", 0))
+        environ = {"HF_ENDPOINT": f"http://127.0.0.1:{closed.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        assert levels(look_at_hub("org/model", is_fast=False, environ=environ)) == {"hub": "warn"}
+        snapshot = tmp_path / "hub/models--org--model/snapshots/abc"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        assert levels(look_at_hub("org/model", is_fast=False, environ=environ)) == {"hub": "ok"}
+
+
+def test_offline_stops_a_run_whose_model_is_not_here(tmp_path):
+    environ = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    assert levels(look_at_hub(None, is_fast=False, environ=environ)) == {"hub": "ok"}
+    (found,) = look_at_hub("org/model", is_fast=True, environ=environ)
+    assert (found.level, found.fix) == ("stop", "unset HF_HUB_OFFLINE, then make download-model MODEL=org/model")
+
+
+def test_cache_and_token_are_looked_for_where_the_hubs_own_client_does(monkeypatch, tmp_path):
+    import subprocess
+
+    (tmp_path / "token").write_text("hf_fromfile\n")
+    environ = {"HF_HOME": str(tmp_path), "PATH": "/usr/bin"}
+    code = "from huggingface_hub import constants as c, get_token; print(c.HF_HUB_CACHE); print(get_token())"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    cache, token = done.stdout.split()
+    assert find_token(environ) == token
+    snapshot = Path(cache) / "models--org--model/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    assert not is_cached("org/model", environ)
+    (snapshot / "config.json").write_text("{}")
+    assert is_cached("org/model", environ)
+
+
+def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_way_asks_no_torch(tmp_path, monkeypatch):
+    from sftplay.machine import doctor
+
+    monkeypatch.setattr(doctor, "ask_torch", lambda: pytest.fail("torch was asked"))
+    for name in driver.MACHINES:
+        driver.install(monkeypatch, driver.recorded(name))
+        found = diagnose(probe(in_detail=True), Wishes(output=tmp_path), is_fast=True)
+        assert {each.subject for each in found} >= {"gpu", "versions", "memory", "disk", "ports", "open files"}
+        assert [each for each in found if each.level != "ok" and not each.fix] == []
+    monkeypatch.setattr(doctor, "ask_torch", lambda: {"error": "asked"})
+    monkeypatch.setattr(doctor, "look_at_hub", lambda *args, **kwargs: [])
+    found = diagnose(PLAIN, Wishes(output=tmp_path, wants_4bit=True), is_fast=False)
+    assert "cannot be imported: asked" in json.dumps([each.what for each in found])

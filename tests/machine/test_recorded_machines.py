@@ -1,0 +1,155 @@
+"""gpu-info, memory-check and doctor on machines whose values public outputs show; their sources are in recorded/*.json.
+
+The texts in recorded/*.txt were written from the sources, before the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+
+import pynvml
+import pytest
+import recorded_driver as driver
+
+from sftplay.machine import occupancy, probe, torch_build
+from sftplay.machine.gpu_findings import look_at_gpus
+from sftplay.machine.torch_build import TorchBuild
+from sftplay.verbs import machine as verbs
+
+TORCH = TorchBuild("2.14.1+cu130", "13.0", None, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
+"""What the wheel torch-2.14.1 for Linux says in torch/version.py and libtorch_python.so."""
+
+HOST = ("CPU cores:", "torch ", "Python ", "memory:", "no run is")
+
+
+@pytest.fixture(autouse=True)
+def same_host(monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(probe, "find_torch", lambda **_: TORCH)
+    monkeypatch.setattr(occupancy, "owner_of", lambda pid: "")  # pids of another machine
+
+
+def printed(capsys) -> str:
+    """What the three commands say of the GPUs, without the lines on this host."""
+    args = argparse.Namespace(json=False, torch=False, watch=False, config="", overrides=["output_dir=nowhere"])
+    texts = []
+    for name, verb in (("gpu-info", verbs.gpu_info), ("memory-check", verbs.memory_check)):
+        assert verb(args) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(HOST)]
+        texts += [f"$ {name}", *lines]
+    found = look_at_gpus(probe.probe(in_detail=True))
+    return "\n".join([*texts, "$ doctor", *(each.as_text() for each in found)]) + "\n"
+
+
+@pytest.mark.parametrize("name", driver.MACHINES)
+def test_a_recorded_machine_is_described_as_its_source_shows_it(name, monkeypatch, capsys):
+    driver.install(monkeypatch, driver.recorded(name))
+    assert printed(capsys) == (driver.RECORDED / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", driver.MACHINES)
+def test_every_recording_names_its_source(name):
+    assert all(len(source) > 20 for source in driver.recorded(name)["source"])
+
+
+def changed_values(name):
+    """Each value of a recording's first GPU and of the machine, with another in its place."""
+    others = {
+        "name": "Another GPU", "total_mib": 8192, "used_mib": 2048, "capability": [6, 1], "temperature_c": 91,
+        "power_w": 111, "power_limit_w": 222, "busy_percent": 55, "ecc": 3, "reserved_mib": 4096,
+        "remapped": [0, 1, 1, 0], "compute_mode": 2, "mig": 1,
+    }  # fmt: skip
+    machine = driver.recorded(name)
+    for key in others.keys() & machine["gpus"][0].keys() - {"processes"}:
+        yield ("gpus", 0, key), others[key]
+    yield ("driver",), "999.1"
+    yield ("cuda",), 9000
+
+
+@pytest.mark.parametrize("name", ["t4x1", "a100x8", "h200x2", "unequal"])
+def test_each_changed_value_changes_the_output(name, monkeypatch, capsys):
+    unchanged = []
+    for path, value in changed_values(name):
+        machine = driver.recorded(name)
+        place = machine
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        driver.install(monkeypatch, machine)
+        if printed(capsys) == (driver.RECORDED / f"{name}.txt").read_text():
+            unchanged.append(path)
+    assert unchanged == []
+
+
+def test_a_changed_link_and_lost_peer_access_change_the_output(monkeypatch, capsys):
+    machine = driver.recorded("unequal")
+    machine["topology"][1][2] = machine["topology"][2][1] = "NV5"
+    machine["peer_status"] = pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED
+    driver.install(monkeypatch, machine)
+    text = printed(capsys)
+    assert "GPU1  NODE    X  NV5" in text
+    assert "warn  nccl: GPUs 0-1, 0-2, 1-2 have no peer access" in text
+
+
+def test_two_of_three_unlike_cards_can_be_chosen_and_keep_their_links(monkeypatch, capsys):
+    driver.install(monkeypatch, driver.recorded("unequal"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    text = printed(capsys)
+    assert "Number of GPUs: 2\n  GPU 0: Tesla V100-SXM2-32GB" in text
+    assert "  GPU0     X  NV6\n  GPU1   NV6    X\n" in text
+    assert "differ" not in text
+
+
+def test_a_mig_instance_is_chosen_by_its_uuid(monkeypatch, capsys):
+    driver.install(monkeypatch, driver.recorded("mig"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-08bce7f3-bac7-4715-b56f-91541f15fe37")
+    (gpu,) = probe.probe().gpus
+    assert (gpu.name, gpu.total_bytes, gpu.is_mig) == ("NVIDIA A100 80GB PCIe MIG 2g.20gb", 19968 * 2**20, True)
+    assert gpu.plannable_bytes == (19968 - 13) * 2**20
+    assert gpu.capability == (8, 0)
+
+
+def test_a_shared_card_counts_for_what_is_free_on_it(monkeypatch):
+    driver.install(monkeypatch, driver.recorded("shared"))
+    assert [gpu.plannable_bytes // 2**20 for gpu in probe.probe().gpus] == [338, 8386, 11424]
+
+
+def test_json_says_the_same_as_the_lines(monkeypatch, capsys):
+    driver.install(monkeypatch, driver.recorded("v100x2"))
+    verbs.gpu_info(argparse.Namespace(json=True, torch=False))
+    told = json.loads(capsys.readouterr().out)
+    assert told["n_gpus"] == 2
+    assert told["gpus"][0]["used_bytes"] == 9434 * 2**20
+    assert told["gpus"][0]["processes"][0] == {"pid": 4450, "name": "python3", "used_bytes": 1733 * 2**20}
+    assert (told["driver"], told["links"]) == ("510.85.02", [["X", "PHB"], ["PHB", "X"]])
+
+
+def test_the_stand_in_has_the_functions_of_the_real_module_with_their_parameters():
+    offered = {n: f for n, f in vars(driver.Driver).items() if n.startswith("nvml")}
+    for name, function in offered.items():
+        own = list(inspect.signature(function).parameters)[1:]
+        real = getattr(pynvml, name)
+        assert own == list(inspect.signature(inspect.unwrap(real)).parameters), name
+
+
+def test_only_functions_of_the_real_module_are_asked(monkeypatch):
+    asked = set()
+    for name in driver.MACHINES:
+        stand_in = driver.install(monkeypatch, driver.recorded(name))
+        probe.probe(in_detail=True)
+        asked |= stand_in.asked
+    assert len(asked) > 20
+    assert {name for name in asked if not hasattr(pynvml, name)} == set()
+    assert {name for name in asked if name not in vars(driver.Driver)} == set()
+
+
+def test_torch_2_14_for_cuda_13_leaves_volta_out():
+    assert [TORCH.runs_on(c) for c in ((7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0), (12, 1))] == [
+        False, True, True, True, True, True, True,
+    ]  # fmt: skip
+    assert torch_build.TorchBuild("x", "12.0", None, ("sm_90a",)).runs_on((9, 0))
+    assert not torch_build.TorchBuild("x", "12.0", None, ("sm_90a",)).runs_on((9, 1))
+    assert torch_build.TorchBuild("x", "12.0", None, ("sm_80", "compute_80")).runs_on((12, 0))
