@@ -1,0 +1,128 @@
+"""Totals of the shipped table against published parameter counts, and against hand arithmetic where none is built."""
+
+from __future__ import annotations
+
+import pytest
+
+from sftplay.plan.shapes import find_shape
+
+SAFETENSORS = "total in the metadata of the repository's safetensors files, as public pages about it quote it (2026-11)"
+QUOTED = "total of the loaded checkpoint, as public pages about it quote it (2026-11)"
+CARD = "the model's card on the hub"
+PYTHIA = "EleutherAI/pythia, README.md, table of models"
+PUBLISHED = [
+    ("Qwen/Qwen2.5-7B", 7_615_616_512, SAFETENSORS),
+    ("Qwen/Qwen1.5-1.8B", 1_836_828_672, SAFETENSORS),
+    ("Qwen/Qwen1.5-7B", 7_721_324_544, SAFETENSORS),
+    ("Qwen/Qwen1.5-MoE-A2.7B", 14_315_784_192, SAFETENSORS),
+    ("meta-llama/Llama-3.1-8B", 8_030_261_248, SAFETENSORS),
+    ("meta-llama/Llama-3.2-3B", 3_212_749_824, SAFETENSORS),
+    ("meta-llama/Llama-3.2-1B", 1_235_814_400, SAFETENSORS),
+    ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 1_100_048_384, SAFETENSORS),
+    ("HuggingFaceTB/SmolLM2-135M", 134_515_008, SAFETENSORS),
+    ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624, SAFETENSORS),
+    ("mistralai/Mistral-7B-v0.1", 7_241_732_096, SAFETENSORS),
+    ("mistralai/Mistral-Nemo-Instruct-2407", 12_247_782_400, SAFETENSORS),
+    ("mistralai/Mistral-Small-24B-Instruct-2501", 23_572_403_200, SAFETENSORS),
+    ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, SAFETENSORS),
+    ("google/gemma-2-9b", 9_241_705_984, SAFETENSORS),
+    ("google/gemma-3-27b-it", 27_432_406_640, SAFETENSORS),
+    ("microsoft/phi-2", 2_779_683_840, SAFETENSORS),
+    ("microsoft/phi-4", 14_659_507_200, SAFETENSORS),
+    ("deepseek-ai/deepseek-coder-1.3b-instruct", 1_346_471_936, SAFETENSORS),
+    ("deepseek-ai/deepseek-coder-33b-instruct", 33_342_991_360, SAFETENSORS),
+    ("01-ai/Yi-6B", 6_061_035_520, SAFETENSORS),
+    ("01-ai/Yi-34B", 34_388_917_248, SAFETENSORS),
+    ("allenai/OLMo-2-1124-7B", 7_298_617_344, SAFETENSORS),
+    ("bigcode/starcoder2-15b", 15_957_889_024, SAFETENSORS),
+    ("stabilityai/stablelm-2-1_6b", 1_644_515_328, SAFETENSORS),
+    ("stabilityai/stablelm-2-12b", 12_143_185_920, SAFETENSORS),
+    ("ibm-granite/granite-3.1-8b-instruct", 8_170_848_256, SAFETENSORS),
+    ("internlm/internlm2-1_8b", 1_889_110_016, SAFETENSORS),
+    ("internlm/internlm2-7b", 7_737_708_544, SAFETENSORS),
+    ("Qwen/Qwen2.5-3B-Instruct", 3_085_938_688, QUOTED),
+    ("Qwen/Qwen2.5-14B", 14_770_033_664, SAFETENSORS),
+    ("Qwen/Qwen2.5-14B-Instruct", 14_770_033_664, SAFETENSORS),
+    ("Qwen/Qwen2.5-32B-Instruct", 32_763_876_352, SAFETENSORS),
+    ("Qwen/Qwen2.5-72B-Instruct", 72_706_203_648, SAFETENSORS),
+    ("Qwen/Qwen3-0.6B", 596_049_920, QUOTED),
+    ("Qwen/Qwen3-4B", 4_022_468_096, SAFETENSORS),
+    ("Qwen/Qwen3-8B", 8_190_735_360, SAFETENSORS),
+    ("Qwen/Qwen3-14B", 14_768_307_200, SAFETENSORS),
+    ("Qwen/Qwen3-32B", 32_762_123_264, SAFETENSORS),
+    ("Qwen/Qwen3-30B-A3B", 30_532_122_624, SAFETENSORS),
+    ("meta-llama/Llama-2-13b-hf", 13_015_864_320, QUOTED),
+    ("meta-llama/Llama-2-70b-hf", 68_976_648_192, QUOTED),
+    ("meta-llama/Meta-Llama-3-70B", 70_553_706_496, QUOTED),
+    ("mistralai/Mistral-7B-v0.3", 7_248_023_552, SAFETENSORS),
+    ("mistralai/Ministral-8B-Instruct-2410", 8_019_808_256, QUOTED),
+    ("google/gemma-2-2b", 2_614_341_888, QUOTED),
+    ("google/gemma-2-27b", 27_227_128_320, SAFETENSORS),
+    ("google/gemma-3-270m", 268_098_176, SAFETENSORS),
+    ("google/gemma-3-1b-it", 999_885_952, QUOTED),
+    ("google/gemma-3-4b-it", 4_300_079_472, SAFETENSORS),
+    ("google/gemma-3-12b-it", 12_187_325_040, SAFETENSORS),
+    ("microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, QUOTED),
+    ("microsoft/Phi-4-mini-instruct", 3_836_021_760, SAFETENSORS),
+    ("deepseek-ai/deepseek-llm-7b-base", 6_910_365_696, QUOTED),
+    ("01-ai/Yi-1.5-9B-Chat", 8_829_407_232, SAFETENSORS),
+    ("allenai/OLMo-2-1124-13B", 13_716_198_400, QUOTED),
+    ("allenai/OLMoE-1B-7B-0924", 6_919_161_856, SAFETENSORS),
+    ("ibm-granite/granite-3.2-2b-instruct", 2_533_531_648, QUOTED),
+    ("ibm-granite/granite-3.3-8b-instruct", 8_170_864_640, QUOTED),
+    ("EleutherAI/gpt-j-6b", 6_050_882_784, QUOTED),
+    ("EleutherAI/pythia-70m", 70_426_624, PYTHIA),
+    ("EleutherAI/pythia-160m", 162_322_944, PYTHIA),
+    ("EleutherAI/pythia-410m", 405_334_016, PYTHIA),
+    ("EleutherAI/pythia-1b", 1_011_781_632, PYTHIA),
+    ("EleutherAI/pythia-1.4b", 1_414_647_808, PYTHIA),
+    ("EleutherAI/pythia-2.8b", 2_775_208_960, PYTHIA),
+    ("EleutherAI/pythia-6.9b", 6_857_302_016, PYTHIA),
+    ("EleutherAI/pythia-12b", 11_846_072_320, PYTHIA),
+    ("EleutherAI/gpt-neox-20b", 20_554_567_680, CARD),
+    ("bigscience/bloom-560m", 559_214_592, CARD),
+    ("bigscience/bloom-7b1", 7_069_016_064, CARD),
+    ("Qwen/Qwen-72B", 72_287_920_128, CARD),
+    ("facebook/opt-1.3b", 1_315_758_080, "num_parameters() of the checkpoint, printed in public notebooks"),
+    ("openai-community/gpt2", 124_439_808, "num_parameters() of the checkpoint, printed in public notebooks"),
+    ("openai-community/gpt2-xl", 1_557_611_200, "num_parameters() of the checkpoint, printed in public notebooks"),
+]
+
+
+@pytest.mark.parametrize(("name", "total", "source"), PUBLISHED, ids=[row[0] for row in PUBLISHED])
+def test_the_total_is_the_published_one(name, total, source):
+    shape = find_shape(name)
+    assert shape.total_params + shape.vision_params == total, source
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        # two tables of V x h; a layer: c_attn with bias, c_proj, w1, w2, c_proj, two norms; the last norm
+        ("Qwen-1_8B", 2 * 151936 * 2048 + 24 * (2048 * 6144 + 6144 + 2048**2 + 3 * 2048 * 5504 + 4096) + 2048),
+        ("Qwen-7B", 2 * 151936 * 4096 + 32 * (4096 * 12288 + 12288 + 4096**2 + 3 * 4096 * 11008 + 8192) + 4096),
+        ("Qwen-14B", 2 * 152064 * 5120 + 40 * (5120 * 15360 + 15360 + 5120**2 + 3 * 5120 * 13696 + 10240) + 5120),
+        ("Qwen-72B", 2 * 152064 * 8192 + 80 * (8192 * 24576 + 24576 + 8192**2 + 3 * 8192 * 24576 + 16384) + 8192),
+        # wqkv for 32 + 2 x 8 heads of 128, wo, w1, w3, w2, two norms
+        ("internlm2-7b", 2 * 92544 * 4096 + 32 * (4096 * 6144 + 4096**2 + 3 * 4096 * 14336 + 8192) + 4096),
+    ],
+)
+def test_families_with_code_of_their_own_are_counted_as_by_hand(name, total):
+    assert find_shape(name).total_params == total
+
+
+def test_the_first_qwen_generation_has_its_own_names():
+    linears = [(one.name, one.inputs, one.outputs, one.bias) for one in find_shape("Qwen-7B-Chat").linears]
+    assert linears == [
+        ("c_attn", 4096, 12288, True),
+        ("c_proj", 4096, 4096, False),
+        ("w1", 4096, 11008, False),
+        ("w2", 4096, 11008, False),
+        ("c_proj", 11008, 4096, False),
+    ]
+
+
+def test_gemma_3_adds_its_vision_tower():
+    # Gemma 3 report (arXiv 2503.19786), table 1: vision encoder 417M for 4B, 12B and 27B; the rest is the projector
+    assert find_shape("google/gemma-3-4b-it").vision_params == pytest.approx(417e6, rel=0.01)
+    assert find_shape("google/gemma-3-1b-it").vision_params == 0

@@ -1,0 +1,165 @@
+"""A config.json that cannot be used is refused with the key; one that is only half understood says so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sftplay.errors import ConfigError
+from sftplay.plan.families import FAMILIES
+from sftplay.plan.family import KEYS
+from sftplay.plan.shapes import shape_from_config
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+}
+NEEDED = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+
+
+def refusal(config: object) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        shape_from_config(config, name="models/mine/config.json")
+    assert caught.value.where == "models/mine/config.json"
+    assert caught.value.fix
+    assert "\n" not in caught.value.what
+    return caught.value
+
+
+def test_the_config_the_refusals_are_made_from_is_good():
+    # by hand: 2 tables; a layer: q and o 64x64, k and v 64x32, three of 64x96, two norms; the last norm
+    by_hand = 2 * 160 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64) + 64
+    assert shape_from_config(LLAMA, name="x").total_params == by_hand
+
+
+@pytest.mark.parametrize("key", [*NEEDED, "model_type"])
+@pytest.mark.parametrize("how", ["absent", "null"])
+def test_a_missing_key_is_named(key, how):
+    config = {k: v for k, v in LLAMA.items() if k != key} | ({key: None} if how == "null" else {})
+    assert refusal(config).what == f"{key} is missing"
+
+
+@pytest.mark.parametrize("key", [*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings"])
+@pytest.mark.parametrize(
+    "value", [0, -1, "4096", 1.5, math.nan, math.inf, True, [64], {}, 2**40, pytest.param(10**5000, id="huge")]
+)
+def test_a_figure_that_cannot_be_is_refused_with_its_key(key, value):
+    assert key in refusal(LLAMA | {key: value}).what
+
+
+def test_a_whole_number_written_with_a_point_is_taken():
+    assert shape_from_config(LLAMA | {"hidden_size": 64.0}, name="x") == shape_from_config(LLAMA, name="x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 6}, "hidden_size is 64, which num_attention_heads=6 does not divide"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide num_attention_heads=4"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', neither true nor false"),
+        ({"attention_bias": 1}, "attention_bias is 1, neither true nor false"),
+        ({"hidden_act": 3}, "hidden_act is 3, not a word"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
+        ({"model_type": 7}, "model_type is 7, not a word"),
+        ({"text_config": "llama"}, "text_config is 'llama', not a mapping"),
+    ],
+)
+def test_what_does_not_go_together_is_named(changes, words):
+    assert refusal(LLAMA | changes).what == words
+
+
+@pytest.mark.parametrize("config", [None, [], "llama", 3, {}])
+def test_what_is_no_config_is_refused(config):
+    refusal(config)
+
+
+def test_the_text_model_of_a_nested_config_is_read_and_its_keys_are_named_with_their_place():
+    nested = {"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16}}
+    assert shape_from_config(nested, name="x").family == "gemma3_text"
+    nested["text_config"]["hidden_size"] = "wide"
+    assert refusal(nested).what == "text_config.hidden_size is 'wide', not a whole number"
+
+
+def test_a_nested_config_without_a_model_type_of_its_own_takes_the_outer_one():
+    text = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    shape = shape_from_config({"model_type": "gemma3", "text_config": text}, name="x")
+    assert shape.family == "gemma3_text"
+
+
+def test_a_tower_the_kit_cannot_count_is_said_to_be_unmodelled():
+    config = {"model_type": "llava", "text_config": LLAMA, "vision_config": {"hidden_size": 32}}
+    shape = shape_from_config(config, name="x")
+    assert shape.vision_params == 0
+    assert shape.unmodelled == ("the parts for images or sound",)
+
+
+def test_an_unknown_type_with_the_keys_of_a_llama_is_read_as_one_and_says_so():
+    shape = shape_from_config(LLAMA | {"model_type": "newcomer"}, name="x")
+    assert shape.total_params == shape_from_config(LLAMA, name="x").total_params
+    assert shape.unmodelled == ("the architecture 'newcomer', read as a Llama of the same sizes",)
+
+
+def test_an_unknown_type_without_the_keys_of_a_llama_is_refused_with_the_type():
+    error = refusal({"model_type": "newcomer", "d_model": 64})
+    assert "newcomer" in error.what
+    assert "hidden_size is missing" in error.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "newcomer", "num_experts": 8}, "mixture of experts"),
+        ({"model_type": "newcomer", "kv_lora_rank": 512}, "latent attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "already quantised"),
+    ],
+)
+def test_what_a_plan_does_not_account_for_is_said(changes, words):
+    assert any(words in told for told in shape_from_config(LLAMA | changes, name="x").unmodelled)
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 300),
+    st.integers(),
+    st.floats(allow_nan=True),
+    st.text(max_size=5),
+    st.lists(st.integers(0, 3) | st.text(max_size=3), max_size=3),
+    st.dictionaries(st.sampled_from(["model_type", "hidden_size", "image_size"]), st.integers(-1, 99), max_size=3),
+)
+ODD_KEYS = [
+    *KEYS.values(),
+    *(key for family in FAMILIES.values() for key in (*family.keys.values(), *family.defaults)),
+    *("tie_word_embeddings", "text_config", "vision_config", "layer_types", "word_embed_proj_dim", "kv_lora_rank"),
+    *("num_ln_in_parallel_attn", "new_decoder_architecture", "num_local_experts", "mlp_only_layers", "mlp_bias"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from([*FAMILIES, "gemma3", "newcomer"]),
+    changes=st.dictionaries(st.sampled_from(sorted(set(ODD_KEYS))), VALUES, max_size=5),
+)
+def test_any_config_gives_a_shape_or_one_readable_error(kind, changes):
+    sizes = LLAMA | {"n_embd": 64, "n_layer": 2, "n_head": 4, "num_layers": 2, "num_heads": 4, "num_experts": 2}
+    sizes |= {"n_positions": 32, "max_position_embeddings": 32, "ffn_dim": 96, "num_local_experts": 2}
+    shape, refused = None, None
+    try:
+        shape = shape_from_config(sizes | {"model_type": kind} | changes, name="x")
+    except ConfigError as error:
+        refused = error
+    if shape is not None:
+        assert 0 < shape.linear_params < shape.total_params
+        assert shape.vision_params >= 0
+    else:
+        assert refused.where == "x"
+        assert refused.fix
