@@ -1,0 +1,83 @@
+"""Cards by the names that users and drivers write."""
+
+from __future__ import annotations
+
+import pytest
+
+from sftplay.errors import ConfigError
+from sftplay.plan.cards import CARDS, find_card, parse_fleet
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("rtx 4090", "RTX-4090"),
+        ("4090", "RTX-4090"),
+        ("a100", "A100-80GB"),
+    ],
+)
+def test_a_card_is_found_by_every_usual_spelling(written, meant):
+    card = find_card(written)
+    assert card is not None
+    assert card.name == meant
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_every_card_is_found_by_its_own_name(card):
+    assert find_card(card.name) is card
+    assert find_card(f"NVIDIA {card.name.replace('-', ' ')}") is card
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "name"),
+    [("2xH200", 2, "H200"), ("H200", 1, "H200"), ("8 x A100-40GB", 8, "A100-40GB"), ("4*T4", 4, "T4")],
+)
+def test_a_fleet_is_a_number_and_a_card(words, count, name):
+    found, card = parse_fleet(words, "GPUS")
+    assert (found, card.name) == (count, name)
+
+
+@pytest.mark.parametrize("words", ["2xH2000", "H201", "0xH200", "A1000000", "", "x"])
+def test_an_unknown_card_is_refused_with_a_way_out(words):
+    with pytest.raises(ConfigError) as error:
+        parse_fleet(words, "GPUS")
+    assert "VRAM=" in str(error.value)
+
+
+def test_a_near_name_is_suggested():
+    with pytest.raises(ConfigError, match="did you mean H200"):
+        parse_fleet("2xH2000", "GPUS")
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "capability"),
+    [
+        # Totals that nvidia-smi prints, and capabilities (developer.nvidia.com/cuda-gpus).
+        ("T4", 15_360, (7, 5)),
+        ("A100-80GB", 81_920, (8, 0)),
+        ("H100", 81_559, (9, 0)),
+        ("H200", 143_771, (9, 0)),
+        ("RTX-4090", 24_564, (8, 9)),
+        ("L4", 23_034, (8, 9)),
+        ("RTX-A6000", 49_140, (8, 6)),
+    ],
+)
+def test_memory_and_capability_are_what_the_driver_prints(name, mib, capability):
+    card = find_card(name)
+    assert card is not None
+    assert (card.total_mib, card.capability) == (mib, capability)
