@@ -39,9 +39,9 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@exec $(PYTHON) -m sftplay.install --unsloth
 
 .PHONY: help install demo test test-slow test-unsloth check validate schema manual process inspect render style train train-tb \
-  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb resume gpu-info tensorboard tb-stop eval eval-test eval-quick \
+  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model \
-  merge merge-bf16 merge-test export serve report compare bench bench-data clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-cpu-memory bench-gpu clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -101,8 +101,15 @@ train-distributed-tb: $(READY) ## the same with TensorBoard
 	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(ARGS)
 
 ##@ look
-gpu-info: $(READY) ## what this machine offers
-	@$(SFTPLAY) gpu-info $(JSONFLAG)
+plan: $(READY) ## what a run takes and whether it fits: CONFIG= (GPUS=2xH200 | VRAM=24GiB, NPROC=, COMPARE=1, JSON=1)
+	@$(SFTPLAY) plan $(WHICH) $(if $(GPUS),--gpus "$(GPUS)") $(if $(VRAM),--vram "$(VRAM)") $(if $(NPROC),--nproc $(NPROC)) \
+	  $(if $(COMPARE),--compare) $(JSONFLAG) $(ARGS)
+gpu-info: $(READY) ## what this machine offers (TORCH=1 asks torch too, JSON=1)
+	@$(SFTPLAY) gpu-info $(if $(TORCH),--torch) $(JSONFLAG)
+memory-check: $(READY) ## who holds which memory, planned and real (WATCH=1, JSON=1, CONFIG=)
+	@$(SFTPLAY) memory-check $(if $(CONFIG),$(WHICH)) $(if $(WATCH),--watch) $(JSONFLAG) $(ARGS)
+doctor: $(READY) ## what would go wrong here, with remedies (CONFIG=, FAST=1 asks neither torch nor the network, JSON=1)
+	@$(SFTPLAY) doctor $(if $(CONFIG),$(WHICH)) $(if $(FAST),--fast) $(JSONFLAG) $(ARGS)
 report: $(READY) ## write report.html of a run: CONFIG= (RUN=)
 	@$(SFTPLAY) report $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
 compare: $(READY) ## two runs side by side: RUN_A= RUN_B= (JSON=1)
@@ -115,6 +122,12 @@ bench: $(READY) ## speed beside other ways to train, docs/benchmarks.md
 	@exec $(PY) benchmarks/overhead.py $(ARGS)
 bench-data: $(READY) ## speed of data preparation beside datasets.map
 	@exec $(PY) benchmarks/preparing.py $(ARGS)
+bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
+	@exec $(PY) benchmarks/startup.py $(ARGS)
+bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU
+	@exec $(PY) benchmarks/cpu_memory.py $(ARGS)
+bench-gpu: $(READY) ## planned beside held memory and the chosen batch's speed, on the GPU here (ARGS="--quick --configs 4")
+	@exec $(PY) benchmarks/gpu_sizing.py $(ARGS)
 
 ##@ use
 eval: $(READY) ## measure a run beside its base: CONFIG= (RUN=, SPLIT=test)

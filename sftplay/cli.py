@@ -45,12 +45,16 @@ VERBS = {
     "tensorboard": ("sftplay.verbs.board", "start", "show curves in a browser; returns at once"),
     "tb-stop": ("sftplay.verbs.board", "stop", "stop that TensorBoard"),
     "gpu-info": ("sftplay.verbs.machine", "gpu_info", "what this machine offers"),
+    "plan": ("sftplay.verbs.plan", "plan", "what a run takes, before anything is downloaded"),
+    "memory-check": ("sftplay.verbs.machine", "memory_check", "who holds which memory, planned and real"),
+    "doctor": ("sftplay.verbs.machine", "doctor", "what would go wrong here, and what to do about it"),
     "check": ("sftplay.verbs.machine", "check", "lint and types of this repository"),
 }
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info", "check",
+    "demo", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
+    "memory-check", "doctor", "check",
 )  # fmt: skip
 """Verbs that run without --config."""
 
@@ -166,6 +170,15 @@ def _flags(verb: str) -> Flags:
         **_result_flags(run),
         **_answer_flags(run),
         "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
+        "plan": {
+            "--gpus": {"default": None, "help": "GPUs to plan for in place of these, such as 2xH200"},
+            "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
+            "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
+            "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
+        },
+        "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
+        "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
+        "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
     }
     return special.get(verb, {})
 
@@ -211,6 +224,12 @@ def _result_flags(run: Flags) -> dict[str, Flags]:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"not a number of rows: {text!r}")
+    return int(text)
+
+
+def _processes(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a number of processes: {text!r}")
     return int(text)
 
 

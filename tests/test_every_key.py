@@ -24,17 +24,21 @@ from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unsloth_stand_in import FastLanguageModel, as_module
 
+from sftplay.config.load import load_config
 from sftplay.config.schema import RunConfig, Section
 from sftplay.data.order import training_order
 from sftplay.deliver.generate import Speaker
 from sftplay.errors import DataError
 from sftplay.launch.folder import new_folder
 from sftplay.lifeline import StopAtOnce
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan.sizing import size_run
 from sftplay.tasks import worker
 from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.tasks.table import TASKS
 from sftplay.tasks.train_run import TrainRun
-from sftplay.verbs import use
+from sftplay.verbs import probing, use
+from sftplay.verbs.plan import known_shape
 from sftplay.watch.guards import StopOnSignal
 
 CHANGES: dict[str, Any] = {
@@ -58,6 +62,7 @@ CHANGES: dict[str, Any] = {
     "train.batch_size": 3,
     "train.gradient_checkpointing": True,
     "train.packing": True,
+    "train.probe": "off",
     "train.loss_head": "chunked",
     "train.optim": "sgd",
     "train.neftune_alpha": 5.0,
@@ -319,6 +324,24 @@ def precision_of(run: Finished) -> tuple[str, torch.dtype]:
     return run.trainer.args.bf16, norm.dtype
 
 
+def check_probe(bench: Bench) -> None:
+    gpu = Gpu(0, "NVIDIA L4", 24 * 2**30, 23 * 2**30, (8, 9))
+    machine = Machine((gpu,), "", 2**34, 2, "3.11", "Linux", {})
+    asked = []
+    for value in ("off", "auto", "auto", "always"):
+        config = written_config(bench.home / "probe", bench.inputs, train__probe=value)
+        cfg = load_config(config)
+        sized = size_run(cfg, machine, shape=known_shape(cfg))
+        place = probing.Bench(machine, 1, bench.home)
+        with patch.object(probing, "CACHE", bench.home / "probes"):
+            probing.look_closer(sized, place, pytest.fail, lambda *_, value=value: asked.append(value) or NOTHING)
+    assert asked == ["auto", "always"]
+
+
+NOTHING = {"points": [], "accumulates": True, "out_of_memory_rows": None, "device": None}
+"""What a probe leaves that has seen nothing."""
+
+
 def check_resume(bench: Bench) -> None:
     cfg, folder = new_run(bench.home / "resume", bench.inputs, train__save_steps=1, train__save_total_limit=3)
     stopped = train_in(cfg, folder, StopAfter(3))
@@ -570,6 +593,10 @@ TABLE: dict[str, Check] = {
     "train.effective_batch_size": pair(lambda run: len(window(run)["row"]), 8, 12),
     "train.batch_size": each("train__batch_size", largest_piece, {8: 8, 2: 2, 1: 1}),
     "train.grad_accum": each("train__grad_accum", lambda run: len(pieces(run)), {1: 1, 2: 2, 8: 8}),
+    "train.batching": each(
+        "train__batching", lambda run: largest_piece(run) > 2, {"examples": False, "tokens": True}, train__batch_size=2
+    ),
+    "train.probe": check_probe,
     "train.precision": each(
         "train__precision", precision_of, {"fp32": (False, torch.float32), "bf16": (True, torch.bfloat16)}
     ),

@@ -122,6 +122,13 @@ def _batch_is_exact(cfg: RunConfig) -> Iterator[Finding]:
             yield Finding((key, keys[2]), what, f"write {' or '.join(map(str, around))}")
 
 
+def _token_batches(cfg: RunConfig) -> Iterator[Finding]:
+    train = cfg.train
+    if train.batching == "tokens" and train.packing is True:
+        what = "tokens forms pieces of padded rows, but train.packing true leaves no padding to save"
+        yield Finding(("train.batching", "train.packing"), what, "keep one of the two")
+
+
 def _extra(cfg: RunConfig) -> Iterator[Finding]:
     fields = sft_config_fields() if cfg.train.extra else None
     for name in cfg.train.extra:
@@ -186,6 +193,7 @@ def _value(cfg: RunConfig, dotted: str) -> Any:
 _RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     _names,
     _batch_is_exact,
+    _token_batches,
     _held_out,
     _saves_where_it_evaluates,
     _lists,

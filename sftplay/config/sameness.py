@@ -17,6 +17,7 @@ FREE_TO_CHANGE = (
     "run_name",
     "output_dir",
     "train.save_total_limit",
+    "train.probe",
     "train.dataloader_num_workers",
     "train.dataloader_pin_memory",
     "data.processed_dir",

@@ -22,6 +22,8 @@ Optimizer = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd"
 ]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
+Batching = Literal["examples", "tokens"]
+Probe = Literal["auto", "always", "off"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvclive", "neptune", "swanlab", "trackio"]
 
 
@@ -133,6 +135,14 @@ class TrainConfig(Section):
 
     grad_accum: Positive | Auto = "auto"
     """Pieces one optimizer step is computed in, per process. auto follows from the two above."""
+
+    batching: Batching = "examples"
+    """What a piece is measured by. examples: batch_size rows. tokens: as many rows of like length as keep rows times
+    longest within batch_size * max_seq_len tokens, so that short rows share a piece. Loss and rows of a step stay."""
+
+    probe: Probe = "auto"
+    """Measure a few steps on the GPU before the launch and size the batch by them. auto: where no earlier probe fits
+    this model, method and machine; always: anew each time; off: trust the estimate. Nothing without a GPU."""
 
     precision: Precision | Auto = "auto"
     """Number format of the computation. auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on a CPU."""

@@ -13,6 +13,9 @@ OTHER_KITS: dict[str, str] = {
     "train_batch_size": "train.effective_batch_size",
     "global_batch_size": "train.effective_batch_size",
     "total_batch_size": "train.effective_batch_size",
+    "max_tokens_per_batch": "train.batching",
+    "max_batch_tokens": "train.batching",
+    "auto_find_batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.grad_accum",
     "gradient_accumulation": "train.grad_accum",
     "accumulate_grad_batches": "train.grad_accum",
@@ -176,6 +179,9 @@ OTHER_KITS: dict[str, str] = {
 """Key of axolotl, LLaMA-Factory, TRL, ms-swift, Unsloth or torchtune -> the key that does it here."""
 
 HOW: dict[str, str] = {
+    "max_tokens_per_batch": "write train.batching: tokens; a piece then holds batch_size x max_seq_len tokens",
+    "max_batch_tokens": "write train.batching: tokens; a piece then holds batch_size x max_seq_len tokens",
+    "auto_find_batch_size": "write train.batch_size: auto",
     "load_in_4bit": "write tuning.mode: qlora",
     "quantization_bit": "write tuning.mode: qlora for 4 bits",
     "quant_bits": "write tuning.mode: qlora for 4 bits",

@@ -14,6 +14,9 @@ from sftplay.machine.probe import usable_cores
 
 WORKER = "sftplay.tasks.worker"
 
+LARGE_BYTES = 4 * 2**20
+"""From this size on a tensor on a CPU gets pages of its own. Two huge pages: at one, runs took up to a tenth longer."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -48,6 +51,7 @@ def build_launch(run_folder: Path, scale: Scale, *, has_gpu: bool, is_offline: b
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
     if is_offline:
         env |= offline_environment()
+    env |= gpu_environment() if has_gpu else allocator_environment()
     if scale.world_size == 1:
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
     if not has_gpu:
@@ -86,6 +90,26 @@ def offline_environment() -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # nothing is downloaded; what is left counts files read or written
     }
+
+
+def gpu_environment() -> dict[str, str]:
+    """GPUs numbered as nvidia-smi does, and an allocator that grows its blocks in place of keeping odd ones.
+
+    Settings the user made are respected.
+    """
+    usual = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return {key: value for key, value in usual.items() if key not in os.environ}
+
+
+def allocator_environment() -> dict[str, str]:
+    """A large tensor's memory goes back to the system with it; settings the user made are respected.
+
+    Left to itself, glibc soon keeps blocks of up to 32 MiB in its heap, where an aligned request does not fit the hole
+    that one of the same size has left (glibc 2.36, `_int_memalign`): activations then take up to twice their bytes.
+    Huge pages (torch, `THP_MEM_ALLOC_ENABLE`) make up for the time that giving back costs.
+    """
+    wished = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BYTES), "THP_MEM_ALLOC_ENABLE": "1"}
+    return {key: value for key, value in wished.items() if key not in os.environ}
 
 
 def cache_environment() -> dict[str, str]:

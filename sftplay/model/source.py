@@ -16,6 +16,22 @@ from sftplay.errors import ConfigError
 BUILTIN = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
 
+BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
+    "builtin:tiny": {
+        "model_type": "llama",
+        "vocab_size": 768,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }
+}
+"""What the config.json of a built-in model says of its shape, for those who ask before it is made."""
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 

@@ -1,13 +1,13 @@
 """From `auto` to numbers and names: backend, precision, attention, loss head, packing, optimizer, rate, batch sizes.
 
-A simple rule for now; memory is not predicted yet. What holds from the first day is that
-`batch_size * grad_accum * processes == effective_batch_size`, that an explicit value is never changed, and that every
-choice comes with its reason. Below this module no config value is `auto`.
+What holds whatever the hardware: `batch_size * grad_accum * processes == effective_batch_size`, an explicit value is
+never changed, and every choice comes with its reason. Below this module no config value is `auto`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -16,13 +16,24 @@ from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.backend import choose_backend
+from sftplay.plan.budget import Device, device_of
+from sftplay.plan.decision import Decision as Decision
+from sftplay.plan.forecast import Forecast, Setting, forecast
+from sftplay.plan.kit_path import path_of
+from sftplay.plan.memory import Size
+from sftplay.plan.model_shape import ModelShape
+from sftplay.plan.numerics import decide_numerics, decide_rate, without_effect
+from sftplay.plan.probe_fit import Fit
+from sftplay.plan.sharding import Strategy
 from sftplay.units import format_bytes
-
-RATES = {("full", "sft"): 1e-5, ("lora", "sft"): 2e-4, ("qlora", "sft"): 2e-4}
 
 TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}
 """Rows go through the model together up to about this many tokens. A GPU needs them to be busy; a CPU is busy with one
 row, and small pieces of rows of like length carry less padding (measured in docs/benchmarks.md)."""
+
+PLATEAU_TOKENS = 65_536
+"""Where memory is planned, a GPU's micro-batch may hold this many tokens; matrices of that many rows keep any card busy
+(a product becomes bound by arithmetic at some hundred rows), so that more would only fill memory."""
 
 LARGE_SCORES_BYTES = 2**31
 """From here on the scores of one micro-batch are computed in chunks: a tenth of the RAM these kits usually run in."""
@@ -35,15 +46,6 @@ CHUNKED_WINS_VOCAB = 32_000
 
 
 @dataclass(frozen=True)
-class Decision:
-    """One value the kit chose, and why."""
-
-    key: str
-    value: Any
-    reason: str
-
-
-@dataclass(frozen=True)
 class SizedRun:
     """A config without any `auto`, and how it came about."""
 
@@ -51,24 +53,42 @@ class SizedRun:
     world_size: int
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...] = ()
-    """What was asked for and has no effect on this machine."""
+    """What was asked for and has no effect on this machine, and what could not be planned."""
+
+    forecast: Forecast | None = None
+    """None where the model's shape is not known before the download."""
 
     def as_plan(self) -> dict[str, Any]:
         """What goes to plan.json."""
         train = self.cfg.train
-        return {
+        sizes = {
             "world_size": self.world_size,
             "batch_size": train.batch_size,
             "grad_accum": train.grad_accum,
             "effective_batch_size": train.effective_batch_size,
             "decisions": [vars(decision) for decision in self.decisions],
         }
+        if self.forecast is None:
+            return sizes
+        setting = self.forecast.setting
+        inputs = {"device": vars(setting.device), "strategy": setting.strategy, "model": setting.shape.name}
+        return {**sizes, **self.forecast.as_dict(), **inputs}
 
 
-def size_run(cfg: RunConfig, machine: Machine, *, world_size: int = 1, vocab_size: int | None = None) -> SizedRun:
+def size_run(
+    cfg: RunConfig,
+    machine: Machine,
+    *,
+    world_size: int = 1,
+    vocab_size: int | None = None,
+    shape: ModelShape | None = None,
+    local_processes: int | None = None,
+    fit: Fit | None = None,
+) -> SizedRun:
     """Replace every `auto` by a number or a name.
 
-    `vocab_size` is the model's, None when it is not known before the download.
+    `shape` is the model's, None when it is not known before the download; `vocab_size` may be known without it.
+    `local_processes` is how many of the `world_size` share this machine, None for all. `fit` is what a probe measured.
 
     Raises:
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
@@ -76,17 +96,48 @@ def size_run(cfg: RunConfig, machine: Machine, *, world_size: int = 1, vocab_siz
     """
     given, backend = cfg, Decision("tuning.backend", *choose_backend(cfg, machine, world_size))
     cfg = cfg.with_values({backend.key: backend.value}, cfg.origins.get(backend.key, "auto"))
-    decisions = [backend, *_decide_numerics(cfg, machine), _decide_rate(cfg)]
-    batch, accum, reason = split_batch(cfg, world_size, has_gpu=bool(machine.gpus))
+    decisions = [backend, *decide_numerics(cfg, machine), decide_rate(cfg)]
+    usual, _, _ = split_batch(cfg, world_size, has_gpu=bool(machine.gpus))
+    decisions += [_decide_head(cfg, machine, usual, shape.vocab if shape else vocab_size)]
+    decided = cfg.with_values({d.key: d.value for d in decisions if _get(cfg, d.key) == "auto"}, "auto")
+    look = None
+    if shape is not None:
+        device = device_of(machine, local_processes or world_size)
+        if device.is_gpu and cfg.train.loss_head == "auto":
+            head = _compare_heads(decided, shape, device, world_size)
+            decisions[-1], decided = head, decided.with_values({head.key: head.value}, "auto")
+        look = foresight(decided, shape, device, world_size, fit=fit)
+    batch, accum, reason = split_batch(decided, world_size, has_gpu=bool(machine.gpus), look=look)
     decisions += [Decision("train.batch_size", batch, reason), Decision("train.grad_accum", accum, reason)]
-    decisions += [_decide_head(cfg, machine, batch, vocab_size)]
     values = {d.key: d.value for d in decisions if _get(given, d.key) == "auto"}
     sized = given.with_values(values, "auto")
-    return SizedRun(sized, world_size, tuple(d for d in decisions if d.key in values), _without_effect(sized, machine))
+    unknown = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
+    return SizedRun(
+        sized,
+        world_size,
+        tuple(d for d in decisions if d.key in values),
+        (*without_effect(sized, machine), *unknown),
+        look(batch) if look else None,
+    )
 
 
-def split_batch(cfg: RunConfig, world_size: int, *, has_gpu: bool) -> tuple[int, int, str]:
-    """Micro-batch and accumulation whose product over all processes is exactly the effective batch."""
+def foresight(
+    cfg: RunConfig, shape: ModelShape, device: Device, world_size: int, *, fit: Fit | None = None
+) -> Callable[[int], Forecast]:
+    """The forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided."""
+    strategy: Strategy = "single" if world_size == 1 else "ddp"
+    setting = Setting(shape=shape, path=path_of(cfg), device=device, strategy=strategy, world_size=world_size, fit=fit)
+    share = cfg.train.effective_batch_size // world_size
+    return lambda rows: forecast(setting, Size(rows=rows, seq=cfg.model.max_seq_len, accumulates=rows < share))
+
+
+def split_batch(
+    cfg: RunConfig, world_size: int, *, has_gpu: bool, look: Callable[[int], Forecast] | None = None
+) -> tuple[int, int, str]:
+    """Micro-batch and accumulation whose product over all processes is exactly the effective batch, and the reason.
+
+    With `look`, which forecasts a micro-batch, an automatic one is the largest that fits the device and still helps.
+    """
     train, total = cfg.train, cfg.train.effective_batch_size
     batch, accum = train.batch_size, train.grad_accum
     given = {name: n for name, n in (("batch_size", batch), ("grad_accum", accum)) if isinstance(n, int)}
@@ -102,10 +153,36 @@ def split_batch(cfg: RunConfig, world_size: int, *, has_gpu: bool) -> tuple[int,
         return batch, share // batch, f"{share} rows a process in pieces of {batch}"
     if isinstance(accum, int):
         return share // accum, accum, f"{share} rows a process in {accum} pieces"
-    tokens = TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
+    tokens = TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"] if look is None or not has_gpu else PLATEAU_TOKENS
     room = max(1, tokens // cfg.model.max_seq_len)
-    rows = max(n for n in range(1, share + 1) if share % n == 0 and n <= room)
-    return rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens"
+    divisors = [n for n in range(1, share + 1) if share % n == 0]
+    helpful = [n for n in divisors if n <= room]
+    if look is None:
+        rows = max(helpful)
+        return rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens"
+    rows = _largest_that_fits(helpful, look)
+    return rows, share // rows, _why(look(rows), helpful, divisors, tokens)
+
+
+def _largest_that_fits(rows: list[int], look: Callable[[int], Forecast]) -> int:
+    """Of ascending numbers of rows; the smallest where none fits. A larger piece never takes less memory."""
+    low, high = 0, len(rows)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if look(rows[middle]).verdict == "fits" else (low, middle)
+    return rows[max(0, low - 1)]
+
+
+def _why(chosen: Forecast, helpful: list[int], divisors: list[int], tokens: int) -> str:
+    rows, share = chosen.size.rows, divisors[-1]
+    filled = f"{format_bytes(chosen.peak_bytes)} of {format_bytes(chosen.budget_bytes)} planned with its margin"
+    if chosen.verdict != "fits":
+        return f"the smallest there is; {filled}: {chosen.verdict.replace('_', ' ')}"
+    if rows == share:
+        return f"all {share} rows of a process at once: {filled}"
+    if rows == helpful[-1]:
+        return f"largest divisor of {share} within {tokens} tokens, beyond which more is no faster: {filled}"
+    return f"largest divisor of {share} that fits: {filled}"
 
 
 def _inexact(cfg: RunConfig, made: str, near: list[int]) -> ConfigError:
@@ -116,54 +193,6 @@ def _inexact(cfg: RunConfig, made: str, near: list[int]) -> ConfigError:
         where=f"{cfg.origins.get('train.effective_batch_size', 'default')} train.effective_batch_size",
         fix=f"set train.effective_batch_size to {names}, or {other}",
     )
-
-
-def _decide_numerics(cfg: RunConfig, machine: Machine) -> list[Decision]:
-    train, gpus = cfg.train, machine.gpus
-    bf16 = bool(gpus) and all(gpu.has_bf16 for gpu in gpus)
-    if not gpus:
-        precision = Decision("train.precision", "fp32", "no GPU: a CPU computes fp32 fastest")
-    elif bf16:
-        precision = Decision("train.precision", "bf16", "every GPU has bf16 (compute capability 8.0 or later)")
-    else:
-        precision = Decision("train.precision", "fp16", "a GPU older than Ampere has no bf16")
-    if train.precision == "fp16" and not gpus:
-        raise MachineError(
-            "fp16 needs a GPU; on a CPU it would be ignored",
-            where=f"{cfg.origins.get('train.precision', 'train')} train.precision",
-            fix="leave train.precision on auto (fp32 here), or use bf16",
-        )
-    chosen = precision.value if train.precision == "auto" else train.precision
-    flash = bf16 and chosen != "fp32" and find_spec("flash_attn") is not None
-    if cfg.model.attn == "flash_attention_2" and not flash:
-        raise MachineError(
-            "flash_attention_2 needs an Ampere GPU, 16-bit precision and the package flash-attn",
-            where=f"{cfg.origins.get('model.attn', 'model')} model.attn",
-            fix="leave model.attn on auto (sdpa here)",
-        )
-    attn = Decision("model.attn", "flash_attention_2" if flash else "sdpa", "fastest kernel installed for this device")
-    has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) == "flash_attention_2"
-    why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"
-    if cfg.tuning.backend == "unsloth":
-        has_varlen, why = False, "unsloth's attention does not keep rows apart that are packed here"
-    return [
-        precision,
-        attn,
-        Decision("train.packing", has_varlen, why),
-        Decision("train.optim", "adamw_torch_fused", "one kernel a step, no copy of the gradients"),
-        Decision("train.dataloader_pin_memory", bool(gpus), "page-locked memory speeds copies to a GPU only"),
-    ]
-
-
-def _without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:
-    if cfg.train.dataloader_pin_memory is True and not machine.gpus:
-        return ("train.dataloader_pin_memory has no effect without a GPU",)
-    return ()
-
-
-def _decide_rate(cfg: RunConfig) -> Decision:
-    rate = RATES[cfg.tuning.mode, cfg.task_mode]
-    return Decision("train.learning_rate", rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}")
 
 
 def _decide_head(cfg: RunConfig, machine: Machine, batch: int, vocab_size: int | None) -> Decision:
@@ -184,6 +213,27 @@ def _decide_head(cfg: RunConfig, machine: Machine, batch: int, vocab_size: int |
     if scores_bytes > LARGE_SCORES_BYTES:
         return Decision(key, "chunked", f"whole scores of one piece would take {size}")
     return Decision(key, "standard", f"scores of one piece take {size}; no recomputation needed")
+
+
+def _compare_heads(cfg: RunConfig, shape: ModelShape, device: Device, world_size: int) -> Decision:
+    """Whole scores unless chunks of them make room for a larger micro-batch, or for one at all."""
+    seen = {}
+    for head in ("standard", "chunked"):
+        look = foresight(cfg.with_values({"train.loss_head": head}, "auto"), shape, device, world_size)
+        rows, _, _ = split_batch(cfg, world_size, has_gpu=True, look=look)
+        seen[head] = look(rows)
+    whole, chunks = seen["standard"], seen["chunked"]
+    sizes = f"{chunks.size.rows} rows a piece in place of {whole.size.rows}"
+    if chunks.size.rows > whole.size.rows:
+        return Decision(
+            "train.loss_head", "chunked", f"a vocabulary of {shape.vocab} in chunks leaves room for {sizes}"
+        )
+    if whole.verdict != "fits" and chunks.peak_bytes < whole.peak_bytes:
+        saved = format_bytes(whole.peak_bytes - chunks.peak_bytes)
+        return Decision("train.loss_head", "chunked", f"a vocabulary of {shape.vocab} in chunks takes {saved} less")
+    return Decision(
+        "train.loss_head", "standard", "chunks would make room for no larger piece, and compute scores twice"
+    )
 
 
 def _get(cfg: RunConfig, dotted: str) -> Any:

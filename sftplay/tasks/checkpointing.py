@@ -110,16 +110,16 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, facts: dict[str, Any]) 
                 where=f"{cfg.origins.get('train.resume', '')} train.resume".strip(),
                 fix="use train.resume=auto, which finds the newest complete checkpoint",
             )
-    check_same_run(checkpoint, facts)
+    check_same_run(checkpoint, facts, resized=folder.read_json("plan.json").get("resized", False))
     log.say(f"continuing from {checkpoint}", "resume")
     _clear_the_way(folder, after_step=step_of(checkpoint))
     return checkpoint
 
 
-def check_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
+def check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool = False) -> None:
     """Raise what `choose_checkpoint` raises unless the checkpoint comes from a run with the same `facts`."""
     marked = read_marker(checkpoint)
-    if changed := config_changes(marked, facts):
+    if changed := config_changes(marked, facts, resized=resized):
         raise ConfigError(
             "the config has changed since this checkpoint: " + "; ".join(changed),
             where=str(checkpoint),

@@ -14,7 +14,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from sftplay import __version__, log
-from sftplay.config.sameness import decisive, differences, held_out_decides
+from sftplay.config.sameness import SIZES, decisive, differences, held_out_decides
 from sftplay.config.schema import RunConfig
 from sftplay.data.pipeline import Examples
 from sftplay.model.locate import locate
@@ -102,12 +102,17 @@ def rows_digest(rows: Dataset) -> str:
     return digest.hexdigest()
 
 
-def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each config key, and for the number of processes, that makes this another run."""
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized: bool = False) -> list[str]:
+    """A line for each config key, and for the number of processes, that makes this another run.
+
+    `resized` allows other sizes: the launching verb keeps the first start's unless they do not fit this machine.
+    """
     if "config" not in before or "config" not in now:
         return []
     changed = [
-        f"{key} was {old!r} and is {new!r} now" for key, old, new in differences(before["config"], now["config"])
+        f"{key} was {old!r} and is {new!r} now"
+        for key, old, new in differences(before["config"], now["config"])
+        if not (resized and key in SIZES)
     ]
     if before["world_size"] != now["world_size"]:
         changed.append(f"it ran on {before['world_size']} processes and runs on {now['world_size']} now")

@@ -43,11 +43,15 @@ class Collator:
 
 @dataclass(frozen=True)
 class Cutter:
-    """How windows are cut: at most `micro_batch` rows a piece, each a row of data or, packed, up to `max_tokens`."""
+    """How windows are cut: at most `micro_batch` rows a piece, each a row of data or, packed, up to `max_tokens`.
+
+    With `budget_tokens` a piece has as many rows of data as keep rows x longest row within it, and at least one.
+    """
 
     micro_batch: int
     packs: bool = False
     max_tokens: int = 0
+    budget_tokens: int | None = None
 
     def cut(self, window: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Pieces of a collated window, longest rows first, so that a piece too large fails at once.
@@ -60,10 +64,18 @@ class Cutter:
         if self.packs:
             yield from self._cut_packed(window, lengths.tolist(), order.tolist())
             return
-        for start in range(0, len(order), self.micro_batch):
-            rows = order[start : start + self.micro_batch]
-            width = int(lengths[rows[0]])
+        start = 0
+        while start < len(order):
+            width = int(lengths[order[start]])
+            rows = order[start : start + self._rows_within(width)]
+            start += len(rows)
             yield {key: window[key][rows, :width] for key in ("input_ids", "attention_mask", "labels")}
+
+    def _rows_within(self, width: int) -> int:
+        """Rows of a piece whose longest row has `width` tokens."""
+        if self.budget_tokens is None:
+            return self.micro_batch
+        return max(1, self.budget_tokens // max(1, width))
 
     def _cut_packed(
         self, window: dict[str, Tensor], lengths: list[int], order: list[int]

@@ -36,6 +36,16 @@ class Preflight(TrainerCallback):
         problems = find_problems(ranks, self.cfg, log.world_size())
         if problems:
             raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
+        planned = self.folder.read_json("plan.json")
+        others = [
+            f"rank {n}: {each}" for n, rank in enumerate(ranks) for each in find_other_sizes(planned, rank["sizes"])
+        ]
+        if others:
+            raise RunError(
+                "; ".join(others),
+                where=str(self.folder.path / "plan.json"),
+                fix="start it again with `make train`, which plans and launches together",
+            )
 
     def _describe(self) -> dict[str, Any]:
         trainer, accelerator = self.trainer, self.trainer.accelerator
@@ -48,8 +58,31 @@ class Preflight(TrainerCallback):
             "model_class": type(trainer.model_wrapped).__name__,
             "fingerprint": hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest(),
             "rows_per_step": per_step,
+            "sizes": read_sizes(trainer),
             "parameters": checksum(trainer.model),
         }
+
+
+def read_sizes(trainer: Any) -> dict[str, int]:
+    """Micro-batch, accumulation, effective batch and processes as trainer and cutter really have them."""
+    args, processes = trainer.args, trainer.accelerator.num_processes
+    window_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    micro_batch = trainer.cutter.micro_batch
+    return {
+        "batch_size": micro_batch,
+        "grad_accum": -(-window_rows // micro_batch),
+        "effective_batch_size": window_rows * processes,
+        "world_size": processes,
+    }
+
+
+def find_other_sizes(planned: dict[str, Any], real: dict[str, int]) -> list[str]:
+    """A line for each size that plan.json says and the trainer does not have; empty when all agree."""
+    return [
+        f"{key} is {value} where plan.json says {planned[key]}"
+        for key, value in real.items()
+        if key in planned and planned[key] != value
+    ]
 
 
 def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) -> list[str]:

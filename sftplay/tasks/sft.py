@@ -68,11 +68,10 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     model = load_start(cfg, source=own_base)
     if log.is_main() and cfg.eval.before and not (folder.eval / "before.json").exists():
         evaluate(model, examples, cfg, folder.eval / "before.json")
-    if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # else it goes on with the one it has
-        model = start_adapter(model, cfg)
-    if frozen := freeze_beside_text(model):
-        log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
-    trainer = _build(cfg, train_run, {"model": model, "tokenizer": tokenizer, "examples": examples, "order": order})
+    model = make_trainable(model, cfg)
+    trainer = build_trainer(
+        cfg, train_run, {"model": model, "tokenizer": tokenizer, "examples": examples, "order": order}
+    )
     if log.is_main():
         parameters = describe_parameters(trainer.model)
         write_manifest(cfg, folder, examples, parameters | {"steps": train_run.steps, "order": train_run.order_hash})
@@ -85,6 +84,15 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         if cfg.eval.after:
             evaluate(trainer.model, examples, cfg, folder.eval / "after.json")
     return outcome
+
+
+def make_trainable(model: Any, cfg: RunConfig) -> Any:
+    """`model` with the adapter that trains, where one does, and all that never trains frozen."""
+    if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # else it goes on with the one it has
+        model = start_adapter(model, cfg)
+    if frozen := freeze_beside_text(model):
+        log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
+    return model
 
 
 def _check_held_out(cfg: RunConfig, examples: Examples) -> None:
@@ -105,7 +113,8 @@ def _check_held_out(cfg: RunConfig, examples: Examples) -> None:
         )
 
 
-def _build(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) -> Run:
+def build_trainer(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) -> Run:
+    """The trainer of a run; `parts` are its model, tokenizer, examples and order of rows."""
     examples: Examples = parts["examples"]
     held_out = examples.held_out
     if held_out is not None and train_run.world_size > 1:

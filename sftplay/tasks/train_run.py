@@ -125,7 +125,10 @@ class TrainRun:
 
     def cutter(self) -> Cutter:
         """How the trainer's windows are cut into micro-batches."""
-        return Cutter(int(self.cfg.train.batch_size), self.cfg.train.packing is True, self.cfg.model.max_seq_len)
+        train, length = self.cfg.train, self.cfg.model.max_seq_len
+        rows = int(train.batch_size)
+        budget = rows * length if train.batching == "tokens" else None
+        return Cutter(rows, train.packing is True, length, budget)
 
     def callbacks(self) -> list[Any]:
         """What looks on while the run trains; also makes this run's meters."""

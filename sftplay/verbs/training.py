@@ -18,11 +18,14 @@ from sftplay.launch.folder import RESOLVED, RunFolder, find_run, has_run, new_fo
 from sftplay.launch.follow import follow
 from sftplay.launch.ports import free_port
 from sftplay.machine.probe import Machine, probe
-from sftplay.model.source import read_shape
+from sftplay.plan.advice import Place, suggest
+from sftplay.plan.probe_fit import Fit
 from sftplay.plan.sizing import SizedRun, size_run
-from sftplay.units import GIB
+from sftplay.units import GIB, format_bytes
 from sftplay.verbs.inputs import check_inputs, needs_no_hub
 from sftplay.verbs.look import leave_report
+from sftplay.verbs.plan import known_shape
+from sftplay.verbs.probing import Bench, look_closer
 from sftplay.watch.checkpoints import list_checkpoints, read_marker
 
 MEETING_PORT = 29511
@@ -57,9 +60,11 @@ def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None) -> 
         return _print_command(command, args)
     with folder.locked():
         folder.create()
+        bench = Bench(machine, scale.nproc, folder.logs)
+        sized, probed = look_closer(sized, bench, lambda found: _size(cfg, machine, scale, found))
         say_sizing(sized, machine, folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
-        folder.write_json("plan.json", {**sized.as_plan(), "notes": _notes(sized)})
+        folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": _notes(sized)})
         return _start(command, folder, args)
 
 
@@ -79,7 +84,13 @@ def _continue(args: Namespace, cfg: RunConfig) -> int:
     starts_anew = _check_processes(folder, scale) and cfg.train.resume == "auto"
     # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
     kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto" and not starts_anew}
-    sized = _size(cfg.with_values({**kept, "run_name": stored.run_name}, "resume"), machine, scale)
+    named = cfg.with_values({"run_name": stored.run_name}, "resume")
+    sized = _size(named.with_values(kept, "resume"), machine, scale)
+    resized = bool(kept) and not _fits(sized)
+    if resized:
+        sized = _size(named, machine, scale)
+        _say_resized(stored, sized.cfg)
+    starts_anew = starts_anew or resized
     sizes = {key: _value(sized.cfg, key) for key in SIZES} if starts_anew else {}
     _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
     command = _command(sized, folder, scale, machine)
@@ -87,7 +98,22 @@ def _continue(args: Namespace, cfg: RunConfig) -> int:
         return _print_command(command, args)
     with folder.locked():
         write_text(folder.resolved, dump_resolved(sized.cfg))
+        if starts_anew:
+            folder.write_json("plan.json", {**sized.as_plan(), "notes": _notes(sized), "resized": resized})
         return _start(command, folder, args)
+
+
+def _fits(sized: SizedRun) -> bool:
+    return sized.forecast is None or sized.forecast.verdict != "does_not_fit"
+
+
+def _say_resized(stored: RunConfig, cfg: RunConfig) -> None:
+    before, now = (f"{each.train.batch_size} x {each.train.grad_accum}" for each in (stored, cfg))
+    log.say(
+        f"note: the first start's {before} rows a process do not fit here, {now} do; the effective batch and the rows "
+        "stay, sums are rounded otherwise from here on",
+        "resume",
+    )
 
 
 def _run_of(cfg: RunConfig) -> str | None:
@@ -157,9 +183,20 @@ def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
     return code
 
 
-def _size(cfg: RunConfig, machine: Machine, scale: Scale) -> SizedRun:
-    vocab_size = read_shape(cfg.model.name).get("vocab_size")
-    return size_run(cfg, machine, world_size=scale.world_size, vocab_size=vocab_size)
+def _size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None) -> SizedRun:
+    shape = known_shape(cfg)
+    sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit)
+    seen = sized.forecast
+    if seen is None or shape is None or seen.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
+        return sized
+    found = suggest(sized.cfg, shape, Place(seen.setting.device, scale.world_size))
+    listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in found)
+    raise MachineError(
+        f"{shape.name} does not fit: even one row at a time takes {format_bytes(seen.peak_bytes)} of "
+        f"{format_bytes(seen.budget_bytes)} on each {seen.setting.device.name}",
+        where=f"{cfg.origins.get('model.name', 'model')} model.name",
+        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it all the same",
+    )
 
 
 def _command(sized: SizedRun, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
@@ -199,6 +236,8 @@ def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
         log.say(f"Detected {len(gpus)} GPUs:")
         for gpu in gpus:
             log.show(f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)")
+        total = sum(gpu.total_bytes for gpu in gpus) / GIB
+        log.say(f"Total VRAM: {total:.1f} GiB (not one pool: each GPU holds its own copy)")
     else:
         log.say(
             f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
@@ -206,14 +245,24 @@ def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
     log.say(f"run {folder.path}")
     for decision in sized.decisions:
         log.say(f"auto {decision.key} = {decision.value}: {decision.reason}")
-    log.say(f"Batch size: {train_section.batch_size} per process, gradient accumulation: {train_section.grad_accum}")
+    chosen = any(decision.key == "train.batch_size" for decision in sized.decisions)
+    sizes = f"{train_section.batch_size} per {'GPU' if gpus else 'process'}"
+    said = "Auto-calculated batch size" if chosen else "Batch size"
+    log.say(f"{said}: {sizes}, gradient accumulation: {train_section.grad_accum}")
     log.say(f"Effective batch size: {train_section.effective_batch_size}, precision: {train_section.precision}")
     for note in _notes(sized):
         log.say(f"note: {note}")
 
 
 def _notes(sized: SizedRun) -> list[str]:
-    return [*notes(sized.cfg), *sized.notes]
+    seen = sized.forecast
+    warning = []
+    if seen is not None and seen.verdict != "fits":
+        what = (
+            f"{format_bytes(seen.peak_bytes)} planned with its margin, {format_bytes(seen.budget_bytes)} to plan with"
+        )
+        warning = [f"memory: {seen.verdict.replace('_', ' ')} ({what}); `make plan` shows what would fit"]
+    return [*notes(sized.cfg), *sized.notes, *warning]
 
 
 def _print_command(command: Launch, args: Namespace) -> int:

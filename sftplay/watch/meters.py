@@ -61,7 +61,8 @@ class Meters(TrainerCallback):
         if "loss" not in logs:
             return
         now = time.monotonic()
-        ranks = gather(self.window.take_counts())
+        everyone = gather((self.window.take_counts(), memory_fields()))
+        ranks, memory = [counts for counts, _ in everyone], [held for _, held in everyone]
         seconds, self._logged_at = now - self._logged_at, now
         self._shown_tokens = 0
         self.last_loss = logs["loss"]
@@ -81,7 +82,8 @@ class Meters(TrainerCallback):
             **self.seen,
             "tokens_per_s": round(tokens / seconds, 1),
             "padding_share": round(1 - tokens / padded, 4) if padded else 0.0,
-            **memory_fields(),
+            **memory[0],
+            "ranks_memory": memory,
         }
         if self.keep_row_ids:
             line["row_ids"] = [r.rows for r in ranks]

@@ -19,6 +19,11 @@ REFUSED = {
         "write train.effective_batch_size: 24 or 36",
     ),
     "train: {batch_size: 1, grad_accum: 64}": ("train.batch_size", "= 64 does not divide", ": 64 or 128"),
+    "train: {batching: tokens, packing: true}": (
+        "train.batching",
+        "train.packing true leaves no padding to save",
+        "one of the two",
+    ),
     "train: {save_steps: 30, eval_steps: 20, best_metric: loss}": (
         "train.save_steps",
         "30 is no multiple of train.eval_steps 20, which train.best_metric needs",

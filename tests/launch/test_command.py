@@ -66,6 +66,19 @@ def test_two_processes_without_a_gpu_are_told_to_use_the_cpu_and_share_the_cores
     assert "ACCELERATE_USE_CPU" not in launch(scale=Scale(2), has_gpu=True).env
 
 
+OF_A_CPU = ("MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE")
+OF_A_GPU = ("CUDA_DEVICE_ORDER", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(("has_gpu", "names"), [(False, OF_A_CPU), (True, OF_A_GPU)], ids=["cpu", "gpu"])
+def test_the_allocator_is_set_up_for_the_device_unless_the_user_has(launch, monkeypatch, has_gpu, names):
+    for name in (*OF_A_CPU, *OF_A_GPU):
+        monkeypatch.delenv(name, raising=False)
+    assert {*OF_A_CPU, *OF_A_GPU}.intersection(launch(has_gpu=has_gpu).env) == set(names)
+    monkeypatch.setenv(names[0], "the user's")
+    assert names[0] not in launch(has_gpu=has_gpu).env
+
+
 def test_threads_the_user_has_set_are_respected(launch, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS" not in launch(scale=Scale(2)).env

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan import sizing
+from sftplay.plan import numerics, sizing
 from sftplay.plan.sizing import size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,9 @@ def test_an_automatic_micro_batch_is_the_largest_that_stays_within_its_tokens(ef
 
 
 LEFT_AUTO = {"tuning.lora.target_modules", "data.format", "data.template", "data.encoding", "data.delimiter"}
-"""Resolved later: from the loaded model, from the rows, from the tokenizer. None of them depends on the machine."""
+LEFT_AUTO |= {"train.probe"}
+"""Resolved later: from the loaded model, from the rows, from the tokenizer. None of them depends on the machine, but
+for the probe, which is over when the workers read the config."""
 
 
 def leaves(tree, prefix=""):
@@ -179,10 +181,18 @@ def test_on_a_gpu_large_vocabularies_are_chunked():
 
 def test_rows_are_packed_where_a_kernel_skips_the_gaps_and_nowhere_else(monkeypatch):
     assert size_run(config(packing="auto"), machine(H200)).cfg.train.packing is False
-    monkeypatch.setattr(sizing, "find_spec", lambda name: object())
+    monkeypatch.setattr(numerics, "find_spec", lambda name: object())
     sized = size_run(config(packing="auto"), machine(H200)).cfg
     assert (sized.model.attn, sized.train.packing) == ("flash_attention_2", True)
     assert size_run(config(packing="auto"), machine(V100)).cfg.train.packing is False
+    assert size_run(config(packing="auto", batching="tokens"), machine(H200)).cfg.train.packing is False
+
+
+def test_a_probe_that_is_insisted_on_is_noted_where_there_is_no_gpu_and_nowhere_else():
+    note = "train.probe always has no effect without a GPU"
+    assert note in size_run(config(probe="always"), CPU).notes
+    assert note not in size_run(config(), CPU).notes
+    assert note not in size_run(config(probe="always"), machine(H200)).notes
 
 
 def test_the_plan_names_sizes_and_decisions():

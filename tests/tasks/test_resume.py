@@ -25,7 +25,7 @@ from sftplay.tasks.train_run import TrainRun
 from sftplay.watch.disk import report_full_disk
 from sftplay.watch.guards import StopOnBadStep, StopOnSignal
 
-TIMED = {"tokens_per_s", "peak_rss_bytes", "attempt"}
+TIMED = {"tokens_per_s", "peak_rss_bytes", "ranks_memory", "attempt"}
 """Fields of a line of metrics that may differ between two equal runs."""
 
 
@@ -377,3 +377,20 @@ def test_command_trains_and_reports_what_it_did(
     again = sftplay("train", "--config", config)
     assert again.returncode == 2
     assert "a run called 'run' exists" in again.stderr
+
+
+def test_a_resume_where_the_first_sizes_do_not_fit_takes_others_with_the_same_effective_batch(
+    inputs: Inputs, tmp_path: Path
+):
+    """Another machine: the plan says so in plan.json, and the checkpoint's marker may then name other sizes."""
+    options = {"train__save_steps": 2, "train__batch_size": 4, "train__effective_batch_size": 4}
+    cfg, folder = new_run(tmp_path, inputs, **options)
+    train_in(cfg, folder, StopAfter(2))
+    smaller = cfg.with_values({"train.resume": "auto", "train.batch_size": 1, "train.grad_accum": 4}, "test")
+    with pytest.raises(ConfigError, match=r"train\.batch_size was 4 and is 1 now"):
+        train_in(smaller, folder)
+    folder.write_json("plan.json", {**folder.read_json("plan.json"), "batch_size": 1, "grad_accum": 4, "resized": True})
+    train_in(smaller, folder)
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    assert len(lines) > 2

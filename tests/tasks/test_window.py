@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from in_process import Inputs, built, train
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -85,8 +87,15 @@ def step(trainer: Any, cutter: Cutter, rows: list[dict[str, Any]]) -> tuple[floa
 @pytest.mark.parametrize("head", ["standard", "chunked"])
 @pytest.mark.parametrize(
     "cutter",
-    [Cutter(8), Cutter(1), Cutter(3), Cutter(1, packs=True, max_tokens=128), Cutter(2, packs=True, max_tokens=90)],
-    ids=["one piece", "single rows", "threes", "packed", "packed in pairs"],
+    [
+        Cutter(8),
+        Cutter(1),
+        Cutter(3),
+        Cutter(1, packs=True, max_tokens=128),
+        Cutter(2, packs=True, max_tokens=90),
+        Cutter(1, budget_tokens=90),
+    ],
+    ids=["one piece", "single rows", "threes", "packed", "packed in pairs", "by tokens"],
 )
 def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_cut(
     cutter: Cutter, head: str, trainers: dict[str, Any], reference: tuple[float, torch.Tensor]
@@ -171,6 +180,46 @@ def test_packing_stays_within_johnsons_bound_of_the_minimum(seed: int):
 
 def test_row_longer_than_the_room_gets_a_group_of_its_own():
     assert first_fit([3, 12, 4], [1, 2, 0], 10) == [[1], [2, 0]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 48), min_size=1, max_size=40), st.integers(1, 300))
+def test_pieces_by_tokens_stay_within_their_budget_and_hold_every_row_once(lengths: list[int], budget: int):
+    rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
+    pieces = list(Cutter(1, budget_tokens=budget).cut(Collator(PAD)(rows)))
+    for piece in pieces:
+        count, width = piece["input_ids"].shape
+        assert count * width <= budget or count == 1
+        assert width == int(piece["attention_mask"].sum(1).max())
+    held = torch.cat([piece["input_ids"].flatten() for piece in pieces])
+    assert [int((held == i + 1).sum()) for i in range(len(lengths))] == lengths
+    # As few as can be in this order: no piece could have taken the first row of the next one.
+    for piece in pieces[:-1]:
+        count, width = piece["input_ids"].shape
+        assert (count + 1) * width > budget
+
+
+def test_a_budget_of_full_rows_gives_full_rows_the_pieces_that_a_count_gives():
+    rows = [{"input_ids": [5] * 32, "labels": [5] * 32, "row": i} for i in range(8)]
+    window = Collator(PAD)(rows)
+    by_count, by_tokens = (list(cutter.cut(window)) for cutter in (Cutter(4), Cutter(4, budget_tokens=4 * 32)))
+    assert [piece["input_ids"].shape for piece in by_tokens] == [(4, 32)] * 2
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(by_count, by_tokens, strict=True))
+
+
+def test_batches_by_tokens_train_to_the_weights_of_batches_by_examples_with_less_work(inputs: Inputs, tmp_path: Path):
+    runs = [
+        train(tmp_path / kind, inputs, train__batching=kind, train__batch_size=batch, tuning__mode="full",
+              train__optim="sgd", train__max_steps=3, train__max_grad_norm=0.0)
+        for kind, batch in (("examples", 8), ("tokens", 1))
+    ]  # fmt: skip
+    weights = [torch.cat([p.detach().flatten() for p in run.trainer.model.parameters()]) for run in runs]
+    assert float((weights[0] - weights[1]).abs().max()) <= 1e-6
+    start = AutoModelForCausalLM.from_pretrained(inputs.model)
+    assert float((torch.cat([p.detach().flatten() for p in start.parameters()]) - weights[0]).abs().max()) > 1e-4
+    assert [line["row_ids"] for line in runs[0].metrics] == [line["row_ids"] for line in runs[1].metrics]
+    padding = [[line["padding_share"] for line in run.metrics] for run in runs]
+    assert all(by_tokens < by_examples for by_examples, by_tokens in zip(*padding, strict=True))
 
 
 def test_pieces_come_longest_first_with_their_padding_trimmed():

@@ -1,0 +1,136 @@
+"""Lines through measured peaks: for each phase of a training step, bytes = fixed + per token * tokens.
+
+Measured are whole rows of full length, so that what grows with the square of a row's length is part of the slope. A
+peak is the largest of several lines; a line through points of two of them would be nobody's, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+TOLERANCE = 0.05
+"""A third point may be this share off the line through the other two; the allocator rounds, but by far less."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Peaks of one micro-batch size in the steady state of training."""
+
+    rows: int
+    tokens: int
+    peaks_bytes: Mapping[str, int]
+    """By phase of a step, as `memory.Footprint` names them."""
+
+    reserved_bytes: int | None = None
+    """The most that torch's allocator held, cached blocks with it; None without one."""
+
+    seconds: float = 0.0
+    """Of one optimizer step."""
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.peaks_bytes, key=lambda phase: self.peaks_bytes[phase])
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks_bytes.values())
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line over tokens."""
+
+    fixed_bytes: float
+    bytes_per_token: float
+
+    def at(self, tokens: int) -> float:
+        """Bytes at so many tokens."""
+        return self.fixed_bytes + self.bytes_per_token * tokens
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was measured, as lines; `at` gives the peak of any number of tokens."""
+
+    lines: Mapping[str, Line]
+    peak_phase: str
+    """Where the measured peaks lay."""
+
+    accumulates: bool = True
+    """True when the measured steps had several micro-batches, as most runs' steps do."""
+
+    context_bytes: int | None = None
+    """What the process took on the device beside torch's allocator; None where that cannot be told."""
+
+    points: Sequence[Point] = field(default=())
+
+    def at(self, tokens: int) -> float:
+        """The peak in bytes, in whichever phase it lies."""
+        return max(line.at(tokens) for line in self.lines.values())
+
+    def reaching(self, tokens: int, floor_bytes: float) -> Fit:
+        """The same with the peak's line so steep behind its last point that `tokens` take at least `floor_bytes`."""
+        last = self.points[-1]
+        slope = (floor_bytes - last.peak_bytes) / max(1, tokens - last.tokens)
+        if tokens <= last.tokens or slope <= self.lines[self.peak_phase].bytes_per_token:
+            return self
+        steep = Line(last.peak_bytes - slope * last.tokens, slope)
+        return replace(self, lines={**self.lines, self.peak_phase: steep})
+
+    def as_dict(self) -> dict[str, Any]:
+        """For plan.json."""
+        lines = {phase: asdict(line) for phase, line in self.lines.items()}
+        return {"peak_phase": self.peak_phase, "lines": lines, "context_bytes": self.context_bytes}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no line can be drawn; the estimate then stays as it is."""
+
+    reason: str
+
+
+def fit(points: Sequence[Point], slopes: Mapping[str, float] | None = None) -> Fit | Refusal:
+    """Lines through the two largest points; with one point only, through it with `slopes`, the estimate's, by phase."""
+    ordered = sorted({point.tokens: point for point in points}.values(), key=lambda point: point.tokens)
+    if not ordered:
+        return Refusal("nothing was measured")
+    last = ordered[-1]
+    if len(ordered) == 1:
+        return _through_one(last, slopes)
+    before = ordered[-2]
+    if before.peak_phase != last.peak_phase:
+        return Refusal(
+            f"the peak of {before.tokens} tokens lies in the phase {before.peak_phase!r}, that of {last.tokens} in "
+            f"{last.peak_phase!r}: no one line goes through both"
+        )
+    lines = {phase: _through_two(before, last, phase) for phase in last.peaks_bytes if phase in before.peaks_bytes}
+    top = last.peak_phase
+    if last.peaks_bytes[top] < before.peaks_bytes[top]:
+        return Refusal(f"{last.tokens} tokens took less than {before.tokens} did")
+    if lines[top].fixed_bytes < 0:
+        return Refusal("the peaks grow faster than the tokens do")
+    for point in ordered[:-2]:
+        off = lines[top].at(point.tokens) / point.peaks_bytes[top] - 1
+        if point.peak_phase == top and abs(off) > TOLERANCE:
+            return Refusal(f"the peak of {point.tokens} tokens is {off:+.0%} off the line through the other two")
+    return Fit(lines, top, points=tuple(ordered))
+
+
+def _through_one(point: Point, slopes: Mapping[str, float] | None) -> Fit | Refusal:
+    if slopes is None:
+        return Refusal(f"only {point.tokens} tokens were measured: one point gives no slope")
+    lines = {}
+    for phase, peak in point.peaks_bytes.items():
+        slope = max(0.0, slopes.get(phase, 0.0))
+        lines[phase] = Line(peak - slope * point.tokens, slope)
+    return Fit(lines, point.peak_phase, points=(point,))
+
+
+def _through_two(before: Point, last: Point, phase: str) -> Line:
+    low, high = before.peaks_bytes[phase], last.peaks_bytes[phase]
+    # Of a phase that is not the peak, noise must not make a line that falls.
+    slope = max(0.0, (high - low) / (last.tokens - before.tokens))
+    return Line(high - slope * last.tokens, slope)

@@ -1,0 +1,139 @@
+"""The verb `plan`: what a run takes before anything is downloaded, on this machine or on one that is named."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.config.schema import RunConfig
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Gpu, Machine, probe
+from sftplay.model.lineage import settle
+from sftplay.model.source import BUILTIN_CONFIGS
+from sftplay.plan.advice import Place, suggest
+from sftplay.plan.budget import device_of
+from sftplay.plan.cards import Card, find_card, parse_fleet
+from sftplay.plan.compare import compare
+from sftplay.plan.model_shape import ModelShape
+from sftplay.plan.shapes import find_shape, nearest_names
+from sftplay.plan.sheet import describe_memory, describe_model, describe_rows, describe_suggestions, describe_workload
+from sftplay.plan.sizing import SizedRun, size_run
+from sftplay.plan.workload import workload_of
+from sftplay.units import parse_bytes
+
+DOES_NOT_FIT = 3
+
+
+def plan(args: Namespace) -> int:
+    """`plan`: bytes of every component, the sizes, the verdict, and what would fit; exit code 3 when it does not."""
+    cfg = settle(load_config(args.config, args.overrides))
+    shape = require_shape(cfg)
+    machine, world_size = _where(args)
+    sized = size_run(cfg, machine, world_size=world_size, shape=shape)
+    if args.compare:
+        return _compare(args, sized, shape, machine)
+    seen = sized.forecast
+    assert seen is not None
+    work = workload_of(sized.cfg, seen.setting)
+    found = [] if seen.verdict == "fits" else suggest(sized.cfg, shape, Place(seen.setting.device, world_size))
+    if args.json:
+        extra = {"suggestions": [each.as_dict() for each in found], **vars(work), "notes": list(sized.notes)}
+        print(json.dumps({**sized.as_plan(), **extra}))
+        return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
+    train = sized.cfg.train
+    sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
+    lines = [
+        *describe_model(seen),
+        f"tuning      {sized.cfg.tuning.mode}, {train.precision}, rows of {sized.cfg.model.max_seq_len} tokens",
+        f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
+        *(f"            {each.key} = {each.value}: {each.reason}" for each in sized.decisions),
+        "memory on each device, at its peak",
+        *describe_memory(seen),
+        *describe_workload(work),
+        *(["what would fit:" if found and found[0].fits else "what comes nearest:"] if found else []),
+        *describe_suggestions(found),
+        *(f"note        {note}" for note in sized.notes),
+    ]
+    for line in lines:
+        log.show(line)
+    return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
+
+
+def _compare(args: Namespace, sized: SizedRun, shape: ModelShape, machine: Machine) -> int:
+    rows = compare(sized.cfg, shape, device_of(machine, sized.world_size), sized.world_size)
+    if args.json:
+        print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
+        return 0
+    assert sized.forecast is not None
+    for line in (*describe_model(sized.forecast), *describe_rows(rows)):
+        log.show(line)
+    return 0
+
+
+def known_shape(cfg: RunConfig) -> ModelShape | None:
+    """The shape of the config's model, None when only the hub could tell."""
+    return find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
+
+
+def require_shape(cfg: RunConfig) -> ModelShape:
+    """The shape of the config's model.
+
+    Raises:
+        ConfigError: it is neither here nor in the shipped table.
+    """
+    if shape := known_shape(cfg):
+        return shape
+    near = nearest_names(cfg.model.name, BUILTIN_CONFIGS)
+    meant = f"did you mean {' or '.join(near)}? else " if near else ""
+    raise ConfigError(
+        f"the shape of {cfg.model.name!r} is not known here",
+        where=f"{cfg.origins.get('model.name', 'model')} model.name",
+        fix=f"{meant}put its config.json into a folder and name that, or `make download-model MODEL={cfg.model.name}`",
+        nearest=near,
+    )
+
+
+def checkpoint_bytes(cfg: RunConfig) -> int | None:
+    """Bytes of one checkpoint of a config on this machine, None where the model's shape is not known here."""
+    cfg = settle(cfg)
+    shape = known_shape(cfg)
+    if shape is None:
+        return None
+    seen = size_run(cfg, probe(), shape=shape)
+    assert seen.forecast is not None
+    return workload_of(seen.cfg, seen.forecast.setting).checkpoint_bytes
+
+
+def _where(args: Namespace) -> tuple[Machine, int]:
+    """The machine that is meant, and the number of processes."""
+    if args.gpus and args.vram:
+        raise ConfigError("--gpus and --vram do not go together", where="command line", fix="leave one out")
+    machine = probe()
+    if args.gpus:
+        machine = _pretend(machine, *parse_fleet(args.gpus, "--gpus (GPUS=)"))
+    elif args.vram:
+        machine = _pretend(machine, 1, _card_of_size(args.vram))
+    world_size = args.nproc or max(1, len(machine.gpus))
+    if 0 < len(machine.gpus) < world_size:
+        raise MachineError(
+            f"{world_size} processes need {world_size} GPUs, there are {len(machine.gpus)}",
+            where="--nproc",
+            fix=f"use --nproc {len(machine.gpus)}, or plan for others with GPUS={world_size}xA100",
+        )
+    return machine, world_size
+
+
+def _card_of_size(words: str) -> Card:
+    try:
+        size = parse_bytes(words)
+    except ValueError as error:
+        raise ConfigError(str(error), where="--vram (VRAM=)", fix="write VRAM=24GiB") from None
+    return replace(find_card("A10") or Card("", 0, (8, 0), 0), name=f"GPU of {words}", total_mib=size >> 20, tflops=0)
+
+
+def _pretend(machine: Machine, count: int, card: Card) -> Machine:
+    gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
+    return replace(machine, gpus=gpus, gpu_reason="")

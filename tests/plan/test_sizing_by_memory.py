@@ -1,0 +1,112 @@
+"""Micro-batches sized by what a device holds: the largest that fits, the loss head that makes room, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sftplay.config.load import load_config
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan import sizing
+from sftplay.plan.shapes import find_shape
+from sftplay.plan.sizing import size_run, split_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+BASE = load_config(ROOT / "configs/run_lora.yaml")
+GEMMA = load_config(ROOT / "configs/run_gemma27b_distributed.yaml")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a forecast shows of itself, for a device that holds `cap` rows."""
+
+    rows: int
+    cap: int
+    peak_bytes: int = 1
+    budget_bytes: int = 2
+
+    @property
+    def verdict(self):
+        return "fits" if self.rows <= self.cap else "does_not_fit"
+
+    @property
+    def size(self):
+        return SimpleNamespace(rows=self.rows)
+
+
+def gpus(*sizes, name="NVIDIA H200"):
+    cards = tuple(Gpu(i, name, size, size, (9, 0)) for i, size in enumerate(sizes))
+    return Machine(gpus=cards, gpu_reason="", ram_bytes=16 * GIB, cores=8, python="3", system="Linux", libraries={})
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 256), st.integers(1, 16), st.integers(0, 300), st.sampled_from([512, 2048, 32_768]))
+def test_the_automatic_micro_batch_is_the_largest_divisor_that_fits_and_still_helps(share, processes, cap, length):
+    values = {"train.effective_batch_size": share * processes, "model.max_seq_len": length}
+    cfg = BASE.with_values(values, "test")
+    batch, accum, _ = split_batch(cfg, processes, has_gpu=True, look=lambda rows: Seen(rows, cap))
+    assert batch * accum == share
+    room = max(1, sizing.PLATEAU_TOKENS // length)
+    fitting = [n for n in range(1, share + 1) if share % n == 0 and n <= min(cap, room)]
+    assert batch == max(fitting, default=1)
+
+
+@given(st.integers(1, 64), st.integers(0, 3))
+def test_a_size_that_is_given_is_kept_however_little_fits(size, cap):
+    cfg = BASE.with_values({"train.effective_batch_size": 2 * size, "train.batch_size": size}, "test")
+    assert split_batch(cfg, 1, has_gpu=True, look=lambda rows: Seen(rows, cap))[:2] == (size, 2)
+
+
+def test_unequal_gpus_are_planned_for_the_smallest():
+    shape = find_shape(GEMMA.model.name)
+    unequal = size_run(GEMMA, gpus(140 * GIB, 40 * GIB), world_size=2, shape=shape)
+    both_small = size_run(GEMMA, gpus(40 * GIB, 40 * GIB), world_size=2, shape=shape)
+    assert unequal.cfg.train.batch_size == both_small.cfg.train.batch_size
+    assert unequal.forecast.budget_bytes == both_small.forecast.budget_bytes
+
+
+def test_memory_that_others_hold_is_not_planned_with():
+    shape = find_shape(GEMMA.model.name)
+    card = Gpu(0, "NVIDIA H200", 140 * GIB, 30 * GIB, (9, 0))
+    shared = Machine(gpus=(card,), gpu_reason="", ram_bytes=16 * GIB, cores=8, python="3", system="Linux", libraries={})
+    sized = size_run(GEMMA, shared, shape=shape)
+    assert sized.forecast.budget_bytes == 30 * GIB
+    assert sized.forecast.peak_bytes <= 30 * GIB
+
+
+def test_scores_are_taken_in_chunks_only_where_that_makes_room_for_more_rows():
+    shape = find_shape(GEMMA.model.name)
+    large = size_run(GEMMA, gpus(140 * GIB), shape=shape).cfg.train
+    assert large.loss_head == "chunked"
+    alone = GEMMA.with_values({"train.effective_batch_size": 2}, "test")
+    few = size_run(alone, gpus(140 * GIB), shape=shape).cfg.train
+    assert (few.loss_head, few.batch_size) == ("standard", 2)
+
+
+def test_a_plan_names_device_model_and_strategy_that_it_was_made_for():
+    plan = size_run(GEMMA, gpus(140 * GIB, 140 * GIB), world_size=2, shape=find_shape(GEMMA.model.name)).as_plan()
+    assert plan["device"]["name"] == "NVIDIA H200"
+    assert (plan["model"], plan["strategy"]) == ("google/gemma-3-27b-it", "ddp")
+    assert plan["verdict"] == "fits"
+
+
+def test_a_model_of_unknown_shape_is_sized_by_tokens_and_says_so():
+    sized = size_run(GEMMA, gpus(140 * GIB))
+    assert sized.forecast is None
+    assert any("memory is not planned" in note for note in sized.notes)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_cpu_shares_its_memory_among_its_processes(processes):
+    cpu = Machine(
+        gpus=(), gpu_reason="", ram_bytes=16 * GIB, cores=8, python="3", system="Linux", libraries={},
+        ram_free_bytes=16 * GIB,
+    )  # fmt: skip
+    sized = size_run(BASE, cpu, world_size=processes, shape=find_shape("HuggingFaceTB/SmolLM2-135M"))
+    assert sized.forecast.budget_bytes == pytest.approx(0.92 * 16 * GIB / processes, abs=2)

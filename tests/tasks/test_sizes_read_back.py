@@ -1,0 +1,65 @@
+"""The sizes in plan.json are those the running trainer has, and those of the pieces that really run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import Inputs, new_run, train_in
+
+from sftplay.errors import RunError
+from sftplay.tasks.pieces import Cutter
+from sftplay.tasks.preflight import find_other_sizes
+from sftplay.tasks.window import Window
+
+SIZES = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8, "world_size": 1}
+
+
+def planned_run(home: Path, inputs: Inputs, **altered: int) -> Any:
+    """A run of 2 x 4 rows on one process, and plan.json as `train` writes it but for what is altered."""
+    cfg, folder = new_run(home, inputs, train__batch_size=2, train__max_steps=2)
+    folder.write_json("plan.json", {**SIZES, **altered})
+    return cfg, folder
+
+
+def test_pieces_that_run_have_the_rows_and_the_number_that_the_plan_says(
+    tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+):
+    ran: list[int] = []
+    compute = Window.compute_loss
+
+    def count(self: Window, model: Any, piece: Any, *more: Any, **named: Any) -> Any:
+        if model.training:
+            ran.append(len(piece["input_ids"]))
+        return compute(self, model, piece, *more, **named)
+
+    monkeypatch.setattr(Window, "compute_loss", count)
+    cfg, folder = planned_run(tmp_path, inputs)
+    done = train_in(cfg, folder)
+    assert ran == [SIZES["batch_size"]] * SIZES["grad_accum"] * 2
+    assert [len(line["row_ids"][0]) for line in done.metrics] == [SIZES["effective_batch_size"]] * 2
+    sizes = json.loads((folder.path / "status.json").read_text())["ranks"][0]["sizes"]
+    assert sizes == SIZES
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_plan_that_says_another_size_stops_the_run_before_its_first_step(key: str, tmp_path: Path, inputs: Inputs):
+    cfg, folder = planned_run(tmp_path, inputs, **{key: SIZES[key] + 1})
+    with pytest.raises(RunError, match=f"{key} is {SIZES[key]} where plan.json says {SIZES[key] + 1}") as caught:
+        train_in(cfg, folder)
+    assert caught.value.exit_code == 5
+    assert not folder.metrics.exists() or folder.metrics.read_text() == ""
+
+
+def test_a_cutter_that_is_not_the_plans_is_noticed(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sftplay.tasks.train_run.TrainRun.cutter", lambda self: Cutter(4))
+    cfg, folder = planned_run(tmp_path, inputs)
+    with pytest.raises(RunError, match=r"batch_size is 4 where plan.json says 2; rank 0: grad_accum is 2"):
+        train_in(cfg, folder)
+
+
+def test_sizes_that_an_older_plan_does_not_name_are_not_compared():
+    assert find_other_sizes({"batch_size": 2}, SIZES) == []
+    assert find_other_sizes({}, SIZES) == []

@@ -1,0 +1,152 @@
+"""`plan`: what it answers, to people and to scripts, for machines that are here and that are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sftplay.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+GEMMA = "configs/run_gemma27b_distributed.yaml"
+LLAMA = "configs/run_llama70b.yaml"
+GIB = 2**30
+
+INVENTED = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 3000,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 50_000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    code = main(["plan", *words, "--json"])
+    return {"code": code, **json.loads(capsys.readouterr().out)}
+
+
+def test_the_answer_for_scripts_has_the_promised_keys_and_adds_up(capsys):
+    plan = answer(capsys, "--config", GEMMA, "--gpus", "2xH200")
+    promised = (
+        "verdict", "world_size", "batch_size", "grad_accum", "effective_batch_size", "budget_bytes", "peak_bytes",
+        "peak_phase", "components", "suggestions", "steps",
+    )  # fmt: skip
+    assert set(promised) <= set(plan)
+    assert plan["code"] == 0
+    assert plan["verdict"] == "fits"
+    assert plan["batch_size"] * plan["grad_accum"] * plan["world_size"] == plan["effective_batch_size"] == 32
+    assert sum(plan["components"].values()) == plan["peak_bytes"] <= plan["budget_bytes"]
+
+
+def test_gemma_27b_in_four_bits_weighs_what_hand_arithmetic_says(capsys):
+    # specs/sizing.md section 7: 25.60e9 weights in the linears, 1.41e9 in the tied embedding; beside them a tower of
+    # 0.4e9. NF4 with double quantisation is 0.5 + 1/64 + 4/16384 bytes, the rest 2; r 32 in fp32 makes 227e6 weights.
+    plan = answer(capsys, "--config", GEMMA, "--gpus", "2xH200")
+    linears, others = 25.60e9, 1.41e9 + 0.42e9
+    assert plan["components"]["weights"] == pytest.approx(linears * (0.5 + 1 / 64 + 4 / 16384) + 2 * others, rel=0.005)
+    assert plan["components"]["adapters"] == pytest.approx(4 * 227e6, rel=0.005)
+    assert plan["components"]["optimizer"] == 2 * plan["components"]["adapters"]
+
+
+def test_half_of_the_cards_gives_twice_the_accumulation(capsys):
+    two = answer(capsys, "--config", GEMMA, "--gpus", "2xH200")
+    one = answer(capsys, "--config", GEMMA, "--gpus", "H200")
+    assert one["effective_batch_size"] == two["effective_batch_size"]
+    assert one["batch_size"] * one["grad_accum"] == 2 * two["batch_size"] * two["grad_accum"]
+
+
+@pytest.mark.parametrize("fleet", ["2xH100", "4xH100", "8xH100"])
+def test_70b_in_four_bits_fits_on_h100s(capsys, fleet):
+    # 68.5e9 weights of 0.5159 bytes and 2.1e9 of 2 bytes are 36.8 GiB: half of the card.
+    assert answer(capsys, "--config", LLAMA, "--gpus", fleet)["verdict"] == "fits"
+
+
+@pytest.mark.parametrize("where", [("--gpus", "V100-32GB"), ("--gpus", "RTX-4060"), ("--vram", "24GiB")])
+def test_70b_does_not_fit_on_a_card_that_is_smaller_than_its_weights(capsys, where):
+    plan = answer(capsys, "--config", LLAMA, *where)
+    assert plan["code"] == 3
+    assert plan["verdict"] == "does_not_fit"
+    assert plan["components"]["weights"] > plan["budget_bytes"]
+    assert plan["suggestions"]
+
+
+def test_suggestions_lead_to_a_run_that_fits_when_they_are_followed(capsys):
+    plan = answer(capsys, "--config", "configs/run_full.yaml", "--gpus", "RTX-4060")
+    assert plan["verdict"] == "does_not_fit"
+    first = next(each for each in plan["suggestions"] if each["fits"])
+    followed = answer(capsys, "--config", "configs/run_full.yaml", "--gpus", "RTX-4060", *first["change"].split(", "))
+    assert followed["verdict"] == "fits"
+    assert followed["peak_bytes"] <= followed["budget_bytes"]
+
+
+def test_an_old_card_is_planned_in_fp16(capsys):
+    plan = answer(capsys, "--config", LLAMA, "--gpus", "V100-32GB", "train.precision=auto")
+    assert {each["key"]: each["value"] for each in plan["decisions"]}["train.precision"] == "fp16"
+
+
+def test_explicit_sizes_are_planned_as_they_are(capsys):
+    plan = answer(capsys, "--config", GEMMA, "--gpus", "2xH200", "train.batch_size=2")
+    assert (plan["batch_size"], plan["grad_accum"]) == (2, 8)
+
+
+def test_without_a_gpu_the_memory_of_the_machine_is_the_budget(capsys):
+    plan = answer(capsys, "--config", "configs/run_demo.yaml")
+    assert plan["code"] == 0
+    assert plan["device"]["is_gpu"] is False
+    assert 0 < plan["budget_bytes"] <= 0.92 * plan["device"]["total_bytes"] + 1
+
+
+def test_a_model_that_nobody_knows_is_planned_from_its_config_json(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(INVENTED))
+    words = ("--config", "configs/run_full.yaml", "--gpus", "A10", f"model.name={tmp_path}")
+    plan = answer(capsys, *words)
+    # q and o 1024 x 1024, k and v 1024 x 256, three of 1024 x 3000; two norms a layer, one at the end; two of 50,000.
+    layer = 2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 3000 + 2 * 1024
+    assert plan["components"]["weights"] == 4 * (7 * layer + 1024 + 2 * 50_000 * 1024)
+
+
+def test_the_comparison_names_one_row_to_take(capsys):
+    assert main(["plan", "--config", GEMMA, "--gpus", "2xH200", "--compare", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["mode"] for row in rows} == {"full", "lora", "qlora"}
+    assert {"single", "ddp", "zero1", "zero2", "zero3", "fsdp"} <= {row["strategy"] for row in rows}
+    (taken,) = (row for row in rows if row["recommended"])
+    assert (taken["mode"], taken["strategy"], taken["verdict"]) == ("qlora", "ddp", "fits")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpus", "2xH20"), "did you mean H200"),
+        (("--gpus", "0xH200"), "no card called"),
+        (("--vram", "lots"), "not a size: 'lots'"),
+        (("--gpus", "H200", "--vram", "24GiB"), "do not go together"),
+        (("--gpus", "H200", "--nproc", "2"), "2 processes need 2 GPUs"),
+        (("model.name=Qwen/Qwen2.5-7B-Instrct",), "did you mean Qwen/Qwen2.5-7B-Instruct"),
+        (("--gpus", "3xH200"), "30 or 33"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_nearest(capsys, words, said):
+    assert main(["plan", "--config", GEMMA, *words]) in (2, 3)
+    assert said in capsys.readouterr().err
+
+
+def test_the_worked_example_of_the_docs_is_what_the_command_prints(capsys):
+    assert main(["plan", "--config", GEMMA, "--gpus", "2xH200"]) == 0
+    printed = capsys.readouterr()
+    lines = (printed.out + printed.err).strip().splitlines()
+    written = (ROOT / "docs/plan.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.rstrip() not in [each.rstrip() for each in written]] == []
