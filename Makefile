@@ -38,7 +38,7 @@ endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@exec $(PYTHON) -m sftplay.install --unsloth
 
-.PHONY: help install demo test test-slow test-unsloth check validate schema manual process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check validate schema manual process inspect render style train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-cpu-memory bench-gpu clean
@@ -52,9 +52,11 @@ install: ## build or refresh .venv (TORCH_INDEX= another package index for torch
 demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers)
 	@$(SFTPLAY) demo $(WHICH) $(if $(CONTROL),--control) $(SCALE) $(ARGS)
 test: $(READY) ## the test suite, minutes
-	@exec $(PY) -m pytest -m "not slow" $(ARGS)
+	@exec $(PY) -m pytest -m "not slow and not long" $(ARGS)
 test-slow: $(READY) ## the long tests
 	@exec $(PY) -m pytest -m "slow" $(ARGS)
+test-long: $(READY) ## by hand: more families, depths and lengths of what the fast tests try
+	@exec $(PY) -m pytest -m "long" $(ARGS)
 test-unsloth: $(UNSLOTH_READY) ## train with the real unsloth, in .venv-unsloth
 	@exec $(UNSLOTH_PY) -m pytest -m "unsloth" $(ARGS)
 check: $(READY) ## lint, format and types of this repository

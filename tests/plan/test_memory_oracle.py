@@ -66,7 +66,7 @@ def test_it_is_so_for_every_code_path_of_the_kit(name, method):
         assert_close(compare("llama", how))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_so_for_more_families_depths_and_heads(family, method):
