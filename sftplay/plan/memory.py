@@ -179,8 +179,8 @@ def _gradients_by_then(shape: ModelShape, path: CodePath, gradients: float) -> t
 
 
 def _rounded_layers(shape: ModelShape, path: CodePath) -> float:
-    """16-bit copies of all linears, which autocast keeps from a weight's first use to the end of forward."""
+    """16-bit copies of what trains in the layers; autocast keeps them from their first use to the end of forward."""
     is_kept = not path.checkpointing  # then they are among the activations
-    if is_kept or not path.trains_all or not path.has_autocast or path.weight_bytes == path.compute_bytes:
+    if is_kept or not path.has_autocast or path.trained_bytes == path.compute_bytes:
         return 0.0
-    return float(path.compute_bytes * shape.linear_params)
+    return float(path.compute_bytes * (shape.linear_params if path.trains_all else trained_params(shape, path)))

@@ -166,7 +166,8 @@ def test_a_worker_that_dies_of_the_signal_itself_is_noted_as_stopped(folder, fol
     assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
 
 
-def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed):
+def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed, monkeypatch):
+    monkeypatch.delenv("MAKELEVEL", raising=False)  # the suite may have been started by make
     driver = followed("wait_for_signal(); folder.update_status(saving=True); time.sleep(60)")
     driver.send_signal(signal.SIGTERM)
     wait_until(lambda: status_of(folder).get("saving"))
