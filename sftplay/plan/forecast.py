@@ -114,8 +114,20 @@ def _scaled(footprint: Footprint, setting: Setting, size: Size, fit: Fit) -> Foo
 
 
 UNMODELLED_SHARE = 0.25
+"""Added to the margin for a model with parts that no plan accounts for."""
+
+UNTRACED_SHARE = 0.12
+"""Added to the margin for a family whose closed form nobody has held against a trace; Falcon's was 11 % too low."""
+
+TRACED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi", "gpt_neox", "gpt2", "olmo2",
+    "granite", "smollm3",
+)  # fmt: skip
+"""Families of tests/plan/test_memory_oracle.py."""
 
 
 def _unmodelled_bytes(shape: ModelShape, allocated: float) -> int:
     """A wider margin for models of which the closed form does not know everything."""
-    return int(UNMODELLED_SHARE * allocated) if shape.unmodelled else 0
+    if shape.unmodelled:
+        return int(UNMODELLED_SHARE * allocated)
+    return 0 if shape.family in TRACED else int(UNTRACED_SHARE * allocated)
