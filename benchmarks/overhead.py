@@ -103,7 +103,10 @@ def build_contestants(work: Path, options: argparse.Namespace) -> dict:
         "BENCH_MODEL": str(work / "model"),
         "BENCH_ROWS": str(work / "rows.jsonl"),
     }
-    contestants: dict = {"SFT-Play, make train": lambda out: run_ours(work, out, env, options.steps)}
+    contestants: dict = {
+        "SFT-Play, make train": lambda out: run_ours(work, out, env, options.steps),
+        "SFT-Play, train.batching=tokens": lambda out: run_ours(work, out, env, options.steps, batching="tokens"),
+    }
     for label, (loss, layout) in TRL_VARIANTS.items():
         contestants[label] = lambda out, loss=loss, layout=layout: run_plain(out, env, loss, layout)
     if options.cli:
@@ -114,7 +117,7 @@ def build_contestants(work: Path, options: argparse.Namespace) -> dict:
     return {label: run for label, run in contestants.items() if options.only in label}
 
 
-def run_ours(work: Path, out: Path, env: dict[str, str], steps: int) -> Measured:
+def run_ours(work: Path, out: Path, env: dict[str, str], steps: int, *, batching: str = "examples") -> Measured:
     """The user's command on a config of the same run."""
     config = out.with_suffix(".yaml")
     values = {
@@ -122,7 +125,7 @@ def run_ours(work: Path, out: Path, env: dict[str, str], steps: int) -> Measured
         "model": {"name": str(work / "model"), "max_seq_len": MAX_LENGTH},
         "tuning": {"mode": "lora", "lora": {"r": 16, "alpha": 32}},
         "train": {"max_steps": steps, "effective_batch_size": STEP_ROWS, "learning_rate": 1e-3, "warmup_ratio": 0.0,
-                  "gradient_checkpointing": False},
+                  "gradient_checkpointing": False, "batching": batching},
         "data": {"train_path": str(work / "source.jsonl"), "split": 0.0, "processed_dir": str(out / "processed")},
         "logging": {"steps": 1, "backend": "none"},
     }  # fmt: skip

@@ -9,6 +9,8 @@ GIB = 2**30
 _FACTORS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": GIB, "tib": 2**40}
 _FACTORS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
 
 def parse_bytes(text: str) -> int:
     """Bytes in `24GiB`, `80 GB`, `512MiB` or a bare number.
@@ -20,6 +22,37 @@ def parse_bytes(text: str) -> int:
     if not match or match[2].lower() not in _FACTORS:
         raise ValueError(f"not a size: {text!r} (write 24GiB, 512MiB or a number of bytes)")
     return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in `3h30m`, `90m`, `1.5h`, a bare number of seconds, or a time as SLURM writes it: `1-12:00:00`,
+    `12:00:00`, `1-12`. A bare number is never minutes, as it would be to SLURM.
+
+    Raises:
+        ValueError: none of these forms, or no time at all.
+    """
+    named = re.fullmatch(r"\s*" + "".join(rf"(?:([0-9.]+)\s*{unit}\s*)?" for unit in _SECONDS), text.lower())
+    clock = re.fullmatch(r"\s*(?:([0-9]+)-)?([0-9]+)(?::([0-5]?[0-9]))?(?::([0-5]?[0-9]))?\s*", text)
+    try:
+        if named:
+            seconds = sum(float(n) * factor for n, factor in zip(named.groups(), _SECONDS.values(), strict=True) if n)
+        elif clock:
+            seconds = _clock_seconds(*clock.groups())
+        else:
+            seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"not a time: {text!r} (write 3h30m, 90m, 1-12:00:00 or a number of seconds)")
+    return seconds
+
+
+def _clock_seconds(days: str | None, first: str, second: str | None, third: str | None) -> float:
+    """SLURM's forms; without days, one part is ours (seconds) and two are minutes and seconds. Source: sbatch(1),
+    --time."""
+    if days is None and third is None:
+        first, second, third = ("0", first, second) if second is not None else ("0", "0", first)
+    return int(days or 0) * 86400 + int(first) * 3600 + int(second or 0) * 60 + int(third or 0)
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -30,6 +30,7 @@ from sftplay.data.order import training_order
 from sftplay.deliver.generate import Speaker
 from sftplay.errors import DataError
 from sftplay.launch.folder import new_folder
+from sftplay.launch.stall import timeout_of
 from sftplay.lifeline import StopAtOnce
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.sizing import size_run
@@ -613,6 +614,32 @@ TABLE: dict[str, Check] = {
     "train.resume": check_resume,
     "train.dataloader_num_workers": pair(lambda run: run.trainer.get_train_dataloader().num_workers, 0, 1),
     "train.dataloader_pin_memory": pair(pins_memory, False, True),
+    "train.oom_recovery": each(
+        "train__oom_recovery", lambda run: run.trainer.replay is not None, {True: True, False: False}
+    ),
+    "train.stall_timeout": each("train__stall_timeout", lambda run: timeout_of(run.folder), {600: 600, 7: 7, 0: 0}),
+    "train.time_limit": each(
+        "train__time_limit", lambda run: callback(run, "StopInTime") is not None, {None: False, "90d": True}
+    ),
+    "train.profile.start": each(
+        "train__profile__start",
+        lambda run: callback(run, "ProfileSteps").wanted.start,
+        {2: 2, 3: 3},
+        train__profile__steps=1,
+    ),
+    "train.profile.steps": each(
+        "train__profile__steps",
+        lambda run: callback(run, "ProfileSteps") is not None,
+        {0: False, 2: True},
+        train__profile__start=2,
+    ),
+    "train.profile.memory": each(
+        "train__profile__memory",
+        lambda run: callback(run, "ProfileSteps").wanted.memory,
+        {True: True, False: False},
+        train__profile__start=2,
+        train__profile__steps=1,
+    ),
     "train.extra": pair(arg("torch_empty_cache_steps"), None, 9),
     "data.train_path": check_train_path,
     "data.val_path": check_val_path,

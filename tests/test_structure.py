@@ -27,7 +27,7 @@ MODULES = {
 }
 
 FLOORS = {
-    0: ["sftplay", "errors", "lifeline", "log", "units", "install"],
+    0: ["sftplay", "errors", "lifeline", "log", "pulse", "units", "install"],
     1: ["config", "config.*", "machine", "machine.*", "data", "data.records", "data.chatml"],
     2: [
         "plan",
@@ -112,59 +112,51 @@ def test_the_search_for_circles_finds_one(monkeypatch):
     assert find_cycle("sftplay.log") == ("sftplay.log", "sftplay.units", "sftplay.errors", "sftplay.log")
 
 
-IMPORT_EACH_IN_A_CHILD = """
-import gc, importlib, os, sys, traceback, warnings
+IMPORT_ONE_AFTER_ANOTHER = """
+import importlib, sys, traceback, warnings
 warnings.simplefilter("ignore")
-
-def begin(module):
-    child = os.fork()
-    if child:
-        return child
+failed = 0
+for module in sys.argv[1].split():
+    before = set(sys.modules)
     try:
         importlib.import_module(module)
     except BaseException:
+        failed += 1
         sys.stderr.write(f"{module}: {traceback.format_exc()}")
-        os._exit(1)
-    os._exit(0)
-
-def fail(modules):
-    waiting, running, failed = list(modules), set(), 0
-    while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 1):
-            running.add(begin(waiting.pop()))
-        child, status = os.wait()
-        running.discard(child)
-        failed += status != 0
-    return failed
-
-light, heavy = (words.split() for words in sys.argv[1:])
-failed = fail(light)
-import datasets, peft, torch, transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer
-from trl import SFTConfig, SFTTrainer
-gc.freeze()  # else the collector of each child copies the parent's pages
-failed += fail(heavy)
+    own = {name for name in set(sys.modules) - before if name.split(".")[0] == "sftplay"}
+    if extra := own - {module, *module_and_parents(module)}:
+        failed += 1
+        sys.stderr.write(f"{module} imports {sorted(extra)}, which the search did not see")
 sys.exit(bool(failed))
 """
 
 
+def in_order_of_imports() -> list[str]:
+    """All modules, each behind those it imports."""
+    placed: dict[str, None] = {}
+
+    def place(module: str) -> None:
+        if module not in placed:
+            for needed in sorted(imports_of(module)):
+                place(needed)
+            placed[module] = None
+
+    for module in MODULES:
+        place(module)
+    return [module for module in placed if module != "sftplay.__main__"]
+
+
 def test_every_module_imports_alone():
-    # Each module is imported in a fork of its own, so that none leans on what another has imported before it. Foreign
-    # libraries are loaded once, in the parent, before those modules that need them.
-    heavy = [name for name in MODULES if needs_heavy_libraries(name)]
-    light = [name for name in MODULES if name not in (*heavy, "sftplay.__main__")]
-    argv = [sys.executable, "-c", IMPORT_EACH_IN_A_CHILD, " ".join(light), " ".join(heavy)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    # Imported behind exactly what it imports itself, a module can lean on nothing else: there are no circles, and a
+    # name of another module can only be had by importing it from there.
+    for name, path in MODULES.items():
+        plain = [alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)
+                 for alias in node.names]  # fmt: skip
+        assert not [each for each in plain if each.split(".")[0] == "sftplay"], f"{name}: write from ... import"
+    code = IMPORT_ONE_AFTER_ANOTHER.replace("module_and_parents(module)", "(module.rpartition('.')[0], 'sftplay')")
+    argv = [sys.executable, "-c", code, " ".join(in_order_of_imports())]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def needs_heavy_libraries(module: str) -> bool:
-    """True when the module, or one it imports when it is imported, names a heavy library at its top."""
-    found = {alias.name for node in ast.parse(MODULES[module].read_text()).body for alias in getattr(node, "names", [])}
-    found |= {node.module for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.ImportFrom)}
-    if any(name and name.split(".")[0] in HEAVY for name in found):
-        return True
-    return any(needs_heavy_libraries(name) for name in imports_of(module) if name in found)
 
 
 def loaded_after(words: list[str], cwd: Path = ROOT) -> set[str]:

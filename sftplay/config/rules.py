@@ -15,6 +15,7 @@ from sftplay.config.foreign import kit_answer, sft_config_fields
 from sftplay.config.keys import all_keys
 from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, nearest_names
+from sftplay.units import parse_seconds
 
 # Keys that take these words or a path: a near miss of a word would be taken for a path.
 _WORDS = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
@@ -65,6 +66,9 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield from idle_data_keys(cfg.data)
     if cfg.train.lr_scheduler == "constant":
         yield "train.warmup_ratio", "train.lr_scheduler", "the schedule constant has no warm-up"
+    if cfg.train.profile.steps == 0:
+        for key in ("train.profile.start", "train.profile.memory"):
+            yield key, "train.profile.steps", "train.profile.steps 0 profiles nothing"
 
 
 def _held_out(cfg: RunConfig) -> Iterator[Finding]:
@@ -127,6 +131,19 @@ def _token_batches(cfg: RunConfig) -> Iterator[Finding]:
     if train.batching == "tokens" and train.packing is True:
         what = "tokens forms pieces of padded rows, but train.packing true leaves no padding to save"
         yield Finding(("train.batching", "train.packing"), what, "keep one of the two")
+
+
+def _limits(cfg: RunConfig) -> Iterator[Finding]:
+    train, profile = cfg.train, cfg.train.profile
+    if train.time_limit is not None:
+        try:
+            parse_seconds(str(train.time_limit))
+        except ValueError as error:
+            yield Finding(("train.time_limit",), str(error).partition(" (")[0], "write 3h30m, 90m, 1-12:00:00 or 5400")
+    if profile.steps and train.max_steps is not None and profile.start > train.max_steps:
+        what = f"{profile.start} lies behind train.max_steps {train.max_steps}, so nothing would be profiled"
+        keys = ("train.profile.start", "train.profile.steps", "train.max_steps")
+        yield Finding(keys, what, f"start at step {train.max_steps} or before")
 
 
 def _extra(cfg: RunConfig) -> Iterator[Finding]:
@@ -197,6 +214,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     _held_out,
     _saves_where_it_evaluates,
     _lists,
+    _limits,
     _extra,
     broken_data_rules,
     broken_backend_rules,

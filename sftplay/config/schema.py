@@ -103,6 +103,19 @@ class TuningConfig(Section):
     """Shape of the adapter."""
 
 
+class ProfileConfig(Section):
+    """Which steps are looked at closely: a trace for a viewer, and a summary in the log."""
+
+    start: Positive = 10
+    """First optimizer step of the profile. The first ones of a run are not typical."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    """Number of optimizer steps; 0 profiles nothing. Each is slower than usual, and adds some MB to the trace."""
+
+    memory: bool = True
+    """Also record what holds memory; on a GPU a snapshot for pytorch.org/memory_viz as well."""
+
+
 class TrainConfig(Section):
     """How long, how fast, and in which pieces the run trains."""
 
@@ -186,6 +199,21 @@ class TrainConfig(Section):
 
     dataloader_pin_memory: bool | Auto = "auto"
     """Page-locked memory for faster copies to a GPU. auto: where there is a GPU."""
+
+    oom_recovery: bool = True
+    """When memory runs out inside a step, run the step's same rows again in smaller pieces, on all processes, and go on
+    with these. false: the run ends."""
+
+    stall_timeout: Annotated[int, Field(ge=0)] = 600
+    """Seconds a process may spend in one phase of a step before the run is ended, with the stacks of all processes in
+    logs/. Longer than the longest save and evaluation piece. 0 never ends it."""
+
+    time_limit: str | Positive | None = None
+    """Time the run may take: 3h30m, 1-12:00:00, or seconds. It stops in time with a checkpoint and exit code 138, as
+    after SIGUSR1. None: the end of the SLURM job, where it runs in one."""
+
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    """Steps to profile."""
 
     extra: dict[str, Any] = Field(default_factory=dict)
     """Anything else of TRL's SFTConfig, by its own name; checked against that library's fields."""

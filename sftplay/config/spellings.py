@@ -231,7 +231,6 @@ PLANNED_KEYS = (
     "grpo",
     "score",
     "hrm",
-    "train.oom_recovery",
 )
 """Keys and sections of the design that this version does not have."""
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sftplay.data.render import Renderer
 from sftplay.deliver.generate import Speaker, answer_all
 from sftplay.deliver.metrics import score_answers
 from sftplay.launch.folder import write_text
+from sftplay.watch.recover import Portions
 
 LOSS_TOKENS = 8192
 """Most tokens of one piece when the held-out loss is computed."""
@@ -101,23 +103,31 @@ def answer_chats(speaker: Speaker, renderer: Renderer, chats: Sequence[Chat], ho
 def held_out_loss(model: Any, rows: Any, pad_token_id: int) -> float:
     """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
     total, count = 0.0, 0
-    device = next(model.parameters()).device
     room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
+    portions = Portions(len(rows), "the held-out loss")
     for batch in _by_length(rows["input_ids"], rows["labels"], room):
-        width = max(len(ids) for ids, _ in batch)
-        ids = torch.full((len(batch), width), pad_token_id)
-        labels = torch.full((len(batch), width), -100)
-        for i, (row, targets) in enumerate(batch):
-            ids[i, : len(row)] = torch.tensor(row)
-            labels[i, : len(targets)] = torch.tensor(targets)
-        mask = torch.zeros_like(ids)
-        for i, (row, _) in enumerate(batch):
-            mask[i, : len(row)] = 1
-        scores = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits[:, :-1]
-        targets = labels[:, 1:].to(device)
-        total += float(functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), reduction="sum"))
-        count += int((targets != -100).sum())
+        for loss, labels in portions.each(len(batch), partial(_summed_loss, model, pad_token_id, batch)):
+            total, count = total + loss, count + labels
     return total / count if count else math.nan
+
+
+def _summed_loss(
+    model: Any, pad_token_id: int, batch: Sequence[tuple[list[int], list[int]]], part: slice
+) -> tuple[float, int]:
+    """The sum of the label tokens' losses of a part of the rows, and their number."""
+    batch, device = batch[part], next(model.parameters()).device
+    width = max(len(ids) for ids, _ in batch)
+    ids = torch.full((len(batch), width), pad_token_id)
+    labels = torch.full((len(batch), width), -100)
+    mask = torch.zeros_like(ids)
+    for i, (row, targets) in enumerate(batch):
+        ids[i, : len(row)] = torch.tensor(row)
+        labels[i, : len(targets)] = torch.tensor(targets)
+        mask[i, : len(row)] = 1
+    scores = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits[:, :-1]
+    wanted = labels[:, 1:].to(device)
+    loss = functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten(), reduction="sum")
+    return float(loss), int((wanted != -100).sum())
 
 
 def _by_length(

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.streamers import BaseStreamer
 
 from sftplay.deliver.sampling import GREEDY, Sampling
+from sftplay.watch.recover import Portions
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,16 @@ def answer_all(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
+    portions = Portions(batch_size, "answering")
+
+    def answer(portion: slice) -> int:
+        batch = order[portion]
         for i, text in zip(batch, answer_batch(speaker, [prompts[i] for i in batch], batch), strict=True):
             answers[i] = text
-        progress(min(start + batch_size, len(order)))
+        return portion.stop
+
+    for done in portions.each(len(order), answer):
+        progress(done)
     return answers
 
 

@@ -16,7 +16,8 @@ from sftplay.units import format_bytes, format_count
 
 MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_rss_bytes")
 SEEN = ("label_tokens", "tokens_seen", "label_tokens_seen")
-MAIN = ("loss", "learning_rate", "grad_norm", "tokens_per_s", *SEEN, *MEMORY)
+TIMES = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "step_s", "communication_max_s")
+MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *SEEN, *MEMORY)
 """Figures with a chart of their own, or with none on purpose."""
 
 MOST_OTHERS = 8
@@ -57,11 +58,14 @@ def show_curves(found: Evidence) -> str:
 
     losses = [line("loss", "training"), Line("held_out_loss", "held-out", held_out_points(found), "b", dots=True)]
     memory = [Line(k, name_of(k), history.curve(k), c) for k, c in zip(MEMORY, "cdab", strict=True)]
+    padded = Line("padded_tokens_per_s", "padding included", history.curve("padded_tokens_per_s"), "b")
+    waiting = Line("communication_max_s", "between processes", history.curve("communication_max_s"), "b")
     drawn = [
         chart("Loss", "loss", losses),
         chart("Learning rate", "learning_rate", [Line("learning_rate", "rate", history.curve("learning_rate"), "c")]),
         chart("Gradient norm", "grad_norm", [line("grad_norm", "norm", "d")]),
-        chart("Tokens per second", "tokens", [line("tokens_per_s", "all processes")]),
+        chart("Tokens per second", "tokens", [line("tokens_per_s", "all processes"), padded]),
+        chart("Seconds of a step", "step_s", [line("step_s", "in all"), waiting]),
         chart("Memory of the main process", "_bytes", memory),
     ]
     others = [name for name in history.values if name not in MAIN][:MOST_OTHERS]

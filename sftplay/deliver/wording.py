@@ -13,7 +13,7 @@ from typing import Any
 from sftplay.deliver.history import as_number
 from sftplay.units import format_bytes, format_seconds
 
-SHARES = ("exact_match", "rouge_l", "chrf", "accuracy")
+SHARES = ("exact_match", "rouge_l", "chrf", "accuracy", "mfu")
 LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte")
 PERCENT = "\u00a0%"
 """Kept together with its figure."""
@@ -25,6 +25,8 @@ NAMES = {
     "chrf": "chrF",
     "tokens_per_s": "tokens per second",
     "grad_norm": "gradient norm",
+    "model_tflops_per_s": "TFLOP/s of the model",
+    "mfu": "share of the peak (MFU)",
     "peak_rss_bytes": "peak memory",
     "peak_bytes": "peak memory",
     "allocated_bytes": "allocated memory",

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sftplay.errors import RunError, SftplayError
 from sftplay.launch.command import Launch
 from sftplay.launch.folder import RunFolder
+from sftplay.launch.processes import ENDING_S, parent_of
+from sftplay.launch.stall import Stall, Watchdog, timeout_of
 from sftplay.lifeline import catch_signals, die_with_parent
 from sftplay.log import LINE, STATUS, screen
 
@@ -87,20 +88,41 @@ class Console:
 
 
 def follow(launch: Launch, folder: RunFolder) -> int:
-    """Run the launch to its end; the exit code of INTERFACES, whatever the launcher made of it."""
+    """Run the launch to its end; the exit code of INTERFACES, whatever the launcher made of it.
+
+    A run that stands still is ended, as `train.stall_timeout` in the folder's resolved config says.
+    """
     console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
-    forwarder = Forwarder(folder)
+    forwarder, watchdog = Forwarder(folder), Watchdog(folder, timeout_of(folder))
     with forwarder.installed():
         process = subprocess.Popen(
             launch.argv, env={**os.environ, **launch.env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
         forwarder.attach(process)
+        watchdog.attach(process.pid)
         lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-        unmarked = _show(lines, console, folder)
+        try:
+            unmarked = _show(lines, console, folder, watchdog.look)
+        except Stall as stall:
+            return _end_stalled(stall, watchdog, process, console)
         code = process.wait()
     return settle(folder, code, forwarder.received, unmarked)
+
+
+def _end_stalled(stall: Stall, watchdog: Watchdog, process: subprocess.Popen[bytes], console: Console) -> int:
+    """End all that the launch has started, then say and note why: a rank still alive might note something else."""
+    left = watchdog.end()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING_S if process.pid not in left else 0)
+    told = watchdog.folder.read_json("status.json").get("exit_code")
+    if told is None:  # else a rank had ended and said why, and another one came no further
+        _note(watchdog.folder, stall.what, state="failed", exit_code=stall.exit_code, error=stall.as_json())
+    console.line("\n".join([str(stall), *stall.stack]))
+    if left:
+        console.line(f"processes that cannot be killed, as they wait inside the kernel: {', '.join(map(str, left))}")
+    return stall.exit_code if told is None else int(told)
 
 
 def settle(folder: RunFolder, code: int, received: int, unmarked: Iterable[str]) -> int:
@@ -194,17 +216,6 @@ class Forwarder:
         return [pid for pid in ranks if pid == own or parent_of(pid) == own] or [own]
 
 
-def parent_of(pid: int) -> int:
-    """The pid of a process's parent, 0 when there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:
-        if Path("/proc/self").exists():
-            return 0
-    done = subprocess.run(["ps", "-o", "ppid=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return int(done.stdout.strip() or 0)
-
-
 def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:
     assert process.stdout is not None
     with process.stdout as stream:
@@ -213,10 +224,13 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) ->
     lines.put(None)
 
 
-def _show(lines: queue.Queue[bytes | None], console: Console, folder: RunFolder) -> deque[str]:
+def _show(
+    lines: queue.Queue[bytes | None], console: Console, folder: RunFolder, look: Callable[[], None]
+) -> deque[str]:
     unmarked: deque[str] = deque(maxlen=LAST_LINES)
     with (folder.logs / "launch.log").open("ab", buffering=0) as handle:
         while True:
+            look()
             try:
                 raw = lines.get(timeout=0.5)
             except queue.Empty:

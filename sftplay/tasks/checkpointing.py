@@ -54,15 +54,18 @@ class MarkComplete(TrainerCallback):
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if log.world_size() > 1:
-            torch.distributed.barrier()
+        self._meet()
         if log.is_main():
             self._mark(state)
-        if log.world_size() > 1:
-            torch.distributed.barrier()  # no rank ends, and lets the launcher end the others, while files are written
+        self._meet()  # no rank ends, and lets the launcher end the others, while files are written
         # A signal that came while this checkpoint was written needs neither another step nor another checkpoint.
         if self.watched.stop.agree():
             control.should_training_stop = True
+
+    def _meet(self) -> None:
+        if log.world_size() > 1:
+            with self.watched.stop.pulse.within("communication"):
+                torch.distributed.barrier()
 
     def _mark(self, state: Any) -> None:
         checkpoint = self.folder.checkpoints / f"checkpoint-{state.global_step}"
@@ -143,6 +146,16 @@ def check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool = F
             where=str(checkpoint),
             fix="continue with the kit and the data it was made with, or train under a new run_name",
         )
+
+
+def accept_numbered_cpus() -> None:
+    """Let torch.load put tensors on `cpu:0`: transformers asks for that when several processes resume on CPUs, where
+    accelerate numbers the one device there is (transformers 5.17, `_load_optimizer_and_scheduler`)."""
+    torch.serialization.register_package(
+        priority=100,
+        tagger=lambda _storage: None,
+        deserializer=lambda storage, location: storage if location.startswith("cpu:") else None,
+    )
 
 
 def _clear_the_way(folder: RunFolder, *, after_step: int) -> None:

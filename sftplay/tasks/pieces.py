@@ -7,7 +7,7 @@ every piece is divided by the label tokens of the whole window.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,19 @@ class Cutter:
             rows = order[start : start + self._rows_within(width)]
             start += len(rows)
             yield {key: window[key][rows, :width] for key in ("input_ids", "attention_mask", "labels")}
+
+    def smaller(self, window_rows: int) -> Cutter | None:
+        """The next smaller cut of windows of so many rows; None where every piece is a single row already.
+
+        Rows a piece stay a divisor of the window's rows, so that a resumed run can be given the same sizes.
+        """
+        if self.micro_batch > 1:
+            rows = next(n for n in range(self.micro_batch // 2, 0, -1) if window_rows % n == 0)
+            budget = rows * self.max_tokens if self.budget_tokens is not None else None
+            return replace(self, micro_batch=rows, budget_tokens=budget)
+        if self.packs or self.budget_tokens is not None:
+            return Cutter(1, max_tokens=self.max_tokens)
+        return None
 
     def _rows_within(self, width: int) -> int:
         """Rows of a piece whose longest row has `width` tokens."""

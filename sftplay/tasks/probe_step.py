@@ -208,6 +208,7 @@ class Rehearsal(TrainRun):
 
     def __init__(self, cfg: RunConfig, folder: RunFolder, conductor: Conductor) -> None:
         super().__init__(cfg, folder, StopOnSignal())
+        self.replay = None  # what memory does not suffice for is the measurement
         self.conductor = conductor
 
     def arguments(self, *, has_held_out: bool) -> dict[str, Any]:

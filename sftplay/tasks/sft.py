@@ -141,7 +141,8 @@ def build_trainer(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) ->
             data_collator=Collator(parts["tokenizer"].pad_token_id),
             callbacks=train_run.callbacks(),
         )
-    trainer.prepare(train_run.cutter(), held_out_labels_per_row=_labels_per_row(held_out))
+    per_row = _labels_per_row(held_out)
+    trainer.prepare(train_run.cutter(), held_out_labels_per_row=per_row, replay=train_run.replay)
     return trainer
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,27 @@ from transformers.integrations import TensorBoardCallback
 from sftplay import log
 from sftplay.config.schema import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.errors import ConfigError
 from sftplay.launch.folder import RunFolder
-from sftplay.tasks.checkpointing import MarkComplete, Watched, choose_checkpoint
+from sftplay.plan.cards import find_card
+from sftplay.plan.flops import ModelFlops, model_flops
+from sftplay.plan.kit_path import path_of
+from sftplay.plan.shape_reader import shape_from_config
+from sftplay.pulse import Pulse, pulse_path
+from sftplay.tasks.checkpointing import MarkComplete, Watched, accept_numbered_cpus, choose_checkpoint
 from sftplay.tasks.pieces import Cutter
 from sftplay.tasks.preflight import Preflight
+from sftplay.tasks.replay import ADVICE, Replay
+from sftplay.units import format_bytes
 from sftplay.watch.checkpoints import read_marker, step_of
+from sftplay.watch.disk import WarnOfFullDisk
 from sftplay.watch.guards import StopOnBadStep, StopOnSignal, StopWithoutProgress
+from sftplay.watch.interval import Facts
+from sftplay.watch.limits import StopInTime, find_deadline, process_start_s
 from sftplay.watch.meters import Meters
+from sftplay.watch.phases import PhaseMarks
+from sftplay.watch.profiler import ProfileSteps
+from sftplay.watch.recover import OutOfMemory, held_bytes, ran_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,8 @@ class TrainRun:
     def __init__(self, cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> None:
         self.cfg, self.folder, self.stop = cfg, folder, stop
         self.world_size = log.world_size()
+        self.pulse = Pulse()
+        self.replay = Replay(cfg, folder) if cfg.train.oom_recovery else None
         set_seed(cfg.seed)
 
     def order_rows(self, n_rows: int, identity: dict[str, Any] | None = None) -> list[int]:
@@ -102,6 +119,8 @@ class TrainRun:
             "use_cpu": cpu,
             "ddp_backend": "gloo" if cpu and self.world_size > 1 else None,
             "ddp_find_unused_parameters": False if self.world_size > 1 else None,
+            # Sent before a forward pass, they would leave a rank waiting for one that failed before it.
+            "ddp_broadcast_buffers": False if self.world_size > 1 else None,
             "gradient_checkpointing": train.gradient_checkpointing,
             "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,
         }
@@ -139,13 +158,25 @@ class TrainRun:
         attempt = self._open_attempt(self.from_step)
         self.meters = Meters(self.folder.metrics, attempt=attempt, keep_row_ids=self.cfg.logging.row_ids)
         self.meters.seen |= read_marker(self.checkpoint).get("counters", {}) if self.checkpoint else {}
-        self.bad_step = StopOnBadStep()
+        self.bad_step = StopOnBadStep(self.folder.path / "bad_step.json")
         self.preflight = Preflight(self.cfg, self.folder)
         watched = Watched(self.meters, self.bad_step, self.stop)
         marks = MarkComplete(self.folder, facts, self.cfg.train.save_total_limit, watched)
         patience = self.cfg.train.early_stopping
         early = [StopWithoutProgress(early_stopping_patience=patience)] if patience else []
-        return [self.preflight, self.meters, self.bad_step, self.stop, marks, *early]
+        self.pulse = self.stop.pulse = Pulse(pulse_path(self.folder.logs, log.rank()), pid=os.getpid())
+        watching = [self.preflight, self.meters, self.bad_step, self.stop, marks, *early, *self._foresight()]
+        return [*watching, PhaseMarks(self.pulse)]
+
+    def _foresight(self) -> list[Any]:
+        train, checkpoints = self.cfg.train, self.folder.checkpoints
+        deadline = find_deadline(train.time_limit, os.environ, started_s=process_start_s(), now_s=time.time())
+        profile = ProfileSteps(train.profile, self.folder.path / "profile", self.pulse)
+        return [
+            WarnOfFullDisk(checkpoints, train.save_total_limit),
+            *([StopInTime(deadline, self.stop)] if deadline else []),
+            *([profile] if train.profile.steps else []),
+        ]
 
     def fingerprint(self) -> str:
         """sha256 of the resolved config file, which every rank reads."""
@@ -155,15 +186,25 @@ class TrainRun:
         """Train from the chosen checkpoint or from the start.
 
         Raises:
+            OutOfMemory: memory does not suffice for a single row, or where no step is run again.
             RunError: a step is not finite, or the preflight found a wrong launch.
         """
         self.meters.window = self.bad_step.window = self.preflight.trainer = trainer
+        trainer.pulse = self.pulse
+        self.meters.facts = self._facts(trainer.model)
         # Trackers are registered first, but shall see what the meters add to a line.
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop(callbacks.index(self.meters)))
         if self.from_step and log.is_main():
             self._cut_board_back(callbacks)
-        trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        if trainer.args.use_cpu and self.world_size > 1:
+            accept_numbered_cpus()
+        try:
+            trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise self._out_of_memory(trainer, error) from error
         state = trainer.state
         return Outcome(
             step=state.global_step,
@@ -171,6 +212,25 @@ class TrainRun:
             train_cpu_seconds=self.meters.train_cpu_seconds,
             stop_signal=self.stop.received,
         )
+
+    def _out_of_memory(self, trainer: Any, error: RuntimeError) -> OutOfMemory:
+        """Why the run cannot go on, where its step is not one that is run again."""
+        return OutOfMemory(
+            f"out of memory in {self.pulse.phase} of step {trainer.state.global_step + 1}: "
+            f"{format_bytes(held_bytes())} held ({str(error).splitlines()[0]})",
+            where="training",
+            fix=ADVICE,
+            batch_size=self.replay.smaller_batch(trainer.cutter) if self.replay else None,
+        )
+
+    def _facts(self, model: Any) -> Facts:
+        plan = self.folder.read_json("plan.json")
+        predicted = {f"predicted_{key}": plan[key] for key in ("peak_bytes", "allocated_bytes") if key in plan}
+        flops = _flops_of(model, self.cfg)
+        card = find_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        # The table's peaks are those of 16-bit products.
+        peak = card.tflops * 1e12 if card and self.cfg.train.precision != "fp32" else None
+        return Facts(flops.of_rows if flops else None, peak, predicted)
 
     def _cut_board_back(self, callbacks: list[Any]) -> None:
         for callback in callbacks:
@@ -187,3 +247,14 @@ class TrainRun:
             self.folder.update_status(state="running", attempts=attempts, step=from_step)
             return len(attempts)
         return len(attempts) + 1
+
+
+def _flops_of(model: Any, cfg: RunConfig) -> ModelFlops | None:
+    """What the model that trains needs for a row; None where its config does not say enough."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    # How the weights lie in memory changes no product.
+    config = {key: value for key, value in base.config.to_dict().items() if key != "quantization_config"}
+    try:
+        return model_flops(shape_from_config(config, name=cfg.model.name), path_of(cfg))
+    except ConfigError:
+        return None

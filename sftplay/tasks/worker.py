@@ -17,6 +17,7 @@ from sftplay import log
 from sftplay.config.load import load_resolved
 from sftplay.errors import RunError, SftplayError
 from sftplay.launch.folder import RESOLVED, RunFolder
+from sftplay.launch.stacks import answer_with_stacks
 from sftplay.lifeline import StopAtOnce, Stopped, die_with_parent
 from sftplay.model.unsloth import import_first
 
@@ -30,6 +31,7 @@ def main(run_folder: str) -> int:
     die_with_parent()
     folder = RunFolder(Path(run_folder))
     log.redirect(folder.logs / f"rank{log.rank()}.log")
+    answer_with_stacks(folder.logs, log.rank())
     if log.is_main():
         folder.update_status(state="running", pid=os.getpid(), exit_code=None, signal=None, error=None)
     try:

@@ -1,4 +1,5 @@
-"""Room on the disk: looked at before a checkpoint begins, and told in bytes when a write has failed.
+"""Room on the disk: reckoned ahead for the whole run, looked at before a checkpoint begins, and told in bytes when a
+write has failed.
 
 It removes only what was half written when the disk took no more.
 """
@@ -6,6 +7,7 @@ It removes only what was half written when the disk took no more.
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers import TrainerCallback
 
+from sftplay import log
 from sftplay.errors import RunError
 from sftplay.watch.checkpoints import MARKER, list_checkpoints
 
@@ -82,6 +86,50 @@ def report_full_disk(folder: Path) -> Iterator[None]:
             _remove_halves(folder)
         where = getattr(error, "filename", None) or folder
         raise RunError(f"writing failed ({str(error).splitlines()[0]}){told}", where=str(where), fix=FIX) from error
+
+
+class WarnOfFullDisk(TrainerCallback):
+    """Says once, while there is time, that the disk will not last until the end of the run.
+
+    Reckons with the checkpoints that will be kept at once, the result, and what else has taken room since the first
+    look, at that rate. Looks behind the first step, when the optimizer's states are there, and behind each checkpoint;
+    comes behind the callback that removes old ones. `limit` is how many of them stay.
+    """
+
+    def __init__(self, checkpoints: Path, limit: int) -> None:
+        self.checkpoints, self.limit = checkpoints, limit
+        self._first: tuple[int, int] | None = None
+        self._warned = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if self._first is None and not control.should_save:
+            self._look(state, more["model"], more["optimizer"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._look(state, more["model"], more["optimizer"])
+
+    def _look(self, state: Any, model: Any, optimizer: Any) -> None:
+        if self._warned or not log.is_main():
+            return
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        free, own = shutil.disk_usage(self.checkpoints).free, folder_bytes(self.checkpoints)
+        step, steps_left = state.global_step, state.max_steps - state.global_step
+        self._first = self._first or (step, free + own)
+        others = max(0, self._first[1] - free - own) * steps_left // max(1, step - self._first[0])
+        each = checkpoint_bytes(self.checkpoints, model, optimizer)
+        there = sum((c / MARKER).is_file() for c in list_checkpoints(self.checkpoints))
+        saves = math.ceil(steps_left / state.save_steps)
+        # A new one is whole before an old one goes.
+        own_growth = each * max(min(saves, self.limit + 1 - there), min(saves, 1))
+        result = sum(int(p.nbytes) for p in model.parameters() if p.requires_grad)
+        needed = own_growth + result + others + SMALL_FILES_BYTES
+        if free < needed:
+            self._warned = True
+            log.say(
+                f"warning: the disk will be full before step {state.max_steps}: {free:,} bytes free, {needed:,} needed"
+                f" (checkpoints {own_growth:,} at {each:,} each, result {result:,}, what else grows {others:,});"
+                f" make room on {self.checkpoints}, or lower train.save_total_limit"
+            )
 
 
 def _room_told(folder: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from sftplay import log
 from sftplay.errors import RunError
 from sftplay.lifeline import StopAtOnce, catch_signals
-from sftplay.watch.meters import gather
+from sftplay.pulse import Pulse
+from sftplay.watch.meters import gather, write_figures
 
 FP16_PATIENCE = 16
 """Steps in a row an fp16 run may skip: the gradient scaler halves its first scale, 2^16, once a step."""
+
+SHOWN_ROWS = 8
+"""Row ids that an error names; all of them are in its file."""
 
 
 class StopOnSignal(TrainerCallback):
@@ -30,6 +35,7 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, outside: StopAtOnce | None = None) -> None:
         self.received = 0
+        self.pulse = Pulse()
         self._came_here = False
         self._outside = outside
 
@@ -64,7 +70,7 @@ class StopOnSignal(TrainerCallback):
 
     def agree(self) -> bool:
         """True on every rank when one of them has got a signal; every rank must ask."""
-        agreed = max(gather(self.received))
+        agreed = max(gather(self.received, self.pulse))
         if agreed:  # never set back to 0: a signal may have come while the ranks were agreeing
             self.received = agreed
         return bool(agreed)
@@ -78,23 +84,42 @@ class StopOnBadStep(TrainerCallback):
     its scale; there only a run of them that no scale can cure is an end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         self.window: Any = None
+        """The trainer, which knows the rows of its step (`last_rows`, `rows_not_finite`)."""
+
         self.in_a_row = 0
         """Steps skipped since the last one that was taken."""
 
+        self._path = path
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        ranks = gather((float(self.window.last_loss), _gradient_norm(model)))
-        bad = [(rank, pair) for rank, pair in enumerate(ranks) if not all(map(math.isfinite, pair))]
+        ranks = gather((float(self.window.last_loss), _gradient_norm(model)), self.window.pulse)
+        bad = [rank for rank, pair in enumerate(ranks) if not all(map(math.isfinite, pair))]
         self.in_a_row = self.in_a_row + 1 if bad else 0
         if self.in_a_row > (FP16_PATIENCE if args.fp16 else 0):
-            rank, (loss, _norm) = bad[0]
-            raise RunError(
-                f"the {'gradient' if math.isfinite(loss) else 'loss'} of step {state.global_step + 1} is not finite"
-                f" on rank {rank}",
-                where="training",
-                fix="lower train.learning_rate, or look at the rows of this step; the last checkpoint is from before",
-            )
+            raise self._explain(state.global_step + 1, ranks)
+
+    def _explain(self, step: int, ranks: list[tuple[float, float]]) -> RunError:
+        """The error every rank ends with; the main one writes down which rows the step had."""
+        rows = gather((self.window.last_rows, self.window.rows_not_finite()), self.window.pulse)
+        found = [
+            {"rank": n, "loss": loss, "gradient_norm": norm, "row_ids": ids, "rows_not_finite": suspects}
+            for n, ((loss, norm), (ids, suspects)) in enumerate(zip(ranks, rows, strict=True))
+        ]
+        if log.is_main():
+            write_figures(self._path, {"step": step, "ranks": found})
+        # A loss is a rank's own; gradients are everybody's once they have travelled.
+        lost = [n for n, (loss, _) in enumerate(ranks) if not math.isfinite(loss)]
+        whose = f"loss of step {step} is not finite on rank {', '.join(map(str, lost))}"
+        suspects = [row for each in found for row in each["rows_not_finite"]]
+        named = f"; alone, too, not finite: rows {', '.join(map(str, suspects[:SHOWN_ROWS]))}" if suspects else ""
+        return RunError(
+            f"the {whose if lost else f'gradient of step {step} is not finite'}{named}",
+            where=str(self._path),
+            fix="look at the step's rows, which this file lists (`make inspect`), or lower train.learning_rate; the "
+            "last checkpoint is from before",
+        )
 
 
 class StopWithoutProgress(EarlyStoppingCallback):

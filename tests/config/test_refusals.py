@@ -54,7 +54,7 @@ def test_a_task_of_a_later_version_is_called_planned(refusals, task):
 
 
 def test_a_section_or_key_of_a_later_version_is_called_planned(refusals):
-    found = refusals("cluster: {strategy: ddp}\ntrain: {oom_recovery: true}\n")
+    found = refusals("datasets: []\ngrpo: {beta: 0}\n")
     assert all("planned but not part of this version" in problem.what for problem in found)
     assert len(found) == 2
 

@@ -25,7 +25,10 @@ from sftplay.tasks.train_run import TrainRun
 from sftplay.watch.disk import report_full_disk
 from sftplay.watch.guards import StopOnBadStep, StopOnSignal
 
-TIMED = {"tokens_per_s", "peak_rss_bytes", "ranks_memory", "attempt"}
+TIMED = {
+    "tokens_per_s", "padded_tokens_per_s", "samples_per_s", "model_tflops_per_s", "mfu", "step_s", "step_split",
+    "communication_max_s", "ranks", "peak_rss_bytes", "ranks_memory", "attempt",
+}  # fmt: skip
 """Fields of a line of metrics that may differ between two equal runs."""
 
 
@@ -242,8 +245,8 @@ def test_checkpoint_behind_a_skipped_step_does_not_count(inputs: Inputs, tmp_pat
 
     cfg, folder = new_run(tmp_path, inputs, train__save_steps=1, train__save_total_limit=9)
     with pytest.MonkeyPatch.context() as patch:
-        bad_step = StopOnBadStep()
-        patch.setattr("sftplay.tasks.train_run.StopOnBadStep", lambda: bad_step)
+        bad_step = StopOnBadStep(tmp_path / "bad_step.json")
+        patch.setattr("sftplay.tasks.train_run.StopOnBadStep", lambda _: bad_step)
         train_in(cfg, folder, Skip())
     complete = [path.parent.name for path in folder.checkpoints.glob("*/COMPLETE.json")]
     assert sorted(complete) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]

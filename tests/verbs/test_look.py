@@ -18,7 +18,7 @@ from sftplay.data.sources import read_rows
 from sftplay.deliver import report as reporting
 from sftplay.launch.command import Launch, cache_environment, offline_environment, quiet_environment
 from sftplay.launch.folder import RunFolder
-from sftplay.verbs import training
+from sftplay.verbs import launching
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def config(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"train__eval_steps": 2, "eval__after": True, "train__dataloader_pin_memory": True}
     path = written_config(home, inputs, **changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "follow", work)
+        patch.setattr(launching, "follow", work)
         assert cli.main(["train", "--config", str(path)]) == 0
     return path
 
@@ -138,9 +138,9 @@ def ended(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, *, code: int, stat
         folder.update_status(state=state, exit_code=code, step=3)
         return code
 
-    monkeypatch.setattr(training, "follow", follow)
+    monkeypatch.setattr(launching, "follow", follow)
     args = Namespace(tb=False, json=False, verb="train", node_rank=0)
-    return training._start(Launch(("python",), {}), folder, args)
+    return launching._start(Launch(("python",), {}), folder, args)
 
 
 @pytest.mark.parametrize(("code", "state"), [(143, "stopped"), (5, "failed"), (1, "failed"), (0, "done")])
@@ -177,7 +177,7 @@ def test_a_reader_that_has_left_does_not_change_the_code(tmp_path: Path, monkeyp
 
 def test_a_stopped_run_is_reported_as_stopped(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = written_config(tmp_path, inputs, train__save_steps=2)
-    monkeypatch.setattr(training, "follow", lambda launch, folder: work(launch, folder, stop=StopAfter(2)))
+    monkeypatch.setattr(launching, "follow", lambda launch, folder: work(launch, folder, stop=StopAfter(2)))
     assert cli.main(["train", "--config", str(config)]) == 143
     text = page(RunFolder(tmp_path / "outputs" / "run"))
     assert "stopped</span> at step 2 of 4" in text

@@ -16,7 +16,7 @@ from sftplay.errors import MachineError, RunError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.shapes import find_shape
 from sftplay.plan.sizing import SizedRun, size_run
-from sftplay.verbs import probing, training
+from sftplay.verbs import launching, probing, training
 from sftplay.verbs.probing import Bench, look_closer, make_request, run_rehearsal, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,7 +212,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """`train` believes in a GPU; what it would start is listed instead."""
     started: list[Any] = []
     monkeypatch.setattr(training, "probe", lambda: machine(L4))
-    monkeypatch.setattr(training, "follow", lambda command, folder: started.append(command) or 0)
+    monkeypatch.setattr(launching, "follow", lambda command, folder: started.append(command) or 0)
     return started
 
 

@@ -15,8 +15,8 @@ from sftplay.config.schema import DataConfig, ModelConfig, RunConfig
 from sftplay.launch.folder import RunFolder, write_text
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run
-from sftplay.verbs import training
-from sftplay.verbs.training import find_changes
+from sftplay.verbs import launching
+from sftplay.verbs.continuing import find_changes
 
 
 def config(**data: object) -> RunConfig:
@@ -82,7 +82,7 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
 def test_another_number_of_processes_is_refused_before_anything_starts(
     stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(training, "follow", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(launching, "follow", lambda *_: pytest.fail("it was started"))
     assert main(["resume", "--config", str(stopped)]) == 2
     assert "make resume NPROC=2" in capsys.readouterr().err
 

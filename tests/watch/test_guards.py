@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from sftplay.errors import RunError
+from sftplay.pulse import Pulse
 from sftplay.watch.guards import FP16_PATIENCE, StopOnBadStep, StopOnSignal
 
 
@@ -23,7 +26,9 @@ def model_with_gradient(value: float) -> Any:
 
 
 def look(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = False) -> None:
-    guard.window = SimpleNamespace(last_loss=torch.tensor(loss))
+    guard.window = SimpleNamespace(
+        last_loss=torch.tensor(loss), pulse=Pulse(), last_rows=[8, 5, 2], rows_not_finite=lambda: [5]
+    )
     state = TrainerState(global_step=6)
     guard.on_pre_optimizer_step(
         SimpleNamespace(fp16=fp16), state, TrainerControl(), model=model_with_gradient(gradient)
@@ -31,17 +36,24 @@ def look(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = Fal
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_loss_or_gradient_that_is_not_finite_ends_the_run_and_is_named(bad: float):
-    guard = StopOnBadStep()
+def test_loss_or_gradient_that_is_not_finite_ends_the_run_and_is_named_with_its_rows(bad: float, tmp_path: Path):
+    path = tmp_path / "bad_step.json"
+    guard = StopOnBadStep(path)
     look(guard, 2.0, 1.0)
-    with pytest.raises(RunError, match="the loss of step 7 is not finite on rank 0"):
+    assert not path.exists()
+    with pytest.raises(RunError, match="the loss of step 7 is not finite on rank 0; alone, too, not finite: rows 5"):
         look(guard, bad, 1.0)
-    with pytest.raises(RunError, match="the gradient of step 7 is not finite on rank 0"):
+    with pytest.raises(RunError, match="the gradient of step 7 is not finite"):
         look(guard, 2.0, bad)
+    written = json.loads(path.read_text())
+    assert written["step"] == 7
+    assert [(each["rank"], each["row_ids"], each["rows_not_finite"]) for each in written["ranks"]] == [
+        (0, [8, 5, 2], [5])
+    ]
 
 
-def test_fp16_run_may_skip_steps_until_no_scale_can_cure_them():
-    guard = StopOnBadStep()
+def test_fp16_run_may_skip_steps_until_no_scale_can_cure_them(tmp_path: Path):
+    guard = StopOnBadStep(tmp_path / "bad_step.json")
     for _ in range(FP16_PATIENCE):
         look(guard, 2.0, math.inf, fp16=True)
     look(guard, 2.0, 1.0, fp16=True)  # one good step and the count starts again
@@ -75,7 +87,7 @@ def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[lis
     """A guard whose ranks answer with `others`, and in whose first agreement SIGTERM arrives."""
     stop, asked = StopOnSignal(), []
 
-    def gather(mine: int) -> list[int]:
+    def gather(mine: int, _pulse: Any) -> list[int]:
         asked.append(mine)
         if len(asked) == 1:
             stop._on_signal(signal.SIGTERM, None)
@@ -98,7 +110,7 @@ def test_the_first_signal_is_not_taken_for_a_second_when_another_rank_told_of_it
     monkeypatch: pytest.MonkeyPatch,
 ):
     stop = StopOnSignal()
-    monkeypatch.setattr("sftplay.watch.guards.gather", lambda mine: [mine, int(signal.SIGTERM)])
+    monkeypatch.setattr("sftplay.watch.guards.gather", lambda mine, _: [mine, int(signal.SIGTERM)])
     stop.on_step_end(None, TrainerState(), TrainerControl())
     assert stop.received == signal.SIGTERM
     stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process

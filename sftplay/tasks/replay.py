@@ -1,0 +1,78 @@
+"""What becomes of a window for which memory did not suffice: a smaller cut, said aloud and written to plan.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sftplay import log
+from sftplay.config.schema import RunConfig
+from sftplay.launch.folder import RunFolder
+from sftplay.tasks.pieces import Cutter
+from sftplay.watch.recover import Agreement, OutOfMemory, Shortage, describe, free_memory
+
+ADVICE = (
+    "`make plan` lists the cheapest changes that fit (a shorter model.max_seq_len, tuning.mode qlora, "
+    "train.gradient_checkpointing); `make memory-check` shows who else holds memory"
+)
+
+
+class Replay:
+    """One attempt's, where `train.oom_recovery` is on."""
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder) -> None:
+        self._cfg, self._folder = cfg, folder
+        self._agreement: Agreement | None = None
+        self._trainer: Any = None
+        overlaps = cfg.tuning.mode == "full" and torch.cuda.is_available()
+        self.sends_afterwards = log.world_size() > 1 and not overlaps
+        """True where gradients travel behind the window in one go, and any piece can be run again. Full tuning on GPUs
+        sends them while the last piece computes: there they are as large as the model."""
+
+        self.times = 0
+        """Windows run again so far, on this attempt."""
+
+    def attend(self, trainer: Any) -> None:
+        """Know the trainer, and get ready what agreeing takes."""
+        self._trainer, self._agreement = trainer, Agreement(trainer.args.device)
+
+    def all_shortages(self, mine: Shortage | None) -> list[Shortage | None]:
+        """Those of every rank; empty when there is none."""
+        assert self._agreement is not None, "attend comes before training"
+        return self._agreement.all_shortages(mine, self._trainer.pulse)
+
+    def step_down(self, cutter: Cutter, window_rows: int, shortages: list[Shortage | None]) -> Cutter:
+        """The cut with which the same rows are run again, the same on every rank.
+
+        Raises:
+            OutOfMemory: every piece was a single row already.
+        """
+        free_memory()
+        planned = self._folder.read_json("plan.json")
+        step = self._trainer.state.global_step + 1
+        what = f"step {step}: {describe(shortages, planned.get('peak_bytes'))}"
+        smaller = cutter.smaller(window_rows)
+        if smaller is None:
+            raise OutOfMemory(what, where="training", fix=ADVICE)
+        self.times += 1
+        log.say(f"{what}; the same rows again, {smaller.micro_batch} at a time")
+        if log.is_main():
+            note = {"step": step, "batch_size_before": cutter.micro_batch, "batch_size": smaller.micro_batch}
+            self._keep(planned, note, shortages)
+        return smaller
+
+    def smaller_batch(self, cutter: Cutter) -> int | None:
+        """Rows a piece with which another start may succeed where this one cannot go on; None when there are none."""
+        share = self._cfg.train.effective_batch_size // log.world_size()
+        smaller = cutter.smaller(share) if cutter.micro_batch > 1 else None
+        return smaller.micro_batch if smaller else None
+
+    def _keep(self, planned: dict[str, Any], note: dict[str, Any], shortages: list[Shortage | None]) -> None:
+        """Write it to plan.json, from which a resume and the next plan learn."""
+        note |= {
+            "ranks": [rank for rank, each in enumerate(shortages) if each],
+            "planned_bytes": planned.get("peak_bytes"),
+            "held_bytes": max(each.held_bytes for each in shortages if each),
+        }
+        self._folder.write_json("plan.json", {**planned, "shortages": [*planned.get("shortages", []), note]})

@@ -1,0 +1,165 @@
+"""How a run is started: sized for the machine, turned into a command, followed to its end, and told of on the way."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from functools import partial
+
+from sftplay import log
+from sftplay.config.rules import notes
+from sftplay.config.schema import RunConfig
+from sftplay.errors import ConfigError, MachineError
+from sftplay.launch.command import Launch, Scale, build_launch
+from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.follow import follow
+from sftplay.launch.ports import free_port
+from sftplay.machine.probe import Machine
+from sftplay.plan.advice import Place, suggest
+from sftplay.plan.probe_fit import Fit
+from sftplay.plan.sizing import SizedRun, size_run
+from sftplay.units import GIB, format_bytes
+from sftplay.verbs.inputs import needs_no_hub
+from sftplay.verbs.lessons import learn, recall, shrink, smaller_start
+from sftplay.verbs.look import leave_report
+from sftplay.verbs.plan import known_shape
+
+MEETING_PORT = 29511
+"""Where nodes meet when no port is given."""
+
+
+def run_workers(command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace) -> int:
+    """Start the workers, again with smaller pieces where memory has run out for good; the last exit code."""
+    sized, folder = what
+    code = _start(command, folder, args)
+    while rows := smaller_start(folder, args):
+        shrink(folder, rows)
+        code = _start(command, folder, args)
+    learn(sized, folder)
+    return code
+
+
+def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
+    write_text(folder.path / "launch.txt", command.as_text() + "\n")
+    if args.tb:
+        from sftplay.verbs.board import start_board
+
+        start_board(folder.path.parent, 6006)
+    folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
+    code = follow(command, folder)
+    if args.node_rank == 0:  # nodes share the folder
+        leave_report(folder)
+    if args.json and args.verb != "demo":
+        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+    return code
+
+
+def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None) -> SizedRun:
+    """The config with every `auto` decided for this machine, no larger than what earlier runs ran out of memory with.
+
+    Raises:
+        ConfigError: the effective batch cannot be split exactly.
+        MachineError: not even one row at a time fits, or what is asked for cannot run here.
+    """
+    shape = known_shape(cfg)
+    known = partial(
+        size_run, cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit
+    )
+    sized = known()
+    most_rows = recall(sized)
+    if most_rows[0]:
+        sized = known(most_rows=most_rows)
+    seen = sized.forecast
+    if seen is None or shape is None or seen.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
+        return sized
+    found = suggest(sized.cfg, shape, Place(seen.setting.device, scale.world_size))
+    listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in found)
+    raise MachineError(
+        f"{shape.name} does not fit: even one row at a time takes {format_bytes(seen.peak_bytes)} of "
+        f"{format_bytes(seen.budget_bytes)} on each {seen.setting.device.name}",
+        where=f"{cfg.origins.get('model.name', 'model')} model.name",
+        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it all the same",
+    )
+
+
+def build_command(sized: SizedRun, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
+    """What starts the run's workers."""
+    return build_launch(folder.path, scale, has_gpu=bool(machine.gpus), is_offline=needs_no_hub(sized.cfg))
+
+
+def read_scale(args: Namespace, machine: Machine) -> Scale:
+    """Processes and nodes as the command line gives them.
+
+    Raises:
+        ConfigError: not a number of processes.
+        MachineError: there are not so many GPUs.
+    """
+    if args.nproc in (None, ""):
+        nproc = 1
+    elif args.nproc == "gpu":
+        nproc = len(machine.gpus)
+        if nproc == 0:
+            raise MachineError(
+                f"no GPU to take one process each ({machine.gpu_reason})",
+                where="--nproc gpu",
+                fix="give the number of processes (NPROC=2), or use `make train`",
+            )
+    elif args.nproc.isdigit() and int(args.nproc) > 0:
+        nproc = int(args.nproc)
+    else:
+        raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
+    if 0 < len(machine.gpus) < nproc:
+        raise MachineError(
+            f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible",
+            where="--nproc",
+            fix=f"use --nproc {len(machine.gpus)}",
+        )
+    # Nodes must agree on a port beforehand; alone, two runs at once must not meet on the same one.
+    port = args.master_port or (MEETING_PORT if args.nnodes > 1 else free_port(0))
+    return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port)
+
+
+def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
+    """Tell devices, sizes and every automatic choice with its reason."""
+    gpus, train_section = machine.gpus, sized.cfg.train
+    if gpus:
+        log.say(f"Detected {len(gpus)} GPUs:")
+        for gpu in gpus:
+            log.show(f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)")
+        total = sum(gpu.total_bytes for gpu in gpus) / GIB
+        log.say(f"Total VRAM: {total:.1f} GiB (not one pool: each GPU holds its own copy)")
+    else:
+        log.say(
+            f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
+        )
+    log.say(f"run {folder.path}")
+    for decision in sized.decisions:
+        log.say(f"auto {decision.key} = {decision.value}: {decision.reason}")
+    chosen = any(decision.key == "train.batch_size" for decision in sized.decisions)
+    sizes = f"{train_section.batch_size} per {'GPU' if gpus else 'process'}"
+    said = "Auto-calculated batch size" if chosen else "Batch size"
+    log.say(f"{said}: {sizes}, gradient accumulation: {train_section.grad_accum}")
+    log.say(f"Effective batch size: {train_section.effective_batch_size}, precision: {train_section.precision}")
+    for note in all_notes(sized):
+        log.say(f"note: {note}")
+
+
+def all_notes(sized: SizedRun) -> list[str]:
+    """What the user should know before it starts: settings without effect, and memory that is short."""
+    seen = sized.forecast
+    warning = []
+    if seen is not None and seen.verdict != "fits":
+        what = (
+            f"{format_bytes(seen.peak_bytes)} planned with its margin, {format_bytes(seen.budget_bytes)} to plan with"
+        )
+        warning = [f"memory: {seen.verdict.replace('_', ' ')} ({what}); `make plan` shows what would fit"]
+    return [*notes(sized.cfg), *sized.notes, *warning]
+
+
+def print_command(command: Launch, args: Namespace) -> int:
+    """For --dry-run: the command and its environment."""
+    if args.json:
+        print(json.dumps({"argv": list(command.argv), "env": dict(command.env)}))
+    else:
+        print(command.as_text())
+    return 0

@@ -1,0 +1,143 @@
+"""The figures of a stretch of steps, from one line of metrics to the next: out of what each rank hands over.
+
+Everything here is arithmetic on plain numbers; measuring is `meters`' work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PARTS = {
+    "data_s": ("data",),
+    "forward_backward_s": ("forward", "backward"),
+    "optimizer_s": ("optimizer",),
+    "communication_s": ("communication",),
+    "evaluation_s": ("evaluation",),
+    "save_s": ("save",),
+}
+"""Part of a step -> phases of the pulse; what is left over is `other_s`.
+
+The clock is the host's. A GPU works behind it, so that its time falls to whatever waits for it: that of forward and
+backward to `forward_backward_s`, at whose end the gradient's norm is read; that of the optimizer's own kernels to the
+next wait, at the start of the next step or in a line of metrics. Exchanging gradients is part of backward, which
+DDP overlaps with it; `communication_s` is the ranks' meetings beside that. What follows a line at the same step, an
+evaluation or a checkpoint, belongs to the next line.
+"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a rank before it trains."""
+
+    count_flops: Callable[[Sequence[int], int], float] | None = None
+    """(real tokens of each row, label tokens of all) -> model FLOPs; None where the model's shape is not known."""
+
+    peak_flops: float | None = None
+    """Operations a second that this rank's GPU can do at most in the run's precision; None where that is not known."""
+
+    predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+    """`predicted_peak_bytes`, the plan's peak of a whole process with its margin; `predicted_allocated_bytes`, the
+    plan's peak of torch's allocator alone. Empty where memory was not planned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank did since the last line, in plain numbers that travel."""
+
+    tokens: int
+    padded_tokens: int
+    label_tokens: int
+    samples: int
+    loss_sum: float | None
+    flops: float | None
+    peak_flops: float | None
+    seconds: Mapping[str, float]
+    """Phase of the pulse -> seconds; together they are the whole time since the last line."""
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over this rank's own label tokens; None without any."""
+        return self.loss_sum / self.label_tokens if self.loss_sum is not None and self.label_tokens else None
+
+    @property
+    def padding_share(self) -> float:
+        return round(1 - self.tokens / self.padded_tokens, 4) if self.padded_tokens else 0.0
+
+
+def mean_loss(shares: Sequence[Share]) -> float | None:
+    """Mean over the label tokens of all ranks; None where the ranks' sums are not known."""
+    label_tokens = sum(share.label_tokens for share in shares)
+    if not label_tokens or any(share.loss_sum is None for share in shares):
+        return None
+    return sum(share.loss_sum or 0.0 for share in shares) / label_tokens
+
+
+def describe_speed(shares: Sequence[Share], steps: int) -> dict[str, Any]:
+    """Rates of all ranks together over rank 0's wall time, and how that divides up; seconds are means of a step.
+
+    `mfu` is model FLOPs over what the GPUs could have done in that time; None where one of the two is not known.
+    """
+    wall_s = shares[0].wall_s
+    tokens, padded = sum(share.tokens for share in shares), sum(share.padded_tokens for share in shares)
+    flops = _sum_known([share.flops for share in shares])
+    peak = _sum_known([share.peak_flops for share in shares])
+    speed = None if flops is None else _rate(flops, wall_s)
+    return {
+        "tokens_per_s": round(_rate(tokens, wall_s), 1),
+        "padded_tokens_per_s": round(_rate(padded, wall_s), 1),
+        "samples_per_s": round(_rate(sum(share.samples for share in shares), wall_s), 3),
+        "padding_share": round(1 - tokens / padded, 4) if padded else 0.0,
+        "model_tflops_per_s": None if speed is None else _short(speed / 1e12),
+        "mfu": None if speed is None or peak is None else _short(speed / peak),
+        "step_s": round(wall_s / max(1, steps), 6),
+        "step_split": split_step(shares[0].seconds, steps),
+        "communication_max_s": max(split_step(share.seconds, steps)["communication_s"] for share in shares),
+    }
+
+
+def describe_ranks(shares: Sequence[Share]) -> list[dict[str, Any]]:
+    """Each rank's own figures, in rank order."""
+    return [
+        {
+            "loss": share.loss,
+            "tokens_per_s": round(_rate(share.tokens, share.wall_s), 1),
+            "label_tokens": share.label_tokens,
+            "padding_share": share.padding_share,
+        }
+        for share in shares
+    ]
+
+
+def split_step(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
+    """Mean seconds of a step by part; they add up to all of `seconds` over `steps`."""
+    split = {part: sum(seconds.get(phase, 0.0) for phase in phases) for part, phases in PARTS.items()}
+    split["other_s"] = max(0.0, sum(seconds.values()) - sum(split.values()))
+    return {part: round(spent / max(1, steps), 6) for part, spent in split.items()}
+
+
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a line that a tracker shows as curves, those of rank 0 under `rank0/...`, and so on."""
+    names = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "padding_share", "label_tokens", "step_s")
+    flat = {name: line[name] for name in (*names, "communication_max_s", "model_tflops_per_s", "mfu")}
+    flat |= {f"step_split/{part}": spent for part, spent in line["step_split"].items()}
+    for rank, (own, held) in enumerate(zip(line["ranks"], line["ranks_memory"], strict=True)):
+        flat |= {f"rank{rank}/{name}": value for name, value in {**own, **held}.items()}
+    return {name: value for name, value in flat.items() if value is not None}
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds else 0.0
+
+
+def _sum_known(values: Sequence[float | None]) -> float | None:
+    return None if any(value is None for value in values) else sum(value or 0.0 for value in values)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

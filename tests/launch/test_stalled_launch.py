@@ -1,0 +1,113 @@
+"""The end of a launch that stands still: all its processes go, and the run's folder says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import is_alive, wait_until
+
+from sftplay.launch.command import Launch
+from sftplay.launch.folder import RunFolder
+from sftplay.launch.follow import follow
+from sftplay.launch.processes import end_launch
+from sftplay.pulse import read_pulses
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK = str(Path(__file__).with_name("pulsing_rank.py"))
+
+CONFIG = "model: {name: 'builtin:tiny'}\ndata: {train_path: rows.jsonl}\ntrain: {stall_timeout: 1}\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.update_status(state="running", exit_code=None, step=4, attempts=[{"from_step": 0, "cause": None}])
+    return run
+
+
+LAUNCHER = """
+import os, subprocess, sys, time
+ranks = [
+    subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, "RANK": str(n)}, start_new_session=True)
+    for n in range(2)
+]
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc to find the processes")
+def test_a_launch_that_stands_still_is_ended_with_all_its_processes_and_noted(folder, capfd):
+    folder.resolved.write_text(CONFIG)
+    told = json.dumps({"logs": str(folder.logs)})
+    launch = Launch((sys.executable, "-c", LAUNCHER, RANK, told), {"PYTHONPATH": str(ROOT)})
+    assert follow(launch, folder) == 5
+    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if is_of(path, told)] == []
+    status = folder.read_json("status.json")
+    said = capfd.readouterr().out
+    assert (status["state"], status["exit_code"], status["error"]["code"]) == ("failed", 5, "run")
+    assert status["attempts"] == [{"from_step": 0, "to_step": 4, "cause": status["error"]["what"]}]
+    assert re.match(r"ranks? .* been in data for \d+ s at step 5", status["error"]["what"])
+    assert f"{folder.path}: {status['error']['what']}\n  fix: look at " in said
+    assert " in nobody_feeds_me" in said
+
+
+def is_of(path, told):
+    try:
+        return told.encode() in path.read_bytes()
+    except OSError:
+        return False
+
+
+FOLLOW = """
+import sys
+from pathlib import Path
+from sftplay.launch.command import Launch
+from sftplay.launch.folder import RunFolder
+from sftplay.launch.follow import follow
+sys.exit(follow(Launch(tuple(sys.argv[2:]), {}), RunFolder(Path(sys.argv[1]))))
+"""
+
+
+def test_a_second_stop_signal_ends_a_run_that_stands_still_and_is_given_time(folder, monkeypatch):
+    monkeypatch.delenv("MAKELEVEL", raising=False)  # the suite may have been started by make
+    folder.resolved.write_text(CONFIG.replace("1}", "600}"))
+    told = json.dumps({"logs": str(folder.logs), "place": "notes_signals"})
+    argv = [sys.executable, "-c", FOLLOW, str(folder.path), sys.executable, RANK, told]
+    follower = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        wait_until((folder.logs / "ready").exists, 30)
+        follower.send_signal(signal.SIGTERM)
+        wait_until((folder.logs / "noted").exists, 30)
+        assert follower.poll() is None
+        follower.send_signal(signal.SIGTERM)
+        assert follower.wait(30) == 143
+    finally:
+        follower.kill()
+        follower.wait()
+    status = folder.read_json("status.json")
+    assert (status["state"], status["signal"]) == ("stopped", "SIGTERM")
+    assert not is_alive(read_pulses(folder.logs)[0].pid)
+
+
+def test_a_rank_that_stalls_behind_an_end_that_was_told_leaves_it_as_it_is(folder, capfd):
+    folder.resolved.write_text(CONFIG)
+    folder.update_status(state="failed", exit_code=4)
+    told = json.dumps({"logs": str(folder.logs)})
+    assert follow(Launch((sys.executable, RANK, told), {"PYTHONPATH": str(ROOT)}), folder) == 4
+    assert folder.read_json("status.json")["exit_code"] == 4
+    assert "rank 0 has been in data" in capfd.readouterr().out
+
+
+def test_the_end_of_a_launch_takes_a_stopped_process_too():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    process.send_signal(signal.SIGSTOP)
+    assert end_launch(process.pid) == []
+    assert process.wait(10) == -signal.SIGKILL

@@ -1,0 +1,199 @@
+"""Real runs in which one rank falls asleep: each ends by itself and says which rank sleeps and where.
+
+A hook on PYTHONPATH lays the sleep into a function of the worker, all runs side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sftplay.launch.folder import RunFolder
+from sftplay.watch.checkpoints import newest_complete
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S, SAVE_STEPS = 8, 2
+
+pytestmark = pytest.mark.slow
+
+HOOK = """
+import functools, importlib, json, os, sys, time
+
+def nobody_knows_why():
+    time.sleep(600)
+
+def lay_sleep(owner, name, call):
+    whole, calls = getattr(owner, name), []
+    @functools.wraps(whole)
+    def counted(*args, **more):
+        calls.append(1)
+        if len(calls) == call:
+            nobody_knows_why()
+        return whole(*args, **more)
+    setattr(owner, name, counted)
+
+told = json.loads(os.environ.get("SLEEP", "null"))
+in_worker = "sftplay.tasks.worker" in " ".join(sys.orig_argv)
+if told and in_worker and os.environ.get("RANK", "alone") == told["rank"]:
+    *owner, name = told["function"].split(".")
+    target = importlib.import_module(told["module"])
+    for each in owner:
+        target = getattr(target, each)
+    lay_sleep(target, name, told["call"])
+"""
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Where a rank falls asleep, and what is to be said then."""
+
+    rank: str
+    module: str
+    function: str
+    call: int
+    said: str
+
+
+SLEEPS = {
+    # The loader fetches two windows before the first step, then one behind each: the fourth behind the second. The
+    # other rank has its window already, and waits with it to add up the labels of all.
+    "data": Sleep(
+        "1", "sftplay.tasks.pieces", "Collator.__call__", 4,
+        r"rank 1 has been in data for \d+ s at step 3; rank 0 waits for it \(data\)",
+    ),
+    # Two passes try the label head, then come two pieces a step: the seventh is the third step's first.
+    "forward": Sleep(
+        "0", "transformers.models.llama.modeling_llama", "LlamaForCausalLM.forward", 7,
+        r"rank 0 has been in forward for \d+ s at step 3; rank 1 waits for it \(backward\)",
+    ),
+    "save": Sleep(
+        "0", "safetensors.torch", "save_file", 2,
+        r"rank 0 has been in save for \d+ s at step 4; rank 1 waits for it \(\w+\)",
+    ),
+    "alone": Sleep(
+        "alone", "torch.optim", "AdamW.step", 3,
+        r"rank 0 has been in optimizer for \d+ s at step 3",
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Ended:
+    """A run that has ended, as it lies there."""
+
+    code: int
+    said: str
+    folder: RunFolder
+    mark: str
+
+    def processes(self):
+        """The command lines of its processes that are still there."""
+        return [
+            path.with_name("cmdline").read_bytes()
+            for path in Path("/proc").glob("[0-9]*/environ")
+            if self.mark.encode() in _read(path)
+        ]
+
+
+def _read(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def start(root, name, sleep):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root / 'hook'}{os.pathsep}{ROOT}"}
+    env |= {"MARK": mark_of(root, name), "SLEEP": json.dumps(vars(sleep))}
+    nproc = "1" if name == "alone" else "2"
+    argv = [sys.executable, "-m", "sftplay", "train", "--config", str(root / "run.yaml"), "--nproc", nproc]
+    with (root / f"{name}.txt").open("w") as out:
+        return subprocess.Popen(
+            [*argv, f"run_name={name}"], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
+
+
+def mark_of(root, name):
+    return f"{root}/{name}:"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, tiny_llama, chat_rows):
+    root = tmp_path_factory.mktemp("stalled")
+    (root / "hook").mkdir()
+    (root / "hook" / "sitecustomize.py").write_text(HOOK)
+    values = {
+        "output_dir": str(root / "outputs"),
+        "model": {"name": str(tiny_llama), "max_seq_len": 64},
+        "tuning": {"mode": "lora", "lora": {"r": 4}},
+        "train": {
+            "max_steps": 6, "effective_batch_size": 8, "batch_size": 2, "learning_rate": 0.01, "optim": "adamw_torch",
+            "gradient_checkpointing": False, "save_steps": SAVE_STEPS, "stall_timeout": TIMEOUT_S,
+        },
+        "data": {"train_path": str(chat_rows), "split": 0, "processed_dir": str(root / "processed")},
+        "logging": {"steps": 1, "backend": "none"},
+    }  # fmt: skip
+    (root / "run.yaml").write_text(json.dumps(values))
+    return root
+
+
+@pytest.fixture(scope="module")
+def ended(root):
+    """Name -> the run in which a rank fell asleep there."""
+    running = {name: start(root, name, sleep) for name, sleep in SLEEPS.items()}
+    try:
+        codes = {name: process.wait(150) for name, process in running.items()}
+    finally:  # a run that was not ended must not sleep on
+        for process in running.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return {name: look_at(root, name, code) for name, code in codes.items()}
+
+
+def look_at(root, name, code):
+    said = (root / f"{name}.txt").read_text()
+    return Ended(code, said, RunFolder(root / "outputs" / name), mark_of(root, name))
+
+
+@pytest.mark.parametrize("name", SLEEPS)
+def test_a_run_with_a_rank_asleep_ends_with_5_and_names_rank_phase_and_code(ended, name):
+    run, sleep = ended[name], SLEEPS[name]
+    assert run.code == 5, run.said
+    told = re.search(rf"^{re.escape(str(run.folder.path))}: ({sleep.said})\n  fix: look at ", run.said, re.M)
+    assert told, run.said
+    assert " in nobody_knows_why\n" in run.said
+    assert "Traceback" not in run.said
+    status = run.folder.read_json("status.json")
+    assert (status["state"], status["exit_code"], status["error"]["what"]) == ("failed", 5, told[1])
+    assert [attempt["cause"] for attempt in status["attempts"]] == [told[1]]
+
+
+@pytest.mark.parametrize("name", SLEEPS)
+def test_the_stacks_of_all_its_ranks_are_kept(ended, name):
+    logs, asleep = ended[name].folder.logs, SLEEPS[name].rank.replace("alone", "0")
+    files = {path.name: path.read_text() for path in logs.glob("*.stacks")}
+    assert set(files) == {f"rank{rank}.stacks" for rank in range(1 if name == "alone" else 2)}
+    for file, text in files.items():
+        assert "Current thread" in text
+        assert ("in nobody_knows_why" in text) == (file == f"rank{asleep}.stacks")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: processes are found by their environment in /proc")
+@pytest.mark.parametrize("name", SLEEPS)
+def test_none_of_its_processes_is_left(ended, name):
+    assert ended[name].processes() == []
+
+
+@pytest.mark.parametrize("name", SLEEPS)
+def test_its_last_complete_checkpoint_is_whole(ended, name):
+    checkpoint, _ = newest_complete(ended[name].folder.checkpoints)
+    assert checkpoint is not None
+    assert checkpoint.name == f"checkpoint-{SAVE_STEPS}"

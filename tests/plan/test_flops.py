@@ -1,0 +1,166 @@
+"""Model FLOPs against torch's own counter on small models, and against the field's formulas by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sftplay.plan.flops import model_flops, seen_pairs
+from sftplay.plan.path import Adapter, CodePath
+from sftplay.plan.shapes import find_shape, shape_from_config
+from sftplay.tasks.label_head import find_label_head
+
+ROWS, TOKENS, RANK = 2, 24, 4
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen3": SMALL | {"head_dim": 32},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 300},
+    "gemma": SMALL | {"head_dim": 32},
+    "gemma2": SMALL | {"head_dim": 32, "sliding_window": 4096},
+    "gpt_neox": SMALL | {"intermediate_size": 160, "num_key_value_heads": 4},
+    "phi3": SMALL,
+}
+MLP = {"llama": ["gate_proj", "up_proj", "down_proj"], "gpt_neox": ["dense_h_to_4h", "dense_4h_to_h"]}
+
+
+def path_of(mode: str, targets: list[str] | None = None, **more: Any) -> CodePath:
+    chosen = None if targets is None else tuple(targets)
+    adapter = None if mode == "full" else Adapter(rank=RANK, targets=chosen, **more)
+    return CodePath(weight_bytes=4, compute_bytes=4, stream_bytes=4, adapter=adapter)
+
+
+def build(family: str, mode: str, targets: list[str] | None, **more: Any) -> tuple[Any, dict[str, Any]]:
+    # Eager attention multiplies every query with every key; fused kernels also recompute the scores in backward.
+    config = AutoConfig.for_model(family, **FAMILIES[family], attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
+    if mode == "lora":
+        more |= {"target_modules": targets or "all-linear", "fan_in_fan_out": family == "gpt2"}
+        model = get_peft_model(model, LoraConfig(r=RANK, task_type="CAUSAL_LM", **more))
+    return model.train(), config.to_dict()
+
+
+def counted(model: Any, **more: torch.Tensor) -> int:
+    ids = torch.randint(3, 300, (ROWS, TOKENS))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False, **({"labels": ids} | more)).loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operations_are_those_that_torch_counts(family: str, mode: str):
+    model, config = build(family, mode, None)
+    flops = model_flops(shape_from_config(config, name=family), path_of(mode))
+    assert flops is not None
+    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
+    assert flops.of_counts(tokens, tokens, (pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", MLP)
+def test_nothing_in_front_of_the_first_adapter_has_a_gradient(family: str):
+    targets = MLP[family]
+    model, config = build(family, "lora", targets)
+    flops = model_flops(shape_from_config(config, name=family), path_of("lora", targets))
+    assert flops is not None
+    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
+    assert flops.of_counts(tokens, tokens, (pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+
+
+def test_a_head_that_trains_beside_an_adapter_has_the_gradient_of_its_weight_too():
+    model, config = build("llama", "lora", None, modules_to_save=["lm_head"])
+    flops = model_flops(shape_from_config(config, name="llama"), path_of("lora", in_full=("lm_head",)))
+    assert flops is not None
+    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
+    assert flops.of_counts(tokens, tokens, (pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+
+
+def test_the_head_counts_where_labels_are_as_the_kits_own_head_computes_it():
+    model, config = build("llama", "full", None)
+    head = find_label_head(model)
+    labels = torch.full((ROWS, TOKENS), -100)
+    labels[:, -5:] = 7
+    shape = shape_from_config(config, name="llama")
+    flops = model_flops(shape, path_of("full"))
+    assert head is not None
+    assert flops is not None
+    found = counted(model, labels=labels, shift_labels=head.narrow(labels))
+    tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
+    assert flops.of_counts(tokens, 5 * ROWS, (pairs, pairs)) == pytest.approx(found, rel=1e-4)
+
+
+def test_training_everything_takes_six_operations_a_weight_and_palms_attention():
+    shape = find_shape("meta-llama/Llama-2-7b-hf")
+    assert shape is not None
+    flops = model_flops(shape, path_of("full"))
+    assert flops is not None
+    # A layer of Llama-2-7B: four matrices of 4096 x 4096, three of 4096 x 11008.
+    assert flops.per_token == 6 * 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert flops.per_label_token == 6 * 4096 * 32_000
+    assert flops.per_pair == 12 * 32 * 4096  # PaLM, appendix B: 12 L H Q T a token, for T keys
+
+
+def test_a_frozen_base_takes_four_operations_a_weight():
+    shape = find_shape("meta-llama/Llama-2-7b-hf")
+    assert shape is not None
+    flops = model_flops(shape, path_of("lora"))
+    assert flops is not None
+    layer = 4 * 4096**2 + 3 * 4096 * 11008
+    pairs = RANK * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    # The embedding is frozen: three products of the first layer pass no gradient on, nor do their adapters' A.
+    first = 2 * 3 * 4096**2 + 2 * 3 * RANK * 4096
+    assert flops.per_token == 32 * (4 * layer + 6 * pairs) - first
+    assert flops.per_label_token == 4 * 4096 * 32_000
+
+
+def test_a_query_sees_the_keys_up_to_its_own_place_and_no_more_than_the_window():
+    assert seen_pairs(1) == 1
+    assert seen_pairs(4) == 1 + 2 + 3 + 4
+    assert seen_pairs(4, window=9) == 1 + 2 + 3 + 4
+    assert seen_pairs(6, window=3) == 1 + 2 + 3 + 3 + 3 + 3
+
+
+def test_layers_with_a_window_count_the_keys_inside_it():
+    config = {"model_type": "gemma2", **FAMILIES["gemma2"], "sliding_window": 3}
+    flops = model_flops(shape_from_config(config, name="gemma2"), path_of("full"))
+    assert flops is not None
+    a_pair = 12 * 4 * 32  # 4 heads of 32; the second of three layers sees the whole row
+    expected = 1 * a_pair * (21 + 3) + 2 * a_pair * (15 + 3)
+    rest = flops.per_token * 8 + flops.per_label_token * 3
+    assert flops.of_rows([6, 2], 3) - rest == expected
+
+
+def test_rows_cost_what_each_of_them_costs_alone():
+    flops = model_flops(shape_from_config({"model_type": "llama", **SMALL}, name="llama"), path_of("full"))
+    assert flops is not None
+    together = flops.of_rows([5, 9], 6)
+    assert together == flops.of_rows([5], 2) + flops.of_rows([9], 4)
+    assert together < flops.of_rows([14], 6)
+
+
+def test_no_figure_for_a_model_of_which_the_shape_leaves_parts_out():
+    config = {"model_type": "mixtral", **SMALL, "num_local_experts": 4}
+    assert model_flops(shape_from_config(config, name="mixtral"), path_of("full")) is None
+
+
+def test_a_first_layer_in_front_of_all_adapters_only_looks_forward():
+    config = {"model_type": "gemma2", **FAMILIES["gemma2"], "sliding_window": 3}
+    flops = model_flops(shape_from_config(config, name="gemma2"), path_of("lora", MLP["llama"]))
+    assert flops is not None
+    a_pair = 2 * 4 * 32  # queries with keys, and weights with values: 4 heads of 32
+    # The first and the third layer have a window; two operations forward, four more for the gradients.
+    assert flops.per_near_pair == 2 * a_pair + 6 * a_pair
+    assert flops.per_pair == 6 * a_pair

@@ -1,0 +1,181 @@
+"""Memory runs out inside a step, really launched: the same rows are run again in smaller pieces, and nothing moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from out_of_memory import ROOT, hooked
+from safetensors.torch import load_file
+
+Sftplay = Callable[..., CompletedProcess[str]]
+Write = Callable[..., Path]
+
+ROWS = {
+    "train__effective_batch_size": 32, "train__max_steps": 4, "model__max_seq_len": 64, "train__save_steps": 4,
+    "train__learning_rate": 0.003,  # AdamW makes of a gradient's last bits a share of the rate
+}  # fmt: skip
+
+
+def own_place(folder: Path) -> dict[str, Any]:
+    """Options with which a run finds the kit, though it is started in a folder of its own."""
+    return {"env": {"PYTHONPATH": str(ROOT)}, "cwd": folder, "timeout": 120}
+
+
+def weights(run: Path) -> dict[str, Any]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def plan(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "plan.json").read_text())
+    return content
+
+
+def check_same(run: Path, other: Path) -> None:
+    assert [line["row_ids"] for line in lines(run)] == [line["row_ids"] for line in lines(other)]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4]
+    assert [line["label_tokens"] for line in lines(run)] == [line["label_tokens"] for line in lines(other)]
+    rates = [line["learning_rate"] for line in lines(run)]
+    assert rates == [line["learning_rate"] for line in lines(other)]
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys()
+    moved = 0.0
+    for name, tensor in ours.items():
+        assert float((tensor - theirs[name]).abs().max()) <= 1e-6, name
+        moved = max(moved, float(tensor.abs().max()) if "lora_B" in name else 0.0)
+    assert moved > 1e-3  # it was trained at all: a B begins at zero
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_rows(
+    write_config: Write, sftplay: Sftplay, tmp_path: Path, processes: int
+) -> None:
+    pieces = 32 // processes // 8
+    runs = tmp_path / "outputs"
+
+    def run(name: str, failures: list[Any], **changes: Any) -> Path:
+        config = write_config(f"{name}.yaml", run_name=name, train__batch_size=8, **ROWS, **changes)
+        done = sftplay("train", "--config", config, "--nproc", processes, **hooked(tmp_path, failures), timeout=120)
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert done.stdout.count("the same rows again") == len({step for _, step, _, _ in failures})
+        return runs / name
+
+    undisturbed = run("undisturbed", [])
+    # A window's pieces become twice as many each time: its first, then one in the middle, then its last.
+    places = [(1, 1), (2, pieces), (3, 4 * pieces)]
+    for rank in (None,) if processes == 1 else (None, 1):
+        for wheres in (("forward", "backward", "forward"), ("backward", "forward", "backward")):
+            name = f"rank-{rank}-{wheres[0]}"
+            failures = [(rank, step, micro, where) for (step, micro), where in zip(places, wheres, strict=True)]
+            check_same(run(name, failures), undisturbed)
+            sizes = [(each["batch_size_before"], each["batch_size"]) for each in plan(runs / name)["shortages"]]
+            assert sizes == [(8, 4), (4, 2), (2, 1)]
+            assert [each["step"] for each in plan(runs / name)["shortages"]] == [1, 2, 3]
+    dropped = run("dropped", [(0, 2, 2, "forward")], tuning__lora__dropout=0.3)
+    assert [line["row_ids"] for line in lines(dropped)] == [line["row_ids"] for line in lines(undisturbed)]
+
+
+@pytest.mark.slow
+def test_without_recovery_the_run_dies_of_it_with_a_reason(write_config: Write, sftplay: Sftplay, tmp_path: Path):
+    config = write_config(train__batch_size=8, train__oom_recovery=False, **ROWS)
+    options = hooked(tmp_path, [(0, 2, 2, "backward")])
+    done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=120)
+    assert done.returncode == 3
+    assert "training: out of memory in backward of step 2" in done.stdout
+    assert "`make plan` lists" in done.stdout
+    assert "the same rows again" not in done.stdout
+    status = json.loads((tmp_path / "outputs" / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["error"]["code"]) == ("failed", 3, "memory")
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_checkpoint_with_smaller_pieces(
+    write_config: Write, sftplay: Sftplay, tmp_path: Path
+):
+    """A step half taken cannot be run again. What the next plan makes of it: fewer rows at a time."""
+    changes = {**ROWS, "train__save_steps": 2}
+    undisturbed = write_config("undisturbed.yaml", run_name="undisturbed", **changes)
+    config = write_config("restarted.yaml", run_name="restarted", **changes)
+    assert sftplay("train", "--config", undisturbed, **own_place(tmp_path)).returncode == 0
+    planned = plan(tmp_path / "outputs" / "undisturbed")["batch_size"]
+    options = hooked(tmp_path, [(0, 3, 0, "optimizer")])
+    done = sftplay("train", "--config", config, **options, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "outputs" / "restarted"
+    attempts = json.loads((run / "status.json").read_text())["attempts"]
+    assert [each["from_step"] for each in attempts] == [0, 2]
+    assert plan(run)["batch_size"] < planned
+    check_same(run, tmp_path / "outputs" / "undisturbed")
+    later = write_config("later.yaml", run_name="later", **{**changes, "train__max_steps": 1})
+    done = sftplay("train", "--config", later, "--json", **own_place(tmp_path))
+    assert plan(tmp_path / "outputs" / "later")["batch_size"] == plan(run)["batch_size"]
+    assert f"{planned} rows ran out of memory in {run}" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_behind_a_shortage_goes_on_with_the_smaller_pieces(
+    write_config: Write, sftplay: Sftplay, tmp_path: Path
+):
+    undisturbed = write_config("undisturbed.yaml", run_name="undisturbed", **ROWS)
+    assert sftplay("train", "--config", undisturbed, **own_place(tmp_path)).returncode == 0
+    config = write_config("resumed.yaml", run_name="resumed", **{**ROWS, "train__save_steps": 1})
+    failures = [(0, 2, 1, "forward"), (0, 4, 0, "kill")]
+    assert sftplay("train", "--config", config, **hooked(tmp_path, failures), timeout=120).returncode == 5
+    run = tmp_path / "outputs" / "resumed"
+    after = plan(run)["shortages"][-1]["batch_size"]
+    done = sftplay("resume", "--config", config, **own_place(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert plan(run)["batch_size"] == after
+    check_same(run, tmp_path / "outputs" / "undisturbed")
+
+
+@pytest.mark.slow
+def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(write_config: Write, sftplay: Sftplay, tmp_path: Path):
+    changes = {**ROWS, "train__batch_size": 8, "train__eval_steps": 2, "eval__after": True, "eval__batch_size": 4}
+    runs = {}
+    for name, limit in (("plain", {}), ("short", {"OUT_OF_MEMORY_EVAL_ROWS": "2"})):
+        config = write_config(f"{name}.yaml", run_name=name, **changes)
+        done = sftplay("train", "--config", config, "--nproc", 2, **hooked(tmp_path, [], **limit), timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs[name] = (tmp_path / "outputs" / name, done.stdout)
+    (plain, _), (short, said) = runs["plain"], runs["short"]
+    for what in ("the evaluation", "the held-out loss", "answering"):
+        assert f"out of memory in {what}: it goes on with" in said
+    assert "the same rows again" not in said
+    assert "shortages" not in plan(short)
+    for measured in ("step-2.json", "step-4.json", "after.json"):
+        figures, expected = (json.loads((run / "eval" / measured).read_text()) for run in (short, plain))
+        assert figures["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    ours, theirs = weights(short), weights(plain)
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+    answers = [(run / "eval" / "after.jsonl").read_text() for run in (short, plain)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_where_gradients_travel_within_the_last_piece_the_run_restarts_with_smaller_pieces(
+    write_config: Write, sftplay: Sftplay, tmp_path: Path
+):
+    """As in full tuning on GPUs. The other rank waits for gradients that never come, and must not wait for ever."""
+    changes = {**ROWS, "train__save_steps": 2, "train__batch_size": 8}
+    runs = {}
+    for name, failures in (("undisturbed", []), ("restarted", [(1, 2, 1, "forward"), (1, 3, 4, "backward")])):
+        config = write_config(f"{name}.yaml", run_name=name, **changes)
+        options = hooked(tmp_path, failures, OUT_OF_MEMORY_OVERLAPS="1")
+        done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs[name] = tmp_path / "outputs" / name
+    assert "step 2: out of memory in forward on rank 1" in done.stdout
+    assert "from the last checkpoint on with 2 rows at a time in place of 8" in done.stdout
+    attempts = json.loads((runs["restarted"] / "status.json").read_text())["attempts"]
+    assert [each["from_step"] for each in attempts] == [0, 2]
+    check_same(runs["restarted"], runs["undisturbed"])
