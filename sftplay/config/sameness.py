@@ -25,6 +25,7 @@ FREE_TO_CHANGE = (
     "train.dataloader_num_workers",
     "train.dataloader_pin_memory",
     "data.processed_dir",
+    "cluster.max_restarts",
 )
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 

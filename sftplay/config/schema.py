@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from sftplay.config.cluster_section import ClusterConfig as ClusterConfig
 from sftplay.config.data_section import DataConfig as DataConfig
 from sftplay.config.data_section import EvalConfig as EvalConfig
 from sftplay.config.section import Auto, NotNegative, Positive, PositiveFloat, Share
@@ -204,7 +205,7 @@ class TrainConfig(Section):
     """When memory runs out inside a step, run the step's same rows again in smaller pieces, on all processes, and go on
     with these. false: the run ends."""
 
-    stall_timeout: Annotated[int, Field(ge=0)] = 600
+    stall_timeout: Annotated[int, Field(ge=0)] = 1800
     """Seconds a process may spend in one phase of a step before the run is ended, with the stacks of all processes in
     logs/. Longer than the longest save and evaluation piece. 0 never ends it."""
 
@@ -264,6 +265,9 @@ class RunConfig(Section):
 
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     """What is written down."""
+
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """How its processes work together."""
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -226,7 +226,6 @@ PLANNED_TASKS = ("cpt", "cpt_mixed", "dapt", "grpo", "score", "hrm")
 """Tasks of the design that this version does not have."""
 
 PLANNED_KEYS = (
-    "cluster",
     "datasets",
     "grpo",
     "score",
@@ -236,3 +235,12 @@ PLANNED_KEYS = (
 
 PLANNED_CHOICES: dict[str, tuple[str, ...]] = {"task_mode": PLANNED_TASKS}
 """Key -> words of the design that this version does not have."""
+
+REFUSED_CHOICES: dict[tuple[str, str], tuple[str, str]] = {
+    ("cluster.comm.hook", "powersgd_batched"): (
+        "is not offered: torch's batched_powerSGD_hook hands its orthogonalisation a matrix where that asserts a batch "
+        "of them, and dies (torch 2.13)",
+        "write powersgd",
+    ),
+}
+"""(key, word) -> why a choice that exists elsewhere is none here, and what to write."""

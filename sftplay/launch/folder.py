@@ -87,11 +87,11 @@ class RunFolder:
         """Merge `changes` into status.json. Only one process at a time calls this: the main rank, then the parent."""
         self.write_json("status.json", {**self.read_json("status.json"), **changes})
 
-    def close_attempt(self, cause: str) -> None:
-        """Note where the running attempt ended and why, once."""
+    def close_attempt(self, cause: str, *, again: bool = False) -> None:
+        """Note where the running attempt ended and why, once; `again` when more is known of it now."""
         status = self.read_json("status.json")
         attempts = status.get("attempts", [])
-        if attempts and attempts[-1]["cause"] is None:
+        if attempts and (again or attempts[-1]["cause"] is None):
             attempts[-1] |= {"to_step": status.get("step", 0), "cause": cause}
             self.update_status(attempts=attempts)
 

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from sftplay.errors import RunError, SftplayError
-from sftplay.launch.command import Launch
+from sftplay.errors import SftplayError
+from sftplay.launch.command import PARENT, Launch
+from sftplay.launch.death import Death, cause_of_death, find_death, follows_from_death, signal_name
 from sftplay.launch.folder import RunFolder
 from sftplay.launch.processes import ENDING_S, parent_of
 from sftplay.launch.stall import Stall, Watchdog, timeout_of
@@ -29,6 +30,9 @@ SIGN_OF_LIFE_S = 9.0
 
 LAST_LINES = 20
 """Lines of a launcher that are shown when it ends without a word; all of them are in logs/launch.log."""
+
+KEPT_LINES = 1000
+"""Lines of a launcher that are looked through for a death: torchrun spends six on each rank that failed."""
 
 WORKERS_OWN = (2, 3, 4, 5)
 """Exit codes by which only a worker of ours ends."""
@@ -94,9 +98,11 @@ def follow(launch: Launch, folder: RunFolder) -> int:
     """
     console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
     forwarder, watchdog = Forwarder(folder), Watchdog(folder, timeout_of(folder))
+    attempts = len(folder.read_json("status.json").get("attempts", []))
+    own = {PARENT: str(os.getpid())}
     with forwarder.installed():
         process = subprocess.Popen(
-            launch.argv, env={**os.environ, **launch.env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            launch.argv, env={**os.environ, **launch.env, **own}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
         forwarder.attach(process)
@@ -108,7 +114,7 @@ def follow(launch: Launch, folder: RunFolder) -> int:
         except Stall as stall:
             return _end_stalled(stall, watchdog, process, console)
         code = process.wait()
-    return settle(folder, code, forwarder.received, unmarked)
+    return settle(folder, code, forwarder.received, unmarked, attempts_before=attempts)
 
 
 def _end_stalled(stall: Stall, watchdog: Watchdog, process: subprocess.Popen[bytes], console: Console) -> int:
@@ -125,36 +131,53 @@ def _end_stalled(stall: Stall, watchdog: Watchdog, process: subprocess.Popen[byt
     return stall.exit_code if told is None else int(told)
 
 
-def settle(folder: RunFolder, code: int, received: int, unmarked: Iterable[str]) -> int:
+def settle(folder: RunFolder, code: int, received: int, unmarked: Sequence[str], *, attempts_before: int = 0) -> int:
     """The run's own exit code from status.json; a death the worker could not report is written there.
 
-    `code` is the launcher's, `received` the stop signal that was passed on (0 for none).
+    `code` is the launcher's, `received` the stop signal that was passed on (0 for none), `attempts_before` the number
+    of attempts that the run had had when the launch began.
     """
     status = folder.read_json("status.json")
-    if status.get("exit_code") is not None:
-        return int(status["exit_code"])
+    is_own, told = len(status.get("attempts", [])) > attempts_before, status.get("exit_code")
+    if not received and follows_from_death(status) and (death := find_death(unmarked)):
+        return _note_death(folder, death, (), again=is_own)
+    # A rank that loses another one behind a stop signal tells of no death that anybody should outlive.
+    if told is not None and not (received and cause_of_death(folder)):
+        return int(told)
     if code in WORKERS_OWN:  # a disk too full even for status.json
         return code
     if received:
         name = signal.Signals(received).name
-        _note(folder, name, state="stopped", exit_code=128 + received, signal=name)
+        _note(folder, name, again=is_own, state="stopped", exit_code=128 + received, signal=name, error=None)
         return 128 + received
-    # A rank that was killed shows behind torchrun only as its code 1; that the ranks had met tells it from a bug.
-    died = code < 0 or bool(status.get("ranks"))
-    cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} without a word"
-    ours = RunError.exit_code if died else SftplayError.exit_code
-    _note(folder, cause, state="failed", exit_code=ours)
-    for line in unmarked:
+    # Where torchrun's account is not understood, that the ranks had met tells a rank that was killed from a bug.
+    cause = f"killed by {signal_name(-code)}" if code < 0 else f"ended with code {code} without a word"
+    if code < 0 or status.get("ranks"):
+        return _note_death(folder, cause, unmarked)
+    _note(folder, cause, state="failed", exit_code=SftplayError.exit_code)
+    _say_end(folder, f"the run was {cause}", unmarked)
+    return SftplayError.exit_code
+
+
+def _note_death(folder: RunFolder, cause: str, unmarked: Sequence[str], *, again: bool = False) -> int:
+    death = Death(cause, where=str(folder.path), fix=f"look at {folder.logs}, then `make resume`")
+    ending = {"state": "failed", "exit_code": death.exit_code, "signal": None, "error": death.as_json()}
+    _note(folder, cause, again=again, **ending)
+    hint = " (memory may have run out)" if signal.SIGKILL.name in cause else ""
+    _say_end(folder, f"{cause}{hint}" if cause.startswith("rank") else f"the run was {cause}{hint}", unmarked)
+    return death.exit_code
+
+
+def _say_end(folder: RunFolder, what: str, unmarked: Sequence[str]) -> None:
+    for line in [*unmarked][-LAST_LINES:]:
         sys.stderr.write(line + "\n")
-    hint = " (memory may have run out)" if code == -signal.SIGKILL else ""
-    sys.stderr.write(f"{folder.path}: the run was {cause}{hint}\n  fix: look at {folder.logs}, then `make resume`\n")
-    return ours
+    sys.stderr.write(f"{folder.path}: {what}\n  fix: look at {folder.logs}, then `make resume`\n")
 
 
-def _note(folder: RunFolder, cause: str, **ending: Any) -> None:
+def _note(folder: RunFolder, cause: str, *, again: bool = False, **ending: Any) -> None:
     try:
         folder.update_status(**ending)
-        folder.close_attempt(cause)
+        folder.close_attempt(cause, again=again)
     except OSError as error:
         sys.stderr.write(f"{folder.path}: status.json cannot be written ({error.strerror})\n")
 
@@ -227,7 +250,7 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) ->
 def _show(
     lines: queue.Queue[bytes | None], console: Console, folder: RunFolder, look: Callable[[], None]
 ) -> deque[str]:
-    unmarked: deque[str] = deque(maxlen=LAST_LINES)
+    unmarked: deque[str] = deque(maxlen=KEPT_LINES)
     with (folder.logs / "launch.log").open("ab", buffering=0) as handle:
         while True:
             look()

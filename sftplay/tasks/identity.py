@@ -105,7 +105,8 @@ def rows_digest(rows: Dataset) -> str:
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized: bool = False) -> list[str]:
     """A line for each config key, and for the number of processes, that makes this another run.
 
-    `resized` allows other sizes: the launching verb keeps the first start's unless they do not fit this machine.
+    `resized` allows other sizes and another number of processes: the launching verb keeps the first start's sizes
+    unless they do not fit this machine or that number.
     """
     if "config" not in before or "config" not in now:
         return []
@@ -114,7 +115,7 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized
         for key, old, new in differences(before["config"], now["config"])
         if not (resized and key in SIZES)
     ]
-    if before["world_size"] != now["world_size"]:
+    if before["world_size"] != now["world_size"] and not resized:
         changed.append(f"it ran on {before['world_size']} processes and runs on {now['world_size']} now")
     return changed
 

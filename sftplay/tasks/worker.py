@@ -9,19 +9,26 @@ import importlib
 import os
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
 
 from sftplay import log
 from sftplay.config.load import load_resolved
-from sftplay.errors import RunError, SftplayError
+from sftplay.errors import SftplayError
+from sftplay.launch.command import PARENT
+from sftplay.launch.death import Death
 from sftplay.launch.folder import RESOLVED, RunFolder
+from sftplay.launch.processes import parent_of, state_of
 from sftplay.launch.stacks import answer_with_stacks
-from sftplay.lifeline import StopAtOnce, Stopped, die_with_parent
+from sftplay.lifeline import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent
 from sftplay.model.unsloth import import_first
 
 BUG = 1
+
+GOING_S = 1.0
+"""How long a rank that was killed may take to disappear behind the end of its connections, by which others notice."""
 
 
 def main(run_folder: str) -> int:
@@ -29,6 +36,8 @@ def main(run_folder: str) -> int:
     outside = StopAtOnce()
     outside.install()
     die_with_parent()
+    if is_orphan():
+        return Death.exit_code
     folder = RunFolder(Path(run_folder))
     log.redirect(folder.logs / f"rank{log.rank()}.log")
     answer_with_stacks(folder.logs, log.rank())
@@ -45,10 +54,10 @@ def main(run_folder: str) -> int:
     except Exception as error:  # noqa: BLE001 - the worker's end: a bug must reach status.json
         if outside.received:  # some library has made its own error of it
             return _stop(folder, outside.received)
+        for each in STOP_SIGNALS:  # torchrun stops those whose neighbour has ended; this one ends anyway
+            signal.signal(each, signal.SIG_IGN)
         if gone := gone_rank(folder):
-            _finish(folder, "failed", RunError.exit_code, cause=gone)
-            _print_error(f"{folder.path}: {gone}\n  fix: `make resume` continues from the last complete checkpoint")
-            return RunError.exit_code
+            return _mourn(folder, gone)
         _finish(folder, "failed", BUG, cause=f"{type(error).__name__}: {error}")
         _print_error(traceback.format_exc())
         return BUG
@@ -83,15 +92,37 @@ def _stop(folder: RunFolder, number: int, **more: object) -> int:
     return code if log.is_main() else 0
 
 
+def is_orphan() -> bool:
+    """True when parent or launcher died before this process had tied its life to theirs."""
+    parent, above = int(os.environ.get(PARENT, "0")), os.getppid()
+    while parent and above > 1 and above != parent:
+        above = parent_of(above)
+    return parent not in (0, above)
+
+
 def gone_rank(folder: RunFolder) -> str:
     """Which rank of this node has died, when an error of another one follows from that; empty when all live."""
-    if log.world_size() == 1:
-        return ""
-    for number, rank in enumerate(folder.read_json("status.json").get("ranks") or []):
-        stat = Path(f"/proc/{rank['pid']}/stat")
-        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return f"rank {number} (process {rank['pid']}) has gone"
+    ranks = folder.read_json("status.json").get("ranks") or []
+    deadline = time.monotonic() + GOING_S
+    while len(ranks) > 1 and time.monotonic() < deadline:
+        gone = [
+            f"rank {n} (process {rank['pid']}) has gone" for n, rank in enumerate(ranks) if not state_of(rank["pid"])
+        ]
+        if gone:
+            return gone[0]
+        time.sleep(0.02)
     return ""
+
+
+def _mourn(folder: RunFolder, gone: str) -> int:
+    """End because another rank has; the reason is that one's, if it left one."""
+    told = folder.read_json("status.json").get("exit_code")
+    if told is not None:
+        return int(told)
+    death = Death(gone, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
+    _finish(folder, "failed", death.exit_code, cause=gone, error=death.as_json())
+    _print_error(str(death))
+    return death.exit_code
 
 
 def quiet_libraries() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.config.cluster_section import SHARDED
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.sameness import SIZES, decisive, differences
 from sftplay.config.schema import RunConfig
@@ -29,33 +31,30 @@ def continue_run(args: Namespace, cfg: RunConfig) -> int:
         ConfigErrors: values that decide the result have changed since its first start.
     """
     folder = find_run(cfg, args.config, getattr(args, "run", None) or _run_of(cfg))
-    status, stored = folder.read_json("status.json"), load_config(folder.resolved)
-    if status.get("state") == "done":
-        given = cfg.with_values({key: _value(stored, key) for key in _left_open(cfg)}, "resume")
-        _refuse_changes(stored, given, folder)
-        log.say(f"{folder.path} is finished: nothing to do", "resume")
-        if args.json:
-            print(json.dumps({"run": str(folder.path), **status}))
-        return 0
+    stored = load_config(folder.resolved)
+    if folder.read_json("status.json").get("state") == "done":
+        return _leave_finished(args, (stored, cfg), folder)
     machine = probe()
     scale = read_scale(args, machine)
-    cfg = check_inputs(cfg)
-    starts_anew = _check_processes(folder, scale) and cfg.train.resume == "auto"
+    cfg, plan = check_inputs(cfg), folder.read_json("plan.json")
+    before = processes_of(cfg.train.resume, folder)
+    starts_anew = before is None and cfg.train.resume == "auto"
+    moves = before not in (None, scale.world_size)
+    if moves or plan.get("resized"):
+        cfg = free_sizes(cfg, scale)
     # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
-    plan = folder.read_json("plan.json")
-    kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto" and not starts_anew}
-    if kept and (shortages := plan.get("shortages")):
-        # The rows of a step that ran out of memory went on in smaller pieces.
-        learned = sizes_of(stored, shortages[-1]["batch_size"], scale.world_size)
-        kept = {key: learned[key] for key in kept}
+    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, plan)
     named = cfg.with_values({"run_name": stored.run_name}, "resume")
     sized = size(named.with_values(kept, "resume"), machine, scale)
     fits = not kept or _fits(sized)
     if not fits:
         sized = size(named, machine, scale)
         _say_resized(stored, sized.cfg)
-    resized = not fits or bool(kept and plan.get("shortages"))
-    starts_anew = starts_anew or resized
+    if moves:
+        _refuse_moved_parts(before, sized, scale)
+        _say_moved(before, sized)
+    resized = moves or not fits or bool(kept and plan.get("shortages"))
+    starts_anew |= resized
     sizes = {key: _value(sized.cfg, key) for key in SIZES} if starts_anew else {}
     _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
     command = build_command(sized, folder, scale, machine)
@@ -67,6 +66,36 @@ def continue_run(args: Namespace, cfg: RunConfig) -> int:
             history = {"resized": resized, "shortages": plan.get("shortages", [])}
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized), **history})
         return run_workers(command, (sized, folder), args)
+
+
+def _kept_sizes(cfg: RunConfig, stored: RunConfig, plan: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that `cfg` leaves open, as the run had them last."""
+    kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto"}
+    if kept and (shortages := plan.get("shortages")):
+        # The rows of a step that ran out of memory went on in smaller pieces.
+        learned = sizes_of(stored, shortages[-1]["batch_size"], plan["world_size"])
+        kept = {key: learned[key] for key in kept}
+    return kept
+
+
+def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> None:
+    cluster = sized.cfg.cluster
+    if cluster.strategy in SHARDED:
+        raise ConfigError(
+            f"the checkpoints of {cluster.strategy} hold one part for each of {before} processes, and cannot be read "
+            f"by {scale.world_size}",
+            where=f"{sized.cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy",
+            fix=f"continue it with NPROC={before}, or train under a new run_name",
+        )
+
+
+def _leave_finished(args: Namespace, configs: tuple[RunConfig, RunConfig], folder: RunFolder) -> int:
+    stored, cfg = configs
+    _refuse_changes(stored, cfg.with_values({key: _value(stored, key) for key in _left_open(cfg)}, "resume"), folder)
+    log.say(f"{folder.path} is finished: nothing to do", "resume")
+    if args.json:
+        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+    return 0
 
 
 def _fits(sized: SizedRun) -> bool:
@@ -106,21 +135,48 @@ def _refuse_changes(stored: RunConfig, cfg: RunConfig, folder: RunFolder) -> Non
         raise ConfigErrors(problems)
 
 
-def _check_processes(folder: RunFolder, scale: Scale) -> bool:
-    """True when there is no checkpoint yet that ties the run to a number of processes.
+def processes_of(resume: str, folder: RunFolder) -> int | None:
+    """On how many processes the checkpoint was written that `train.resume` means; None where there is none yet."""
+    named = [] if resume in ("never", "auto") else [Path(resume)]
+    markers = map(read_marker, named or reversed(list_checkpoints(folder.checkpoints)))
+    return next((marker["world_size"] for marker in markers if marker.get("world_size")), None)
 
-    Raises:
-        ConfigError: there is one of another number; the worker would refuse it too, seconds later.
+
+def free_sizes(cfg: RunConfig, scale: Scale) -> RunConfig:
+    """`cfg` without the sizes that were given for another number of processes: first the accumulation is left open,
+    then the rows a piece."""
+    train, share = cfg.train, cfg.train.effective_batch_size // scale.world_size
+    given = [size for size in (train.batch_size, train.grad_accum) if isinstance(size, int)]
+    made = math.prod(given)
+    if made == share or (len(given) < len(SIZES) and share % made == 0):
+        return cfg
+    divides = not isinstance(train.batch_size, int) or share % train.batch_size == 0
+    return cfg.with_values(dict.fromkeys(SIZES[1:] if divides else SIZES, "auto"), "resume")
+
+
+def _say_moved(before: int | None, sized: SizedRun) -> None:
+    cfg = sized.cfg
+    drawn = ", dropout and noise are drawn otherwise" if draws_at_random(cfg) else ""
+    log.say(
+        f"note: begun on {before} process(es), goes on on {sized.world_size} with {cfg.train.batch_size} x "
+        f"{cfg.train.grad_accum} rows each; the effective batch and the rows stay, sums are rounded otherwise from "
+        f"here on{drawn}",
+        "resume",
+    )
+
+
+def draws_at_random(cfg: RunConfig) -> bool:
+    """True when a step draws random numbers: dropout of the adapter or of the model's own, or NEFTune's noise.
+
+    A model whose config.json is not on this machine is taken for one without dropout.
     """
-    markers = [read_marker(checkpoint) for checkpoint in reversed(list_checkpoints(folder.checkpoints))]
-    before = next((marker["world_size"] for marker in markers if marker.get("world_size")), None)
-    if before not in (None, scale.world_size):
-        raise ConfigError(
-            f"the run's checkpoints are of {before} process(es), {scale.world_size} would not go on bit for bit",
-            where=f"{folder.path} --nproc",
-            fix=f"continue it with --nproc {before} (make resume NPROC={before}), or train under a new run_name",
-        )
-    return before is None
+    if cfg.train.neftune_alpha or (cfg.tuning.mode != "full" and cfg.tuning.lora.dropout):
+        return True
+    try:
+        own = json.loads((Path(cfg.model.name) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return any(value for key, value in own.items() if "drop" in key and isinstance(value, float))
 
 
 def _left_open(cfg: RunConfig) -> list[str]:

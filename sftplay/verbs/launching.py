@@ -7,10 +7,13 @@ from argparse import Namespace
 from functools import partial
 
 from sftplay import log
+from sftplay.config.cluster_section import SHARDED
+from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules import notes
 from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command import Launch, Scale, build_launch
+from sftplay.launch.death import cause_of_death
 from sftplay.launch.folder import RunFolder, write_text
 from sftplay.launch.follow import follow
 from sftplay.launch.ports import free_port
@@ -23,35 +26,60 @@ from sftplay.verbs.inputs import needs_no_hub
 from sftplay.verbs.lessons import learn, recall, shrink, smaller_start
 from sftplay.verbs.look import leave_report
 from sftplay.verbs.plan import known_shape
+from sftplay.verbs.sharding import environment_of, make_ready, with_pieces
+from sftplay.watch.checkpoints import newest_complete
 
 MEETING_PORT = 29511
 """Where nodes meet when no port is given."""
 
 
 def run_workers(command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace) -> int:
-    """Start the workers, again with smaller pieces where memory has run out for good; the last exit code."""
+    """Start the workers; again with smaller pieces where memory has run out for good, and from the last checkpoint
+    where a process has died, `cluster.max_restarts` times; the last exit code.
+
+    The parent restarts, not torchrun: that would also start again what has ended with an error of our own or by a stop
+    signal, asks nobody where to go on, and starts no single process.
+    """
     sized, folder = what
-    code = _start(command, folder, args)
-    while rows := smaller_start(folder, args):
-        shrink(folder, rows)
+    if args.tb:
+        from sftplay.verbs.board import start_board
+
+        start_board(folder.path.parent, 6006)
+    make_ready(sized.cfg, folder, command)
+    code, restarts, most = _start(command, folder, args), 0, sized.cfg.cluster.max_restarts
+    while True:
+        if rows := smaller_start(folder, args):
+            shrink(folder, rows)
+            command = with_pieces(command, load_config(folder.resolved))
+        elif restarts < most and (cause := cause_of_death(folder)):
+            restarts += 1
+            log.say(f"restart {restarts} of {most}: {cause}")
+            go_on(folder)
+        else:
+            break
         code = _start(command, folder, args)
     learn(sized, folder)
+    if args.json and args.verb != "demo":
+        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return code
 
 
 def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
-    if args.tb:
-        from sftplay.verbs.board import start_board
-
-        start_board(folder.path.parent, 6006)
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
     code = follow(command, folder)
     if args.node_rank == 0:  # nodes share the folder
         leave_report(folder)
-    if args.json and args.verb != "demo":
-        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return code
+
+
+def go_on(folder: RunFolder) -> None:
+    """Let the run's next start continue it: from its newest complete checkpoint, or once more from the one that it was
+    told to begin with."""
+    stored = load_config(folder.resolved)
+    is_told = stored.train.resume not in ("never", "auto")
+    if not (is_told and newest_complete(folder.checkpoints)[0] is None):
+        write_text(folder.resolved, dump_resolved(stored.with_values({"train.resume": "auto"}, "restart")))
 
 
 def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None) -> SizedRun:
@@ -83,8 +111,21 @@ def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None)
 
 
 def build_command(sized: SizedRun, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
-    """What starts the run's workers."""
-    return build_launch(folder.path, scale, has_gpu=bool(machine.gpus), is_offline=needs_no_hub(sized.cfg))
+    """What starts the run's workers.
+
+    Raises:
+        ConfigError: a run of several nodes shall restart by itself; their parents know nothing of each other.
+    """
+    if sized.cfg.cluster.max_restarts and scale.nnodes > 1:
+        raise ConfigError(
+            f"a run of {scale.nnodes} nodes cannot restart by itself",
+            where=f"{sized.cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
+            fix="set cluster.max_restarts=0 and let the job continue it with train.resume=auto",
+        )
+    has_gpu, strategy = bool(machine.gpus), None
+    if sized.cfg.cluster.strategy in SHARDED and scale.world_size > 1:
+        strategy = environment_of(sized.cfg, folder, scale, has_gpu=has_gpu)
+    return build_launch(folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(sized.cfg), strategy=strategy)
 
 
 def read_scale(args: Namespace, machine: Machine) -> Scale:

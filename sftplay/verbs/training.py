@@ -12,11 +12,12 @@ from sftplay.verbs.continuing import continue_run
 from sftplay.verbs.inputs import check_inputs
 from sftplay.verbs.launching import all_notes, build_command, print_command, read_scale, run_workers, say_sizing, size
 from sftplay.verbs.probing import Bench, look_closer
+from sftplay.verbs.sharding import with_deepspeed
 
 
 def train(args: Namespace) -> int:
     """`train`: start the run of a config, or continue it when train.resume says so."""
-    cfg = load_config(args.config, args.overrides)
+    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_run(cfg, args.config)):
         return launch(args, cfg)
     return continue_run(args, cfg)
@@ -24,7 +25,7 @@ def train(args: Namespace) -> int:
 
 def resume(args: Namespace) -> int:
     """`resume`: continue the newest run of a config."""
-    cfg = load_config(args.config, args.overrides)
+    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never":
         cfg = cfg.with_values({"train.resume": "auto"}, "resume")
     return continue_run(args, cfg)

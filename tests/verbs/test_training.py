@@ -79,12 +79,15 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
     return finished
 
 
-def test_another_number_of_processes_is_refused_before_anything_starts(
+def test_another_number_of_processes_is_taken_and_said_unless_the_effective_batch_cannot_be_split_over_it(
     stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(launching, "follow", lambda *_: pytest.fail("it was started"))
-    assert main(["resume", "--config", str(stopped)]) == 2
-    assert "make resume NPROC=2" in capsys.readouterr().err
+    words = ["resume", "--config", str(stopped), "--dry-run", "--nproc"]
+    assert main([*words, "1"]) == 0
+    assert "begun on 2 process(es), goes on on 1 with" in capsys.readouterr().out
+    assert main([*words, "3"]) == 2
+    assert "effective batch 8 cannot be split exactly over 3 process(es)" in capsys.readouterr().err
 
 
 def test_checkpoint_given_as_a_path_names_its_run(

@@ -1,0 +1,434 @@
+"""Processes that die: which deaths are seen, what is started again, and that the run ends as one nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from processes import is_alive, wait_until
+from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.errors import ConfigError
+from sftplay.launch.command import PARENT, Launch, Scale
+from sftplay.launch.death import Death, cause_of_death, find_death
+from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.follow import settle
+from sftplay.machine.probe import probe
+from sftplay.plan.sizing import size_run
+from sftplay.tasks import worker
+from sftplay.verbs import launching
+from sftplay.watch.checkpoints import mark_complete
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SAVE_STEPS = 24, 5
+
+
+def account(*codes: tuple[int, int]) -> list[str]:
+    """What torchrun writes of ranks that ended with these codes, each (rank, code), the first one first."""
+    failures = {rank: ProcessFailure(rank, 4000 + rank, code, "<N/A>") for rank, code in codes}
+    return str(ChildFailedError("sftplay.tasks.worker", failures)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("codes", "found"),
+    [
+        ([(1, -9)], "rank 1 was killed by SIGKILL"),
+        ([(1, -9), (0, -15)], "rank 1 was killed by SIGKILL"),
+        ([(0, -11), (1, -9)], "rank 0 was killed by SIGSEGV"),
+        ([(2, 17), (0, 143)], "rank 2 ended with code 17 without a word"),
+        ([(1, -9), (0, 5)], "rank 1 was killed by SIGKILL"),
+        # A bug on rank 0; rank 1 waited for it, and torchrun killed it in the end.
+        ([(0, 1), (1, -9)], ""),
+        ([(1, -15)], ""),
+        *(([(0, code), (1, -9)], "") for code in (2, 3, 4, 5, 129, 130, 138, 143)),
+    ],
+)
+def test_rank_that_died_first_is_named_from_what_torchrun_says(codes: list[tuple[int, int]], found: str):
+    assert find_death(["a warning", *account(*codes), "last words"]) == found
+
+
+def test_lines_that_no_torchrun_wrote_name_no_death():
+    assert find_death([]) == find_death(["rank      : 1 (local_rank: 1)", "exitcode  : -9 (pid: 7)"]) == ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run with one attempt, which goes on."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    attempts = [{"from_step": 0, "to_step": None, "cause": None}]
+    run.update_status(state="running", exit_code=None, step=3, ranks=[{"pid": 1}], error=None, attempts=attempts)
+    return run
+
+
+def told(folder: RunFolder, code: int, cause: str, **more: Any) -> None:
+    folder.update_status(exit_code=code, **more)
+    folder.close_attempt(cause)
+
+
+def test_rank_that_lost_another_and_the_launcher_agree_on_the_death(folder: RunFolder):
+    """The surviving rank has ended by its library's error, by ours for a lost rank, or by torchrun's SIGTERM."""
+    lost = Death("rank 1 (process 7) has gone").as_json()
+    endings = [(1, "RuntimeError", None), (5, "rank 1 (process 7) has gone", lost), (143, "SIGTERM", None)]
+    for code, cause, error in endings:
+        told(folder, code, cause, error=error, signal="SIGTERM" if code == 143 else None)
+        assert settle(folder, 1, 0, account((1, -9), (0, code))) == 5
+        status = folder.read_json("status.json")
+        assert (status["state"], status["exit_code"], status["signal"]) == ("failed", 5, None)
+        assert status["attempts"] == [{"from_step": 0, "to_step": 3, "cause": "rank 1 was killed by SIGKILL"}]
+        assert cause_of_death(folder) == "rank 1 was killed by SIGKILL"
+
+
+def test_death_before_the_launch_had_an_attempt_leaves_the_earlier_ones_as_they_were(folder: RunFolder):
+    told(folder, 0, "rank 0 was killed by SIGKILL")
+    folder.update_status(exit_code=None, ranks=[])
+    assert settle(folder, 1, 0, account((1, -11)), attempts_before=1) == 5
+    assert [each["cause"] for each in folder.read_json("status.json")["attempts"]] == ["rank 0 was killed by SIGKILL"]
+    assert cause_of_death(folder) == "rank 1 was killed by SIGSEGV"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, "config"), (3, "machine"), (3, "memory"), (4, "data"), (5, "run")])
+def test_error_of_our_own_stays_the_runs_whoever_died_with_it(folder: RunFolder, code: int, kind: str):
+    told(folder, code, "it said why", error={"code": kind, "what": "it said why"})
+    assert settle(folder, 1, 0, account((1, -9), (0, code))) == code
+    assert cause_of_death(folder) == ""
+
+
+def test_stop_signal_and_a_finished_run_are_no_deaths(folder: RunFolder):
+    told(folder, 143, "SIGTERM", signal="SIGTERM")
+    assert settle(folder, 1, signal.SIGTERM, account((1, -9), (0, 143))) == 143
+    assert cause_of_death(folder) == ""
+    folder.update_status(exit_code=0)
+    assert settle(folder, 1, 0, account((1, -9))) == 0
+    assert cause_of_death(folder) == ""
+
+
+def test_rank_that_was_lost_behind_a_stop_signal_is_no_death_to_outlive(folder: RunFolder):
+    told(folder, 5, "rank 1 (process 7) has gone", error=Death("rank 1 (process 7) has gone").as_json())
+    assert settle(folder, 1, signal.SIGTERM, account((1, -9), (0, 5))) == 143
+    status = folder.read_json("status.json")
+    assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
+    assert cause_of_death(folder) == ""
+
+
+def test_launcher_that_ends_without_a_word_is_a_death_only_when_it_was_killed_or_the_ranks_had_met(folder: RunFolder):
+    for code, ranks, expected in ((-9, [], "killed by SIGKILL"), (1, [{"pid": 1}], "ended with code 1"), (1, [], "")):
+        folder.update_status(exit_code=None, error=None, ranks=ranks)
+        settle(folder, code, 0, [])
+        assert cause_of_death(folder).startswith(expected), (code, ranks)
+        assert bool(cause_of_death(folder)) is bool(expected)
+
+
+class Deaths:
+    """In place of a launch: ends as the list says, a death for a text, else with the exit code."""
+
+    def __init__(self, *endings: str | int) -> None:
+        self.endings, self.resumes = list(endings), []
+
+    def __call__(self, command: Launch, folder: RunFolder) -> int:
+        self.resumes.append(load_config(folder.resolved).train.resume)
+        ending = self.endings.pop(0)
+        code, error = (5, Death(ending).as_json()) if isinstance(ending, str) else (ending, None)
+        folder.update_status(exit_code=code, error=error)
+        return code
+
+
+@pytest.fixture
+def run_with(
+    write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, Deaths, RunFolder]]:
+    """Runs the endings of `Deaths` with so many restarts: (exit code, the deaths, the folder)."""
+
+    def run(most: int, *endings: str | int, **changes: Any) -> tuple[int, Deaths, RunFolder]:
+        sized = size_run(load_config(write_config(cluster__max_restarts=most, **changes)), probe(), vocab_size=400)
+        folder, deaths = RunFolder(tmp_path / "run"), Deaths(*endings)
+        write_text(folder.resolved, dump_resolved(sized.cfg))
+        monkeypatch.setattr(launching, "follow", deaths)
+        monkeypatch.setattr(launching, "leave_report", lambda _: None)
+        args = Namespace(tb=False, json=False, verb="train", node_rank=0, nnodes=1, deepspeed=False)
+        return launching.run_workers(Launch(("python",), {}), (sized, folder), args), deaths, folder
+
+    return run
+
+
+def test_death_is_outlived_as_often_as_the_config_says(run_with: Callable[..., Any], capsys: Any):
+    code, deaths, _ = run_with(2, "rank 1 was killed by SIGKILL", "killed by SIGSEGV", 0)
+    assert (code, deaths.endings) == (0, [])
+    assert deaths.resumes == ["never", "auto", "auto"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "restart" in line]
+    assert said == ["[train] restart 1 of 2: rank 1 was killed by SIGKILL", "[train] restart 2 of 2: killed by SIGSEGV"]
+
+
+def test_death_ends_the_run_when_no_restart_is_left(run_with: Callable[..., Any]):
+    assert run_with(0, "killed by SIGKILL", 0)[:1] == (5,)
+    code, deaths, _ = run_with(1, "killed by SIGKILL", "killed by SIGKILL", 0)
+    assert (code, deaths.endings) == (5, [0])
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 129, 130, 138, 143])
+def test_what_would_come_again_and_a_stop_are_not_restarted(run_with: Callable[..., Any], code: int):
+    ended, deaths, _ = run_with(3, code, 0)
+    assert (ended, deaths.endings) == (code, [0])
+
+
+def test_restart_begins_with_the_checkpoint_the_run_was_told_until_it_has_one_of_its_own(
+    run_with: Callable[..., Any], tmp_path: Path
+):
+    told_path = str(tmp_path / "another" / "checkpoint-7")
+    _, deaths, folder = run_with(1, "killed by SIGKILL", 0, train__resume=told_path)
+    assert deaths.resumes == [told_path, told_path]
+    own = folder.checkpoints / "checkpoint-9"
+    own.mkdir(parents=True)
+    (own / "optimizer.pt").write_bytes(b"state")
+    mark_complete(own, {})
+    assert run_with(1, "killed by SIGKILL", 0, train__resume=told_path)[1].resumes == [told_path, "auto"]
+
+
+def test_run_of_several_nodes_that_shall_restart_by_itself_is_refused(write_config: Callable[..., Path]):
+    sized = size_run(load_config(write_config(cluster__max_restarts=1)), probe(), world_size=2, vocab_size=400)
+    with pytest.raises(ConfigError, match="2 nodes cannot restart"):
+        launching.build_command(sized, RunFolder(Path("run")), Scale(1, nnodes=2), probe())
+
+
+@pytest.mark.parametrize("told", [None, 4])
+def test_rank_that_loses_another_ends_with_the_reason_that_one_left_or_calls_it_a_death(
+    folder: RunFolder, told: int | None
+):
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    folder.update_status(ranks=[{"pid": os.getpid()}, {"pid": ended.pid}], exit_code=told)
+    gone = worker.gone_rank(folder)
+    assert gone == f"rank 1 (process {ended.pid}) has gone"
+    assert worker._mourn(folder, gone) == (told or 5)
+    assert cause_of_death(folder) == ("" if told else gone)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
+def test_worker_whose_launch_died_before_it_looked_does_no_work(folder: RunFolder):
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    argv = [sys.executable, "-m", "sftplay.tasks.worker", str(folder.path)]
+    before = folder.read_json("status.json")
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, PARENT: str(ended.pid)}, timeout=60, check=False)
+    assert done.returncode == 5
+    assert folder.read_json("status.json") == before
+
+
+HOOK = """
+import json, os, re, sys, time
+moments = json.loads(os.environ.get("HOLD_AT", "null"))
+seen = {}
+def listen(event, args):
+    wanted = next((each for each in moments if not os.path.exists(each["held"])), None)
+    if wanted is None or event != wanted["event"] or not re.search(wanted["name"], os.fsdecode(str(args[0]))):
+        return
+    if event == "open" and args[1] not in ("a", "w"):
+        return
+    seen[wanted["held"]] = seen.get(wanted["held"], 0) + 1
+    if seen[wanted["held"]] == wanted["nth"]:
+        open(wanted["held"], "x").close()
+        while not os.path.exists(wanted["held"] + ".go"):
+            time.sleep(0.02)
+if moments and os.environ.get("RANK", "0") == "0" and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
+    sys.addaudithook(listen)
+"""
+"""Holds rank 0 at one moment after the other, each once in a run, found by Python's own audit events."""
+
+METRICS = r"/metrics\.jsonl$"
+MOMENTS = [
+    ("the first step", "open", METRICS, 1),
+    ("a checkpoint is written", "open", r"checkpoint-10/trainer_state\.json$", 1),
+    ("between two checkpoints", "open", METRICS, 8),
+    ("the result is saved", "os.mkdir", r"\.adapter\.part$", 1),
+]
+"""Name, event, file, and how many of them it takes in an attempt: a line of metrics is written a step."""
+
+
+@dataclass
+class Shop:
+    """A config from which runs are started as a user does, and looked at from outside."""
+
+    root: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, verb: str, name: str, *words: Any, **environment: str) -> subprocess.Popen[bytes]:
+        config = str(self.root / "run.yaml")
+        argv = [sys.executable, "-m", "sftplay", verb, "--config", config, f"run_name={name}", *map(str, words)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        with (self.root / f"{name}.txt").open("ab") as out:
+            process = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        self.started.append(process)
+        return process
+
+    def said(self, name: str) -> str:
+        return (self.root / f"{name}.txt").read_text()
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(self.root / "outputs" / name)
+
+    def status(self, name: str) -> dict[str, Any]:
+        return self.folder(name).read_json("status.json")
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder(name).metrics
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder(name).path / "adapter" / "adapter_model.safetensors")
+
+    def complete(self, name: str) -> list[int]:
+        found = self.folder(name).checkpoints.glob("checkpoint-*/COMPLETE.json")
+        return sorted(int(path.parent.name.rpartition("-")[2]) for path in found)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Shop]:
+    root = tmp_path_factory.mktemp("restarts")
+    values = {
+        "output_dir": str(root / "outputs"),
+        "model": {"name": str(tiny_llama), "max_seq_len": 64},
+        "tuning": {"mode": "lora", "lora": {"r": 4, "dropout": 0.1}},
+        "train": {
+            "max_steps": STEPS, "effective_batch_size": 8, "batch_size": 2, "learning_rate": 0.01,
+            "gradient_checkpointing": False, "save_steps": SAVE_STEPS, "save_total_limit": 9,
+        },
+        "data": {"train_path": str(chat_rows), "split": 0, "processed_dir": str(root / "processed")},
+        "logging": {"steps": 1, "backend": "none", "row_ids": True},
+    }  # fmt: skip
+    (root / "hook").mkdir()
+    (root / "hook" / "sitecustomize.py").write_text(HOOK)
+    (root / "run.yaml").write_text(json.dumps(values))
+    workshop = Shop(root)
+    yield workshop
+    for process in workshop.started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shop: Shop) -> str:
+    """Name of a run on two processes that nobody disturbed."""
+    assert shop.start("train", "whole", "--nproc", 2).wait(240) == 0, shop.said("whole")
+    return "whole"
+
+
+def hold(shop: Shop, name: str) -> dict[str, str]:
+    """Environment in which a run is held at each of `MOMENTS`."""
+    wanted = [
+        {"event": event, "name": path, "nth": nth, "held": str(shop.root / f"{name} {key}")}
+        for key, event, path, nth in MOMENTS
+    ]
+    return {"PYTHONPATH": str(shop.root / "hook"), "HOLD_AT": json.dumps(wanted)}
+
+
+def assert_same_run(shop: Shop, name: str, whole: str) -> None:
+    """Weights, rows and losses are the undisturbed run's to the bit, and each step stands there once."""
+    ours, theirs = shop.weights(name), shop.weights(whole)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    found, expected = shop.metrics(name), shop.metrics(whole)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    for key in ("loss", "row_ids", "learning_rate", "grad_norm"):
+        assert [line[key] for line in found] == [line[key] for line in expected], key
+
+
+def kill_rank(shop: Shop, name: str, rank: int) -> None:
+    os.kill(shop.status(name)["ranks"][rank]["pid"], signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], said: Callable[[], str]) -> None:
+    wait_until(lambda: condition() or process.poll() is not None)
+    assert process.poll() is None, said()
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_every_kind_of_moment_are_started_again_and_nothing_is_lost(shop: Shop, undisturbed: str):
+    name, kills = "killed", [1, 0, 1, 0]  # the one that is held, and the one that waits for it
+    process = shop.start("train", name, "--nproc", 2, "cluster.max_restarts=5", **hold(shop, name))
+    for (key, *_), rank in zip(MOMENTS, kills, strict=True):
+        wait_for((shop.root / f"{name} {key}").exists, process, lambda: shop.said(name))
+        kill_rank(shop, name, rank)
+        (shop.root / f"{name} {key}.go").touch()
+        if key == "the first step":  # the next one is killed wherever in a step it is
+            wait_for(lambda: len(shop.status(name)["attempts"]) == 2, process, lambda: shop.said(name))
+            wait_for(lambda: len(shop.metrics(name)) >= 2, process, lambda: shop.said(name))
+            kill_rank(shop, name, 1)
+    assert process.wait(240) == 0, shop.said(name)
+    attempts = shop.status(name)["attempts"]
+    dead = [1, *kills]
+    assert [each["cause"] for each in attempts] == [*(f"rank {n} was killed by SIGKILL" for n in dead), "done"]
+    begun = [each["from_step"] for each in attempts]
+    assert begun[2] in (0, 5)  # the kill inside a step may have come behind the first checkpoint
+    assert [*begun[:2], *begun[3:]] == [0, 0, 5, 10, STEPS]
+    said = shop.said(name)
+    for number, rank in enumerate(dead, 1):
+        assert f"[train] restart {number} of 5: rank {rank} was killed by SIGKILL\n" in said
+    assert re.search(r"continuing from .*checkpoint-10\b", said)
+    assert_same_run(shop, name, undisturbed)
+
+
+@pytest.mark.slow
+def test_single_process_that_is_killed_is_started_again_by_its_parent(shop: Shop):
+    assert shop.start("train", "alone").wait(240) == 0, shop.said("alone")
+    name, key = "alone-killed", MOMENTS[2][0]
+    wanted = [{"event": "open", "name": METRICS, "nth": 8, "held": str(shop.root / f"{name} {key}")}]
+    env = {"PYTHONPATH": str(shop.root / "hook"), "HOLD_AT": json.dumps(wanted)}
+    process = shop.start("train", name, "cluster.max_restarts=1", **env)
+    wait_for((shop.root / f"{name} {key}").exists, process, lambda: shop.said(name))
+    kill_rank(shop, name, 0)
+    assert process.wait(240) == 0, shop.said(name)
+    attempts = [(each["from_step"], each["cause"]) for each in shop.status(name)["attempts"]]
+    assert attempts == [(0, "killed by SIGKILL"), (5, "done")]
+    assert_same_run(shop, name, "alone")
+
+
+def processes_of(folder: RunFolder) -> list[psutil.Process]:
+    """All processes of this machine that were started for this run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if str(folder.path) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
+@pytest.mark.parametrize("processes_seen", [1, 2, 3])
+def test_launcher_that_is_killed_while_its_launch_begins_leaves_nobody(shop: Shop, processes_seen: int):
+    """The launch is torchrun first, then its ranks one after the other, which look after themselves a little later."""
+    name = f"begun-{processes_seen}"
+    process = shop.start("train", name, "--nproc", 2, "cluster.max_restarts=5")
+    wait_for(lambda: len(processes_of(shop.folder(name))) >= processes_seen, process, lambda: shop.said(name))
+    process.kill()
+    process.wait()
+    wait_until(lambda: not processes_of(shop.folder(name)), 30)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
+def test_launcher_that_is_killed_while_its_ranks_train_leaves_nobody_and_nothing_starts_again(shop: Shop):
+    name = "left"
+    words = ["--nproc", 2, "cluster.max_restarts=5", "train.max_steps=100000", "train.dataloader_num_workers=1"]
+    process = shop.start("train", name, *words)
+    wait_for(lambda: shop.metrics(name), process, lambda: shop.said(name))
+    everybody = psutil.Process(process.pid).children(recursive=True)
+    assert len(everybody) >= 5  # torchrun, two ranks, a loader of rows each
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody) and not processes_of(shop.folder(name)), 30)

@@ -1,0 +1,181 @@
+"""A run goes on on another number of processes: with the same rows, the same effective batch and the same curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sftplay.config.load import load_config
+from sftplay.launch.command import Scale
+from sftplay.launch.folder import RunFolder
+from sftplay.tasks.identity import config_changes
+from sftplay.verbs.continuing import draws_at_random, free_sizes, processes_of
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SAVE_STEPS, STEP_ROWS = 12, 4, 8
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "left"),
+    [
+        (("auto", "auto"), 2, ("auto", "auto")),
+        ((2, 4), 1, (2, 4)),
+        ((2, 2), 1, (2, "auto")),
+        ((4, 2), 4, ("auto", "auto")),
+        ((2, 4), 2, (2, "auto")),
+        (("auto", 4), 4, ("auto", "auto")),
+        (("auto", 4), 2, ("auto", 4)),
+        ((8, "auto"), 2, ("auto", "auto")),
+        ((4, "auto"), 2, (4, "auto")),
+    ],
+)
+def test_sizes_given_for_another_number_of_processes_are_left_open_where_they_are_not_exact(
+    write_config: Callable[..., Path], given: tuple[Any, Any], processes: int, left: tuple[Any, Any]
+):
+    """By hand, for eight rows a step: a process's share is eight by their number."""
+    cfg = load_config(write_config(train__batch_size=given[0], train__grad_accum=given[1]))
+    train = free_sizes(cfg, Scale(processes)).train
+    assert (train.batch_size, train.grad_accum) == left
+
+
+def marked(folder: RunFolder, step: int, **facts: Any) -> Path:
+    checkpoint = folder.checkpoints / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    if facts:
+        (checkpoint / "COMPLETE.json").write_text(json.dumps({"step": step, **facts}))
+    return checkpoint
+
+
+def test_number_of_processes_is_read_from_the_checkpoint_that_is_meant(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    assert processes_of("auto", folder) is None
+    first = marked(folder, 5, world_size=4)
+    marked(folder, 10, world_size=2)
+    marked(folder, 15)
+    assert processes_of("auto", folder) == 2
+    assert processes_of(str(first), folder) == 4
+
+
+def test_worker_takes_another_number_of_processes_only_when_the_verb_has_said_so():
+    before, now = ({"config": {"seed": 1}, "world_size": n} for n in (2, 1))
+    assert config_changes(before, now) == ["it ran on 2 processes and runs on 1 now"]
+    assert config_changes(before, now, resized=True) == []
+
+
+def test_dropout_and_noise_are_seen_wherever_they_are_set(
+    write_config: Callable[..., Path], tiny_llama: Path, tmp_path: Path
+):
+    def draws(**changes: Any) -> bool:
+        return draws_at_random(load_config(write_config(**changes)))
+
+    config = json.loads((tiny_llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    assert not draws(tuning__lora__dropout=0.0)
+    assert draws(tuning__lora__dropout=0.1)
+    assert not draws(tuning__lora__dropout=0.1, tuning__mode="full")
+    assert draws(tuning__lora__dropout=0.0, train__neftune_alpha=5.0)
+    assert draws(tuning__mode="full", model__name=str(tmp_path))
+
+
+@dataclass
+class Shop:
+    """A config from which runs are started as a user does."""
+
+    root: Path
+
+    def run(self, verb: str, name: str, processes: int, *words: str) -> str:
+        """What a run says that ends well."""
+        argv = [sys.executable, "-m", "sftplay", verb, "--config", str(self.root / "run.yaml"), f"run_name={name}"]
+        done = subprocess.run(
+            [*argv, "--nproc", str(processes), *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(self.root / "outputs" / name)
+
+    def cut_off(self, name: str, step: int) -> None:
+        """Leave a finished run as one that died right behind its checkpoint at `step`."""
+        folder = self.folder(name)
+        folder.update_status(state="failed", exit_code=5)
+        for checkpoint in folder.checkpoints.glob("checkpoint-*"):
+            if checkpoint.name != f"checkpoint-{step}":
+                (checkpoint / "COMPLETE.json").unlink()
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.folder(name).metrics.read_text().splitlines()]
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder(name).path / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Shop:
+    root = tmp_path_factory.mktemp("processes")
+    values = {
+        "output_dir": str(root / "outputs"),
+        "model": {"name": str(tiny_llama), "max_seq_len": 64},
+        "tuning": {"mode": "lora", "lora": {"r": 4, "dropout": 0.0}},
+        "train": {
+            "max_steps": STEPS, "effective_batch_size": STEP_ROWS, "learning_rate": 0.01, "save_total_limit": 9,
+            "gradient_checkpointing": False, "save_steps": SAVE_STEPS,
+        },
+        "data": {"train_path": str(chat_rows), "split": 0, "processed_dir": str(root / "processed")},
+        "logging": {"steps": 1, "backend": "none", "row_ids": True},
+    }  # fmt: skip
+    (root / "run.yaml").write_text(json.dumps(values))
+    return Shop(root)
+
+
+OF_TWO = ["train.batch_size=2", "train.grad_accum=2"]
+"""Sizes that are exact on two processes only, in every command of a run that began there."""
+
+
+@pytest.mark.slow
+def test_run_moves_from_two_processes_to_one_and_back_on_the_same_curve(shop: Shop):
+    shop.run("train", "whole", 2, *OF_TWO)
+    name = "moved"
+    shutil.copytree(shop.folder("whole").path, shop.folder(name).path)
+    for at, before, now in ((4, 2, 1), (8, 1, 2)):
+        shop.cut_off(name, at)
+        said = shop.run("resume", name, now, *OF_TWO)
+        assert f"begun on {before} process(es), goes on on {now} with" in said
+        assert "drawn otherwise" not in said
+        plan = shop.folder(name).read_json("plan.json")
+        assert (plan["resized"], plan["world_size"], plan["effective_batch_size"]) == (True, now, STEP_ROWS)
+        assert plan["batch_size"] * plan["grad_accum"] * now == STEP_ROWS
+    ours, whole = shop.metrics(name), shop.metrics("whole")
+    assert [len(line["row_ids"]) for line in ours] == [2] * 4 + [1] * 4 + [2] * 4
+    for mine, other in zip(ours, whole, strict=True):
+        assert (mine["step"], mine["learning_rate"]) == (other["step"], other["learning_rate"])
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        rows, others = ([row for rank in line["row_ids"] for row in rank] for line in (mine, other))
+        assert rows == others
+    ends = zip(shop.weights(name).values(), shop.weights("whole").values(), strict=True)
+    assert max(float((one - two).abs().max()) for one, two in ends) < 1e-4
+
+
+@pytest.mark.slow
+def test_run_with_dropout_moves_too_and_says_that_it_is_drawn_otherwise(shop: Shop):
+    word, name = "tuning.lora.dropout=0.1", "dropout"
+    shop.run("train", name, 2, word, *OF_TWO)
+    shop.cut_off(name, 4)
+    said = shop.run("resume", name, 1, word, *OF_TWO)
+    assert "dropout and noise are drawn otherwise" in said
+    assert [line["step"] for line in shop.metrics(name)] == list(range(1, STEPS + 1))
+    # Once more on the same number, with the sizes of two processes still in the command.
+    shop.cut_off(name, STEPS)
+    assert "begun on" not in shop.run("resume", name, 1, word, *OF_TWO)
