@@ -74,6 +74,12 @@ class Pulse:
         finally:
             self.enter(outer)
 
+    def recount(self, seconds: float, phase: str, truly: str) -> None:
+        """So much of the time that `phase` took so far was `truly`'s."""
+        moved = min(seconds, self._spent_s[phase])
+        self._spent_s[phase] -= moved
+        self._spent_s[truly] += moved
+
     def take_seconds(self) -> dict[str, float]:
         """Phase -> seconds since the last call, the present phase's up to now."""
         self.enter(self.phase)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from sftplay.config.keys import all_keys, all_sections, homes_of, node_at, required_below, section_at
 from sftplay.config.layers import Layer, Place, Problem
-from sftplay.config.spellings import HOW, OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS
+from sftplay.config.spellings import HOW, OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, REFUSED_CHOICES
 from sftplay.config.words import accepts, choices_of, described, described_key
 from sftplay.config.yaml12 import KeyPath, scalar
 from sftplay.errors import ConfigError, nearest_names
@@ -129,6 +129,8 @@ def _wrong_value(path: KeyPath, merged: Layer) -> Problem:
     if isinstance(value, str) and value.lower() in planned:
         what = f"{_noun(key)} {value!r} is planned but not part of this version"
         return _problem((place, dotted), what, f"write {key}: {' or '.join(choices_of(node))}")
+    if isinstance(value, str) and (refused := REFUSED_CHOICES.get((key, value.lower().replace("-", "_")))):
+        return _problem((place, dotted), f"{value!r} {refused[0]}", refused[1])
     if isinstance(value, str) and choices_of(node):
         return _wrong_word((place, dotted), key, value)
     what = f"{shown(value)} is not {described(node)}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sftplay.config.backend_rules import broken_backend_rules
+from sftplay.config.cluster_rules import broken_cluster_rules
 from sftplay.config.data_rules import broken_data_rules, idle_data_keys
 from sftplay.config.finding import Finding
 from sftplay.config.foreign import kit_answer, sft_config_fields
@@ -66,9 +67,33 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield from idle_data_keys(cfg.data)
     if cfg.train.lr_scheduler == "constant":
         yield "train.warmup_ratio", "train.lr_scheduler", "the schedule constant has no warm-up"
+    for key in _idle_comm_keys(cfg):
+        yield key, key, "a single process exchanges no gradients"
     if cfg.train.profile.steps == 0:
         for key in ("train.profile.start", "train.profile.memory"):
             yield key, "train.profile.steps", "train.profile.steps 0 profiles nothing"
+
+
+def _idle_comm_keys(cfg: RunConfig) -> list[str]:
+    """Keys of traffic between processes, where the sizes say that there is only one; none while a size is `auto`."""
+    train = cfg.train
+    sizes = (train.batch_size, train.grad_accum)
+    whole = [size for size in sizes if isinstance(size, int)]
+    alone = len(whole) == len(sizes) and whole[0] * whole[1] == train.effective_batch_size
+    return [key for key in all_keys() if key.startswith("cluster.comm.")] if alone else []
+
+
+def _static_graph(cfg: RunConfig) -> Iterator[Finding]:
+    key, train = "cluster.comm.static_graph", cfg.train
+    if not cfg.cluster.comm.static_graph:
+        return
+    # Under no_sync, which every piece but the last is run in, torch 2.13 ends in an assertion of its own (reducer.cpp).
+    if train.grad_accum != 1:
+        what = f"needs every step in one piece, but train.grad_accum is {train.grad_accum}"
+        yield Finding((key, "train.grad_accum"), what, "write train.grad_accum: 1, or remove it")
+    if train.oom_recovery:
+        what = "needs every step in one piece, but train.oom_recovery cuts smaller ones where memory runs out"
+        yield Finding((key, "train.oom_recovery"), what, "write train.oom_recovery: false, or remove it")
 
 
 def _held_out(cfg: RunConfig) -> Iterator[Finding]:
@@ -215,7 +240,9 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     _saves_where_it_evaluates,
     _lists,
     _limits,
+    _static_graph,
     _extra,
     broken_data_rules,
     broken_backend_rules,
+    broken_cluster_rules,
 )

@@ -9,33 +9,31 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel sends at a time; it is also all the memory that sending takes."""
-
 
 def average_gradients(model: Any) -> None:
     """Replace every rank's gradients by their mean over the ranks; a weight without one on this rank counts as zero.
 
-    All ranks must call it with the same trainable weights.
+    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel; it sends as many
+    bytes at a time as that would, which is also all the memory that sending takes.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
     processes = torch.distributed.get_world_size()
-    for bucket in _buckets([weight.grad for weight in weights]):
+    for bucket in _buckets([weight.grad for weight in weights], model.bucket_bytes_cap):
         flat = _flatten_dense_tensors(bucket).div_(processes)
         torch.distributed.all_reduce(flat)
         for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(mean)
 
 
-def _buckets(gradients: list[Any]) -> Iterator[list[Tensor]]:
-    """Gradients of one type in a row, up to BUCKET_BYTES, or one that is larger alone."""
+def _buckets(gradients: list[Any], cap_bytes: int) -> Iterator[list[Tensor]]:
+    """Gradients of one type in a row, up to `cap_bytes`, or one that is larger alone."""
     bucket: list[Tensor] = []
     size_bytes = 0
     for gradient in gradients:
-        if bucket and (size_bytes + gradient.nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+        if bucket and (size_bytes + gradient.nbytes > cap_bytes or gradient.dtype != bucket[0].dtype):
             yield bucket
             bucket, size_bytes = [], 0
         bucket.append(gradient)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from sftplay import log
 from sftplay.config.schema import RunConfig
 from sftplay.launch.folder import RunFolder
 from sftplay.tasks.pieces import Cutter
 from sftplay.watch.recover import Agreement, OutOfMemory, Shortage, describe, free_memory
+from sftplay.watch.traffic import wants_overlap
 
 ADVICE = (
     "`make plan` lists the cheapest changes that fit (a shorter model.max_seq_len, tuning.mode qlora, "
@@ -25,10 +24,9 @@ class Replay:
         self._cfg, self._folder = cfg, folder
         self._agreement: Agreement | None = None
         self._trainer: Any = None
-        overlaps = cfg.tuning.mode == "full" and torch.cuda.is_available()
-        self.sends_afterwards = log.world_size() > 1 and not overlaps
+        self.sends_afterwards = log.world_size() > 1 and not wants_overlap(cfg)
         """True where gradients travel behind the window in one go, and any piece can be run again. Full tuning on GPUs
-        sends them while the last piece computes: there they are as large as the model."""
+        sends them while the last piece computes: there they are as large as the model. So does a hook."""
 
         self.times = 0
         """Windows run again so far, on this attempt."""
@@ -61,12 +59,6 @@ class Replay:
             note = {"step": step, "batch_size_before": cutter.micro_batch, "batch_size": smaller.micro_batch}
             self._keep(planned, note, shortages)
         return smaller
-
-    def smaller_batch(self, cutter: Cutter) -> int | None:
-        """Rows a piece with which another start may succeed where this one cannot go on; None when there are none."""
-        share = self._cfg.train.effective_batch_size // log.world_size()
-        smaller = cutter.smaller(share) if cutter.micro_batch > 1 else None
-        return smaller.micro_batch if smaller else None
 
     def _keep(self, planned: dict[str, Any], note: dict[str, Any], shortages: list[Shortage | None]) -> None:
         """Write it to plan.json, from which a resume and the next plan learn."""

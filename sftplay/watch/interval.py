@@ -21,10 +21,14 @@ PARTS = {
 
 The clock is the host's. A GPU works behind it, so that its time falls to whatever waits for it: that of forward and
 backward to `forward_backward_s`, at whose end the gradient's norm is read; that of the optimizer's own kernels to the
-next wait, at the start of the next step or in a line of metrics. Exchanging gradients is part of backward, which
-DDP overlaps with it; `communication_s` is the ranks' meetings beside that. What follows a line at the same step, an
-evaluation or a checkpoint, belongs to the next line.
+next wait, at the start of the next step or in a line of metrics. Where DDP sends gradients while it computes, the part
+of sending that nothing covers, as DDP's own log tells it, is moved from backward to `communication_s`, one step late;
+all else in that is the ranks' meetings. What follows a line at the same step, an evaluation or a checkpoint, belongs to
+the next line.
 """
+
+
+SHOWN = ("exposed_communication_share", "communication_max_s", "model_tflops_per_s", "mfu")
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def describe_speed(shares: Sequence[Share], steps: int) -> dict[str, Any]:
         "mfu": None if speed is None or peak is None else _short(speed / peak),
         "step_s": round(wall_s / max(1, steps), 6),
         "step_split": split_step(shares[0].seconds, steps),
+        "exposed_communication_share": exposed_share(shares[0].seconds),
         "communication_max_s": max(split_step(share.seconds, steps)["communication_s"] for share in shares),
     }
 
@@ -121,10 +126,15 @@ def split_step(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
     return {part: round(spent / max(1, steps), 6) for part, spent in split.items()}
 
 
+def exposed_share(seconds: Mapping[str, float]) -> float:
+    """The part of all `seconds` in which a rank exchanged, or waited for others, and computed nothing."""
+    return round(_rate(seconds.get("communication", 0.0), sum(seconds.values())), 4)
+
+
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a line that a tracker shows as curves, those of rank 0 under `rank0/...`, and so on."""
     names = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "padding_share", "label_tokens", "step_s")
-    flat = {name: line[name] for name in (*names, "communication_max_s", "model_tflops_per_s", "mfu")}
+    flat = {name: line[name] for name in (*names, *SHOWN)}
     flat |= {f"step_split/{part}": spent for part, spent in line["step_split"].items()}
     for rank, (own, held) in enumerate(zip(line["ranks"], line["ranks_memory"], strict=True)):
         flat |= {f"rank{rank}/{name}": value for name, value in {**own, **held}.items()}
