@@ -39,8 +39,8 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@exec $(PYTHON) -m sftplay.install --unsloth
 
 .PHONY: help install demo test test-slow test-long test-unsloth check validate schema manual process inspect render style train train-tb \
-  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full infer infer-batch download-model \
+  train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
+  eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-cpu-memory bench-gpu clean
 
 help: ## this list
@@ -67,6 +67,8 @@ schema: $(READY) ## JSON schema of the config
 	@$(SFTPLAY) schema
 manual: $(READY) ## the config manual, docs/config.md
 	@$(SFTPLAY) manual
+matrix: $(READY) ## what goes together: mode, strategy, precision; docs/strategies.md (JSON=1)
+	@$(SFTPLAY) matrix $(JSONFLAG)
 download-model: $(READY) ## fetch a model from the hub into its cache: MODEL=org/name (REVISION=)
 	@$(SFTPLAY) download-model --model "$(MODEL)" $(if $(REVISION),--revision "$(REVISION)") $(JSONFLAG) $(ARGS)
 
@@ -97,10 +99,20 @@ resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= 
 	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(ARGS)
 
 ##@ scale
+setup-accelerate: $(READY) ## write an accelerate config for this machine (OUT=, INTERACTIVE=1 asks you)
+	@$(SFTPLAY) setup-accelerate $(if $(OUT),--out "$(OUT)") $(if $(INTERACTIVE),--interactive) $(JSONFLAG)
 train-distributed: $(READY) ## one process per GPU, or NPROC=
 	@$(SFTPLAY) train --nproc gpu $(WHICH) $(SCALE) $(ARGS)
 train-distributed-tb: $(READY) ## the same with TensorBoard
 	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(ARGS)
+
+train-deepspeed: $(READY) ## the same by DeepSpeed: cluster.strategy zero1, zero2 (usual), zero3; DEEPSPEED_CONFIG=file.json
+	@$(SFTPLAY) train --deepspeed --nproc gpu $(WHICH) $(SCALE) $(if $(DEEPSPEED_CONFIG),"cluster.deepspeed=$(DEEPSPEED_CONFIG)") $(ARGS)
+train-deepspeed-tb: $(READY) ## the same with TensorBoard
+	@$(SFTPLAY) train --deepspeed --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(if $(DEEPSPEED_CONFIG),"cluster.deepspeed=$(DEEPSPEED_CONFIG)") $(ARGS)
+
+comm-check: $(READY) ## how fast processes exchange gradients: NPROC= (CONFIG=, NNODES=, DRY_RUN=1, JSON=1)
+	@$(SFTPLAY) comm-check $(if $(CONFIG),$(WHICH)) $(SCALE) $(JSONFLAG) $(ARGS)
 
 ##@ look
 plan: $(READY) ## what a run takes and whether it fits: CONFIG= (GPUS=2xH200 | VRAM=24GiB, NPROC=, COMPARE=1, JSON=1)
@@ -128,6 +140,11 @@ bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@exec $(PY) benchmarks/startup.py $(ARGS)
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU
 	@exec $(PY) benchmarks/cpu_memory.py $(ARGS)
+bench-invariance: $(READY) ## one config by every strategy: the same curve? (ARGS="--modes full --strategies ddp,zero2")
+	@exec $(PY) benchmarks/invariance.py $(ARGS)
+bench-scaling: $(READY) ## tokens/s with more processes: NPROC=1,2 (CONFIG=, WEAK=1, JSON=1, ARGS="--steps 12")
+	@exec $(PY) benchmarks/scaling.py $(if $(CONFIG),--config "$(CONFIG)") $(if $(NPROC),--nproc $(NPROC)) \
+	  $(if $(WEAK),--weak) $(JSONFLAG) $(ARGS)
 bench-gpu: $(READY) ## planned beside held memory and the chosen batch's speed, on the GPU here (ARGS="--quick --configs 4")
 	@exec $(PY) benchmarks/gpu_sizing.py $(ARGS)
 

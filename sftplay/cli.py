@@ -10,13 +10,14 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sftplay import log
 from sftplay.errors import ConfigError, SftplayError, nearest_names
+from sftplay.flags import flags_of
 
 VERBS = {
     "train": ("sftplay.verbs.training", "train", "train the run of a config"),
@@ -47,21 +48,21 @@ VERBS = {
     "gpu-info": ("sftplay.verbs.machine", "gpu_info", "what this machine offers"),
     "plan": ("sftplay.verbs.plan", "plan", "what a run takes, before anything is downloaded"),
     "memory-check": ("sftplay.verbs.machine", "memory_check", "who holds which memory, planned and real"),
+    "comm-check": ("sftplay.verbs.comm", "comm_check", "how fast processes exchange gradients here"),
     "doctor": ("sftplay.verbs.machine", "doctor", "what would go wrong here, and what to do about it"),
+    "matrix": ("sftplay.verbs.cluster", "matrix", "what goes together: tuning mode, strategy, precision"),
+    "setup-accelerate": ("sftplay.verbs.cluster", "setup_accelerate", "write an accelerate config for this machine"),
     "check": ("sftplay.verbs.machine", "check", "lint and types of this repository"),
 }
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
     "demo", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
-    "memory-check", "doctor", "check",
+    "memory-check", "doctor", "check", "comm-check", "matrix", "setup-accelerate",
 )  # fmt: skip
 """Verbs that run without --config."""
 
 BUG = 1
-
-Flags = dict[str, dict[str, Any]]
-"""flag -> keywords of argparse's add_argument."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,129 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         verb.epilog = "a.b=c sets a config value and goes before the file's"
         verb.add_argument("--config", default="", help="the run's YAML")
         verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
-        for flag, options in _flags(name).items():
+        for flag, options in flags_of(name).items():
             verb.add_argument(flag, **options)
     return parser
-
-
-def _flags(verb: str) -> Flags:
-    scale: Flags = {
-        "--dry-run": {"action": "store_true", "help": "print the command, start nothing"},
-        "--nproc": {"default": None, "help": "processes on this node; `gpu` means one per GPU"},
-        "--nnodes": {"type": int, "default": 1},
-        "--node-rank": {"type": int, "default": 0},
-        "--master-addr": {"default": "127.0.0.1"},
-        "--master-port": {"type": int, "default": None},
-        "--tb": {"action": "store_true", "help": "start TensorBoard too"},
-    }
-    run: Flags = {"--run": {"default": None, "help": "name or folder of the run"}}
-    count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
-    special: dict[str, Flags] = {
-        "train": scale,
-        "resume": {**scale, **run},
-        "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **scale},
-        "inspect": count,
-        "render": {**count, "--out": {"default": None, "help": "a new jsonl file for all rows"}},
-        "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},
-        "eval": {**run, "--split": {"choices": ["val", "test"], "default": "val"}},
-        "download-model": {
-            "--model": {"required": True, "help": "its hub name, org/model"},
-            "--revision": {"default": None, "help": "branch, tag or commit"},
-        },
-        **_result_flags(run),
-        **_answer_flags(run),
-        "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
-        "plan": {
-            "--gpus": {"default": None, "help": "GPUs to plan for in place of these, such as 2xH200"},
-            "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
-            "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
-            "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
-        },
-        "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
-        "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
-        "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
-    }
-    return special.get(verb, {})
-
-
-def _answer_flags(run: Flags) -> dict[str, Flags]:
-    choice: Flags = {
-        "--temperature": {"type": _temperature, "default": 0.0, "help": "0 takes the likeliest token each time"},
-        "--top-p": {"type": _share, "default": None, "help": "draw from the likeliest tokens that sum up to it"},
-        "--max-new-tokens": {"type": _positive, "default": None, "help": "longest answer; else eval.max_new_tokens"},
-        "--seed": {"type": int, "default": None, "help": "of what is drawn; else the config's"},
-    }
-    return {
-        "eval-test": run,
-        "eval-quick": run,
-        "eval-full": run,
-        "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
-        "infer-batch": {**run, "--in": {"dest": "input", "required": True}, "--out": {"required": True}, **choice},
-    }
-
-
-def _result_flags(run: Flags) -> dict[str, Flags]:
-    whole: Flags = {
-        "--out": {"default": None, "help": "a new folder for the model"},
-        "--dtype": {"choices": ["fp32", "bf16", "fp16"], "default": None, "help": "its number format; else the base's"},
-    }
-    return {
-        "merge": {**run, **whole},
-        "merge-test": {**run, "--merged": {"default": None, "help": "the merged model's folder"}},
-        "export": {**run, **whole},
-        "serve": {
-            **run,
-            "--port": {"type": _port, "default": 8000, "help": "where to listen; 0 takes any free port"},
-            "--server": {"choices": ["auto", "transformers", "vllm"], "default": "auto"},
-        },
-        "report": run,
-        "compare": {
-            "--a": {"required": True, "help": "name or folder of a run"},
-            "--b": {"required": True, "help": "name or folder of the other"},
-        },
-    }
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"not a number of rows: {text!r}")
-    return int(text)
-
-
-def _processes(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"not a number of processes: {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r}")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    return _number(text, lambda value: 0 <= value < float("inf"), "a temperature, 0 or more")
-
-
-def _share(text: str) -> float:
-    return _number(text, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
-
-
-def _number(text: str, holds: Callable[[float], bool], what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not holds(value):
-        raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
-    return value
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"not a port: {text!r}")
-    return int(text)
 
 
 def _unknown_word(word: str, verb: str) -> ConfigError:
@@ -270,7 +151,7 @@ def _unknown_word(word: str, verb: str) -> ConfigError:
 
 
 def _known_flags(verb: str) -> list[str]:
-    return ["--config", "--json", *_flags(verb)]
+    return ["--config", "--json", *flags_of(verb)]
 
 
 def _report(error: SftplayError, as_json: bool) -> int:

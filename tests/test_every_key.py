@@ -11,15 +11,17 @@ import json
 import math
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.utils import DistributedDataParallelKwargs
 from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unsloth_stand_in import FastLanguageModel, as_module
@@ -29,18 +31,22 @@ from sftplay.config.schema import RunConfig, Section
 from sftplay.data.order import training_order
 from sftplay.deliver.generate import Speaker
 from sftplay.errors import DataError
-from sftplay.launch.folder import new_folder
+from sftplay.launch.command import Launch, Scale
+from sftplay.launch.death import Death
+from sftplay.launch.folder import RunFolder, new_folder
 from sftplay.launch.stall import timeout_of
 from sftplay.lifeline import StopAtOnce
-from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing import size_run
+from sftplay.machine.probe import Gpu, Machine, probe
+from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.tasks import worker
 from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.tasks.table import TASKS
 from sftplay.tasks.train_run import TrainRun
-from sftplay.verbs import probing, use
+from sftplay.verbs import launching, probing, use
 from sftplay.verbs.plan import known_shape
+from sftplay.verbs.sharding import environment_of, make_ready, with_deepspeed
 from sftplay.watch.guards import StopOnSignal
+from sftplay.watch.traffic import Traffic
 
 CHANGES: dict[str, Any] = {
     "seed": 7,
@@ -320,9 +326,70 @@ def pins_memory(run: Finished) -> bool:
     return told.arguments(has_held_out=True)["dataloader_pin_memory"]
 
 
+def check_ddp_keys(bench: Bench) -> None:
+    """Two ranks that really use them are in tests/watch/test_traffic.py."""
+    names = ("ddp_bucket_cap_mb", "ddp_static_graph")
+    with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
+        for comm, expected in (({}, [None, False]), ({"bucket_cap_mb": 7, "static_graph": True}, [7, True])):
+            values = {f"cluster.comm.{key}": value for key, value in comm.items()}
+            told = TrainRun(bench.plain.cfg.with_values(values, "test"), bench.plain.folder, StopOnSignal())
+            told.order_rows(70)
+            arguments = told.arguments(has_held_out=True)
+            assert [arguments[name] for name in names] == expected
+
+
+def check_hook(bench: Bench) -> None:
+    for hook, kind, sends_afterwards in (
+        ("none", "no", True),
+        ("fp16", "fp16", False),
+        ("powersgd", "power_sgd", False),
+    ):
+        cfg = bench.plain.cfg.with_values({"cluster.comm.hook": hook}, "test")
+        trainer = SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=DistributedDataParallelKwargs()))
+        with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
+            trainer.replay = TrainRun(cfg, bench.plain.folder, StopOnSignal()).replay
+            Traffic(cfg, trainer.replay).attend(trainer)
+        assert trainer.accelerator.ddp_handler.comm_hook.value == kind
+        assert trainer.replay.sends_afterwards == sends_afterwards
+
+
 def precision_of(run: Finished) -> tuple[str, torch.dtype]:
     norm = next(p for name, p in run.trainer.model.named_parameters() if "norm" in name)
     return run.trainer.args.bf16, norm.dtype
+
+
+def check_max_restarts(bench: Bench) -> None:
+    def die(_: Launch, folder: RunFolder) -> int:
+        starts.append(folder)
+        folder.update_status(exit_code=5, error=Death("rank 1 was killed by SIGKILL").as_json())
+        return 5
+
+    args = Namespace(tb=False, json=False, verb="train", node_rank=0, nnodes=1, deepspeed=False)
+    for most in (0, 2):
+        cfg, folder = new_run(bench.home / f"restarts-{most}", bench.inputs, cluster__max_restarts=most)
+        starts: list[RunFolder] = []
+        with patch.object(launching, "follow", die):
+            launching.run_workers(Launch((), {}), (SizedRun(cfg, 1, ()), folder), args)
+        assert len(starts) == 1 + most
+
+
+def check_deepspeed(bench: Bench) -> None:
+    """A file of the user's reaches the workers, whole and without its comments."""
+    given = bench.home / "mine.json"
+    given.write_text('{"zero_optimization": {"stage": 3}, "steps_per_print": 7} // mine')
+    changes = {"cluster__deepspeed": str(given), "train__batch_size": 2}
+    config = written_config(bench.home / "deepspeed", bench.inputs, **changes)
+    cfg = size_run(with_deepspeed(load_config(config), is_asked=False), probe(), world_size=2, vocab_size=400).cfg
+    assert cfg.cluster.strategy == "zero3"
+    folder = RunFolder(bench.home / "deepspeed" / "run")
+    folder.create()
+    env = environment_of(cfg, folder, Scale(2), has_gpu=False)
+    with patch("sftplay.verbs.sharding.prebuild_deepspeed_ops"):
+        make_ready(cfg, folder, Launch(("worker",), env))
+    handed = json.loads(Path(env["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
+    assert (handed["zero_optimization"]["stage"], handed["steps_per_print"]) == (3, 7)
+    without = environment_of(cfg.with_values({"cluster.deepspeed": None}, "test"), folder, Scale(2), has_gpu=False)
+    assert without["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
 
 
 def check_probe(bench: Bench) -> None:
@@ -641,6 +708,9 @@ TABLE: dict[str, Check] = {
         train__profile__steps=1,
     ),
     "train.extra": pair(arg("torch_empty_cache_steps"), None, 9),
+    "cluster.comm.hook": check_hook,
+    "cluster.comm.bucket_cap_mb": check_ddp_keys,
+    "cluster.comm.static_graph": check_ddp_keys,
     "data.train_path": check_train_path,
     "data.val_path": check_val_path,
     "data.test_path": check_test_path,
@@ -658,6 +728,11 @@ TABLE: dict[str, Check] = {
     "data.processed_dir": check_processed_dir,
     "logging.backend": pair(lambda run: callback(run, "TensorBoardCallback") is not None, False, True),
     "logging.steps": pair(arg("logging_steps"), 1, 3),
+    "cluster.strategy": each(
+        "cluster__strategy", lambda run: run.cfg.cluster.strategy, {"auto": "ddp", "ddp": "ddp", "zero2": "zero2"}
+    ),
+    "cluster.deepspeed": check_deepspeed,
+    "cluster.max_restarts": check_max_restarts,
 }
 
 

@@ -45,7 +45,7 @@ FLOORS = {
     3: ["data.pipeline", "model.load", "model.lineage"],
     4: ["deliver", "deliver.*"],
     5: ["tasks", "tasks.*"],
-    6: ["cli", "verbs", "verbs.*", "__main__"],
+    6: ["cli", "flags", "verbs", "verbs.*", "__main__"],
 }
 """DESIGN section 2."""
 

@@ -14,6 +14,9 @@ from sftplay.machine.probe import usable_cores
 
 WORKER = "sftplay.tasks.worker"
 
+PARENT = "SFTPLAY_PARENT"
+"""Set by the parent for its launch: its own pid, by which a worker sees whether it still belongs to somebody."""
+
 LARGE_BYTES = 4 * 2**20
 """From this size on a tensor on a CPU gets pages of its own. Two huge pages: at one, runs took up to a tenth longer."""
 
@@ -46,8 +49,13 @@ class Launch:
         return f"{settings} {shlex.join(self.argv)}".strip()
 
 
-def build_launch(run_folder: Path, scale: Scale, *, has_gpu: bool, is_offline: bool) -> Launch:
-    """The worker directly for one process, else under torchrun. `is_offline`: nothing of the run is on a hub."""
+def build_launch(
+    run_folder: Path, scale: Scale, *, has_gpu: bool, is_offline: bool, strategy: Mapping[str, str] | None = None
+) -> Launch:
+    """The worker directly for one process, else under torchrun. `is_offline`: nothing of the run is on a hub.
+
+    `strategy` is what `strategy_environment` says; without it the processes run plain data parallelism.
+    """
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
     if is_offline:
         env |= offline_environment()
@@ -55,10 +63,12 @@ def build_launch(run_folder: Path, scale: Scale, *, has_gpu: bool, is_offline: b
     if scale.world_size == 1:
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
     if not has_gpu:
-        # Without it both ranks train alone, each believing to be the main one, and exit with 0.
-        env["ACCELERATE_USE_CPU"] = "true"
+        if not strategy:
+            # Without it both ranks train alone, each believing to be the main one, and exit with 0.
+            env["ACCELERATE_USE_CPU"] = "true"
         if "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(max(1, usable_cores() // scale.nproc))
+    env |= strategy or {}
     # The agent's store keeps dead addresses over a restart otherwise (torch 2.13, gloo).
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]

@@ -11,6 +11,7 @@ from sftplay.machine.hub_findings import look_at_hub
 from sftplay.machine.install_findings import look_at_libraries, look_at_torch
 from sftplay.machine.probe import Machine
 from sftplay.machine.system_findings import (
+    look_at_builds,
     look_at_disk,
     look_at_environment,
     look_at_limits,
@@ -49,4 +50,5 @@ def diagnose(machine: Machine, wishes: Wishes, *, is_fast: bool = False) -> list
     found += look_at_ports()
     found += look_at_limits()
     found += look_at_environment(machine)
+    found += look_at_builds()
     return found + look_at_hub(wishes.hub_model, is_fast=is_fast)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sftplay.machine.finding import Finding
@@ -34,6 +35,9 @@ OPEN_FILES = 4096
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both name the same setting; the first is the newer."""
+
+BUILDS = Path(".cache") / "torch_extensions"
+"""Where DeepSpeed's operators are built when the user names no place: a folder of this project, not of the user."""
 
 
 def look_at_memory(machine: Machine) -> list[Finding]:
@@ -118,6 +122,46 @@ def look_at_environment(machine: Machine, environ: Mapping[str, str] = os.enviro
         return found
     told = ", ".join(f"{name}={value}" for name, value in own.items())
     return [Finding("ok", "environment", told or f"{ALLOCATORS[1]} is not set")]
+
+
+def builds_folder(environ: Mapping[str, str]) -> Path:
+    """The folder of operators that torch builds at a run's start."""
+    return Path(environ.get("TORCH_EXTENSIONS_DIR") or BUILDS).absolute()
+
+
+def look_at_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[Finding]:
+    """Locks of builds that were killed. Every later start waits for such a lock, in silence and without end.
+
+    torch's FileBaton holds the file open while it builds, so a lock that no process has open is stale.
+    """
+    locks = sorted(builds_folder(environ).glob("*/lock"))
+    if not locks or not processes.is_dir():
+        return []
+    held = _open_files(processes)
+    stale = [lock for lock in locks if str(lock.resolve()) not in held]
+    if not stale:
+        return [Finding("ok", "builds", f"{len(locks)} operators of DeepSpeed are being built now")]
+    what = f"a build was killed and left {', '.join(map(str, stale))}; DeepSpeed runs would wait for it for ever"
+    return [Finding("warn", "builds", what, shlex.join(["rm", *map(str, stale)]))]
+
+
+def _open_files(processes: Path) -> set[str]:
+    """Files that processes of this user have open; those of others cannot be seen."""
+    found = set()
+    for link in _links(processes):
+        try:
+            found.add(str(link.readlink()))
+        except OSError:
+            continue  # closed meanwhile
+    return found
+
+
+def _links(processes: Path) -> Iterator[Path]:
+    for folder in processes.glob("[0-9]*/fd"):
+        try:
+            yield from list(folder.iterdir())
+        except OSError:
+            continue  # it has ended, or is another user's
 
 
 def _is_free(port: int) -> bool:

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sftplay import log
+from sftplay.config.cluster_section import SPLIT_WEIGHTS
 from sftplay.config.schema import ModelConfig, RunConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError
 from sftplay.log import local_rank
@@ -97,8 +98,14 @@ def keep_four_bit_exact(model: Any) -> None:
 
 
 def quantization(cfg: RunConfig) -> BitsAndBytesConfig:
-    """How a qlora base is held: 4-bit codes, computed in the run's precision."""
+    """How a qlora base is held: 4-bit codes, computed in the run's precision.
+
+    What splits weights over processes must find them in the type that it computes in: two codes to a byte, and bytes
+    packed into such numbers.
+    """
+    splits = cfg.cluster.strategy in SPLIT_WEIGHTS
     return BitsAndBytesConfig(
+        bnb_4bit_quant_storage=frozen_dtype(cfg) if splits else torch.uint8,
         load_in_4bit=True,
         bnb_4bit_quant_type=cfg.tuning.quant_type,
         bnb_4bit_use_double_quant=cfg.tuning.double_quant,

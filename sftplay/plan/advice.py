@@ -110,11 +110,11 @@ def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
         yield _step("tuning.mode", "qlora")
     if place.world_size > 1:
         yield from (
-            _Step(f"share the model out ({name}, not launched by this version yet)", {}, name)
+            _Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
             for name in ("zero2", "zero3", "fsdp")
         )
         yield _Step(
-            "share it out and keep it on the host (zero3_offload, not launched by this version yet)",
+            "cluster.deepspeed=deepspeed_configs/zero3_offload.json: share it out and keep it on the host",
             {},
             "zero3_offload",
         )

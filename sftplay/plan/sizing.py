@@ -20,11 +20,12 @@ from sftplay.plan.budget import Device, device_of
 from sftplay.plan.decision import Decision as Decision
 from sftplay.plan.forecast import Forecast, Setting, forecast
 from sftplay.plan.kit_path import path_of
+from sftplay.plan.links import refuse_hook
 from sftplay.plan.memory import Size
 from sftplay.plan.model_shape import ModelShape
 from sftplay.plan.numerics import decide_numerics, decide_rate, without_effect
 from sftplay.plan.probe_fit import Fit
-from sftplay.plan.sharding import Strategy
+from sftplay.plan.strategy import choose_strategy, planned_strategy
 from sftplay.units import format_bytes
 
 TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}
@@ -94,17 +95,21 @@ def size_run(
 
     Raises:
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
-        MachineError: an explicit backend, precision, attention or loss head cannot run here.
+        MachineError: an explicit backend, precision, attention, loss head or hook cannot run here.
     """
+    refuse_hook(cfg, machine, world_size)
     given, backend = cfg, Decision("tuning.backend", *choose_backend(cfg, machine, world_size))
     cfg = cfg.with_values({backend.key: backend.value}, cfg.origins.get(backend.key, "auto"))
     decisions = [backend, *decide_numerics(cfg, machine), decide_rate(cfg)]
     usual, _, _ = split_batch(cfg, world_size, has_gpu=bool(machine.gpus))
     decisions += [_decide_head(cfg, machine, usual, shape.vocab if shape else vocab_size)]
     decided = cfg.with_values({d.key: d.value for d in decisions if _get(cfg, d.key) == "auto"}, "auto")
-    look = None
+    look, device = None, device_of(machine, local_processes or world_size)
+    shared = choose_strategy(decided, shape, device, world_size)
+    if cfg.cluster.strategy == "auto":
+        decisions.insert(1, shared)
+        decided = decided.with_values({shared.key: shared.value}, "auto")
     if shape is not None:
-        device = device_of(machine, local_processes or world_size)
         if device.is_gpu and cfg.train.loss_head == "auto":
             head = _compare_heads(decided, shape, device, world_size)
             decisions[-1], decided = head, decided.with_values({head.key: head.value}, "auto")
@@ -127,7 +132,7 @@ def foresight(
     cfg: RunConfig, shape: ModelShape, device: Device, world_size: int, *, fit: Fit | None = None
 ) -> Callable[[int], Forecast]:
     """The forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided."""
-    strategy: Strategy = "single" if world_size == 1 else "ddp"
+    strategy = planned_strategy(cfg, world_size)
     setting = Setting(shape=shape, path=path_of(cfg), device=device, strategy=strategy, world_size=world_size, fit=fit)
     share = cfg.train.effective_batch_size // world_size
     return lambda rows: forecast(setting, Size(rows=rows, seq=cfg.model.max_seq_len, accumulates=rows < share))

@@ -18,8 +18,11 @@ from sftplay.errors import RunError
 from sftplay.launch.folder import RunFolder
 from sftplay.watch.meters import gather
 
-WRAPPERS = {False: "", True: "DistributedDataParallel"}
-"""Class the trainer must have wrapped the model in, by whether there are several processes."""
+WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP", "hsdp": "FSDP"}
+"""How the class begins that the trainer must have wrapped the model in, by the beginning of cluster.strategy."""
+
+DISTRIBUTED = {"ddp": ("MULTI_",), "zero": ("DEEPSPEED",), "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
+"""What accelerate must say it does, or how that begins."""
 
 
 class Preflight(TrainerCallback):
@@ -59,7 +62,7 @@ class Preflight(TrainerCallback):
             "fingerprint": hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest(),
             "rows_per_step": per_step,
             "sizes": read_sizes(trainer),
-            "parameters": checksum(trainer.model),
+            "parameters": "split" if is_split(trainer) else checksum(trainer.model),
         }
 
 
@@ -67,7 +70,7 @@ def read_sizes(trainer: Any) -> dict[str, int]:
     """Micro-batch, accumulation, effective batch and processes as trainer and cutter really have them."""
     args, processes = trainer.args, trainer.accelerator.num_processes
     window_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    micro_batch = trainer.cutter.micro_batch
+    micro_batch = trainer.cutter.micro_batch if trainer.cutter else args.per_device_train_batch_size
     return {
         "batch_size": micro_batch,
         "grad_accum": -(-window_rows // micro_batch),
@@ -91,9 +94,13 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) 
     for n, rank in enumerate(ranks):
         if rank["world_size"] != world_size:
             problems.append(f"rank {n} sees {rank['world_size']} processes instead of {world_size}")
-        wrapper = WRAPPERS[world_size > 1]
-        if wrapper and rank["model_class"] != wrapper:
-            problems.append(f"rank {n} wraps the model in {rank['model_class']} instead of {wrapper}")
+        if world_size == 1:
+            continue
+        kind = cfg.cluster.strategy.rstrip("123")
+        if not rank["model_class"].startswith(WRAPPERS[kind]):
+            problems.append(f"rank {n} wraps the model in {rank['model_class']} instead of {WRAPPERS[kind]}")
+        if not rank["distributed_type"].startswith(DISTRIBUTED[kind]):
+            problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
     if sum(rank["is_main"] for rank in ranks) != 1:
         problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks believe to be the main one")
     for key, what in (("fingerprint", "read different configs"), ("parameters", "start from different weights")):
@@ -103,6 +110,12 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) 
     if rows != cfg.train.effective_batch_size:
         problems.append(f"a step takes {rows} rows instead of {cfg.train.effective_batch_size}")
     return problems
+
+
+def is_split(trainer: Any) -> bool:
+    """True where each rank holds other weights: under FSDP and ZeRO-3, which split what the main rank loaded."""
+    plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    return bool(trainer.is_fsdp_enabled or (plugin and plugin.zero_stage == 3))
 
 
 def checksum(model: Any) -> str:

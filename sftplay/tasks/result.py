@@ -14,9 +14,33 @@ from sftplay.launch.folder import RunFolder
 from sftplay.model.source import BUILTIN
 
 
-def save_result(model: Any, tokenizer: Any, cfg: RunConfig, folder: RunFolder, *, base: str) -> Path:
+def whole_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
+    """The weights to save, gathered from all ranks, which all must ask; on the main rank only. None where every rank
+    holds them whole."""
+    if trainer.is_fsdp_enabled:
+        weights = trainer.accelerator.get_state_dict(trainer.model)
+    elif trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+        # What is frozen is not asked for: beside an adapter it is all the rest.
+        weights = trainer.deepspeed._zero3_consolidated_16bit_state_dict(
+            exclude_frozen_parameters=hasattr(trainer.model, "peft_config")
+        )
+    else:
+        return None
+    return weights if trainer.accelerator.is_main_process else None
+
+
+def save_result(
+    model: Any,
+    tokenizer: Any,
+    cfg: RunConfig,
+    folder: RunFolder,
+    *,
+    base: str,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> Path:
     """Save `adapter/` or `model/` under a scratch name and rename it into place.
 
+    `weights` are the model's where it holds only a part of them itself.
     `base` is the folder or hub name the model was loaded from. A builtin base is copied to `base/`, and the adapter
     points to that copy; a local one is named by its whole path. So plain PEFT finds it without this kit.
     """
@@ -29,11 +53,14 @@ def save_result(model: Any, tokenizer: Any, cfg: RunConfig, folder: RunFolder, *
         adapter.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
         adapter.revision = cfg.model.revision
     else:
-        model.to(_saved_dtype(cfg))
+        if weights is None:
+            model.to(_saved_dtype(cfg))
+        else:
+            weights = {name: tensor.to(_saved_dtype(cfg)) for name, tensor in weights.items()}
         model.config.use_cache = True
         # The base's own end token is not always the one its chats end with.
         end_where_training_ended(model.generation_config, tokenizer)
-    model.save_pretrained(scratch)
+    model.save_pretrained(scratch, state_dict=weights)
     tokenizer.save_pretrained(scratch)
     _replace(scratch, target)
     return target

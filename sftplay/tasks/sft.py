@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 from sftplay import log
@@ -18,7 +19,7 @@ from sftplay.errors import DataError
 from sftplay.launch.folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text, trained_weights_kept
 from sftplay.model.lineage import settle
-from sftplay.model.load import load_start, start_adapter, stored_base
+from sftplay.model.load import load_result, load_start, start_adapter, stored_base
 from sftplay.model.locate import locate
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.unsloth import check_arguments
@@ -26,7 +27,8 @@ from sftplay.tasks.identity import identify
 from sftplay.tasks.label_head import IGNORED
 from sftplay.tasks.manifest import write_manifest
 from sftplay.tasks.pieces import Collator
-from sftplay.tasks.result import save_result
+from sftplay.tasks.preflight import is_split
+from sftplay.tasks.result import save_result, whole_weights
 from sftplay.tasks.train_run import Outcome, TrainRun
 from sftplay.tasks.window import Window
 from sftplay.units import format_count
@@ -77,12 +79,15 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         write_manifest(cfg, folder, examples, parameters | {"steps": train_run.steps, "order": train_run.order_hash})
         _announce(cfg, train_run, parameters)
     outcome = train_run.train(trainer)
-    if outcome.stop_signal == 0 and log.is_main():
-        based = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
-        result = save_result(trainer.model, tokenizer, based, folder, base=locate(based.model.name))
-        log.say(f"result: {result}")
-        if cfg.eval.after:
-            evaluate(trainer.model, examples, cfg, folder.eval / "after.json")
+    if outcome.stop_signal == 0:
+        weights = whole_weights(trainer)
+        if log.is_main():
+            based = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
+            base = locate(based.model.name)
+            result = save_result(trainer.model, tokenizer, based, folder, base=base, weights=weights)
+            log.say(f"result: {result}")
+            if cfg.eval.after:
+                evaluate(_whole_model(trainer, cfg, folder), examples, cfg, folder.eval / "after.json")
     return outcome
 
 
@@ -93,6 +98,14 @@ def make_trainable(model: Any, cfg: RunConfig) -> Any:
     if frozen := freeze_beside_text(model):
         log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
     return model
+
+
+def _whole_model(trainer: Run, cfg: RunConfig, folder: RunFolder) -> Any:
+    """The tuned model, all of it on this rank; one of which it has a part only cannot answer by itself."""
+    if not is_split(trainer):
+        return trainer.model
+    unset_hf_deepspeed_config()  # else transformers would split what it loads, and wait for the other ranks
+    return load_result(cfg, folder.path)
 
 
 def _check_held_out(cfg: RunConfig, examples: Examples) -> None:

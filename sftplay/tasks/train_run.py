@@ -17,6 +17,7 @@ from transformers import set_seed
 from transformers.integrations import TensorBoardCallback
 
 from sftplay import log
+from sftplay.config.cluster_section import SHARDED
 from sftplay.config.schema import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.errors import ConfigError
@@ -40,6 +41,7 @@ from sftplay.watch.meters import Meters
 from sftplay.watch.phases import PhaseMarks
 from sftplay.watch.profiler import ProfileSteps
 from sftplay.watch.recover import OutOfMemory, held_bytes, ran_out_of_memory
+from sftplay.watch.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ class TrainRun:
     def __init__(self, cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> None:
         self.cfg, self.folder, self.stop = cfg, folder, stop
         self.world_size = log.world_size()
+        self.is_sharded = self.world_size > 1 and cfg.cluster.strategy in SHARDED
         self.pulse = Pulse()
-        self.replay = Replay(cfg, folder) if cfg.train.oom_recovery else None
+        # Where weights are split, ranks meet inside every piece: none can be run again by itself.
+        self.replay = Replay(cfg, folder) if cfg.train.oom_recovery and not self.is_sharded else None
         set_seed(cfg.seed)
 
     def order_rows(self, n_rows: int, identity: dict[str, Any] | None = None) -> list[int]:
@@ -81,9 +85,8 @@ class TrainRun:
         return {
             "output_dir": str(self.folder.checkpoints),
             "run_name": self.folder.name,
-            "per_device_train_batch_size": train.effective_batch_size // self.world_size,
+            **self._sizes(),
             "per_device_eval_batch_size": train.batch_size,
-            "gradient_accumulation_steps": 1,
             "num_train_epochs": 1,
             "max_steps": self.steps,
             "train_sampling_strategy": "sequential",
@@ -111,16 +114,26 @@ class TrainRun:
             **train.extra,
         }
 
+    def _sizes(self) -> dict[str, Any]:
+        """A whole window at a time, which is cut here, or pieces that the Trainer accumulates."""
+        train = self.cfg.train
+        rows, pieces = train.effective_batch_size // self.world_size, 1
+        if self.is_sharded:
+            rows, pieces = int(train.batch_size), int(train.grad_accum)
+        return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": pieces}
+
     def _device_arguments(self) -> dict[str, Any]:
-        train, cpu = self.cfg.train, not torch.cuda.is_available()
+        train, cpu, comm = self.cfg.train, not torch.cuda.is_available(), self.cfg.cluster.comm
         return {
             "bf16": train.precision == "bf16",
             "fp16": train.precision == "fp16",
-            "use_cpu": cpu,
+            "use_cpu": cpu and not self.is_sharded,  # else accelerate takes neither DeepSpeed nor FSDP, in silence
             "ddp_backend": "gloo" if cpu and self.world_size > 1 else None,
             "ddp_find_unused_parameters": False if self.world_size > 1 else None,
             # Sent before a forward pass, they would leave a rank waiting for one that failed before it.
             "ddp_broadcast_buffers": False if self.world_size > 1 else None,
+            "ddp_bucket_cap_mb": comm.bucket_cap_mb if self.world_size > 1 else None,
+            "ddp_static_graph": comm.static_graph if self.world_size > 1 else None,
             "gradient_checkpointing": train.gradient_checkpointing,
             "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,
         }
@@ -142,8 +155,10 @@ class TrainRun:
             "greater_is_better": False if seeks_best else None,
         }
 
-    def cutter(self) -> Cutter:
-        """How the trainer's windows are cut into micro-batches."""
+    def cutter(self) -> Cutter | None:
+        """How the trainer's windows are cut into micro-batches; None where it gets them one by one."""
+        if self.is_sharded:
+            return None
         train, length = self.cfg.train, self.cfg.model.max_seq_len
         rows = int(train.batch_size)
         budget = rows * length if train.batching == "tokens" else None
@@ -165,8 +180,9 @@ class TrainRun:
         patience = self.cfg.train.early_stopping
         early = [StopWithoutProgress(early_stopping_patience=patience)] if patience else []
         self.pulse = self.stop.pulse = Pulse(pulse_path(self.folder.logs, log.rank()), pid=os.getpid())
+        self.traffic = Traffic(self.cfg, self.pulse)
         watching = [self.preflight, self.meters, self.bad_step, self.stop, marks, *early, *self._foresight()]
-        return [*watching, PhaseMarks(self.pulse)]
+        return [*watching, self.traffic, PhaseMarks(self.pulse)]
 
     def _foresight(self) -> list[Any]:
         train, checkpoints = self.cfg.train, self.folder.checkpoints
@@ -191,13 +207,16 @@ class TrainRun:
         """
         self.meters.window = self.bad_step.window = self.preflight.trainer = trainer
         trainer.pulse = self.pulse
+        if trainer.is_deepspeed_enabled and not trainer.args.fp16:  # in fp16 its own scaler skips such steps
+            trainer.look_at_loss = self.bad_step.look_at_loss
+        self.traffic.attend(trainer)
         self.meters.facts = self._facts(trainer.model)
         # Trackers are registered first, but shall see what the meters add to a line.
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop(callbacks.index(self.meters)))
         if self.from_step and log.is_main():
             self._cut_board_back(callbacks)
-        if trainer.args.use_cpu and self.world_size > 1:
+        if trainer.args.device.type == "cpu" and self.world_size > 1:
             accept_numbered_cpus()
         try:
             trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
@@ -220,8 +239,15 @@ class TrainRun:
             f"{format_bytes(held_bytes())} held ({str(error).splitlines()[0]})",
             where="training",
             fix=ADVICE,
-            batch_size=self.replay.smaller_batch(trainer.cutter) if self.replay else None,
+            batch_size=self._smaller_batch(trainer.cutter) if self.cfg.train.oom_recovery else None,
         )
+
+    def _smaller_batch(self, cutter: Cutter | None) -> int | None:
+        """Rows a piece with which another start may succeed; None when there are none."""
+        share = self.cfg.train.effective_batch_size // self.world_size
+        now = cutter or Cutter(int(self.cfg.train.batch_size))
+        smaller = now.smaller(share) if now.micro_batch > 1 else None
+        return smaller.micro_batch if smaller else None
 
     def _facts(self, model: Any) -> Facts:
         plan = self.folder.read_json("plan.json")

@@ -2,13 +2,13 @@
 
 The Trainer is told `per_device = effective / processes` and accumulation 1; `training_step` cuts the window into
 micro-batches, and once memory does not suffice runs the same rows again in smaller ones. It overrides `training_step`
-and `compute_loss` only and copies nothing of TRL's. Used for SFT and CPT on one process or DDP; GRPO, FSDP and
-DeepSpeed keep stock accumulation.
+and `compute_loss` only and copies nothing of TRL's. Used for SFT and CPT on one process or DDP; with FSDP and
+DeepSpeed, which meet within every micro-batch, the Trainer accumulates and hands over a piece of the window at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from sftplay.tasks.replay import Replay
 from sftplay.watch.recover import Portions, RandomState, Shortage, held_bytes, ran_out_of_memory
 
 Batch = dict[str, Tensor]
+
+PIECE = ("input_ids", "attention_mask", "labels")
+"""What the model is given of a window; the rest is for the kit."""
 
 
 @dataclass
@@ -44,8 +47,11 @@ class StepCounts:
 class Window:
     """Mixed in before a TRL trainer: `class Run(Window, SFTTrainer)`. `prepare` must be called before training."""
 
-    def prepare(self, cutter: Cutter, *, held_out_labels_per_row: float = 0.0, replay: Replay | None = None) -> None:
-        """Say how windows are cut, and what becomes of one for which memory does not suffice (None: the run ends).
+    def prepare(
+        self, cutter: Cutter | None, *, held_out_labels_per_row: float = 0.0, replay: Replay | None = None
+    ) -> None:
+        """Say how windows are cut (None: the Trainer accumulates), and what becomes of one for which memory does not
+        suffice (None: the run ends).
 
         `held_out_labels_per_row` is the mean count of label tokens in the held-out rows; with it the Trainer's mean
         over rows becomes the exact mean over label tokens.
@@ -54,7 +60,13 @@ class Window:
         self.pulse = Pulse()
         self.counts = StepCounts()
         self.last_loss: Any = 0.0
-        self.last_window: Batch = {}
+        self.last_windows: list[Batch] = []
+        """What this rank's last step was made of."""
+
+        self._parts_of_step = -1
+        self.look_at_loss: Callable[[Tensor], None] | None = None
+        """Told each loss before its backward pass, where that is the last moment to stop."""
+
         self.held_out_labels_per_row = held_out_labels_per_row
         if replay:
             replay.attend(self)
@@ -74,7 +86,9 @@ class Window:
             OutOfMemory: memory does not suffice for a single row of the window.
         """
         self._count(window)
-        self.last_window = window
+        if self.cutter is None:
+            return self._run_part(model, window, num_items_in_batch)
+        self.last_windows = [window]
         replay, padded_tokens = self.replay, self.counts.padded_tokens
         start = RandomState() if replay else None
         while True:
@@ -94,7 +108,7 @@ class Window:
             with self.pulse.within("communication"):
                 average_gradients(model)
         self.last_loss = total.detach()
-        self._count_loss(num_items_in_batch)
+        self._count_loss(self.last_loss, num_items_in_batch)
         return total
 
     def take_counts(self) -> StepCounts:
@@ -104,22 +118,23 @@ class Window:
 
     @property
     def last_rows(self) -> list[int]:
-        """Ids of the rows of this rank's last window."""
-        rows: list[int] = self.last_window["row"].tolist()
-        return rows
+        """Ids of the rows of this rank's last step."""
+        return [row for window in self.last_windows for row in window["row"].tolist()]
 
     @torch.no_grad()
     def rows_not_finite(self) -> list[int]:
         """Ids of those whose loss, computed alone and without dropout, is not finite. Asks no other rank."""
-        model, window = self.model, self.last_window  # type: ignore[attr-defined]
+        model = self.model  # type: ignore[attr-defined]
         found = []
         model.eval()
-        for n, width in enumerate(window["attention_mask"].sum(1).tolist()):
-            row = {key: window[key][n : n + 1, :width] for key in ("input_ids", "attention_mask", "labels")}
-            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
-                loss = self._loss_of_piece(model, row, False, 1)
-            if not torch.isfinite(loss):
-                found.append(int(window["row"][n]))
+        # Where weights are split, a rank cannot compute alone.
+        for window in self.last_windows if self.cutter is not None else ():
+            for n, width in enumerate(window["attention_mask"].sum(1).tolist()):
+                row = {key: window[key][n : n + 1, :width] for key in PIECE}
+                with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                    loss = self._loss_of_piece(model, row, False, 1)
+                if not torch.isfinite(loss):
+                    found.append(int(window["row"][n]))
         model.train()
         return found
 
@@ -162,6 +177,17 @@ class Window:
                 return total, Shortage(rows, tokens, self.pulse.phase, held_bytes(), reason)
         return total, None
 
+    def _run_part(self, model: nn.Module, part: Batch, n_items: Any) -> Tensor:
+        """One of the micro-batches that the Trainer accumulates; ranks meet in it, so it cannot be run again."""
+        step = self.state.global_step  # type: ignore[attr-defined]
+        if step != self._parts_of_step:
+            self._parts_of_step, self.last_windows, self.last_loss = step, [], 0.0
+        self.last_windows.append(part)
+        loss = self._run_piece(model, {key: part[key] for key in PIECE}, n_items)
+        self.last_loss = self.last_loss + loss.detach()
+        self._count_loss(loss.detach(), n_items)
+        return loss
+
     def _run_piece(self, model: nn.Module, piece: Batch, n_items: Any) -> Tensor:
         self.counts.padded_tokens += piece["input_ids"].numel()
         self.pulse.enter("forward")
@@ -178,6 +204,8 @@ class Window:
             if self.label_head is not None:
                 self.label_head.widen()
         if model.training:
+            if self.look_at_loss is not None:
+                self.look_at_loss(loss.detach())
             self.pulse.enter("backward")
         return loss
 
@@ -193,7 +221,7 @@ class Window:
             self.pulse.enter("evaluation")  # a beat for each portion: only a single one can last too long
             return self._loss_of_piece(model, {k: v[portion] for k, v in inputs.items()}, return_outputs, n_items)
 
-        if n_items is None:  # a mean over rows is no sum of portions
+        if n_items is None or self.cutter is None:  # a mean over rows is no sum of portions; split weights want company
             return measure(slice(rows))
         parts = list(self.measured.each(rows, measure))
         if return_outputs:
@@ -207,12 +235,12 @@ class Window:
         self.counts.label_tokens += int((window["labels"][:, 1:] != IGNORED).sum())
         self.counts.rows += window["row"].tolist()
 
-    def _count_loss(self, label_tokens: Any) -> None:
-        """Add the window's sum of losses, which the Trainer has divided by all ranks' `label_tokens`, and multiplied
+    def _count_loss(self, loss: Tensor, label_tokens: Any) -> None:
+        """Add the sum of losses, which the Trainer has divided by all ranks' `label_tokens`, and multiplied
         by the processes for DDP's mean over gradients."""
         if label_tokens is None:
             return
         args, processes = self.args, self.accelerator.num_processes  # type: ignore[attr-defined]
-        loss_sum = self.last_loss.double() * label_tokens / (processes if args.average_tokens_across_devices else 1)
+        loss_sum = loss.double() * label_tokens / (processes if args.average_tokens_across_devices else 1)
         before = self.counts.loss_sum
         self.counts.loss_sum = loss_sum if before is None else before + loss_sum

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from sftplay import log
@@ -100,6 +101,12 @@ class StopOnBadStep(TrainerCallback):
         if self.in_a_row > (FP16_PATIENCE if args.fp16 else 0):
             raise self._explain(state.global_step + 1, ranks)
 
+    def look_at_loss(self, loss: torch.Tensor) -> None:
+        """For what steps within its backward pass, as DeepSpeed does: behind each forward pass, on every rank."""
+        ranks = gather((float(loss), 0.0), self.window.pulse)
+        if not all(math.isfinite(each) for each, _ in ranks):
+            raise self._explain(self.window.state.global_step + 1, ranks)
+
     def _explain(self, step: int, ranks: list[tuple[float, float]]) -> RunError:
         """The error every rank ends with; the main one writes down which rows the step had."""
         rows = gather((self.window.last_rows, self.window.rows_not_finite()), self.window.pulse)
@@ -132,4 +139,5 @@ class StopWithoutProgress(EarlyStoppingCallback):
 
 
 def _gradient_norm(model: Any) -> float:
-    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

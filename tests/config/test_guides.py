@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
+from sftplay.errors import ConfigError
+from sftplay.launch.deepspeed_json import read_deepspeed
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT.parent / "shared/guides/multi-gpu.md"
-PLACEHOLDERS = {"configs/your_config.yaml", "your_config.yaml"}
+PLACEHOLDERS = {"configs/your_config.yaml", "your_config.yaml", "configs/deepspeed_custom.json"}
 
 needs_guide = pytest.mark.skipif(not GUIDE.exists(), reason="needs the multi-GPU guide in ../shared/guides")
 
@@ -34,9 +36,16 @@ def test_every_yaml_block_of_the_guide_is_accepted_or_listed_as_not_yet(tmp_path
 
 
 @needs_guide
-def test_every_json_block_of_the_guide_is_listed_as_not_yet():
-    for block in _blocks("json"):
-        assert re.search(r'"(\w+)"', block)[1] in _named("Not yet")
+def test_the_json_block_of_the_guide_is_accepted_once_its_outdated_name_is_replaced(tmp_path):
+    (block,) = _blocks("json")
+    assert re.search(r'"(\w+)"', block)[1] in _named("Accepted")
+    path = tmp_path / "deepspeed.json"
+    path.write_text(block)
+    with pytest.raises(ConfigError, match="cpu_offload: is an outdated name") as caught:
+        read_deepspeed(path)
+    assert "offload_optimizer" in caught.value.fix
+    path.write_text(block.replace('"cpu_offload": true', '"offload_optimizer": {"device": "cpu"}'))
+    assert read_deepspeed(path)["zero_optimization"]["stage"] == 3
 
 
 @needs_guide

@@ -35,7 +35,7 @@ from sftplay.launch.folder import RunFolder
 
 CURVES = {
     "loss", "held_out_loss", "learning_rate", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "step_s",
-    "communication_max_s", "model_tflops_per_s", "peak_rss_bytes", "padding_share",
+    "communication_max_s", "exposed_communication_share", "model_tflops_per_s", "peak_rss_bytes", "padding_share",
 }  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_the_masked_sample_shows_what_is_learned_and_only_that(run: Finished):
 def test_a_run_that_was_resumed_has_its_attempts_marked(run: Finished):
     page = write_report(run.folder).read_text(encoding="utf-8")
     charts = page.count('<figure class="chart')
-    assert page.count('class="resume" x1="625"') == charts == 8  # step 5 of an axis of 8, in thousandths
+    assert page.count('class="resume" x1="625"') == charts == 9  # step 5 of an axis of 8, in thousandths
     assert "Attempt 1 ran from step 0 to 5: SIGTERM." in page
 
 

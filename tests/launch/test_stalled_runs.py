@@ -71,7 +71,7 @@ SLEEPS = {
     # Two passes try the label head, then come two pieces a step: the seventh is the third step's first.
     "forward": Sleep(
         "0", "transformers.models.llama.modeling_llama", "LlamaForCausalLM.forward", 7,
-        r"rank 0 has been in forward for \d+ s at step 3; rank 1 waits for it \(backward\)",
+        r"rank 0 has been in forward for \d+ s at step 3; rank 1 waits for it \(communication\)",
     ),
     "save": Sleep(
         "0", "safetensors.torch", "save_file", 2,

@@ -106,7 +106,7 @@ def test_only_what_trains_is_made_fp32():
 
 RANK = {
     "world_size": 2, "is_main": True, "model_class": "DistributedDataParallel", "fingerprint": "a", "parameters": "b",
-    "rows_per_step": 4,
+    "rows_per_step": 4, "distributed_type": "MULTI_CPU",
 }  # fmt: skip
 
 
@@ -116,6 +116,7 @@ RANK = {
         ({}, ""),
         ({"world_size": 1}, "rank 1 sees 1 processes instead of 2"),
         ({"model_class": "LlamaForCausalLM"}, "rank 1 wraps the model in LlamaForCausalLM instead of Distributed"),
+        ({"distributed_type": "NO"}, "rank 1 is NO where cluster.strategy is ddp"),
         ({"is_main": True}, "2 ranks believe to be the main one"),
         ({"fingerprint": "z"}, "ranks read different configs"),
         ({"parameters": "z"}, "ranks start from different weights"),

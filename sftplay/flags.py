@@ -1,0 +1,142 @@
+"""The flags of each verb, and how their values are read; `cli` makes a parser of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+Flags = dict[str, dict[str, Any]]
+"""flag -> keywords of argparse's add_argument."""
+
+ACCELERATE: Flags = {
+    "--out": {"default": "accelerate_configs/this_machine.yaml", "help": "the file to write"},
+    "--interactive": {"action": "store_true", "help": "let accelerate ask its own questions"},
+}
+
+
+LAUNCH: Flags = {
+    "--dry-run": {"action": "store_true", "help": "print the command, start nothing"},
+    "--nproc": {"default": None, "help": "processes on this node; `gpu` means one per GPU"},
+    "--nnodes": {"type": int, "default": 1},
+    "--node-rank": {"type": int, "default": 0},
+    "--master-addr": {"default": "127.0.0.1"},
+    "--master-port": {"type": int, "default": None},
+    "--tb": {"action": "store_true", "help": "start TensorBoard too"},
+    "--deepspeed": {"action": "store_true", "help": "share the work by DeepSpeed"},
+}
+"""Of the verbs that launch a run."""
+
+
+def flags_of(verb: str) -> Flags:
+    """The flags of a verb beside --config and --json."""
+    run: Flags = {"--run": {"default": None, "help": "name or folder of the run"}}
+    count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
+    special: dict[str, Flags] = {
+        "train": LAUNCH,
+        "resume": {**LAUNCH, **run},
+        "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
+        "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
+        "inspect": count,
+        "render": {**count, "--out": {"default": None, "help": "a new jsonl file for all rows"}},
+        "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},
+        "eval": {**run, "--split": {"choices": ["val", "test"], "default": "val"}},
+        "download-model": {
+            "--model": {"required": True, "help": "its hub name, org/model"},
+            "--revision": {"default": None, "help": "branch, tag or commit"},
+        },
+        **_result_flags(run),
+        **_answer_flags(run),
+        "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
+        "plan": {
+            "--gpus": {"default": None, "help": "GPUs to plan for in place of these, such as 2xH200"},
+            "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
+            "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
+            "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
+        },
+        "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
+        "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
+        "setup-accelerate": ACCELERATE,
+        "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
+    }
+    return special.get(verb, {})
+
+
+def _answer_flags(run: Flags) -> dict[str, Flags]:
+    choice: Flags = {
+        "--temperature": {"type": _temperature, "default": 0.0, "help": "0 takes the likeliest token each time"},
+        "--top-p": {"type": _share, "default": None, "help": "draw from the likeliest tokens that sum up to it"},
+        "--max-new-tokens": {"type": _positive, "default": None, "help": "longest answer; else eval.max_new_tokens"},
+        "--seed": {"type": int, "default": None, "help": "of what is drawn; else the config's"},
+    }
+    return {
+        "eval-test": run,
+        "eval-quick": run,
+        "eval-full": run,
+        "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
+        "infer-batch": {**run, "--in": {"dest": "input", "required": True}, "--out": {"required": True}, **choice},
+    }
+
+
+def _result_flags(run: Flags) -> dict[str, Flags]:
+    whole: Flags = {
+        "--out": {"default": None, "help": "a new folder for the model"},
+        "--dtype": {"choices": ["fp32", "bf16", "fp16"], "default": None, "help": "its number format; else the base's"},
+    }
+    return {
+        "merge": {**run, **whole},
+        "merge-test": {**run, "--merged": {"default": None, "help": "the merged model's folder"}},
+        "export": {**run, **whole},
+        "serve": {
+            **run,
+            "--port": {"type": _port, "default": 8000, "help": "where to listen; 0 takes any free port"},
+            "--server": {"choices": ["auto", "transformers", "vllm"], "default": "auto"},
+        },
+        "report": run,
+        "compare": {
+            "--a": {"required": True, "help": "name or folder of a run"},
+            "--b": {"required": True, "help": "name or folder of the other"},
+        },
+    }
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"not a number of rows: {text!r}")
+    return int(text)
+
+
+def _processes(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a number of processes: {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r}")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    return _number(text, lambda value: 0 <= value < float("inf"), "a temperature, 0 or more")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
+
+
+def _number(text: str, holds: Callable[[float], bool], what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not holds(value):
+        raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"not a port: {text!r}")
+    return int(text)

@@ -1,0 +1,79 @@
+"""The text of an accelerate config for one machine, for scripts of the user's own.
+
+The kit does not read it: `make train` sets what the strategy needs in the workers' environment (`launch/strategy.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from sftplay.errors import ConfigError
+
+MARK = "# Written by make setup-accelerate for this machine. Sum of what follows: "
+
+_TEXT = """\
+# {about}
+# Use:  accelerate launch --config_file {path} your_script.py
+# (make train needs no such file.)
+compute_environment: LOCAL_MACHINE
+distributed_type: "{kind}"
+num_machines: 1
+machine_rank: 0
+num_processes: {processes}   # {counted}
+mixed_precision: "{precision}"   # {why_precision}
+use_cpu: {use_cpu}
+main_training_function: main
+"""
+
+
+def accelerate_text(path: Path, *, gpus: int, has_bf16: bool, cores: int) -> str:
+    """A config for the `gpus` of a machine, or two processes on its CPU where it has the cores for them."""
+    processes = gpus or (2 if cores > 1 else 1)
+    # With MULTI_CPU accelerate 1.15 starts a single process, and says nothing.
+    kind = "MULTI_GPU" if processes > 1 else "NO"
+    about = f"{gpus or 'No'} GPU{'' if gpus == 1 else 's'}: {processes} process{'es' if processes > 1 else ''}."
+    if not gpus:
+        about += " Your script must ask for the CPU itself: Accelerator(cpu=True), or use_cpu=True of a Trainer."
+    precision, why = "no", "a CPU is fastest in fp32"
+    if gpus:
+        precision, why = ("bf16", "this GPU has it") if has_bf16 else ("fp16", "a GPU older than Ampere has no bf16")
+    return _marked(
+        _TEXT.format(
+            about=about,
+            path=path,
+            kind=kind,
+            processes=processes,
+            counted="one per GPU" if gpus else "processes that share this CPU",
+            precision=precision,
+            why_precision=why,
+            use_cpu=str(not gpus and processes == 1).lower(),
+        )
+    )
+
+
+def write_accelerate(path: Path, text: str) -> None:
+    """Write the file unless a person has changed the one that is there.
+
+    Raises:
+        ConfigError: it was changed, or is not from here.
+    """
+    if path.exists() and not is_untouched(path.read_text(encoding="utf-8", errors="replace")):
+        fix = "move it away, or give another file: make setup-accelerate OUT=accelerate_configs/mine.yaml"
+        raise ConfigError("was changed since it was written, and is left as it is", where=str(path), fix=fix)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def is_untouched(text: str) -> bool:
+    """True for a text of ours in which nothing was changed."""
+    first, _, rest = text.partition("\n")
+    return first == MARK + _sum(rest)
+
+
+def _marked(text: str) -> str:
+    return f"{MARK}{_sum(text)}\n{text}"
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

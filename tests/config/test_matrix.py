@@ -1,0 +1,104 @@
+"""The support matrix: whole, fresh in the docs, true to its tests, and kept to when a config is read."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from sftplay.config.cluster_section import Strategy
+from sftplay.config.load import load_config
+from sftplay.config.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, cell_of, rows
+from sftplay.config.schema import Precision, TuningConfig
+from sftplay.errors import ConfigErrors
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "configs/run_lora.yaml"
+
+
+def test_every_combination_the_config_can_name_has_a_cell():
+    modes = get_args(TuningConfig.model_fields["mode"].annotation)
+    assert set(METHODS) == set(modes)
+    assert set(STRATEGIES) == set(get_args(Strategy)) - {"auto"} | {"single"}
+    assert set(PRECISIONS) == set(get_args(Precision))
+    assert len(list(rows())) == len(METHODS) * len(STRATEGIES) * len(PRECISIONS)
+
+
+def test_a_blocked_cell_has_a_reason_and_a_way_out_that_is_not_blocked():
+    blocked = [row for row in rows() if row.cell.state == "blocked"]
+    assert blocked
+    for row in blocked:
+        assert len(row.cell.why) > 20
+        key, _, value = row.cell.nearest.partition(": ")
+        assert key == "cluster.strategy"
+        assert cell_of(row.method, value, row.precision).state != "blocked"
+
+
+def test_only_blocked_cells_point_elsewhere():
+    assert [row for row in rows() if row.cell.nearest and row.cell.state != "blocked"] == []
+
+
+NAMED = sorted({cell.why for cells in TABLE.values() for cell in cells if cell.state == "works"})
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_test_a_cell_names_is_written(name):
+    file, _, test = name.partition("::")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert test.partition("[")[0] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.slow
+def test_every_test_a_cell_names_is_collected():
+    files = sorted({name.partition("::")[0] for name in NAMED})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *files],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    collected = {line.strip() for line in done.stdout.splitlines() if "::" in line}
+    assert [name for name in NAMED if name not in collected] == [], done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_the_page_in_the_docs_is_what_the_table_says_today():
+    page = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
+    assert page == as_markdown(), "run `make matrix > docs/strategies.md`"
+
+
+def test_the_page_names_each_combination_once_in_its_lists():
+    lists = as_markdown().partition("## ")[2]
+    found = []
+    for line in (line for line in lists.splitlines() if line.startswith("- ")):
+        places = line[2:].partition(": ")[0]
+        for place in places.split("; "):
+            precision, methods, strategies = re.fullmatch(r"(\S+) (.+) under (.+)", place).groups()
+            found += [(m, s, precision) for m in methods.split(", ") for s in strategies.split(", ")]
+    assert sorted(found) == sorted((row.method, row.strategy, row.precision) for row in rows())
+
+
+@pytest.mark.parametrize("row", list(rows()), ids=lambda row: f"{row.method}-{row.strategy}-{row.precision}")
+def test_a_config_is_refused_exactly_where_its_cell_is_blocked(row):
+    if row.strategy == "single":
+        pytest.skip("it is not written in a config: it is what one process is")
+    words = [f"tuning.mode={row.method}", f"cluster.strategy={row.strategy}", f"train.precision={row.precision}"]
+    if row.cell.state != "blocked":
+        assert load_config(RUN, words).cluster.strategy == row.strategy
+        return
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(RUN, words)
+    assert row.cell.why in str(caught.value)
+    assert row.cell.nearest in str(caught.value)
+
+
+def test_a_deepspeed_file_without_zero_is_refused():
+    with pytest.raises(ConfigErrors, match="does not use one"):
+        load_config(RUN, ["cluster.strategy=fsdp", "cluster.deepspeed=deepspeed_configs/zero2.json"])
+
+
+def test_unsloth_under_a_strategy_of_several_processes_is_refused():
+    with pytest.raises(ConfigErrors, match="trains in one"):
+        load_config(RUN, ["cluster.strategy=zero2", "tuning.backend=unsloth"])

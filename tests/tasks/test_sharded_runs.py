@@ -1,0 +1,108 @@
+"""One config on one process and, split by ZeRO or FSDP, on two: the same curve, weights and answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_FSDP = ROOT / "benchmarks" / "cpu_fsdp"
+"""accelerate shards by FSDP on accelerators only; this lets it do so here."""
+
+CASES = [
+    (strategy, mode) for mode in ("full", "lora", "qlora") for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp")
+]
+
+WRAPPED = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP"}
+TYPES = {"ddp": "MULTI_CPU", "zero": "DEEPSPEED", "fsdp": "FSDP"}
+
+Train = Callable[..., tuple[Path, str]]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of which each learns 1 or about 200 tokens."""
+    path = tmp_path_factory.mktemp("unequal") / "rows.jsonl"
+    answers = [
+        " ".join(["river", "stone", "light", "boats"][(n + k) % 4] for k in range(1 if n % 2 else 60))
+        for n in range(16)
+    ]
+    chats = [
+        [{"role": "user", "content": f"row {n}"}, {"role": "assistant", "content": text}]
+        for n, text in enumerate(answers)
+    ]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Path]:
+    """Mode -> the run of one process, made once."""
+    return {}
+
+
+@pytest.fixture
+def train(
+    write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]], rows: Path, tmp_path: Path
+) -> Train:
+    def run(name: str, processes: int, *, shim: bool = True, **keys: Any) -> tuple[Path, str]:
+        how = {
+            "train__max_steps": 12, "train__effective_batch_size": 8, "train__batch_size": 2,
+            "train__learning_rate": 0.005, "train__warmup_ratio": 0.0, "train__optim": "adamw_torch",
+            "model__max_seq_len": 256, "data__train_path": str(rows), "eval__after": True, "eval__max_new_tokens": 4,
+        }  # fmt: skip
+        config = write_config(f"{name}.yaml", run_name=name, **{**how, **keys})
+        env = {"PYTHONPATH": str(CPU_FSDP)} if shim else {}
+        done = sftplay("train", "--config", config, "--nproc", processes, env=env, timeout=240)
+        return tmp_path / "outputs" / name, done.stdout + done.stderr
+
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    (path,) = [*run.glob("model/*.safetensors"), *run.glob("adapter/*.safetensors")]
+    return load_file(path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds its CPU communication: needs g++")
+@pytest.mark.parametrize(("strategy", "mode"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_sharded_run_has_the_curve_of_one_process(strategy: str, mode: str, train: Train, alone: dict[str, Path]):
+    if mode not in alone:
+        alone[mode], said = train(f"alone-{mode}", 1, tuning__mode=mode)
+        assert len(losses(alone[mode])) == 12, said
+        assert losses(alone[mode])[-1] < losses(alone[mode])[0] * (0.9 if mode == "full" else 1.0)
+    run, said = train(f"{strategy}-{mode}", 2, tuning__mode=mode, cluster__strategy=strategy)
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "done", said
+    assert losses(run) == pytest.approx(losses(alone[mode]), abs=1e-4)
+    ours, theirs = weights(run), weights(alone[mode])
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in theirs) <= 1e-4
+    figures = [json.loads((each / "eval" / "after.json").read_text()) for each in (run, alone[mode])]
+    assert figures[0]["loss"] == pytest.approx(figures[1]["loss"], abs=1e-4)
+    kind = strategy.rstrip("123")
+    assert [rank["distributed_type"] for rank in status["ranks"]] == [TYPES[kind]] * 2
+    assert all(rank["model_class"].startswith(WRAPPED[kind]) for rank in status["ranks"])
+    assert [rank["is_main"] for rank in status["ranks"]] == [True, False]
+
+
+@pytest.mark.slow
+def test_a_launch_that_accelerate_turns_into_something_else_is_stopped_before_the_first_step(train: Train):
+    """FSDP on CPUs becomes two trainings that never meet, each with exit code 0."""
+    run, said = train("wrong", 2, cluster__strategy="fsdp", shim=False)
+    assert json.loads((run / "status.json").read_text())["exit_code"] == 5, said
+    assert "instead of FSDP" in said or "where cluster.strategy is fsdp" in said
+    assert not (run / "metrics.jsonl").exists() or not losses(run)
