@@ -29,7 +29,10 @@ STEPS = 30
 LEAST_FALL = 0.3
 """Share by which the loss of full tuning must fall: a curve that stands still would be the same under any fault."""
 
-RATES = {"full": 0.004, "lora": 0.02, "qlora": 0.02}
+RATES = {"full": 0.02, "lora": 0.1, "qlora": 0.1}
+"""For plain gradient descent without clipping: AdamW makes of a gradient's last bits a share of the rate, and such
+steps add up; DeepSpeed 0.19 clips by a factor that is some 4e-5 off torch's."""
+
 WORDS = ["river", "stone", "light", "boats", "salt", "hills"]
 TARGET = Path("outputs") / "bench" / "invariance.json"
 
@@ -85,7 +88,8 @@ def run_case(work: Path, strategy: str, mode: str, fault: str | None) -> dict[st
         "run_name": name, "output_dir": str(work), "model": {"name": str(work / "model"), "max_seq_len": 512},
         "tuning": {"mode": mode, "lora": {"r": 8}},
         "train": {"max_steps": STEPS, "effective_batch_size": 8, "batch_size": 2, "learning_rate": RATES[mode],
-                  "warmup_ratio": 0.0, "gradient_checkpointing": False, "optim": "adamw_torch", "precision": "fp32"},
+                  "warmup_ratio": 0.0, "gradient_checkpointing": False, "optim": "sgd", "max_grad_norm": 0.0,
+                  "precision": "fp32"},
         "data": {"train_path": str(work / "rows.jsonl"), "val_path": str(work / "held_out.jsonl"),
                  "processed_dir": str(work / "processed")},
         "eval": {"after": True, "max_new_tokens": 8}, "logging": {"steps": 1, "backend": "none"},
