@@ -42,6 +42,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_ranks() -> range:
+    """The ranks of the processes on this node; all of them where no launcher says how many these are."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return range(world_size()) if local is None else range(rank() - local_rank(), rank() - local_rank() + int(local))
+
+
 def is_main() -> bool:
     """True on the one process that prints and writes."""
     return rank() == 0

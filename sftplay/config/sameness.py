@@ -39,7 +39,7 @@ SIZES = ("train.batch_size", "train.grad_accum")
 
 def decisive(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> value, as JSON has it, of every key that decides which weights come out."""
-    flat = _flat(cfg.model_dump(mode="json"))
+    flat = flatten(cfg)
     return {
         key: value
         for key, value in flat.items()
@@ -62,6 +62,11 @@ def held_out_decides(values: Mapping[str, Any]) -> bool:
     """True when rows that are only measured on decide which rows are trained on, or which weights are kept."""
     seeks_best = values.get("train.best_metric") is not None or values.get("train.early_stopping") is not None
     return values.get("data.leaks") == "drop" or seeks_best
+
+
+def flatten(cfg: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value, as JSON has it, of every key."""
+    return _flat(cfg.model_dump(mode="json"))
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

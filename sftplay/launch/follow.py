@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sftplay.errors import SftplayError
@@ -91,10 +92,11 @@ class Console:
             self.line("[train] working")
 
 
-def follow(launch: Launch, folder: RunFolder) -> int:
+def follow(launch: Launch, folder: RunFolder, *, node: int = 0) -> int:
     """Run the launch to its end; the exit code of INTERFACES, whatever the launcher made of it.
 
-    A run that stands still is ended, as `train.stall_timeout` in the folder's resolved config says.
+    A run that stands still is ended, as `train.stall_timeout` in the folder's resolved config says. How it ended is
+    settled on node 0 only; elsewhere the launcher's code comes back as it is.
     """
     console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
     forwarder, watchdog = Forwarder(folder), Watchdog(folder, timeout_of(folder))
@@ -110,11 +112,18 @@ def follow(launch: Launch, folder: RunFolder) -> int:
         lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=_read, args=(process, lines), daemon=True).start()
         try:
-            unmarked = _show(lines, console, folder, watchdog.look)
+            unmarked = _show(lines, console, folder.logs / log_name(node), watchdog.look)
         except Stall as stall:
             return _end_stalled(stall, watchdog, process, console)
         code = process.wait()
+    if node:
+        return code
     return settle(folder, code, forwarder.received, unmarked, attempts_before=attempts)
+
+
+def log_name(node: int) -> str:
+    """The file in a run's logs/ for what a node's launcher says."""
+    return f"launch-node{node}.log" if node else "launch.log"
 
 
 def _end_stalled(stall: Stall, watchdog: Watchdog, process: subprocess.Popen[bytes], console: Console) -> int:
@@ -247,11 +256,9 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) ->
     lines.put(None)
 
 
-def _show(
-    lines: queue.Queue[bytes | None], console: Console, folder: RunFolder, look: Callable[[], None]
-) -> deque[str]:
+def _show(lines: queue.Queue[bytes | None], console: Console, log: Path, look: Callable[[], None]) -> deque[str]:
     unmarked: deque[str] = deque(maxlen=KEPT_LINES)
-    with (folder.logs / "launch.log").open("ab", buffering=0) as handle:
+    with log.open("ab", buffering=0) as handle:
         while True:
             look()
             try:

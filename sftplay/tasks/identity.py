@@ -6,8 +6,7 @@ It goes into every checkpoint's marker, so that a resume can name what has chang
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -17,20 +16,11 @@ from sftplay import __version__, log
 from sftplay.config.sameness import SIZES, decisive, differences, held_out_decides
 from sftplay.config.schema import RunConfig
 from sftplay.data.pipeline import Examples
+from sftplay.model.digests import weights_digests
 from sftplay.model.locate import locate
 
 BATCH_ROWS = 1000
 SHOWN_DIGITS = 12
-
-WEIGHTS = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
-"""Files of a folder that say which numbers a run starts from."""
-
-WHOLE_BYTES = 2**31
-"""Up to here a file of weights is read to its end, in a second or two; of a larger one only pieces are."""
-
-PIECES, PIECE_BYTES = 512, 2**20
-"""Evenly spaced over a large file, its two ends among them. Training changes every matrix, so no piece stays as it was;
-weights changed by hand in a few places can go unseen."""
 
 
 def identify(cfg: RunConfig, examples: Examples) -> dict[str, Any]:
@@ -51,32 +41,6 @@ def identify(cfg: RunConfig, examples: Examples) -> dict[str, Any]:
         "tokenizer_sha256": hashlib.sha256(recipe.tokenizer.encode()).hexdigest(),
         "weights": weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter),
     }
-
-
-def weights_digests(folder: str | None) -> dict[str, str]:
-    """Path -> hex sha256 of each file of weights in a folder; empty for a name on a hub, or None."""
-    if folder is None or not Path(folder).is_dir():
-        return {}
-    files = {path for pattern in WEIGHTS for path in Path(folder).glob(pattern)}
-    return {str(path): weights_digest(path) for path in sorted(files)}
-
-
-def weights_digest(path: Path) -> str:
-    """Hex sha256 of the file's size and of its bytes; of one above WHOLE_BYTES, of PIECES of them."""
-    size_bytes = path.stat().st_size
-    digest = hashlib.sha256(str(size_bytes).encode())
-    with path.open("rb") as handle:
-        for start in _starts(size_bytes):
-            handle.seek(start)
-            digest.update(handle.read(PIECE_BYTES))
-    return digest.hexdigest()
-
-
-def _starts(size_bytes: int) -> Iterator[int]:
-    if size_bytes <= WHOLE_BYTES:
-        return iter(range(0, size_bytes, PIECE_BYTES))
-    last = size_bytes - PIECE_BYTES
-    return (last * n // (PIECES - 1) for n in range(PIECES))
 
 
 def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -25,17 +25,34 @@ DISTRIBUTED = {"ddp": ("MULTI_",), "zero": ("DEEPSPEED",), "fsdp": ("FSDP",), "h
 """What accelerate must say it does, or how that begins."""
 
 
+SAME = {
+    "fingerprint": "read different configs",
+    "parameters": "start from different weights",
+    "base": "start from different files of weights",
+    "rows": "train on different rows",
+}
+"""What must be equal on all ranks, and what is said where it is not."""
+
+INNER = ("parameters", "base", "rows")
+"""What is compared, but not written to status.json."""
+
+
 class Preflight(TrainerCallback):
     """Compares plan and reality once all is built, and writes what each rank is to status.json."""
 
     def __init__(self, cfg: RunConfig, folder: RunFolder) -> None:
         self.cfg, self.folder = cfg, folder
         self.trainer: Any = None
+        self.parameters = ""
+        """`checksum` of the model as it was loaded; FSDP and ZeRO-3 give each rank a part of it later."""
+
+        self.rows, self.base = "", ""
+        """Digests of the rows this rank trains on, in their order, and of the files its weights come from."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         ranks = gather(self._describe())
         if log.is_main():
-            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k != "parameters"} for r in ranks])
+            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in INNER} for r in ranks])
         problems = find_problems(ranks, self.cfg, log.world_size())
         if problems:
             raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
@@ -62,7 +79,9 @@ class Preflight(TrainerCallback):
             "fingerprint": hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest(),
             "rows_per_step": per_step,
             "sizes": read_sizes(trainer),
-            "parameters": "split" if is_split(trainer) else checksum(trainer.model),
+            "parameters": self.parameters,
+            "rows": self.rows,
+            "base": self.base,
         }
 
 
@@ -103,7 +122,7 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) 
             problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
     if sum(rank["is_main"] for rank in ranks) != 1:
         problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks believe to be the main one")
-    for key, what in (("fingerprint", "read different configs"), ("parameters", "start from different weights")):
+    for key, what in SAME.items():
         if len({rank[key] for rank in ranks}) > 1:
             problems.append(f"ranks {what}")
     rows = sum(rank["rows_per_step"] for rank in ranks)

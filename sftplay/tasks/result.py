@@ -29,6 +29,16 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
     return weights if trainer.accelerator.is_main_process else None
 
 
+def part() -> None:
+    """End the group of processes, on all ranks at once: what follows is the main rank's.
+
+    A rank whose process ends with the group alive may be aborted by gloo's threads on its way out (torch 2.13:
+    "terminate called without an active exception"), and the launcher then ends the main rank, which still works.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def save_result(
     model: Any,
     tokenizer: Any,

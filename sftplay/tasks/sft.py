@@ -28,7 +28,7 @@ from sftplay.tasks.label_head import IGNORED
 from sftplay.tasks.manifest import write_manifest
 from sftplay.tasks.pieces import Collator
 from sftplay.tasks.preflight import is_split
-from sftplay.tasks.result import save_result, whole_weights
+from sftplay.tasks.result import part, save_result, whole_weights
 from sftplay.tasks.train_run import Outcome, TrainRun
 from sftplay.tasks.window import Window
 from sftplay.units import format_count
@@ -79,15 +79,15 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         write_manifest(cfg, folder, examples, parameters | {"steps": train_run.steps, "order": train_run.order_hash})
         _announce(cfg, train_run, parameters)
     outcome = train_run.train(trainer)
-    if outcome.stop_signal == 0:
-        weights = whole_weights(trainer)
-        if log.is_main():
-            based = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
-            base = locate(based.model.name)
-            result = save_result(trainer.model, tokenizer, based, folder, base=base, weights=weights)
-            log.say(f"result: {result}")
-            if cfg.eval.after:
-                evaluate(_whole_model(trainer, cfg, folder), examples, cfg, folder.eval / "after.json")
+    weights = whole_weights(trainer) if outcome.stop_signal == 0 else None
+    part()
+    if outcome.stop_signal == 0 and log.is_main():
+        based = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
+        base = locate(based.model.name)
+        result = save_result(trainer.model, tokenizer, based, folder, base=base, weights=weights)
+        log.say(f"result: {result}")
+        if cfg.eval.after:
+            evaluate(_whole_model(trainer, cfg, folder), examples, cfg, folder.eval / "after.json")
     return outcome
 
 

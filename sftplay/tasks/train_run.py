@@ -29,7 +29,7 @@ from sftplay.plan.shape_reader import shape_from_config
 from sftplay.pulse import Pulse, pulse_path
 from sftplay.tasks.checkpointing import MarkComplete, Watched, accept_numbered_cpus, choose_checkpoint
 from sftplay.tasks.pieces import Cutter
-from sftplay.tasks.preflight import Preflight
+from sftplay.tasks.preflight import Preflight, checksum
 from sftplay.tasks.replay import ADVICE, Replay
 from sftplay.units import format_bytes
 from sftplay.watch.checkpoints import read_marker, step_of
@@ -181,7 +181,8 @@ class TrainRun:
         early = [StopWithoutProgress(early_stopping_patience=patience)] if patience else []
         self.pulse = self.stop.pulse = Pulse(pulse_path(self.folder.logs, log.rank()), pid=os.getpid())
         self.traffic = Traffic(self.cfg, self.pulse)
-        watching = [self.preflight, self.meters, self.bad_step, self.stop, marks, *early, *self._foresight()]
+        # Once status.json shows the ranks, a stop signal ends the run behind a step, with a checkpoint.
+        watching = [self.stop, self.preflight, self.meters, self.bad_step, marks, *early, *self._foresight()]
         return [*watching, self.traffic, PhaseMarks(self.pulse)]
 
     def _foresight(self) -> list[Any]:
@@ -206,6 +207,9 @@ class TrainRun:
             RunError: a step is not finite, or the preflight found a wrong launch.
         """
         self.meters.window = self.bad_step.window = self.preflight.trainer = trainer
+        self.preflight.parameters = checksum(trainer.model)
+        self.preflight.rows = f"{self.identity.get('rows_sha256')} {self.order_hash}"
+        self.preflight.base = " ".join(sorted(self.identity.get("weights", {}).values()))
         trainer.pulse = self.pulse
         if trainer.is_deepspeed_enabled and not trainer.args.fp16:  # in fp16 its own scaler skips such steps
             trainer.look_at_loss = self.bad_step.look_at_loss

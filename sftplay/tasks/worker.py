@@ -27,6 +27,9 @@ from sftplay.model.unsloth import import_first
 
 BUG = 1
 
+BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
+"""What gloo (transport/tcp/pair.cc) and NCCL (ncclResult_t) say where the process at the other end is not there."""
+
 GOING_S = 1.0
 """How long a rank that was killed may take to disappear behind the end of its connections, by which others notice."""
 
@@ -56,7 +59,7 @@ def main(run_folder: str) -> int:
             return _stop(folder, outside.received)
         for each in STOP_SIGNALS:  # torchrun stops those whose neighbour has ended; this one ends anyway
             signal.signal(each, signal.SIG_IGN)
-        if gone := gone_rank(folder):
+        if gone := gone_rank(folder) or lost_node(error):
             return _mourn(folder, gone)
         _finish(folder, "failed", BUG, cause=f"{type(error).__name__}: {error}")
         _print_error(traceback.format_exc())
@@ -105,13 +108,18 @@ def gone_rank(folder: RunFolder) -> str:
     ranks = folder.read_json("status.json").get("ranks") or []
     deadline = time.monotonic() + GOING_S
     while len(ranks) > 1 and time.monotonic() < deadline:
-        gone = [
-            f"rank {n} (process {rank['pid']}) has gone" for n, rank in enumerate(ranks) if not state_of(rank["pid"])
-        ]
+        here = [(n, ranks[n]["pid"]) for n in log.local_ranks() if n < len(ranks)]
+        gone = [f"rank {n} (process {pid}) has gone" for n, pid in here if not state_of(pid)]
         if gone:
             return gone[0]
         time.sleep(0.02)
     return ""
+
+
+def lost_node(error: Exception) -> str:
+    """What is said where an error tells of a connection to another node that has broken; empty otherwise."""
+    is_alone = len(log.local_ranks()) == log.world_size()
+    return "" if is_alone or not any(sign in str(error) for sign in BROKEN) else "a process on another node has gone"
 
 
 def _mourn(folder: RunFolder, gone: str) -> int:

@@ -16,6 +16,7 @@ from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.command import Scale
 from sftplay.launch.folder import RESOLVED, RunFolder, find_run, write_text
+from sftplay.launch.meeting import Meeting
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import SizedRun
 from sftplay.verbs.inputs import check_inputs
@@ -24,7 +25,7 @@ from sftplay.verbs.lessons import sizes_of
 from sftplay.watch.checkpoints import list_checkpoints, read_marker
 
 
-def continue_run(args: Namespace, cfg: RunConfig) -> int:
+def continue_run(args: Namespace, cfg: RunConfig, meeting: Meeting | None = None) -> int:
     """Continue the run that `cfg` or `--run` names; nothing is done where it is finished.
 
     Raises:
@@ -57,7 +58,7 @@ def continue_run(args: Namespace, cfg: RunConfig) -> int:
     starts_anew |= resized
     sizes = {key: _value(sized.cfg, key) for key in SIZES} if starts_anew else {}
     _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
-    command = build_command(sized, folder, scale, machine)
+    command = build_command(sized.cfg, folder, scale, machine)
     if args.dry_run:
         return print_command(command, args)
     with folder.locked():
@@ -65,7 +66,7 @@ def continue_run(args: Namespace, cfg: RunConfig) -> int:
         if starts_anew:
             history = {"resized": resized, "shortages": plan.get("shortages", [])}
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized), **history})
-        return run_workers(command, (sized, folder), args)
+        return run_workers(command, (sized, folder), args, meeting)
 
 
 def _kept_sizes(cfg: RunConfig, stored: RunConfig, plan: dict[str, Any]) -> dict[str, Any]:

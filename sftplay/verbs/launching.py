@@ -16,6 +16,8 @@ from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.death import cause_of_death
 from sftplay.launch.folder import RunFolder, write_text
 from sftplay.launch.follow import follow
+from sftplay.launch.invitation import await_ready, invite
+from sftplay.launch.meeting import Meeting
 from sftplay.launch.ports import free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.advice import Place, suggest
@@ -33,7 +35,9 @@ MEETING_PORT = 29511
 """Where nodes meet when no port is given."""
 
 
-def run_workers(command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace) -> int:
+def run_workers(
+    command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace, meeting: Meeting | None = None
+) -> int:
     """Start the workers; again with smaller pieces where memory has run out for good, and from the last checkpoint
     where a process has died, `cluster.max_restarts` times; the last exit code.
 
@@ -45,7 +49,9 @@ def run_workers(command: Launch, what: tuple[SizedRun, RunFolder], args: Namespa
         from sftplay.verbs.board import start_board
 
         start_board(folder.path.parent, 6006)
+    invite(meeting, folder)
     make_ready(sized.cfg, folder, command)
+    await_ready(meeting)
     code, restarts, most = _start(command, folder, args), 0, sized.cfg.cluster.max_restarts
     while True:
         if rows := smaller_start(folder, args):
@@ -68,8 +74,7 @@ def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
     code = follow(command, folder)
-    if args.node_rank == 0:  # nodes share the folder
-        leave_report(folder)
+    leave_report(folder)
     return code
 
 
@@ -110,22 +115,22 @@ def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None)
     )
 
 
-def build_command(sized: SizedRun, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
+def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
     """What starts the run's workers.
 
     Raises:
         ConfigError: a run of several nodes shall restart by itself; their parents know nothing of each other.
     """
-    if sized.cfg.cluster.max_restarts and scale.nnodes > 1:
+    if cfg.cluster.max_restarts and scale.nnodes > 1:
         raise ConfigError(
             f"a run of {scale.nnodes} nodes cannot restart by itself",
-            where=f"{sized.cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
+            where=f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
             fix="set cluster.max_restarts=0 and let the job continue it with train.resume=auto",
         )
     has_gpu, strategy = bool(machine.gpus), None
-    if sized.cfg.cluster.strategy in SHARDED and scale.world_size > 1:
-        strategy = environment_of(sized.cfg, folder, scale, has_gpu=has_gpu)
-    return build_launch(folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(sized.cfg), strategy=strategy)
+    if cfg.cluster.strategy in SHARDED and scale.world_size > 1:
+        strategy = environment_of(cfg, folder, scale, has_gpu=has_gpu)
+    return build_launch(folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg), strategy=strategy)
 
 
 def read_scale(args: Namespace, machine: Machine) -> Scale:

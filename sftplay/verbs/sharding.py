@@ -64,8 +64,8 @@ def environment_of(cfg: RunConfig, folder: RunFolder, scale: Scale, *, has_gpu: 
     )
 
 
-def make_ready(cfg: RunConfig, folder: RunFolder, command: Launch) -> None:
-    """Write the run's plain DeepSpeed file and build the operators it needs, where it uses DeepSpeed.
+def make_ready(cfg: RunConfig, folder: RunFolder, command: Launch, *, node: int = 0) -> None:
+    """Build the operators that the run needs on this node, where it uses DeepSpeed; node 0 writes its plain file.
 
     Raises:
         MachineError: DeepSpeed is missing, or its operators cannot be built.
@@ -76,7 +76,8 @@ def make_ready(cfg: RunConfig, folder: RunFolder, command: Launch) -> None:
     if cfg.cluster.deepspeed is not None:
         values = read_deepspeed(Path(cfg.cluster.deepspeed))
         offloads = "offload_optimizer" in values.get("zero_optimization", {})
-        write_plain(values, folder.path / PLAIN)
+        if node == 0:
+            write_plain(values, folder.path / PLAIN)
     prebuild_deepspeed_ops(has_gpu="DS_ACCELERATOR" not in command.env, offloads=offloads)
 
 

@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import partial
 
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema import RunConfig
 from sftplay.launch.folder import RunFolder, has_run, new_folder, write_text
+from sftplay.launch.meeting import Meeting
 from sftplay.machine.probe import probe
 from sftplay.verbs.continuing import continue_run
 from sftplay.verbs.inputs import check_inputs
 from sftplay.verbs.launching import all_notes, build_command, print_command, read_scale, run_workers, say_sizing, size
+from sftplay.verbs.nodes import among_nodes
 from sftplay.verbs.probing import Bench, look_closer
 from sftplay.verbs.sharding import with_deepspeed
 
 
 def train(args: Namespace) -> int:
     """`train`: start the run of a config, or continue it when train.resume says so."""
+    return among_nodes(args, partial(_train, args))
+
+
+def _train(args: Namespace, meeting: Meeting | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_run(cfg, args.config)):
-        return launch(args, cfg)
-    return continue_run(args, cfg)
+        return launch(args, cfg, meeting=meeting)
+    return continue_run(args, cfg, meeting)
 
 
 def resume(args: Namespace) -> int:
     """`resume`: continue the newest run of a config."""
+    return among_nodes(args, partial(_resume, args))
+
+
+def _resume(args: Namespace, meeting: Meeting | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never":
         cfg = cfg.with_values({"train.resume": "auto"}, "resume")
-    return continue_run(args, cfg)
+    return continue_run(args, cfg, meeting)
 
 
-def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None) -> int:
+def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None, *, meeting: Meeting | None = None) -> int:
     """Size, create the folder (a new one, if none is given), start the workers and follow them."""
     machine = probe()
     scale = read_scale(args, machine)
     cfg = check_inputs(cfg)
     sized = size(cfg, machine, scale)
     folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
-    command = build_command(sized, folder, scale, machine)
+    command = build_command(sized.cfg, folder, scale, machine)
     if args.dry_run:
         return print_command(command, args)
     with folder.locked():
@@ -48,4 +59,4 @@ def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None) -> 
         say_sizing(sized, machine, folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
         folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})
-        return run_workers(command, (sized, folder), args)
+        return run_workers(command, (sized, folder), args, meeting)

@@ -202,13 +202,14 @@ def test_restart_begins_with_the_checkpoint_the_run_was_told_until_it_has_one_of
 def test_run_of_several_nodes_that_shall_restart_by_itself_is_refused(write_config: Callable[..., Path]):
     sized = size_run(load_config(write_config(cluster__max_restarts=1)), probe(), world_size=2, vocab_size=400)
     with pytest.raises(ConfigError, match="2 nodes cannot restart"):
-        launching.build_command(sized, RunFolder(Path("run")), Scale(1, nnodes=2), probe())
+        launching.build_command(sized.cfg, RunFolder(Path("run")), Scale(1, nnodes=2), probe())
 
 
 @pytest.mark.parametrize("told", [None, 4])
 def test_rank_that_loses_another_ends_with_the_reason_that_one_left_or_calls_it_a_death(
-    folder: RunFolder, told: int | None
+    folder: RunFolder, told: int | None, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
     folder.update_status(ranks=[{"pid": os.getpid()}, {"pid": ended.pid}], exit_code=told)
@@ -216,6 +217,21 @@ def test_rank_that_loses_another_ends_with_the_reason_that_one_left_or_calls_it_
     assert gone == f"rank 1 (process {ended.pid}) has gone"
     assert worker._mourn(folder, gone) == (told or 5)
     assert cause_of_death(folder) == ("" if told else gone)
+
+
+def test_rank_of_another_node_is_not_looked_for_on_this_one(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    folder.update_status(ranks=[{"pid": ended.pid}, {"pid": os.getpid()}], exit_code=None)
+    for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert worker.gone_rank(folder) == ""
+    # What torch's gloo says on a rank whose neighbour was killed (torch 2.13).
+    broken = RuntimeError("[pair.cc:537] Read error [10.0.0.7]:10949: Connection reset by peer. This is typically")
+    assert worker.lost_node(broken) == "a process on another node has gone"
+    assert worker.lost_node(RuntimeError("shape mismatch")) == ""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert worker.lost_node(broken) == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")

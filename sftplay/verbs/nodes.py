@@ -1,0 +1,147 @@
+"""Runs of several nodes: found to be alike before anything starts, led by node 0, joined by the others.
+
+Node 0 decides, makes the run's folder and says how the run ended; the others start their processes for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sftplay import __version__, log
+from sftplay.config.load import load_config
+from sftplay.config.sameness import flatten
+from sftplay.config.schema import RunConfig
+from sftplay.data.sources import content_digest, is_hub_name
+from sftplay.errors import MachineError, SftplayError
+from sftplay.launch.alike import check_alike
+from sftplay.launch.command import Scale
+from sftplay.launch.follow import follow
+from sftplay.launch.invitation import accept, await_ready, check_folder
+from sftplay.launch.meeting import Meeting
+from sftplay.machine.probe import Machine, library_versions, probe
+from sftplay.model.digests import weights_digests
+from sftplay.units import format_bytes
+from sftplay.verbs.inputs import check_inputs
+from sftplay.verbs.launching import build_command, read_scale
+from sftplay.verbs.sharding import make_ready, with_deepspeed
+
+GLANCE_BYTES, GLANCES = 2**26, 64
+"""Of weights: up to 64 MiB a file is read whole, of a larger one 64 MiB, so that large models do not hold nodes up."""
+
+
+def among_nodes(args: Namespace, work: Callable[[Meeting | None], int]) -> int:
+    """Do `work` on the only node, or on node 0 of several that are alike; the others join the run it starts.
+
+    Raises:
+        SftplayError: a node is missing, differs, or has met an error; the same one on every node.
+    """
+    if args.nnodes == 1 or args.dry_run:
+        return work(None)
+    machine = probe()
+    scale = read_scale(args, machine)
+    log.say(
+        f"node {scale.node_rank} of {scale.nnodes}: waiting for the others at {scale.master_addr}:{scale.master_port}"
+    )
+    report = describe_node(args, scale, machine)
+    with Meeting(scale) as meeting:
+        check_alike(meeting.gather({**describe_network(meeting, machine), **report}))
+        if meeting.is_host:
+            code = work(meeting)
+            for node in meeting.lost() if code else ():
+                log.say(f"node {node} has gone")
+            return meeting.end(code)
+        return _join(meeting, machine)
+
+
+def _join(meeting: Meeting, machine: Machine) -> int:
+    """Start this node's processes of the run that node 0 has begun; the run's exit code."""
+    folder, digest = accept(meeting)
+    command, problem = None, None
+    try:
+        check_folder(folder, digest)
+        cfg = load_config(folder.resolved)
+        command = build_command(cfg, folder, meeting.scale, machine)
+        make_ready(cfg, folder, command, node=meeting.scale.node_rank)
+    except SftplayError as error:
+        problem = error
+    await_ready(meeting, problem)
+    assert command is not None, "every problem is raised on all nodes"
+    log.say(f"joined {folder.path}; node 0 shows how it goes on")
+    follow(command, folder, node=meeting.scale.node_rank)
+    return meeting.end(0)
+
+
+def describe_node(args: Namespace, scale: Scale, machine: Machine) -> dict[str, Any]:
+    """What must be the same on all nodes, by the sections of `alike`; in place of config and files, an error met."""
+    versions = {"python": platform.python_version(), "sftplay": kit_version(), **library_versions()}
+    report: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "launch": {"NNODES": scale.nnodes, "NPROC": scale.nproc},
+        "versions": versions,
+    }
+    try:
+        cfg = check_inputs(with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed))
+        files = describe_files(cfg)
+    except SftplayError as error:
+        return {**report, "error": error.as_json()}
+    gpus = {} if isinstance(cfg.train.batch_size, int) else {"GPUs": describe_gpus(machine)}
+    return {**report, "config": flatten(cfg), "files": files, "gpus": gpus}
+
+
+def describe_gpus(machine: Machine) -> str:
+    """The GPUs by which node 0 sizes the batch for all."""
+    return ", ".join(f"{gpu.name} {format_bytes(gpu.total_bytes)}" for gpu in machine.gpus) or "none"
+
+
+def describe_files(cfg: RunConfig) -> dict[str, str]:
+    """Digests of what the run reads on this node, by config key; of a model's weights, by key and file."""
+    found = {}
+    for key in ("train_path", "val_path", "test_path"):
+        path = getattr(cfg.data, key)
+        if path is not None and not is_hub_name(path):
+            found[f"data.{key}"] = content_digest(path)
+    for key, given in (("data.template", cfg.data.template), ("cluster.deepspeed", cfg.cluster.deepspeed)):
+        if given is not None and Path(given).is_file():
+            found[key] = hashlib.sha256(Path(given).read_bytes()).hexdigest()
+    for key, given in (("model.name", cfg.model.name), ("model.adapter", cfg.model.adapter)):
+        digests = weights_digests(given, whole_bytes=GLANCE_BYTES, pieces=GLANCES)
+        found |= {f"{key} ({Path(path).name})": digest for path, digest in digests.items()}
+    return found
+
+
+def kit_version() -> str:
+    """The kit's version and a digest of its source: clones may stand at different commits."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return f"{__version__} (source {digest.hexdigest()[:12]})"
+
+
+def describe_network(meeting: Meeting, machine: Machine) -> dict[str, Any]:
+    """An error where gloo would offer the other nodes an address that only this one can reach; empty otherwise.
+
+    gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice), which many
+    systems give to the loopback; NCCL looks for an interface itself.
+    """
+    mine = meeting.own_address()
+    if machine.gpus or mine.startswith("127.") or mine in ("::1", "localhost") or "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    try:
+        named = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        named = "no address"
+    if named != "no address" and not named.startswith("127."):
+        return {}
+    error = MachineError(
+        f"this host's name leads to {named}, which the other nodes cannot reach",
+        where=socket.gethostname(),
+        fix=f"export GLOO_SOCKET_IFNAME=the interface of {mine} (`ip -brief address` lists them)",
+    )
+    return {"error": error.as_json()}

@@ -1,0 +1,153 @@
+"""Nodes that meet before a run: all hear all; who is missing, doubled, gone or in trouble is named on every node."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from processes import wait_until
+
+from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.launch.command import Scale
+from sftplay.launch.meeting import Meeting
+from sftplay.launch.ports import free_port
+
+Work = Callable[[Meeting], Any]
+
+
+def meet(*works: Work, nodes: int | None = None, ranks: list[int] | None = None, patience_s: float = 20) -> list[Any]:
+    """Let each work be a node's, all at once in threads; what each returned, or the error it ended with."""
+    port, ends = free_port(0), [None] * len(works)
+    ranks = ranks or [*range(len(works))]
+
+    def live(place: int, work: Work) -> None:
+        scale = Scale(1, nodes or len(works), ranks[place], "127.0.0.1", port)
+        try:
+            with Meeting(scale, patience_s=patience_s) as meeting:
+                ends[place] = work(meeting)
+        except SftplayError as error:
+            ends[place] = error
+
+    threads = [threading.Thread(target=live, args=pair) for pair in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return ends
+
+
+def tell(what: str) -> Work:
+    return lambda meeting: [each["say"] for each in meeting.gather({"say": what})]
+
+
+def test_every_node_hears_what_all_have_said_in_the_order_of_nodes():
+    assert meet(tell("zero"), tell("one"), tell("two")) == [["zero", "one", "two"]] * 3
+
+
+def test_the_exit_code_of_node_0_is_everybodys():
+    assert meet(lambda meeting: meeting.end(143), lambda meeting: meeting.end(0)) == [143, 143]
+
+
+def test_an_error_of_node_0_is_raised_on_all_nodes_with_its_kind_and_remedy():
+    def fail(_meeting: Meeting) -> None:
+        raise DataError("no rows", where="a.jsonl", fix="write some")
+
+    ends = meet(fail, tell("one"), tell("two"))
+    assert [str(end) for end in ends] == ["a.jsonl: no rows\n  fix: write some"] * 3
+    assert {type(end) for end in ends} == {DataError}
+
+
+def test_a_node_that_does_not_come_is_named_to_those_that_did():
+    for end in meet(tell("zero"), tell("two"), nodes=3, ranks=[0, 2], patience_s=1):
+        assert isinstance(end, MachineError)
+        assert "node 1 did not come within 1 s" in str(end)
+
+
+def test_a_node_without_a_node_0_says_where_it_looked():
+    (end,) = meet(tell("one"), nodes=2, ranks=[1], patience_s=0.5)
+    assert isinstance(end, MachineError)
+    assert "node 0 was not found at 127.0.0.1:" in str(end)
+
+
+def test_a_number_that_two_nodes_have_is_an_error_on_all():
+    ends = meet(tell("zero"), tell("one"), tell("one too"), ranks=[0, 1, 1])
+    assert {type(end) for end in ends} == {ConfigError}
+    assert all("node rank 1 is given twice" in str(end) for end in ends)
+
+
+def test_node_0_sees_which_nodes_are_still_there():
+    def watch(meeting: Meeting) -> list[int]:
+        before = meeting.lost()
+        tell("zero")(meeting)
+        wait_until(meeting.lost, 20)
+        return [*before, *meeting.lost()]
+
+    def stay(meeting: Meeting) -> None:
+        tell("one")(meeting)
+        with pytest.raises(RunError, match="node 0 has gone"):
+            meeting.gather({})
+
+    assert meet(watch, stay, tell("two"))[0] == [2]
+
+
+def test_a_node_that_leaves_is_named_on_the_others():
+    ends = meet(tell("zero"), lambda _meeting: "left", tell("two"))
+    assert ends[1] == "left"
+    assert [type(ends[0]), type(ends[2])] == [RunError, RunError]
+    assert all("node 1 has gone" in str(end) for end in (ends[0], ends[2]))
+
+
+def knock(port: int) -> socket.socket:
+    """A connection to whoever listens there, as soon as somebody does."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=20)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_strangers_at_the_port_neither_join_nor_hinder():
+    port = free_port(0)
+    ends: list[Any] = []
+
+    def host() -> None:
+        with Meeting(Scale(1, 2, 0, "127.0.0.1", port), patience_s=20) as meeting:
+            ends.append(tell("zero")(meeting))
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": "x"}\n', b"[]\n", b""):
+        with knock(port) as stranger:
+            stranger.sendall(noise)
+    with Meeting(Scale(1, 2, 1, "127.0.0.1", port), patience_s=20) as meeting:
+        assert tell("one")(meeting) == ["zero", "one"]
+    thread.join(20)
+    assert ends == [["zero", "one"]]
+
+
+def test_a_port_that_is_taken_on_node_0_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(MachineError, match=f"cannot listen on port {port}"):
+            Meeting(Scale(1, 2, 0, "127.0.0.1", port)).__enter__()
+
+
+def test_what_listens_at_the_port_and_is_none_of_ours_is_not_taken_for_node_0():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def talk() -> None:
+            for _ in range(2):
+                connection, _address = other.accept()
+                connection.sendall(b"220 mail\r\n")
+                connection.close()
+
+        threading.Thread(target=talk, daemon=True).start()
+        with pytest.raises(MachineError, match=r"no run of this kit|nobody answered|timed out"):
+            Meeting(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), patience_s=0.3).__enter__()
