@@ -31,7 +31,7 @@ LEAST_FALL = 0.3
 
 RATES = {"full": 0.02, "lora": 0.1, "qlora": 0.1}
 """For plain gradient descent without clipping: AdamW makes of a gradient's last bits a share of the rate, and such
-steps add up; DeepSpeed 0.19 clips by a factor that is some 4e-5 off torch's."""
+steps add up; and FSDP clips by torch's norm, which on a CPU is up to 5e-4 too small (`sftplay/watch/gradients.py`)."""
 
 WORDS = ["river", "stone", "light", "boats", "salt", "hills"]
 TARGET = Path("outputs") / "bench" / "invariance.json"

@@ -1,9 +1,10 @@
 """The one mixin over TRL's trainers: one Trainer batch is a rank's whole window of an optimizer step.
 
 The Trainer is told `per_device = effective / processes` and accumulation 1; `training_step` cuts the window into
-micro-batches, and once memory does not suffice runs the same rows again in smaller ones. It overrides `training_step`
-and `compute_loss` only and copies nothing of TRL's. Used for SFT and CPT on one process or DDP; with FSDP and
-DeepSpeed, which meet within every micro-batch, the Trainer accumulates and hands over a piece of the window at a time.
+micro-batches, and once memory does not suffice runs the same rows again in smaller ones. It overrides `training_step`,
+`compute_loss` and, on a CPU, `_clip_grad_norm`, and copies nothing of TRL's. Used for SFT and CPT on one process or
+DDP; with FSDP and DeepSpeed, which meet within every micro-batch, the Trainer accumulates and hands over a piece of the
+window at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sftplay.tasks.label_head import IGNORED, find_label_head
 from sftplay.tasks.pieces import Cutter
 from sftplay.tasks.reduction import average_gradients
 from sftplay.tasks.replay import Replay
+from sftplay.watch.gradients import gradient_norm
 from sftplay.watch.recover import Portions, RandomState, Shortage, held_bytes, ran_out_of_memory
 
 Batch = dict[str, Tensor]
@@ -110,6 +112,14 @@ class Window:
         self.last_loss = total.detach()
         self._count_loss(self.last_loss, num_items_in_batch)
         return total
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip the gradients by their exact norm where torch's is not; the norm before."""
+        if self.cutter is None or self.args.device.type != "cpu":  # type: ignore[attr-defined]
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        norm = gradient_norm(model.parameters())
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)  # type: ignore[attr-defined]
+        return norm
 
     def take_counts(self) -> StepCounts:
         """The counts so far; counting starts again from zero."""

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from sftplay import log
 from sftplay.errors import RunError
 from sftplay.lifeline import StopAtOnce, catch_signals
 from sftplay.pulse import Pulse
+from sftplay.watch.gradients import gradient_norm
 from sftplay.watch.meters import gather, write_figures
 
 FP16_PATIENCE = 16
@@ -95,7 +95,7 @@ class StopOnBadStep(TrainerCallback):
         self._path = path
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        ranks = gather((float(self.window.last_loss), _gradient_norm(model)), self.window.pulse)
+        ranks = gather((float(self.window.last_loss), float(gradient_norm(model.parameters()))), self.window.pulse)
         bad = [rank for rank, pair in enumerate(ranks) if not all(map(math.isfinite, pair))]
         self.in_a_row = self.in_a_row + 1 if bad else 0
         if self.in_a_row > (FP16_PATIENCE if args.fp16 else 0):
@@ -136,8 +136,3 @@ class StopWithoutProgress(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
-
-
-def _gradient_norm(model: Any) -> float:
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
