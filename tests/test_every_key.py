@@ -34,6 +34,7 @@ from sftplay.errors import DataError
 from sftplay.launch.command import Launch, Scale
 from sftplay.launch.death import Death
 from sftplay.launch.folder import RunFolder, new_folder
+from sftplay.launch.network import nccl_environment
 from sftplay.launch.stall import timeout_of
 from sftplay.lifeline import StopAtOnce
 from sftplay.machine.probe import Gpu, Machine, probe
@@ -392,6 +393,20 @@ def check_deepspeed(bench: Bench) -> None:
     assert without["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
 
 
+def way(key: str, variable: str, value: Any, expected: str) -> Check:
+    """The workers' environment without and with `cluster.nccl.KEY`."""
+
+    def check(bench: Bench) -> None:
+        seen = []
+        for given in (None, value):
+            cfg = bench.plain.cfg.with_values({f"cluster.nccl.{key}": given}, "test")
+            env = nccl_environment(cfg, bench.plain.folder.logs, has_gpu=True, given={}, interfaces=["lo"])
+            seen.append(env.get(variable))
+        assert seen == [None, expected]
+
+    return check
+
+
 def check_probe(bench: Bench) -> None:
     gpu = Gpu(0, "NVIDIA L4", 24 * 2**30, 23 * 2**30, (8, 9))
     machine = Machine((gpu,), "", 2**34, 2, "3.11", "Linux", {})
@@ -665,6 +680,13 @@ TABLE: dict[str, Check] = {
         "train__batching", lambda run: largest_piece(run) > 2, {"examples": False, "tokens": True}, train__batch_size=2
     ),
     "train.probe": check_probe,
+    # 8 rows a step: four times, and twice, what the rate of 0.01 was found with.
+    "train.lr_scaling": each(
+        "train__lr_scaling", arg("learning_rate"), {"linear": 0.04, "sqrt": 0.02}, train__lr_batch_size=2
+    ),
+    "train.lr_batch_size": each(
+        "train__lr_batch_size", arg("learning_rate"), {2: 0.04, 4: 0.02}, train__lr_scaling="linear"
+    ),
     "train.precision": each(
         "train__precision", precision_of, {"fp32": (False, torch.float32), "bf16": (True, torch.bfloat16)}
     ),
@@ -733,6 +755,15 @@ TABLE: dict[str, Check] = {
     ),
     "cluster.deepspeed": check_deepspeed,
     "cluster.max_restarts": check_max_restarts,
+    "cluster.timeout": each("cluster__timeout", arg("ddp_timeout"), {1800: 1800, 77: 77}),
+    "cluster.nccl.socket_ifname": way("socket_ifname", "GLOO_SOCKET_IFNAME", "lo", "lo"),
+    "cluster.nccl.debug": way("debug", "NCCL_DEBUG", "INFO", "INFO"),
+    "cluster.nccl.ib_disable": way("ib_disable", "NCCL_IB_DISABLE", True, "1"),
+    "cluster.nccl.ib_hca": way("ib_hca", "NCCL_IB_HCA", "mlx5_0", "mlx5_0"),
+    "cluster.nccl.ib_gid_index": way("ib_gid_index", "NCCL_IB_GID_INDEX", 3, "3"),
+    "cluster.nccl.p2p_disable": way("p2p_disable", "NCCL_P2P_DISABLE", True, "1"),
+    "cluster.nccl.shm_disable": way("shm_disable", "NCCL_SHM_DISABLE", True, "1"),
+    "cluster.nccl.flight_recorder": way("flight_recorder", "TORCH_FR_BUFFER_SIZE", 500, "500"),
 }
 
 

@@ -10,6 +10,7 @@ from sftplay.config.section import Positive, Section
 
 Strategy = Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline"]
 CommHook = Literal["none", "fp16", "bf16", "powersgd"]
+NcclDebug = Literal["VERSION", "WARN", "INFO", "TRACE"]
 
 SHARDED = ("fsdp", "hsdp", "zero1", "zero2", "zero3")
 """Strategies in which a process holds only a part of weights, gradients or optimizer."""
@@ -32,6 +33,41 @@ class CommConfig(Section):
     """Promise DDP that every step uses the same weights in the same order."""
 
 
+class NcclConfig(Section):
+    """By which ways processes reach each other, where the libraries choose wrongly. What is left out is left to them;
+    docs/networks.md says how to find out."""
+
+    socket_ifname: str | None = None
+    """Network interfaces to talk through, comma between (`ip -br addr` lists them). Set it on several nodes where ranks
+    wait for each other at the start: a bridge of Docker's or a management network was taken. NCCL and gloo use it."""
+
+    debug: NcclDebug | None = None
+    """What NCCL writes into logs/rank*.log: WARN its errors in words, INFO also which interfaces and ways it takes. Set
+    INFO to look at a launch that fails or is slow, and remove it afterwards."""
+
+    ib_disable: bool | None = None
+    """Keep off InfiniBand and RoCE. Set it to see whether they are at fault; sockets are much slower."""
+
+    ib_hca: str | None = None
+    """InfiniBand adapters to use, such as mlx5_0,mlx5_1. Set it where some belong to a storage network."""
+
+    ib_gid_index: Annotated[int, Field(ge=0)] | None = None
+    """Place of the address that RoCE uses in the adapter's table (`show_gids`). Set it where NCCL picks one that the
+    network does not carry; NCCL chooses by itself since 2.21."""
+
+    p2p_disable: bool | None = None
+    """Keep GPUs of a node from reading each other's memory. Set it where a run hangs at its first exchange on one node,
+    as under PCIe access control in virtual machines; slower."""
+
+    shm_disable: bool | None = None
+    """Keep processes of a node off shared memory. Set it where a container's /dev/shm is small and cannot be enlarged;
+    slower."""
+
+    flight_recorder: Annotated[int, Field(ge=0)] | None = None
+    """Exchanges that each rank remembers, to be written to logs/flight-recorder-rank* when one takes longer than
+    cluster.timeout. None means torch's 2000; 0 remembers none. Raise it where a step has more."""
+
+
 class ClusterConfig(Section):
     """How several processes share the work."""
 
@@ -50,3 +86,11 @@ class ClusterConfig(Section):
 
     comm: CommConfig = Field(default_factory=CommConfig)
     """Traffic of gradients."""
+
+    timeout: Positive = 1800
+    """Seconds an exchange between processes may wait for the last of them before the run fails. Preparing rows and
+    fetching files is no part of it. A run that stands still is ended by train.stall_timeout, with all stacks, where
+    that is shorter; keep this one shorter to get NCCL's flight recorder."""
+
+    nccl: NcclConfig = Field(default_factory=NcclConfig)
+    """Ways between processes."""

@@ -55,6 +55,7 @@ OUR_KEYS: dict[str, str] = {
     "trust_remote_code": "model.trust_remote_code",
     "chat_template_path": "data.template",
     "truncation_mode": "data.too_long",
+    "ddp_timeout": "cluster.timeout",
 }
 """Argument of SFTConfig -> the key that sets it here."""
 

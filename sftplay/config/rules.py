@@ -80,7 +80,7 @@ def _idle_comm_keys(cfg: RunConfig) -> list[str]:
     sizes = (train.batch_size, train.grad_accum)
     whole = [size for size in sizes if isinstance(size, int)]
     alone = len(whole) == len(sizes) and whole[0] * whole[1] == train.effective_batch_size
-    return [key for key in all_keys() if key.startswith("cluster.comm.")] if alone else []
+    return [key for key in all_keys() if key.startswith(("cluster.comm.", "cluster.nccl."))] if alone else []
 
 
 def _static_graph(cfg: RunConfig) -> Iterator[Finding]:
@@ -94,6 +94,22 @@ def _static_graph(cfg: RunConfig) -> Iterator[Finding]:
     if train.oom_recovery:
         what = "needs every step in one piece, but train.oom_recovery cuts smaller ones where memory runs out"
         yield Finding((key, "train.oom_recovery"), what, "write train.oom_recovery: false, or remove it")
+
+
+def _rate_scaling(cfg: RunConfig) -> Iterator[Finding]:
+    train = cfg.train
+    scaling, found_with = "train.lr_scaling", "train.lr_batch_size"
+    if train.lr_scaling == "none":
+        if train.lr_batch_size is not None:
+            what = f"{train.lr_batch_size} is given, but {scaling} none scales nothing"
+            yield Finding((found_with, scaling), what, f"write {scaling}: linear or sqrt, or remove {found_with}")
+        return
+    if train.lr_batch_size is None:
+        what = f"{train.lr_scaling} needs the effective batch that train.learning_rate was found with"
+        yield Finding((scaling, found_with), what, f"give {found_with}, or remove {scaling}")
+    if train.learning_rate == "auto":
+        what = f"{train.lr_scaling} scales a rate that you have found, but train.learning_rate is auto"
+        yield Finding((scaling, "train.learning_rate"), what, f"give train.learning_rate, or remove {scaling}")
 
 
 def _held_out(cfg: RunConfig) -> Iterator[Finding]:
@@ -241,6 +257,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Finding]], ...] = (
     _lists,
     _limits,
     _static_graph,
+    _rate_scaling,
     _extra,
     broken_data_rules,
     broken_backend_rules,

@@ -26,6 +26,8 @@ FREE_TO_CHANGE = (
     "train.dataloader_pin_memory",
     "data.processed_dir",
     "cluster.max_restarts",
+    "cluster.timeout",
+    "cluster.nccl",
 )
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 

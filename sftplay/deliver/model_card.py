@@ -175,7 +175,7 @@ def _settings(story: Story) -> Iterator[tuple[str, Any]]:
         yield "base while training", f"{cfg.tuning.quant_type}, double_quant {str(cfg.tuning.double_quant).lower()}"
     yield "steps", story.manifest.get("steps", cfg.train.max_steps or f"{cfg.train.epochs:g} epochs")
     yield "rows a step", cfg.train.effective_batch_size
-    yield "learning rate", f"{cfg.train.learning_rate}, {cfg.train.lr_scheduler}, warm-up {cfg.train.warmup_ratio:g}"
+    yield "learning rate", f"{cfg.train.peak_rate}, {cfg.train.lr_scheduler}, warm-up {cfg.train.warmup_ratio:g}"
     yield "precision", cfg.train.precision
     yield "longest row", f"{cfg.model.max_seq_len} tokens"
     yield "seed", cfg.seed

@@ -158,9 +158,9 @@ def wishes_of(cfg: RunConfig, *, world_size: int, stage: int | None = None) -> d
         "train_micro_batch_size_per_gpu": Wish(train.batch_size, "train.batch_size"),
         "gradient_accumulation_steps": Wish(train.grad_accum, "train.grad_accum"),
         "gradient_clipping": Wish(train.max_grad_norm, "train.max_grad_norm"),
-        "optimizer.params.lr": Wish(train.learning_rate, "train.learning_rate"),
+        "optimizer.params.lr": Wish(train.peak_rate, "train.learning_rate"),
         "optimizer.params.weight_decay": Wish(train.weight_decay, "train.weight_decay"),
-        "scheduler.params.warmup_max_lr": Wish(train.learning_rate, "train.learning_rate"),
+        "scheduler.params.warmup_max_lr": Wish(train.peak_rate, "train.learning_rate"),
         "optimizer.type": Wish("AdamW" if "adam" in train.optim or train.optim == "auto" else None, "train.optim"),
         "scheduler.type": Wish(SCHEDULERS.get(train.lr_scheduler), "train.lr_scheduler"),
         # Its default climbs by a logarithm, where the run's own schedules climb straight.

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from contextlib import suppress
+from pathlib import Path
 
 from sftplay.errors import MachineError
 from sftplay.model.source import check_source, is_hub_shaped, is_local
 
 CONNECT_S = 9.0
 """Longest wait for the hub's first answer. Its client would try six times and give up after about 50 s."""
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+"""Names under which transformers looks for weights: all of them, or where each of several parts is listed."""
 
 _SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
 
@@ -53,6 +60,29 @@ def check_reachable(name: str, revision: str | None, where: str) -> bool:
     except (HfHubHTTPError, OSError, ValueError):
         return True  # a mirror with answers of its own
     return True
+
+
+def fetch_weights(name: str, revision: str | None) -> None:
+    """Bring the safetensors of the hub's model `name` into its cache, so that several processes can open them at once.
+
+    Whatever else it may be stored as, and a fetch that breaks off, is left to the library that opens it, which says so.
+
+    Raises:
+        MachineError: the hub does not answer and the cache has nothing, or it has no such model for this user.
+    """
+    if is_local(name) or not check_reachable(name, revision, f"model.name {name}"):
+        return
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    with suppress(httpx.HTTPError, OSError, ValueError, KeyError):
+        try:
+            hf_hub_download(name, WEIGHTS, revision=revision)
+        except EntryNotFoundError:
+            index = json.loads(Path(hf_hub_download(name, INDEX, revision=revision)).read_text(encoding="utf-8"))
+            for file in sorted(set(index["weight_map"].values())):
+                hf_hub_download(name, file, revision=revision)
 
 
 def unreachable(name: str, error: BaseException, where: str) -> MachineError:

@@ -60,10 +60,23 @@ def decide_rate(cfg: RunConfig) -> Decision:
     return Decision("train.learning_rate", rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}")
 
 
+def scaled_rate(cfg: RunConfig) -> tuple[str, ...]:
+    """In words, to which rate `train.lr_scaling` takes the one written down; nothing where it is none."""
+    train = cfg.train
+    if train.lr_scaling == "none":
+        return ()
+    batches = f"found with {train.lr_batch_size} rows a step, {train.effective_batch_size} here"
+    found = f"train.learning_rate {train.learning_rate:g} {batches}"
+    return (f"{found}: train.lr_scaling {train.lr_scaling} trains with a peak rate of {train.peak_rate:.6g}",)
+
+
 def without_effect(cfg: RunConfig, machine: Machine) -> tuple[str, ...]:
     """What was asked for and does nothing on this machine, in words."""
     if machine.gpus:
         return ()
     asked = {"train.dataloader_pin_memory": cfg.train.dataloader_pin_memory is True}
     asked["train.probe always"] = cfg.train.probe == "always"
+    # Without a GPU processes talk over gloo, which shares the interface with NCCL and nothing else.
+    nccl = cfg.cluster.nccl.model_dump(exclude={"socket_ifname"}, exclude_none=True)
+    asked |= dict.fromkeys((f"cluster.nccl.{name}" for name in nccl), True)
     return tuple(f"{key} has no effect without a GPU" for key, is_asked in asked.items() if is_asked)

@@ -23,7 +23,7 @@ from sftplay.plan.kit_path import path_of
 from sftplay.plan.links import refuse_hook
 from sftplay.plan.memory import Size
 from sftplay.plan.model_shape import ModelShape
-from sftplay.plan.numerics import decide_numerics, decide_rate, without_effect
+from sftplay.plan.numerics import decide_numerics, decide_rate, scaled_rate, without_effect
 from sftplay.plan.probe_fit import Fit
 from sftplay.plan.strategy import choose_strategy, planned_strategy
 from sftplay.units import format_bytes
@@ -67,6 +67,7 @@ class SizedRun:
             "batch_size": train.batch_size,
             "grad_accum": train.grad_accum,
             "effective_batch_size": train.effective_batch_size,
+            "learning_rate": train.peak_rate,
             "decisions": [vars(decision) for decision in self.decisions],
         }
         if self.forecast is None:
@@ -123,7 +124,7 @@ def size_run(
         sized,
         world_size,
         tuple(d for d in decisions if d.key in values),
-        (*without_effect(sized, machine), *unknown),
+        (*scaled_rate(sized), *without_effect(sized, machine), *unknown),
         look(batch) if look else None,
     )
 

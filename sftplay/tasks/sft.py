@@ -18,6 +18,7 @@ from sftplay.deliver.sample import write_masked_sample
 from sftplay.errors import DataError
 from sftplay.launch.folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text, trained_weights_kept
+from sftplay.model.hub import fetch_weights
 from sftplay.model.lineage import settle
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
 from sftplay.model.locate import locate
@@ -30,6 +31,7 @@ from sftplay.tasks.pieces import Collator
 from sftplay.tasks.preflight import is_split
 from sftplay.tasks.result import part, save_result, whole_weights
 from sftplay.tasks.train_run import Outcome, TrainRun
+from sftplay.tasks.waiting import Meeting, first_of_node, wait_for_main
 from sftplay.tasks.window import Window
 from sftplay.units import format_count
 from sftplay.watch.guards import StopOnSignal
@@ -56,20 +58,17 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         RunError: the run could not go on.
     """
     cfg = settle(cfg)
-    tokenizer = load_tokenizer(cfg.model)
-    examples = load_examples(cfg, tokenizer)
-    _check_held_out(cfg, examples)
-    tokenizer.chat_template = examples.renderer.template
+    with first_of_node(folder) as is_first:
+        tokenizer, examples = prepare(cfg, fetches=is_first)
+        own_base = stored_base(cfg, folder.path)
     if log.is_main():
         folder.write_json("data_report.json", examples.report)
         write_masked_sample(folder, tokenizer, examples.train[0], examples.source_of("train", 0))
         log.show(report_table(examples.report))
     train_run = TrainRun(cfg, folder, stop)
     order = train_run.order_rows(len(examples.train), identify(cfg, examples))
-    own_base = stored_base(cfg, folder.path)
     model = load_start(cfg, source=own_base)
-    if log.is_main() and cfg.eval.before and not (folder.eval / "before.json").exists():
-        evaluate(model, examples, cfg, folder.eval / "before.json")
+    _measure_before(model, examples, cfg, folder)
     model = make_trainable(model, cfg)
     trainer = build_trainer(
         cfg, train_run, {"model": model, "tokenizer": tokenizer, "examples": examples, "order": order}
@@ -89,6 +88,32 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         if cfg.eval.after:
             evaluate(_whole_model(trainer, cfg, folder), examples, cfg, folder.eval / "after.json")
     return outcome
+
+
+def prepare(cfg: RunConfig, *, fetches: bool) -> tuple[Any, Examples]:
+    """Tokenizer and rows, from the cache where they lie there; the model's files too, where this rank `fetches` them.
+
+    Raises:
+        DataError: no example keeps a trainable token, or held-out rows are asked for and there are none.
+        MachineError: the tokenizer cannot be opened.
+    """
+    tokenizer = load_tokenizer(cfg.model)
+    examples = load_examples(cfg, tokenizer)
+    _check_held_out(cfg, examples)
+    tokenizer.chat_template = examples.renderer.template
+    if fetches:
+        fetch_weights(cfg.model.name, cfg.model.revision)
+    return tokenizer, examples
+
+
+def _measure_before(model: Any, examples: Examples, cfg: RunConfig, folder: RunFolder) -> None:
+    path = folder.eval / "before.json"
+    if not cfg.eval.before or path.exists():
+        return
+    if log.is_main():
+        evaluate(model, examples, cfg, path)
+    else:
+        wait_for_main(path, folder)
 
 
 def make_trainable(model: Any, cfg: RunConfig) -> Any:
@@ -152,7 +177,7 @@ def build_trainer(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) ->
             train_dataset=examples.train.select(parts["order"]),
             eval_dataset=held_out,
             data_collator=Collator(parts["tokenizer"].pad_token_id),
-            callbacks=train_run.callbacks(),
+            callbacks=[*train_run.callbacks(), Meeting(cfg.cluster.timeout, train_run.folder.logs)],
         )
     per_row = _labels_per_row(held_out)
     trainer.prepare(train_run.cutter(), held_out_labels_per_row=per_row, replay=train_run.replay)

@@ -92,7 +92,7 @@ class TrainRun:
             "train_sampling_strategy": "sequential",
             "remove_unused_columns": False,
             "average_tokens_across_devices": True,
-            "learning_rate": train.learning_rate,
+            "learning_rate": train.peak_rate,
             "lr_scheduler_type": train.lr_scheduler,
             "warmup_steps": math.ceil(train.warmup_ratio * self.steps),
             "weight_decay": train.weight_decay,
@@ -134,6 +134,7 @@ class TrainRun:
             "ddp_broadcast_buffers": False if self.world_size > 1 else None,
             "ddp_bucket_cap_mb": comm.bucket_cap_mb if self.world_size > 1 else None,
             "ddp_static_graph": comm.static_graph if self.world_size > 1 else None,
+            "ddp_timeout": self.cfg.cluster.timeout,
             "gradient_checkpointing": train.gradient_checkpointing,
             "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,
         }

@@ -5,13 +5,15 @@ Started by the launcher that `launch.command` describes, never by hand; its pare
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sftplay import log
@@ -51,9 +53,7 @@ def main(run_folder: str) -> int:
     except Stopped:
         return _stop(folder, outside.received)
     except SftplayError as error:
-        _finish(folder, "failed", error.exit_code, cause=error.what, error=error.as_json())
-        _print_error(str(error))
-        return error.exit_code
+        return _fail(folder, error.exit_code, (error.what, str(error)), error=error.as_json())
     except Exception as error:  # noqa: BLE001 - the worker's end: a bug must reach status.json
         if outside.received:  # some library has made its own error of it
             return _stop(folder, outside.received)
@@ -61,9 +61,7 @@ def main(run_folder: str) -> int:
             signal.signal(each, signal.SIG_IGN)
         if gone := gone_rank(folder) or lost_node(error):
             return _mourn(folder, gone)
-        _finish(folder, "failed", BUG, cause=f"{type(error).__name__}: {error}")
-        _print_error(traceback.format_exc())
-        return BUG
+        return _fail(folder, BUG, (f"{type(error).__name__}: {error}", traceback.format_exc()))
 
 
 def _work(folder: RunFolder, outside: StopAtOnce) -> int:
@@ -88,6 +86,9 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
 
 def _stop(folder: RunFolder, number: int, **more: object) -> int:
     name, code = signal.Signals(number).name, 128 + number
+    told = folder.read_json("status.json")
+    if told.get("state") == "failed":  # the launcher stops those whose neighbour has failed
+        return int(told["exit_code"]) if log.is_main() else 0
     _finish(folder, "stopped", code, cause=name, signal=name, **more)
     after = f" after step {more['step']}" if more else ""
     log.say(f"stopped by {name}{after}; `make resume` continues from the last complete checkpoint")
@@ -128,9 +129,32 @@ def _mourn(folder: RunFolder, gone: str) -> int:
     if told is not None:
         return int(told)
     death = Death(gone, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
-    _finish(folder, "failed", death.exit_code, cause=gone, error=death.as_json())
-    _print_error(str(death))
-    return death.exit_code
+    return _fail(folder, death.exit_code, (gone, str(death)), error=death.as_json())
+
+
+def _fail(folder: RunFolder, code: int, words: tuple[str, str], error: dict[str, object] | None = None) -> int:
+    """Leave why the run has failed, and show it once, as ranks often fail for the same reason; the exit code.
+
+    `words` are the cause in one line, and all there is to say.
+    """
+    with _one_at_a_time(folder.logs):
+        status = folder.read_json("status.json")
+        is_said = status.get("exit_code") == code and error in (None, status.get("error"))
+        _finish(folder, "failed", code, cause=words[0], **({"error": error} if error else {}))
+    _print_error(words[1], on_screen=not is_said)
+    return code
+
+
+@contextmanager
+def _one_at_a_time(logs: Path) -> Iterator[None]:
+    """Hold the folder `logs` among the ranks of this node, where its file system can."""
+    handle = os.open(logs, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def quiet_libraries() -> None:
@@ -152,11 +176,12 @@ def _finish(folder: RunFolder, state: str, code: int, *, cause: str, **more: obj
         _print_error(f"{folder.path}: status.json cannot be written ({error})")
 
 
-def _print_error(text: str) -> None:
+def _print_error(text: str, *, on_screen: bool = True) -> None:
     with suppress(OSError):  # the rank's log may lie on a full disk
         sys.stderr.write(text + "\n")
     with suppress(OSError):
-        log.show_error(text)
+        if on_screen:
+            log.show_error(text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 
 from sftplay import log
@@ -18,6 +20,7 @@ from sftplay.launch.folder import RunFolder, write_text
 from sftplay.launch.follow import follow
 from sftplay.launch.invitation import await_ready, invite
 from sftplay.launch.meeting import Meeting
+from sftplay.launch.network import list_interfaces, nccl_environment
 from sftplay.launch.ports import free_port
 from sftplay.machine.probe import Machine
 from sftplay.plan.advice import Place, suggest
@@ -130,7 +133,12 @@ def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Mach
     has_gpu, strategy = bool(machine.gpus), None
     if cfg.cluster.strategy in SHARDED and scale.world_size > 1:
         strategy = environment_of(cfg, folder, scale, has_gpu=has_gpu)
-    return build_launch(folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg), strategy=strategy)
+    launch = build_launch(folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg), strategy=strategy)
+    if scale.world_size == 1:
+        return launch
+    known = list_interfaces()
+    ways = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, given=os.environ, interfaces=known)
+    return replace(launch, env={**launch.env, **ways})
 
 
 def read_scale(args: Namespace, machine: Machine) -> Scale:

@@ -47,7 +47,7 @@ def test_an_argument_the_kit_sets_is_answered_with_our_key(refusals, name):
     assert problem.fix == f"write {problem.nearest[0]}"
 
 
-@pytest.mark.parametrize("name", ["ddp_timeout", "deepspeed", "dataset_kwargs", "train_sampling_strategy", "hub_token"])
+@pytest.mark.parametrize("name", ["ddp_backend", "deepspeed", "dataset_kwargs", "train_sampling_strategy", "hub_token"])
 def test_an_argument_that_cannot_be_set_is_answered_with_the_reason(refusals, name):
     (problem,) = refusals(f"train: {{extra: {{{name}: 1}}}}\n")
     assert len(problem.what) > 20

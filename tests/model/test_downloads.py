@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +27,7 @@ from sftplay.model.hub import check_reachable, first_line
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "c0ffee" + "0" * 34
 NOT_NEEDED = ("pytorch_model.bin", "consolidated.safetensors", "modeling_own.py", "picture.png")
 
@@ -199,3 +203,28 @@ def test_folders_and_builtins_are_never_asked_for(tiny_llama: Path, monkeypatch:
     assert check_reachable(str(tiny_llama), None, "here")
     assert check_reachable("builtin:tiny", None, "here")
     assert hub.CONNECT_S < 10
+
+
+FETCH = "from sftplay.model.hub import fetch_weights; fetch_weights('org/tiny', None)"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_are_fetched_once_however_they_are_cut_and_nothing_else(
+    served: tuple[str, type[Hub]], tmp_path: Path, parts: int
+):
+    address, handler = served
+    weights = [handler.folder / "model.safetensors"]
+    if parts == 2:
+        names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+        weights = [weights[0].rename(handler.folder / names[0]), handler.folder / names[1]]
+        weights[1].write_bytes(b"the rest")
+        index = {"metadata": {}, "weight_map": {"a": names[1], "b": names[0], "c": names[0]}}
+        (handler.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    env = {**os.environ, **hub_environment(address, tmp_path / "hf")}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", FETCH], env=env, cwd=ROOT, check=True, timeout=240)
+    read = [path.rsplit("/", 1)[-1] for command, path in handler.asked if command == "GET" and "/resolve/" in path]
+    wanted = [path.name for path in weights] + ["model.safetensors.index.json"] * (parts == 2)
+    assert sorted(read) == sorted(wanted)
+    kept = list((tmp_path / "hf" / "hub").glob("*/snapshots/*/*.safetensors"))
+    assert {path.name: path.read_bytes() for path in kept} == {path.name: path.read_bytes() for path in weights}

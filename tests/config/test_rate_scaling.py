@@ -1,0 +1,85 @@
+"""A rate that was found with another effective batch: refused without it, scaled once, and said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sftplay.config.load import dump_resolved, load_config, load_resolved
+from sftplay.config.schema import TrainConfig
+from sftplay.launch.deepspeed_json import wishes_of
+from sftplay.machine.probe import Machine
+from sftplay.plan.sizing import size_run
+
+FOUND = "train: {learning_rate: 0.001, effective_batch_size: 64, lr_batch_size: 16, lr_scaling: SCALING}\n"
+
+REFUSED = {
+    "train: {learning_rate: 0.1, lr_scaling: linear}": (
+        "train.lr_scaling",
+        "linear needs the effective batch that train.learning_rate was found with",
+        "give train.lr_batch_size",
+    ),
+    "train: {learning_rate: 0.1, lr_batch_size: 8}": (
+        "train.lr_batch_size",
+        "8 is given, but train.lr_scaling none scales nothing",
+        "write train.lr_scaling: linear or sqrt",
+    ),
+    "train: {lr_scaling: sqrt, lr_batch_size: 8}": (
+        "train.lr_scaling",
+        "train.learning_rate is auto",
+        "give train.learning_rate",
+    ),
+}
+
+
+def sized(cfg, processes=1):
+    machine = Machine((), "none in this test", 2**34, 2, "3.11", "Linux", {})
+    return size_run(cfg, machine, world_size=processes)
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_half_of_a_scaling_is_refused_with_what_is_missing(refusals, text):
+    key, what, fix = REFUSED[text]
+    (problem,) = refusals(text + "\n")
+    assert problem.where == f"run.yaml:1 {key}"
+    assert what in problem.what
+    assert problem.fix.startswith(fix)
+
+
+# 64 rows are 4 times 16: Goyal et al. take 4 times the rate, Malladi et al. for Adam twice the rate.
+@pytest.mark.parametrize(("scaling", "rate"), [("linear", 0.004), ("sqrt", 0.002)])
+def test_rate_grows_with_the_batch_or_with_its_root_and_is_said(load, scaling, rate):
+    run = sized(load(FOUND.replace("SCALING", scaling)))
+    assert run.cfg.train.peak_rate == pytest.approx(rate)
+    assert run.as_plan()["learning_rate"] == pytest.approx(rate)
+    said = f"0.001 found with 16 rows a step, 64 here: train.lr_scaling {scaling} trains with a peak rate of {rate}"
+    assert [note for note in run.notes if "rate" in note] == [f"train.learning_rate {said}"]
+
+
+def test_a_smaller_batch_than_the_one_it_was_found_with_gets_a_lower_rate():
+    train = TrainConfig(learning_rate=0.1, effective_batch_size=4, lr_batch_size=16, lr_scaling="linear")
+    assert train.peak_rate == pytest.approx(0.025)
+
+
+def test_nothing_is_scaled_by_default_and_more_processes_scale_nothing(load):
+    cfg = load("train: {learning_rate: 0.001, effective_batch_size: 64}\n")
+    assert sized(cfg).cfg.train.peak_rate == sized(cfg, 4).cfg.train.peak_rate == 0.001
+    assert not any("rate" in note for note in sized(cfg).notes)
+    scaled = load(FOUND.replace("SCALING", "linear"))
+    assert sized(scaled).cfg.train.peak_rate == sized(scaled, 4).cfg.train.peak_rate
+
+
+def test_a_resolved_file_is_scaled_once_however_often_it_is_read(load, write):
+    cfg = sized(load(FOUND.replace("SCALING", "linear"))).cfg
+    for _ in range(2):
+        path = write(dump_resolved(cfg), "resolved.yaml")
+        cfg = sized(load_config(path)).cfg
+        assert (cfg.train.learning_rate, cfg.train.peak_rate) == (0.001, 0.004)
+        assert load_resolved(Path(path)).train.peak_rate == 0.004
+
+
+def test_a_deepspeed_file_is_held_against_the_rate_that_trains(load):
+    wishes = wishes_of(load(FOUND.replace("SCALING", "sqrt")), world_size=2)
+    assert json.dumps(wishes["optimizer.params.lr"].value) == "0.002"

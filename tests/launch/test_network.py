@@ -1,0 +1,137 @@
+"""`cluster.nccl` in the environment of several processes: what is set, what is refused, and where there is nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigErrors
+from sftplay.launch.command import Scale
+from sftplay.launch.folder import RunFolder
+from sftplay.launch.network import DUMPS, NCCL_NAMES, list_interfaces, nccl_environment
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan.sizing import size_run
+from sftplay.verbs.launching import build_command
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = Path("outputs/run/logs")
+INTERFACES = ("lo", "eth0", "eth1")
+CARD = Gpu(0, "NVIDIA H100", 80 * 2**30, 79 * 2**30, (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def no_network_of_our_own(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in list(os.environ):
+        if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_")):
+            monkeypatch.delenv(name)
+
+
+def environment(*words: str, has_gpu: bool = True, **given: str) -> dict[str, str]:
+    cfg = load_config("configs/run_demo.yaml", [f"cluster.nccl.{word}" for word in words])
+    return nccl_environment(cfg, LOGS, has_gpu=has_gpu, given=given, interfaces=INTERFACES)
+
+
+def refused(*words: str, **given: str) -> list[Any]:
+    with pytest.raises(ConfigErrors) as caught:
+        environment(*words, **given)
+    return caught.value.problems
+
+
+def test_nothing_is_set_by_default_but_the_place_of_torchs_own_records():
+    assert environment() == {"TORCH_FR_DUMP_TEMP_FILE": "outputs/run/logs/flight-recorder-rank"}
+    assert environment(has_gpu=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("debug=INFO", {"NCCL_DEBUG": "INFO"}),
+        ("ib_disable=true", {"NCCL_IB_DISABLE": "1"}),
+        ("ib_disable=false", {"NCCL_IB_DISABLE": "0"}),
+        ("ib_hca=mlx5_0,mlx5_1", {"NCCL_IB_HCA": "mlx5_0,mlx5_1"}),
+        ("ib_gid_index=0", {"NCCL_IB_GID_INDEX": "0"}),
+        ("p2p_disable=true", {"NCCL_P2P_DISABLE": "1"}),
+        ("shm_disable=true", {"NCCL_SHM_DISABLE": "1"}),
+        ("flight_recorder=0", {"TORCH_FR_BUFFER_SIZE": "0"}),
+        ("flight_recorder=9000", {"TORCH_FR_BUFFER_SIZE": "9000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
+    ],
+)
+def test_each_key_sets_the_variable_that_the_library_documents(word: str, expected: dict[str, str]):
+    assert environment(word).items() - environment().items() == expected.items()
+    assert environment(word, has_gpu=False) == {}
+
+
+def test_an_interface_is_named_to_both_libraries_each_in_its_own_spelling():
+    # NCCL's manual: a bare name is a beginning of names, "=" makes it exact and goes before the whole list.
+    env = environment("socket_ifname=eth0, eth1")
+    assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"]) == ("=eth0,eth1", "eth0,eth1")
+    assert environment("socket_ifname=eth0", has_gpu=False) == {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
+@pytest.mark.parametrize("name", ["eth2", "=eth0", "^docker", "eth0,"])
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(name: str):
+    (problem,) = refused(f"socket_ifname={name}")
+    assert problem.where == "command line cluster.nccl.socket_ifname"
+    assert "this machine has no network interface" in problem.what
+    assert "choose from lo, eth0, eth1" in problem.fix
+
+
+def test_a_variable_of_the_shell_that_says_otherwise_is_refused_and_never_overridden():
+    problems = refused("debug=INFO", "ib_disable=true", NCCL_DEBUG="WARN", NCCL_IB_DISABLE="0")
+    assert [problem.where for problem in problems] == [
+        "command line cluster.nccl.debug",
+        "command line cluster.nccl.ib_disable",
+    ]
+    assert problems[0].what == "would set NCCL_DEBUG=INFO, but the environment has NCCL_DEBUG=WARN"
+    assert problems[0].fix == "unset NCCL_DEBUG, or remove cluster.nccl.debug"
+
+
+def test_a_variable_of_the_shell_that_says_the_same_is_no_contradiction():
+    assert environment("debug=INFO", NCCL_DEBUG="INFO")["NCCL_DEBUG"] == "INFO"
+    assert environment("socket_ifname=eth0", NCCL_SOCKET_IFNAME="eth0")["NCCL_SOCKET_IFNAME"] == "=eth0"
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_a_place_for_the_records_that_the_user_named_stays(name: str):
+    assert environment(**{name: "/elsewhere/rank"}) == {}
+
+
+def test_the_interfaces_are_those_the_system_lists():
+    assert list_interfaces() == [name for _, name in socket.if_nameindex()]
+    assert "lo" in list_interfaces()
+
+
+def launched(processes: int, *words: str, gpus: int = 0) -> dict[str, str]:
+    machine = Machine((CARD,) * gpus, "" if gpus else "none in this test", 2**34, 2, "3.11", "Linux", {})
+    cfg = load_config("configs/run_demo.yaml", ["train.effective_batch_size=8", *words])
+    sized = size_run(cfg, machine, world_size=processes)
+    return dict(build_command(sized, RunFolder(LOGS.parent), Scale(processes), machine).env)
+
+
+def test_workers_of_several_processes_get_them_and_a_single_process_none():
+    word = "cluster.nccl.socket_ifname=lo"
+    assert launched(2, word)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert launched(2, "cluster.nccl.debug=WARN", gpus=2)["NCCL_DEBUG"] == "WARN"
+    alone = launched(1, word, "cluster.nccl.debug=WARN", gpus=1)
+    assert not any(name.startswith(("NCCL_", "GLOO_", "TORCH_FR_")) for name in alone)
+
+
+def test_keys_that_only_nccl_reads_are_noted_as_without_effect_where_no_gpu_is():
+    words = ["cluster.nccl.debug=WARN", "cluster.nccl.socket_ifname=lo"]
+    machine = Machine((), "none in this test", 2**34, 2, "3.11", "Linux", {})
+    notes = size_run(load_config("configs/run_demo.yaml", words), machine, world_size=2).notes
+    assert "cluster.nccl.debug has no effect without a GPU" in notes
+    assert not any("socket_ifname" in note for note in notes)
+
+
+def test_the_page_on_networks_has_a_row_for_every_key_and_variable():
+    page = (ROOT / "docs" / "networks.md").read_text(encoding="utf-8")
+    for key, variable in {**NCCL_NAMES, "socket_ifname": "GLOO_SOCKET_IFNAME"}.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `cluster.nccl.{key}` |")]
+        assert f"`{variable}`" in row
