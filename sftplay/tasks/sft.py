@@ -31,7 +31,7 @@ from sftplay.tasks.pieces import Collator
 from sftplay.tasks.preflight import is_split
 from sftplay.tasks.result import part, save_result, whole_weights
 from sftplay.tasks.train_run import Outcome, TrainRun
-from sftplay.tasks.waiting import Meeting, first_of_node, wait_for_main
+from sftplay.tasks.waiting import WaitingLimit, first_of_node, wait_for_main
 from sftplay.tasks.window import Window
 from sftplay.units import format_count
 from sftplay.watch.guards import StopOnSignal
@@ -177,7 +177,7 @@ def build_trainer(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) ->
             train_dataset=examples.train.select(parts["order"]),
             eval_dataset=held_out,
             data_collator=Collator(parts["tokenizer"].pad_token_id),
-            callbacks=[*train_run.callbacks(), Meeting(cfg.cluster.timeout, train_run.folder.logs)],
+            callbacks=[*train_run.callbacks(), WaitingLimit(cfg.cluster.timeout, train_run.folder.logs)],
         )
     per_row = _labels_per_row(held_out)
     trainer.prepare(train_run.cutter(), held_out_labels_per_row=per_row, replay=train_run.replay)

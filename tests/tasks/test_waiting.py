@@ -24,7 +24,7 @@ from sftplay.log import LINE
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run
 from sftplay.tasks import waiting, worker
-from sftplay.tasks.waiting import Meeting, first_of_node, marker_path, wait_for_main
+from sftplay.tasks.waiting import WaitingLimit, first_of_node, marker_path, wait_for_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 77
@@ -280,12 +280,12 @@ def test_meeting_limits_every_group_there_is_and_not_only_the_first(tmp_path: Pa
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         second = torch.distributed.new_group([0])
-        Meeting(5, tmp_path).on_train_begin(None, None, None)
+        WaitingLimit(5, tmp_path).on_train_begin(None, None, None)
         for group in (torch.distributed.group.WORLD, second):
             assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 5
     finally:
         torch.distributed.destroy_process_group()
-    assert isinstance(Meeting(5, tmp_path), TrainerCallback)
+    assert isinstance(WaitingLimit(5, tmp_path), TrainerCallback)
 
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 4), ("1", 0)])
