@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -68,12 +69,12 @@ BUG = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code INTERFACES promises."""
     words = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in words
+    as_json = "--json" in split(words)[0]
     if as_json:
         os.environ[log.JSON] = "1"
     _print_anything()
     try:
-        args = parse(words or ["--help"])
+        args = parse(words)
         module, function, _ = VERBS[args.verb]
         code: int = getattr(import_module(module), function)(args)
         sys.stdout.flush()  # here a reader that has left is noticed in time
@@ -100,12 +101,22 @@ def _print_anything() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of the kit, and those behind the first `--`, which are the launcher's."""
+    end = words.index("--") if "--" in words else len(words)
+    return list(words[:end]), list(words[end + 1 :])
+
+
 def parse(words: list[str]) -> argparse.Namespace:
-    """Parsed arguments; `args.overrides` holds the `a.b=c` words, also those written `--a.b=c`.
+    """Parsed arguments; `args.overrides` holds the `a.b=c` words, also those written `--a.b=c`, `args.launcher_args`
+    what stands behind `--`.
 
     Raises:
-        ConfigError: no such verb or flag, with the nearest name; or a verb that needs a config got none.
+        ConfigError: no such verb or flag, with the nearest name; a verb that needs a config got none, or one that
+            starts no launcher got words for it.
     """
+    words, launcher_args = split(words)
+    words = words or ["--help"]
     verb = words[0]
     if not verb.startswith("-") and verb not in VERBS:
         near = nearest_names(verb, VERBS)
@@ -119,6 +130,10 @@ def parse(words: list[str]) -> argparse.Namespace:
         if "=" not in word or key.strip("-") == "" or is_flag:
             raise _unknown_word(word, args.verb)
     args.overrides = [word.removeprefix("--") for word in rest]
+    args.launcher_args = launcher_args
+    if launcher_args and not _launches(verb):
+        what = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
+        raise ConfigError(what, where="--", fix="leave out what stands behind `--`")
     if not args.config and args.verb not in WITHOUT_CONFIG:
         fix = f"name the run's YAML: make {args.verb} CONFIG=configs/run_lora.yaml"
         raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)
@@ -135,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (_, _, text) in VERBS.items():
         verb = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
-        verb.usage = f"sftplay {name} [flags] [a.b=c ...]"
+        verb.usage = f"sftplay {name} [flags] [a.b=c ...]{' [-- words for its launcher]' if _launches(name) else ''}"
         verb.epilog = "a.b=c sets a config value and goes before the file's"
         verb.add_argument("--config", default="", help="the run's YAML")
         verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
@@ -148,6 +163,10 @@ def _unknown_word(word: str, verb: str) -> ConfigError:
     near = nearest_names(word.split("=")[0], _known_flags(verb))
     fix = f"did you mean {near[0]!r}?" if near else "write config values as a.b=c"
     return ConfigError(f"{verb} does not know {word!r}", where="command line", fix=fix, nearest=near)
+
+
+def _launches(verb: str) -> bool:
+    return "--dry-run" in flags_of(verb)
 
 
 def _known_flags(verb: str) -> list[str]:

@@ -374,6 +374,16 @@ def check_max_restarts(bench: Bench) -> None:
         assert len(starts) == 1 + most
 
 
+def check_launcher(bench: Bench) -> None:
+    """That the runs are real ones is in tests/launch/test_signals_launchers.py."""
+    torchrun = "torch.distributed.run"
+    modules = {"auto": torchrun, "torchrun": torchrun, "accelerate": "accelerate.commands.launch"}
+    for launcher, module in modules.items():
+        cfg = bench.plain.cfg.with_values({"cluster.launcher": launcher}, "test")
+        command = launching.build_command(SizedRun(cfg, 2, ()), bench.plain.folder, Scale(2), probe())
+        assert command.argv[1:3] == ("-m", module)
+
+
 def check_deepspeed(bench: Bench) -> None:
     """A file of the user's reaches the workers, whole and without its comments."""
     given = bench.home / "mine.json"
@@ -764,6 +774,7 @@ TABLE: dict[str, Check] = {
     "cluster.nccl.p2p_disable": way("p2p_disable", "NCCL_P2P_DISABLE", True, "1"),
     "cluster.nccl.shm_disable": way("shm_disable", "NCCL_SHM_DISABLE", True, "1"),
     "cluster.nccl.flight_recorder": way("flight_recorder", "TORCH_FR_BUFFER_SIZE", 500, "500"),
+    "cluster.launcher": check_launcher,
 }
 
 

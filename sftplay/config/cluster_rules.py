@@ -23,6 +23,10 @@ def broken_cluster_rules(cfg: RunConfig) -> Iterator[Finding]:
     if cfg.cluster.deepspeed is not None and strategy not in (*ZERO, "auto"):
         what = f"names a DeepSpeed file, but {KEY} {strategy} does not use one"
         yield Finding(("cluster.deepspeed", KEY), what, f"write {KEY}: {', '.join(ZERO)}; or remove cluster.deepspeed")
+    if cfg.cluster.launcher == "deepspeed" and strategy not in (*ZERO, "auto"):
+        what = f"deepspeed starts runs of {', '.join(ZERO)} only, but {KEY} is {strategy}"
+        fix = f"write cluster.launcher: torchrun or accelerate; or {KEY}: {', '.join(ZERO)}"
+        yield Finding(("cluster.launcher", KEY), what, fix)
     if cfg.tuning.backend == "unsloth" and strategy not in ("auto", "ddp"):  # of one process, ddp is what auto becomes
         what = f"{strategy} needs several processes, and tuning.backend unsloth trains in one"
         yield Finding((KEY, "tuning.backend"), what, "write tuning.backend: bnb")

@@ -9,6 +9,7 @@ from pydantic import Field
 from sftplay.config.section import Positive, Section
 
 Strategy = Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline"]
+Launcher = Literal["auto", "torchrun", "accelerate", "deepspeed"]
 CommHook = Literal["none", "fp16", "bf16", "powersgd"]
 NcclDebug = Literal["VERSION", "WARN", "INFO", "TRACE"]
 
@@ -76,6 +77,10 @@ class ClusterConfig(Section):
     zero3 of the weights too; fsdp as zero3, by torch itself; hsdp fsdp on each node, nodes being copies. auto: the
     first of ddp, zero3 and fsdp that fits. tensor and pipeline are refused. docs/strategies.md lists what goes
     together."""
+
+    launcher: Launcher = "auto"
+    """What starts several processes; the run is the same. auto: torchrun. deepspeed starts zero1, zero2 and zero3, on
+    one node. A single process is started directly."""
 
     deepspeed: str | None = None
     """Your own DeepSpeed file for zero1, zero2 and zero3, such as deepspeed_configs/zero2_offload.json. JSON with

@@ -28,6 +28,7 @@ FREE_TO_CHANGE = (
     "cluster.max_restarts",
     "cluster.timeout",
     "cluster.nccl",
+    "cluster.launcher",
 )
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 

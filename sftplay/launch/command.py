@@ -6,13 +6,20 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from sftplay.config.cluster_section import Launcher
+from sftplay.errors import ConfigError
+from sftplay.launch.launchers import Scale as Scale
+from sftplay.launch.launchers import accelerate_config, launcher_words
 from sftplay.log import FOLLOWED
 from sftplay.machine.probe import usable_cores
 
 WORKER = "sftplay.tasks.worker"
+
+ACCELERATE_CONFIG = "accelerate.yaml"
+"""In the run folder, where accelerate starts the run."""
 
 PARENT = "SFTPLAY_PARENT"
 """Set by the parent for its launch: its own pid, by which a worker sees whether it still belongs to somebody."""
@@ -22,26 +29,13 @@ LARGE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How many processes on how many nodes, and where they meet."""
-
-    nproc: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    master_port: int = 29511
-
-    @property
-    def world_size(self) -> int:
-        return self.nproc * self.nnodes
-
-
-@dataclass(frozen=True)
 class Launch:
     """A command ready to start: argv, and what its environment adds to the parent's."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path -> text of what must be written before it starts."""
 
     def as_text(self) -> str:
         """The command as one could type it."""
@@ -50,17 +44,27 @@ class Launch:
 
 
 def build_launch(
-    run_folder: Path, scale: Scale, *, has_gpu: bool, is_offline: bool, strategy: Mapping[str, str] | None = None
+    run_folder: Path,
+    scale: Scale,
+    *,
+    has_gpu: bool,
+    is_offline: bool,
+    strategy: Mapping[str, str] | None = None,
+    launcher: Launcher = "auto",
 ) -> Launch:
-    """The worker directly for one process, else under torchrun. `is_offline`: nothing of the run is on a hub.
+    """The worker directly for one process, else under `launcher`. `is_offline`: nothing of the run is on a hub.
 
     `strategy` is what `strategy_environment` says; without it the processes run plain data parallelism.
+
+    Raises:
+        ConfigError: the launcher cannot start such a run, or is told something where none runs.
     """
     env = quiet_environment() | cache_environment() | {FOLLOWED: "1"}
     if is_offline:
         env |= offline_environment()
     env |= gpu_environment() if has_gpu else allocator_environment()
     if scale.world_size == 1:
+        _refuse_launcher_args(scale)
         return Launch((sys.executable, "-m", WORKER, str(run_folder)), env)
     if not has_gpu:
         if not strategy:
@@ -71,10 +75,18 @@ def build_launch(
     env |= strategy or {}
     # The agent's store keeps dead addresses over a restart otherwise (torch 2.13, gloo).
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
-    torchrun += ["--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank)]
-    torchrun += ["--master-addr", scale.master_addr, "--master-port", str(scale.master_port)]
-    return Launch((*torchrun, "-m", WORKER, str(run_folder)), env)
+    config = str(run_folder / ACCELERATE_CONFIG)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu else None
+    words = launcher_words(launcher, scale, strategy or {}, config=config, gpus=gpus)
+    files = {config: accelerate_config(scale, strategy or {})} if launcher == "accelerate" else {}
+    return Launch((*words, WORKER, str(run_folder)), env, files)
+
+
+def _refuse_launcher_args(scale: Scale) -> None:
+    if scale.launcher_args:
+        words = shlex.join(scale.launcher_args)
+        fix = "ask for several processes (NPROC=2), or leave it out"
+        raise ConfigError(f"no launcher runs that could take {words}: the run has one process", where="--", fix=fix)
 
 
 def quiet_environment() -> dict[str, str]:

@@ -25,6 +25,9 @@ CODE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: \d+\)")
 """Lines of the account that torchrun gives of the ranks that failed, the first one last, under this title (torch/
 distributed/elastic/multiprocessing/errors/__init__.py). Without it a death is still seen, but less is known of it."""
 
+DEEPSPEED = re.compile(r"\[ERROR\] \[launch\.py:.*\] exits with return code = (-?\d+)$")
+"""What DeepSpeed's launcher says of the first process that failed, not which one that is (launcher/launch.py)."""
+
 
 class Death(RunError):
     """A process of the run is gone and has not said why."""
@@ -37,6 +40,7 @@ def find_death(lines: Iterable[str]) -> str:
 
     Only the first one counts: torchrun ends all others, in the end by SIGKILL, and lists them too.
     """
+    lines = list(lines)
     account = dropwhile(lambda line: not line.startswith(ROOT), lines)
     rank = None
     for line in account:
@@ -45,7 +49,9 @@ def find_death(lines: Iterable[str]) -> str:
         elif rank and (match := CODE.match(line)):
             cause = describe_code(int(match[1]))
             return f"rank {rank} {cause}" if cause else ""
-    return ""
+    codes = [int(match[1]) for line in lines if (match := DEEPSPEED.search(line))]
+    cause = describe_code(codes[0]) if codes else ""
+    return f"a rank {cause}" if cause else ""
 
 
 def describe_code(code: int) -> str:

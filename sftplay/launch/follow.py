@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sftplay.errors import SftplayError
+from sftplay.errors import ConfigError, SftplayError
 from sftplay.launch.command import PARENT, Launch
 from sftplay.launch.death import Death, cause_of_death, find_death, follows_from_death, signal_name
-from sftplay.launch.folder import RunFolder
-from sftplay.launch.processes import ENDING_S, parent_of
+from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.stall import Stall, Watchdog, timeout_of
 from sftplay.lifeline import catch_signals, die_with_parent
 from sftplay.log import LINE, STATUS, screen
@@ -102,6 +102,8 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0) -> int:
     forwarder, watchdog = Forwarder(folder), Watchdog(folder, timeout_of(folder))
     attempts = len(folder.read_json("status.json").get("attempts", []))
     own = {PARENT: str(os.getpid())}
+    for path, text in launch.files.items():
+        write_text(Path(path), text)
     with forwarder.installed():
         process = subprocess.Popen(
             launch.argv, env={**os.environ, **launch.env, **own}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -153,6 +155,8 @@ def settle(folder: RunFolder, code: int, received: int, unmarked: Sequence[str],
     # A rank that loses another one behind a stop signal tells of no death that anybody should outlive.
     if told is not None and not (received and cause_of_death(folder)):
         return int(told)
+    if code == ConfigError.exit_code and status.get("pid", code) is None and unmarked:
+        return _note_refusal(folder, unmarked)
     if code in WORKERS_OWN:  # a disk too full even for status.json
         return code
     if received:
@@ -173,8 +177,18 @@ def _note_death(folder: RunFolder, cause: str, unmarked: Sequence[str], *, again
     ending = {"state": "failed", "exit_code": death.exit_code, "signal": None, "error": death.as_json()}
     _note(folder, cause, again=again, **ending)
     hint = " (memory may have run out)" if signal.SIGKILL.name in cause else ""
-    _say_end(folder, f"{cause}{hint}" if cause.startswith("rank") else f"the run was {cause}{hint}", unmarked)
+    _say_end(
+        folder, f"{cause}{hint}" if cause.startswith(("rank", "a rank")) else f"the run was {cause}{hint}", unmarked
+    )
     return death.exit_code
+
+
+def _note_refusal(folder: RunFolder, unmarked: Sequence[str]) -> int:
+    """No worker has begun, and argparse ends with this code: the launcher was told what it does not know."""
+    error = ConfigError(unmarked[-1], where="the launcher", fix="change what stands behind `--`")
+    _note(folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
+    sys.stderr.write(f"{error}\n")
+    return error.exit_code
 
 
 def _say_end(folder: RunFolder, what: str, unmarked: Sequence[str]) -> None:
@@ -244,8 +258,9 @@ class Forwarder:
         assert self.process is not None
         own = self.process.pid
         ranks = [rank["pid"] for rank in self.folder.read_json("status.json").get("ranks") or []]
-        # Ranks of other nodes are listed too; on this node their pids are somebody else's.
-        return [pid for pid in ranks if pid == own or parent_of(pid) == own] or [own]
+        # Ranks of other nodes are listed too; on this node their pids are somebody else's, perhaps a rank's helper's.
+        ours = [pid for rank, pid in enumerate(ranks) if descends_from(pid, own) and rank_of(pid) in (None, rank)]
+        return ours or [own]
 
 
 def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) -> None:

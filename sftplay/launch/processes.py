@@ -1,5 +1,5 @@
-"""Processes of this node as the kernel shows them: whose child one is, whether it lives, which rank it was started as;
-and the end of a whole launch.
+"""Processes of this node as the kernel shows them: from whom one descends, whether it lives, which rank it was
+started as; and the end of a whole launch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ ENDING_S = 5.0
 def parent_of(pid: int) -> int:
     """The pid of a process's parent, 0 when there is no such process."""
     return int(_read_stat(pid, 1, "ppid=") or 0)
+
+
+def descends_from(pid: int, ancestor: int) -> bool:
+    """True for a process itself, its children, theirs, and so on; false where one between them has ended."""
+    while pid > 1 and pid != ancestor:
+        pid = parent_of(pid)
+    return pid == ancestor
 
 
 def state_of(pid: int) -> str:
@@ -55,11 +62,14 @@ def children_of(pid: int) -> list[int]:
 
 
 def end_launch(launcher: int) -> list[int]:
-    """Kill a launcher, its children, and the process groups they lead; the pids that live on after `ENDING_S`."""
-    with suppress(ProcessLookupError):
-        os.kill(launcher, signal.SIGSTOP)  # it starts none any more, and while it asks after none no pid is reused
-    pids = [*children_of(launcher), launcher]
-    for pid in pids:
+    """Kill a launcher, all that descends from it, and the process groups they lead; the pids that live on after
+    `ENDING_S`."""
+    pids = [launcher]
+    for pid in pids:  # grows behind the one that is looked at
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)  # it starts none any more, and while it asks after none no pid is reused
+        pids += children_of(pid)
+    for pid in reversed(pids):
         with suppress(ProcessLookupError):
             kill = os.killpg if os.getpgid(pid) == pid else os.kill
             kill(pid, signal.SIGKILL)

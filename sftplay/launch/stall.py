@@ -13,7 +13,7 @@ from contextlib import suppress
 from sftplay.config.load import load_config
 from sftplay.errors import RunError
 from sftplay.launch.folder import RunFolder
-from sftplay.launch.processes import end_launch, parent_of, rank_of, state_of
+from sftplay.launch.processes import descends_from, end_launch, rank_of, state_of
 from sftplay.launch.stacks import Stack, ask_for_stacks, stacks_path
 from sftplay.pulse import PHASES, Beat, read_pulses
 
@@ -62,7 +62,7 @@ class Watchdog:
         self._began_s = self._awake_since_s = self._called_s = self._next_s = clock()
 
     def attach(self, launcher_pid: int) -> None:
-        """From here on the ranks are this process, or its children."""
+        """From here on the ranks are this process, or descend from it."""
         self._launcher = launcher_pid
 
     def look(self) -> None:
@@ -96,9 +96,8 @@ class Watchdog:
     def _is_ours(self, beat: Beat) -> bool:
         known = (beat.rank, beat.pid)
         if known not in self._ours:
-            is_child = self._launcher in (beat.pid, parent_of(beat.pid))
             # In containers the ranks of two nodes may well have the same pids.
-            self._ours[known] = is_child and rank_of(beat.pid) in (None, beat.rank)
+            self._ours[known] = descends_from(beat.pid, self._launcher) and rank_of(beat.pid) in (None, beat.rank)
         return self._ours[known]
 
     def _age_s(self, beat: Beat, now: float) -> float:

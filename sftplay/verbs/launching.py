@@ -122,7 +122,8 @@ def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Mach
     """What starts the run's workers.
 
     Raises:
-        ConfigError: a run of several nodes shall restart by itself; their parents know nothing of each other.
+        ConfigError: a run of several nodes shall restart by itself; their parents know nothing of each other. Or the
+            launcher cannot start this run.
     """
     if cfg.cluster.max_restarts and scale.nnodes > 1:
         raise ConfigError(
@@ -130,10 +131,15 @@ def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Mach
             where=f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
             fix="set cluster.max_restarts=0 and let the job continue it with train.resume=auto",
         )
-    has_gpu, strategy = bool(machine.gpus), None
+    has_gpu, strategy, launcher = bool(machine.gpus), None, cfg.cluster.launcher
+    if launcher != "auto" and scale.world_size == 1:
+        log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
     if cfg.cluster.strategy in SHARDED and scale.world_size > 1:
         strategy = environment_of(cfg, folder, scale, has_gpu=has_gpu)
-    launch = build_launch(folder.path, scale, has_gpu=has_gpu, is_offline=needs_no_hub(cfg), strategy=strategy)
+    is_offline = needs_no_hub(cfg)
+    launch = build_launch(
+        folder.path, scale, has_gpu=has_gpu, is_offline=is_offline, strategy=strategy, launcher=launcher
+    )
     if scale.world_size == 1:
         return launch
     known = list_interfaces()
@@ -170,7 +176,8 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
         )
     # Nodes must agree on a port beforehand; alone, two runs at once must not meet on the same one.
     port = args.master_port or (MEETING_PORT if args.nnodes > 1 else free_port(0))
-    return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port)
+    told = tuple(getattr(args, "launcher_args", ()))
+    return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port, told)
 
 
 def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
@@ -213,7 +220,7 @@ def all_notes(sized: SizedRun) -> list[str]:
 def print_command(command: Launch, args: Namespace) -> int:
     """For --dry-run: the command and its environment."""
     if args.json:
-        print(json.dumps({"argv": list(command.argv), "env": dict(command.env)}))
+        print(json.dumps({"argv": list(command.argv), "env": dict(command.env), "files": dict(command.files)}))
     else:
         print(command.as_text())
     return 0

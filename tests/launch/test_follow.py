@@ -15,7 +15,8 @@ from processes import is_alive, wait_until
 from sftplay import log
 from sftplay.launch.command import Launch
 from sftplay.launch.folder import RunFolder
-from sftplay.launch.follow import follow, parent_of
+from sftplay.launch.follow import follow
+from sftplay.launch.processes import parent_of
 from sftplay.lifeline import STOP_SIGNALS, catch_signals
 from sftplay.log import LINE, STATUS
 

@@ -168,9 +168,14 @@ def test_a_rank_that_has_died_is_left_to_the_launcher(watchdog, clock, start):
     clock.pass_by(TIMEOUT_S + 5, watchdog)
 
 
+def test_a_rank_that_another_process_of_the_launch_has_started_is_looked_at_too(watchdog, clock, start):
+    start(3, by=(sys.executable, "-c", THROUGH_ANOTHER))
+    assert "rank 3 has been in data" in str(stall_of(watchdog, clock, TIMEOUT_S + 5))
+
+
 def test_pulses_of_another_node_mean_nothing_here(folder, watchdog, clock, start):
-    foreign = start(3, by=(sys.executable, "-c", THROUGH_ANOTHER))
-    mine = start(0, phase="idle")
+    foreign, mine = start(3), start(0, phase="idle")
+    watchdog.attach(mine.pid)
     # In containers another node's processes may have the pids of ours.
     Pulse(pulse_path(folder.logs, 4), pid=mine.pid).enter("save", step=1)
     clock.pass_by(2 * TIMEOUT_S, watchdog)

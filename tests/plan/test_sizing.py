@@ -90,9 +90,9 @@ def test_an_automatic_micro_batch_is_the_largest_that_stays_within_its_tokens(ef
 
 
 LEFT_AUTO = {"tuning.lora.target_modules", "data.format", "data.template", "data.encoding", "data.delimiter"}
-LEFT_AUTO |= {"train.probe"}
+LEFT_AUTO |= {"train.probe", "cluster.launcher"}
 """Resolved later: from the loaded model, from the rows, from the tokenizer. None of them depends on the machine, but
-for the probe, which is over when the workers read the config."""
+for the probe and the launcher, which have done their part when the workers read the config."""
 
 
 def leaves(tree, prefix=""):

@@ -1,0 +1,279 @@
+"""What each launcher is told, as its own parser reads it; words of the user's for it; processes below it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from processes import is_alive, wait_until
+from torch.distributed.run import get_args_parser
+
+from sftplay.cli import main, parse
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigError, ConfigErrors
+from sftplay.launch.command import Launch, Scale, build_launch
+from sftplay.launch.death import find_death
+from sftplay.launch.folder import RunFolder
+from sftplay.launch.follow import follow, settle
+from sftplay.launch.processes import descends_from, end_launch
+from sftplay.launch.strategy import strategy_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = "configs/run_demo.yaml"
+TWO = Scale(2, master_port=4711)
+
+READ_AS_DEEPSPEED = "import json, sys; from deepspeed.launcher.runner import parse_args; " \
+    "print('READ', json.dumps(vars(parse_args(sys.argv[1:]))))"  # fmt: skip
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: its own parser is asked")
+
+
+def launch(launcher: str, scale: Scale = TWO, *, strategy: str = "ddp", has_gpu: bool = False, **more: Any) -> Launch:
+    env = strategy_environment(strategy, world_size=scale.world_size, has_gpu=has_gpu, precision="bf16", **more)
+    return build_launch(
+        Path("outputs/x"), scale, has_gpu=has_gpu, is_offline=True, strategy=env, launcher=launcher
+    )  # fmt: skip
+
+
+def read_as_accelerate(command: Launch, folder: Path) -> Namespace:
+    """The command as accelerate takes it, its config file included."""
+    assert command.argv[1:3] == ("-m", "accelerate.commands.launch")
+    ((path, text),) = command.files.items()
+    written = folder / "config.yaml"
+    written.write_text(text)
+    words = [str(written) if word == path else word for word in command.argv[3:]]
+    return _validate_launch_command(launch_command_parser().parse_args(words))[0]
+
+
+def read_as_deepspeed(command: Launch) -> dict[str, Any]:
+    assert command.argv[1:3] == ("-m", "sftplay.launch.deepspeed_runner")
+    argv = [sys.executable, "-c", READ_AS_DEEPSPEED, *command.argv[3:]]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    said = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=300).stdout
+    read: dict[str, Any] = json.loads(said.rsplit("READ ", 1)[1])
+    return read
+
+
+@pytest.mark.parametrize("launcher", ["auto", "torchrun"])
+def test_torchrun_is_told_processes_nodes_and_where_they_meet(launcher: str):
+    command = launch(launcher, Scale(2, 3, 1, "10.0.0.7", 4711, ("--log-dir", "here")))
+    assert command.argv[1:3] == ("-m", "torch.distributed.run")
+    read = get_args_parser().parse_args(list(command.argv[3:]))
+    assert (read.nproc_per_node, read.nnodes, read.node_rank) == ("2", "3", 1)
+    assert (read.master_addr, read.master_port, read.log_dir) == ("10.0.0.7", 4711, "here")
+    assert (read.module, read.training_script) == (True, "sftplay.tasks.worker")
+    assert read.training_script_args == ["outputs/x"]
+
+
+def test_accelerate_is_told_processes_nodes_and_where_they_meet(tmp_path: Path):
+    command = launch("accelerate", Scale(2, 3, 1, "10.0.0.7", 4711, ("--log-dir", "here")))
+    read = read_as_accelerate(command, tmp_path)
+    assert (read.num_processes, read.num_machines, read.machine_rank) == (6, 3, 1)
+    assert (read.main_process_ip, read.main_process_port, read.log_dir) == ("10.0.0.7", 4711, "here")
+    assert (read.module, read.training_script) == (True, "sftplay.tasks.worker")
+    assert read.training_script_args == ["outputs/x"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("ddp", {}),
+        ("fsdp", {"layer_class": "Layer"}),
+        ("hsdp", {}),
+        ("zero2", {"gradient_accumulation": 4}),
+        ("zero3", {}),
+    ],
+)
+@pytest.mark.parametrize("has_gpu", [False, True], ids=["cpu", "gpu"])
+def test_workers_of_accelerate_find_the_environment_they_need(
+    strategy: str, more: dict[str, Any], has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """accelerate hands on what it found, and writes some of it anew."""
+    command = launch("accelerate", Scale(4, master_port=4711), strategy=strategy, has_gpu=has_gpu, **more)
+    for key, value in command.env.items():
+        monkeypatch.setenv(key, value)
+    read = read_as_accelerate(command, tmp_path)
+    # Only so are as many processes started as it is told, and no options of its own written over the strategy.
+    assert (read.multi_gpu, read.use_deepspeed, read.use_fsdp, read.cpu) == (True, False, False, False)
+    found = prepare_multi_gpu_env(read)
+    assert {key: found.get(key) for key in command.env} == command.env
+    new = {key: value for key, value in found.items() if key not in os.environ}
+    assert new == {
+        "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+        **({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}),
+    }  # fmt: skip
+
+
+@needs_deepspeed
+def test_deepspeed_is_told_processes_and_where_they_meet_and_no_list_of_hosts():
+    scale = Scale(2, master_addr="10.0.0.7", master_port=4711, launcher_args=("--log_level", "error"))
+    read = read_as_deepspeed(launch("deepspeed", scale, strategy="zero2"))
+    assert (read["num_gpus"], read["master_addr"], read["master_port"]) == (2, "10.0.0.7", 4711)
+    assert (read["module"], read["no_local_rank"], read["log_level"]) == (True, True, "error")
+    assert (read["user_script"], read["user_args"]) == ("sftplay.tasks.worker", ["outputs/x"])
+    assert not Path(read["hostfile"]).is_file()  # so it asks (launcher/runner.py, fetch_hostfile)
+
+
+def test_deepspeed_starts_on_the_gpus_that_are_visible_not_on_the_first_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,2,3")
+    argv = launch("deepspeed", strategy="zero3", has_gpu=True).argv
+    assert argv[argv.index("--include") + 1] == "localhost:6,2"
+    assert "--num_gpus" not in argv
+    assert "--include" not in launch("deepspeed", strategy="zero3").argv
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,GPU-21fb0c1d")
+    with pytest.raises(ConfigError, match="by number, not GPU-8932f937"):
+        launch("deepspeed", strategy="zero3", has_gpu=True)
+
+
+@pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
+def test_single_process_is_started_directly_whatever_the_launcher(launcher: str):
+    assert launch(launcher, Scale(1)).argv == (sys.executable, "-m", "sftplay.tasks.worker", "outputs/x")
+    with pytest.raises(ConfigError, match="could take --log-dir here: the run has one process"):
+        launch(launcher, Scale(1, launcher_args=("--log-dir", "here")))
+
+
+def test_deepspeed_is_refused_where_it_would_use_ssh():
+    with pytest.raises(ConfigError, match="reaches 2 nodes by ssh"):
+        launch("deepspeed", Scale(2, nnodes=2), strategy="zero2")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_deepspeed_is_refused_for_a_strategy_that_is_not_its_own(strategy: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigErrors, match="zero1, zero2, zero3 only") as caught:
+        load_config(DEMO, ["cluster.launcher=deepspeed", f"cluster.strategy={strategy}"])
+    assert caught.value.where == "command line cluster.launcher"
+    with pytest.raises(ConfigError, match="zero1, zero2 and zero3 only"):
+        launch("deepspeed", Scale(4), strategy=strategy)
+
+
+def test_launcher_that_has_nothing_to_start_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.chdir(ROOT)
+    words = ["train", "--config", DEMO, "--dry-run", "cluster.launcher=accelerate"]
+    assert main(words) == 0
+    assert "note: cluster.launcher accelerate has no effect" in capsys.readouterr().out
+    assert main([*words, "--nproc", "2"]) == 0
+    assert "note" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_words_behind_two_dashes_go_to_the_launcher_as_they_are(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(ROOT)
+    words = ["train", "--config", DEMO, "--nproc", "2", f"cluster.launcher={launcher}", "--dry-run"]
+    assert main([*words, "--", "--log-dir", "a b", "--json", "--", "seed=1"]) == 0
+    typed = capsys.readouterr().out
+    assert " --log-dir 'a b' --json -- seed=1 -" in typed
+    assert main([*words, "--json", "--", "--log-dir", "a b"]) == 0
+    argv = json.loads(capsys.readouterr().out)["argv"]
+    assert argv[argv.index("--log-dir") + 1] == "a b"
+    assert argv.index("--log-dir") < argv.index("sftplay.tasks.worker")
+
+
+def test_words_of_the_kit_end_at_the_first_two_dashes():
+    args = parse(["train", "--config", DEMO, "seed=1", "--", "seed=2", "--tb"])
+    assert (args.overrides, args.launcher_args, args.tb) == (["seed=1"], ["seed=2", "--tb"], False)
+    assert parse(["train", "--config", DEMO, "--"]).launcher_args == []
+    assert parse(["train", "--config", DEMO]).launcher_args == []
+    with pytest.raises(ConfigError, match="does not know '--no-such-flag'"):
+        parse(["train", "--config", DEMO, "--no-such-flag", "--", "--log-dir"])
+
+
+@pytest.mark.parametrize("verb", ["plan", "validate", "eval"])
+def test_words_for_a_launcher_are_refused_by_a_verb_that_starts_none(verb: str):
+    with pytest.raises(ConfigError, match=f"{verb} starts no launcher that could take --log-dir"):
+        parse([verb, "--config", DEMO, "--", "--log-dir", "x"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run whose launch begins."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.update_status(state="running", exit_code=None, pid=None, ranks=[], error=None, attempts=[])
+    return run
+
+
+def test_what_a_launcher_says_of_words_it_does_not_know_reaches_the_user(folder: RunFolder, capsys: Any):
+    command = Launch((sys.executable, "-m", "torch.distributed.run", "--no-such-flag", "-m", "nothing"), {})
+    assert follow(command, folder) == 2
+    assert "error: unrecognized arguments: --no-such-flag\n  fix: change what" in capsys.readouterr().err
+    status = folder.read_json("status.json")
+    assert (status["state"], status["error"]["code"]) == ("failed", "config")
+
+
+def test_files_of_a_launch_are_there_when_it_starts(folder: RunFolder, tmp_path: Path):
+    path = tmp_path / "new" / "file.txt"
+    code = f"import sys; sys.exit(4 if open({str(path)!r}).read() == 'content' else 0)"
+    assert follow(Launch((sys.executable, "-c", code), {}, {str(path): "content"}), folder) == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "found"), [(-9, "a rank was killed by SIGKILL"), (17, "a rank ended with code 17 without a word")]
+)
+def test_death_is_read_from_what_deepspeed_says(folder: RunFolder, code: int, found: str):
+    begin = "[2026-11-21 22:05:10,123]"
+    said = f"{begin} [ERROR] [launch.py:330:sigkill_handler] ['python', 'x'] exits with return code = {code}"
+    lines = [f"{begin} [INFO] [launch.py:325:sigkill_handler] Killing subprocess 77", said]
+    assert find_death(lines) == found
+    # The other rank was stopped by the launcher.
+    folder.update_status(state="stopped", exit_code=143, signal="SIGTERM", ranks=[{"pid": 1}, {"pid": 2}])
+    assert settle(folder, 1, 0, lines) == 5
+    assert folder.read_json("status.json")["error"]["what"] == found
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 130, 138, 143, -15])
+def test_rank_of_deepspeed_that_had_a_word_to_say_is_no_death(code: int):
+    assert find_death([f"[x] [ERROR] [launch.py:330:sigkill_handler] ['python'] exits with return code = {code}"]) == ""
+
+
+CHAIN = """
+import subprocess, sys, time
+depth, session = int(sys.argv[1]), int(sys.argv[1]) % 2 == 0
+if depth:
+    subprocess.Popen([sys.executable, "-c", sys.argv[2], str(depth - 1), sys.argv[2]], start_new_session=session)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def chain() -> Iterator[list[int]]:
+    """Pids of a process, its child, that one's child and that one's, two of them leading groups of their own."""
+    first = subprocess.Popen([sys.executable, "-c", CHAIN, "3", CHAIN])
+    top = psutil.Process(first.pid)
+    wait_until(lambda: len(top.children(recursive=True)) == 3, 60)
+    pids = [first.pid, *(each.pid for each in top.children(recursive=True))]
+    yield pids
+    for pid in pids:
+        if is_alive(pid):
+            os.kill(pid, 9)
+    first.wait()
+
+
+def test_process_descends_from_itself_its_parent_and_all_above_and_from_nobody_else(chain: list[int]):
+    for place, pid in enumerate(chain):
+        assert [descends_from(pid, above) for above in chain] == [n <= place for n in range(len(chain))]
+        assert descends_from(pid, os.getpid())
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    assert not descends_from(chain[0], ended.pid)
+    assert not descends_from(ended.pid, os.getpid())
+
+
+def test_end_of_a_launch_reaches_all_below_it(chain: list[int]):
+    assert end_launch(chain[0]) == []
+    wait_until(lambda: not any(map(is_alive, chain)), 10)

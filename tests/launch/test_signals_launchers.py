@@ -1,0 +1,219 @@
+"""Real runs under each launcher: it starts the ranks it shall, a stop signal to the command saves what is due and
+leaves nobody, and so does an end by force.
+
+A hook on PYTHONPATH holds rank 0 between two steps, found by Python's own audit events, until it is let go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import is_alive, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_FSDP = ROOT / "benchmarks" / "cpu_fsdp"
+"""accelerate shards by FSDP on accelerators only; this lets it do so here."""
+
+STEPS, LIMIT_S = 6, 400
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds for the CPU: needs g++")
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux: only there a child is tied to its parent"
+)
+pytestmark = [pytest.mark.slow, needs_compiler]
+
+HOOK = """
+import json, os, re, sys, time
+wanted = json.loads(os.environ.get("HOLD_AT", "null"))
+def listen(event, args):
+    if event == "open" and args[1] == "a" and str(args[0]).endswith("/metrics.jsonl") and wanted["lines"]:
+        wanted["lines"] -= 1
+        if not wanted["lines"]:
+            open(wanted["held"], "w").close()
+            while not os.path.exists(wanted["held"] + ".go"):
+                time.sleep(0.02)
+if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
+    sys.addaudithook(listen)
+"""
+
+WORDS = {
+    "python": [],
+    "torchrun": ["--nproc", "2", "cluster.launcher=torchrun"],
+    "accelerate": ["--nproc", "2", "cluster.launcher=accelerate"],
+    "deepspeed": ["--nproc", "2", "cluster.launcher=deepspeed", "cluster.strategy=zero2"],
+}
+
+STARTED = {
+    "python": [],
+    "torchrun": ["torch.distributed.run"],
+    "accelerate": ["accelerate.commands.launch"],
+    "deepspeed": ["sftplay.launch.deepspeed_runner", "deepspeed.launcher.launch"],
+}
+"""Modules of the processes between the command and its ranks, from the outermost one."""
+
+
+@dataclass
+class Shop:
+    """A config from which runs are started as a user does, and looked at from outside."""
+
+    root: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def folder(self, name: str) -> Path:
+        return self.root / "outputs" / name
+
+    def status(self, name: str) -> dict[str, Any]:
+        path = self.folder(name) / "status.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def said(self, name: str) -> str:
+        logs = [path.read_text(errors="replace")[-4000:] for path in self.folder(name).glob("logs/launch.log")]
+        return "\n".join([(self.root / f"{name}.txt").read_text(), *logs])
+
+    def adapter(self, name: str) -> bytes:
+        return (self.folder(name) / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    def complete(self, name: str) -> list[int]:
+        found = self.folder(name).glob("checkpoints/checkpoint-*/COMPLETE.json")
+        return sorted(int(path.parent.name.rpartition("-")[2]) for path in found)
+
+    def start(self, name: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "sftplay", "train", "--config", str(self.root / "run.yaml"), f"run_name={name}"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(self.root / "hf"), **environment}
+        env.pop("MAKELEVEL", None)
+        with (self.root / f"{name}.txt").open("ab") as out:
+            process = subprocess.Popen(
+                [*argv, *words], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def hold(self, name: str, launcher: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+        """Start a run and return when it is held behind its second step, with all its processes."""
+        held = self.root / f"{name}.held"
+        env = {"PYTHONPATH": str(self.root / "hook"), "HOLD_AT": json.dumps({"lines": 2, "held": str(held)})}
+        process = self.start(name, *WORDS[launcher], **env)
+        wait_until(lambda: held.exists() or process.poll() is not None, LIMIT_S)
+        assert process.poll() is None, self.said(name)
+        command = psutil.Process(process.pid)
+        return process, [command, *command.children(recursive=True)]
+
+    def let_go(self, name: str) -> None:
+        (self.root / f"{name}.held.go").touch()
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Shop]:
+    root = tmp_path_factory.mktemp("launchers")
+    (root / "hook").mkdir()
+    (root / "hook" / "sitecustomize.py").write_text(HOOK)
+    # What a user once made for other purposes must not take over: with it accelerate would start a single process.
+    (root / "hf" / "accelerate").mkdir(parents=True)
+    mine = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
+    (root / "hf" / "accelerate" / "default_config.yaml").write_text(mine + "mixed_precision: bf16\n")
+    values = {
+        "output_dir": str(root / "outputs"),
+        "model": {"name": str(tiny_llama), "max_seq_len": 64},
+        "tuning": {"mode": "lora", "lora": {"r": 4, "dropout": 0.1}},
+        "train": {
+            "max_steps": STEPS, "effective_batch_size": 8, "batch_size": 2, "learning_rate": 0.01,
+            "gradient_checkpointing": False, "save_steps": 100, "optim": "adamw_torch",
+        },
+        "data": {"train_path": str(chat_rows), "split": 0, "processed_dir": str(root / "processed")},
+        "logging": {"steps": 1, "backend": "none"},
+    }  # fmt: skip
+    (root / "run.yaml").write_text(json.dumps(values))
+    place = Shop(root)
+    yield place
+    for process in place.started:  # a failed test must not leave a run that goes on
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def modules_of(processes: list[psutil.Process]) -> list[str]:
+    lines = [each.cmdline() for each in processes]
+    return [words[words.index("-m") + 1] for words in lines if "-m" in words]
+
+
+PLAIN = [
+    ("python", [], "NO", 1),
+    ("torchrun", [], "MULTI_CPU", 2),
+    ("accelerate", [], "MULTI_CPU", 2),
+    ("deepspeed", [], "DEEPSPEED", 2),
+    ("accelerate", ["cluster.strategy=zero2"], "DEEPSPEED", 2),
+    ("accelerate", ["cluster.strategy=fsdp"], "FSDP", 2),
+]
+
+
+@pytest.mark.parametrize(("launcher", "words", "kind", "processes"), PLAIN)
+def test_run_has_the_ranks_and_the_strategy_that_were_asked_for(
+    shop: Shop, launcher: str, words: list[str], kind: str, processes: int
+):
+    name = f"plain-{launcher}-{kind}"
+    env = {"PYTHONPATH": str(CPU_FSDP)} if kind == "FSDP" else {}
+    assert shop.start(name, *WORDS[launcher], *words, **env).wait(LIMIT_S) == 0, shop.said(name)
+    status = shop.status(name)
+    assert (status["state"], status["step"]) == ("done", STEPS)
+    ranks = [(rank["distributed_type"], rank["world_size"], rank["is_main"]) for rank in status["ranks"]]
+    assert ranks == [(kind, processes, place == 0) for place in range(processes)]
+    if (launcher, kind) == ("accelerate", "MULTI_CPU"):
+        assert shop.adapter(name) == shop.adapter("plain-torchrun-MULTI_CPU")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("launcher", WORDS)
+def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(shop: Shop, launcher: str, name: str):
+    run, number = f"{launcher}-{name}", getattr(signal, name)
+    process, everybody = shop.hold(run, launcher)
+    ranks = [rank["pid"] for rank in shop.status(run)["ranks"]]
+    assert len(ranks) == (1 if launcher == "python" else 2)
+    assert modules_of(everybody)[1 : len(STARTED[launcher]) + 1] == STARTED[launcher]
+    assert {each.pid for each in everybody} >= set(ranks)
+    process.send_signal(number)
+    shop.let_go(run)
+    assert process.wait(LIMIT_S) == 128 + number, shop.said(run)
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody), 20)
+    status = shop.status(run)
+    assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, name)
+    assert shop.complete(run) == [status["step"]]
+    assert 2 <= status["step"] < STEPS
+    assert "Traceback" not in (shop.root / f"{run}.txt").read_text()
+
+
+@needs_linux
+@pytest.mark.parametrize("place", [0, 1], ids=["command", "runner"])
+def test_whoever_is_killed_between_the_command_and_the_ranks_of_deepspeed_takes_all_others_along(
+    shop: Shop, place: int
+):
+    run = f"killed-{place}"
+    process, everybody = shop.hold(run, "deepspeed")
+    assert modules_of(everybody)[:3] == ["sftplay", *STARTED["deepspeed"]]
+    everybody[place].kill()
+    code = process.wait(LIMIT_S)
+    assert code == (-signal.SIGKILL if place == 0 else 5), shop.said(run)
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody), 20)
+
+
+def test_rank_of_deepspeed_that_is_killed_is_a_death(shop: Shop):
+    run = "dead"
+    process, everybody = shop.hold(run, "deepspeed")
+    os.kill(shop.status(run)["ranks"][1]["pid"], signal.SIGKILL)
+    shop.let_go(run)
+    assert process.wait(LIMIT_S) == 5, shop.said(run)
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody), 20)
+    status = shop.status(run)
+    assert (status["state"], status["error"]["code"]) == ("failed", "death")
+    assert status["error"]["what"] == "a rank was killed by SIGKILL"
