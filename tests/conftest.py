@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import Inputs, write_small_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -69,6 +70,17 @@ def environment_put_back() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def verbs_environment() -> Iterator[None]:
+    """What a verb that runs in a module's own fixtures sets for the libraries is undone behind that module."""
+    from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        for key in quiet_environment() | cache_environment() | offline_environment():
+            patch.setenv(key, "1")
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -136,36 +148,18 @@ def write_chats(path: Path, count: int, *, seed: int) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def inputs(tiny_llama: Path, chat_rows: Path, held_out_rows: Path) -> Inputs:
+    """The files of a small run."""
+    return Inputs(tiny_llama, chat_rows, held_out_rows)
+
+
 @pytest.fixture
-def write_config(tmp_path: Path, tiny_llama: Path, chat_rows: Path, held_out_rows: Path) -> Callable[..., Path]:
+def write_config(tmp_path: Path, inputs: Inputs) -> Callable[..., Path]:
     """Writes a small run's YAML below tmp_path; keyword `a__b=c` sets the key a.b."""
 
     def write(name: str = "run.yaml", **changes: Any) -> Path:
-        values: dict[str, Any] = {
-            "run_name": "run",
-            "output_dir": str(tmp_path / "outputs"),
-            "model": {"name": str(tiny_llama), "max_seq_len": 128},
-            "tuning": {"mode": "lora", "lora": {"r": 4}},
-            "train": {
-                "max_steps": 4,
-                "effective_batch_size": 8,
-                "learning_rate": 0.01,
-                "gradient_checkpointing": False,
-            },
-            "data": {"train_path": str(chat_rows), "val_path": str(held_out_rows)},
-            "logging": {"steps": 1, "backend": "none", "row_ids": True},
-            "eval": {"limit": 4, "max_new_tokens": 4},
-        }
-        values["data"]["processed_dir"] = str(tmp_path / "processed")
-        for dotted, value in changes.items():
-            *path, last = dotted.split("__")
-            branch = values
-            for part in path:
-                branch = branch.setdefault(part, {})
-            branch[last] = value
-        target = tmp_path / name
-        target.write_text(json.dumps(values, indent=1))  # JSON is YAML
-        return target
+        return write_small_run(tmp_path, inputs, name, **changes)
 
     return write
 

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from small_run import Inputs, write_small_run
 
 from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.schema import RunConfig
@@ -19,15 +20,6 @@ from sftplay.plan.sizing import size_run
 from sftplay.tasks import sft
 from sftplay.tasks.train_run import Outcome, TrainRun
 from sftplay.watch.guards import StopOnSignal
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The files a run starts from."""
-
-    model: Path
-    train: Path
-    held_out: Path
 
 
 @dataclass
@@ -62,37 +54,8 @@ class StopAfter(StopOnSignal):
 
 
 def written_config(home: Path, inputs: Inputs, **changes: Any) -> Path:
-    """A small run's YAML below `home`; keyword `a__b=c` sets the key a.b, `drop` removes one."""
-    values: dict[str, Any] = {
-        "run_name": "run",
-        "output_dir": str(home / "outputs"),
-        "model": {"name": str(inputs.model), "max_seq_len": 128},
-        "tuning": {"mode": "lora", "lora": {"r": 4}},
-        "train": {
-            "max_steps": 4,
-            "effective_batch_size": 8,
-            "learning_rate": 0.01,
-            "gradient_checkpointing": False,
-            "warmup_ratio": 0.0,
-        },
-        "data": {
-            "train_path": str(inputs.train),
-            "val_path": str(inputs.held_out),
-            "processed_dir": str(home / "processed"),
-        },
-        "logging": {"steps": 1, "backend": "none", "row_ids": True},
-        "eval": {"limit": 4, "max_new_tokens": 4},
-    }
-    for dotted, value in changes.items():
-        *path, last = dotted.split("__")
-        branch = values
-        for part in path:
-            branch = branch.setdefault(part, {})
-        branch[last] = value
-    home.mkdir(parents=True, exist_ok=True)
-    target = home / "run.yaml"
-    target.write_text(json.dumps(values, indent=1))  # JSON is YAML
-    return target
+    """A small run's YAML below `home`, without warm-up; keyword `a__b=c` sets the key a.b."""
+    return write_small_run(home, inputs, **{"train__warmup_ratio": 0.0, **changes})
 
 
 def sized(config: Path) -> RunConfig:

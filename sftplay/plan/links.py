@@ -17,6 +17,12 @@ the architectures Pascal to Blackwell (a V100 has 6 links and 300 GB/s both ways
 
 SLOWER_NVLINK = (8, 6)
 
+SIZES_BYTES = tuple(2**power for power in range(12, 27, 2))
+"""Exchanges that a check of the communication measures: 4 KiB to 64 MiB, by fours."""
+
+BUCKET_BYTES = 25 * 2**20
+"""What DDP sends at a time where `cluster.comm.bucket_cap_mb` says nothing (torch 2.13, `DistributedDataParallel`)."""
+
 
 @dataclass(frozen=True)
 class Exchange:

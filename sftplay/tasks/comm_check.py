@@ -23,12 +23,7 @@ from torch import Tensor
 from sftplay import log
 from sftplay.errors import RunError, SftplayError
 from sftplay.lifeline import die_with_parent
-
-SIZES_BYTES = tuple(2**power for power in range(12, 27, 2))
-"""4 KiB to 64 MiB, by fours."""
-
-HOOK_BYTES = 25 * 2**20
-"""What DDP sends at a time: the size at which the fp16 hook is tried."""
+from sftplay.plan.links import BUCKET_BYTES, SIZES_BYTES
 
 WARM_UP = 2
 MARKS = 251
@@ -76,9 +71,9 @@ def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
         check_sum(size_bytes, device, reduce)
         buffer = torch.zeros(size_bytes // 4, device=device)
         latencies.append(median_s(partial(reduce, buffer), device, repeats_of(size_bytes)))
-    bucket = torch.zeros(HOOK_BYTES // 4, device=device)
-    plain_s = median_s(lambda: reduce(bucket.div_(log.world_size())), device, repeats_of(HOOK_BYTES))
-    fp16_s = median_s(lambda: _as_fp16(bucket, reduce), device, repeats_of(HOOK_BYTES))
+    bucket = torch.zeros(BUCKET_BYTES // 4, device=device)
+    plain_s = median_s(lambda: reduce(bucket.div_(log.world_size())), device, repeats_of(BUCKET_BYTES))
+    fp16_s = median_s(lambda: _as_fp16(bucket, reduce), device, repeats_of(BUCKET_BYTES))
     return {"latencies_s": latencies, "plain_s": plain_s, "fp16_s": fp16_s, "device": device.type}
 
 

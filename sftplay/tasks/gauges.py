@@ -6,6 +6,7 @@ They say what was held, not why; phases are whatever words `enter` is given.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from sftplay.plan.live_bytes import LiveBytes
+from sftplay.watch.meters import peak_rss_bytes
 
 Kind = Literal["cuda", "tensors", "process"]
 
@@ -20,7 +22,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 
 
-class Gauge:
+class Gauge(ABC):
     """Keeps the largest peak of each phase; what a peak is, its kinds say."""
 
     def __init__(self) -> None:
@@ -39,13 +41,13 @@ class Gauge:
         taken, self.peaks_bytes, self._phase = self.peaks_bytes, {}, None
         return taken
 
-    def follow(self, model: Any) -> None:
+    def follow(self, model: Any) -> None:  # noqa: B027
         """Count what `model` holds already."""
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # noqa: B027
         """Return when the device has done all it was told to."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Give back what is only cached."""
 
     def reserved_bytes(self) -> int | None:
@@ -56,11 +58,13 @@ class Gauge:
         """Total, free and reserved bytes of the device now; None without one."""
         return None
 
+    @abstractmethod
     def restart(self) -> None:
-        raise NotImplementedError
+        """Peaks count from now on."""
 
+    @abstractmethod
     def peak(self) -> int:
-        raise NotImplementedError
+        """The most bytes since `restart`."""
 
     def _close(self) -> None:
         if self._phase is not None:
@@ -129,9 +133,7 @@ class ProcessGauge(Gauge):
 
     def peak(self) -> int:
         if sys.platform != "linux":
-            import resource
-
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak_rss_bytes()
         held = STATUS.read_text().split("VmHWM:")[1].split()[0]
         return int(held) * 1024
 

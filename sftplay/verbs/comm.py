@@ -22,7 +22,7 @@ from sftplay.lifeline import die_with_parent
 from sftplay.machine.probe import Machine, probe
 from sftplay.model.lineage import settle
 from sftplay.plan.kit_path import path_of
-from sftplay.plan.links import Exchange, exchange_s, nominal_link, turning_bytes
+from sftplay.plan.links import BUCKET_BYTES, SIZES_BYTES, Exchange, exchange_s, nominal_link, turning_bytes
 from sftplay.plan.memory import standing_bytes
 from sftplay.plan.sizing import size_run
 from sftplay.units import format_bytes
@@ -30,12 +30,6 @@ from sftplay.verbs.launching import print_command, read_scale
 from sftplay.verbs.plan import known_shape
 
 RANK = "sftplay.tasks.comm_check"
-
-SIZES_BYTES = tuple(2**power for power in range(12, 27, 2))
-"""Those of the ranks, which are known here without torch."""
-
-BUCKET_BYTES = 25 * 2**20
-"""What DDP sends at a time where `cluster.comm.bucket_cap_mb` says nothing."""
 
 LIMIT_S = 180.0
 """How long all of it may take on one node; a start on slow disks takes most of it."""

@@ -80,14 +80,23 @@ def _kept_sizes(cfg: RunConfig, stored: RunConfig, plan: dict[str, Any]) -> dict
 
 
 def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> None:
-    cluster = sized.cfg.cluster
-    if cluster.strategy in SHARDED:
-        raise ConfigError(
-            f"the checkpoints of {cluster.strategy} hold one part for each of {before} processes, and cannot be read "
-            f"by {scale.world_size}",
-            where=f"{sized.cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy",
-            fix=f"continue it with NPROC={before}, or train under a new run_name",
+    """FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes that split a model can read them."""
+    strategy, now = sized.cfg.cluster.strategy, scale.world_size
+    if strategy not in SHARDED or (strategy == "fsdp" and 1 not in (before, now)):
+        return
+    fix = f"continue it with NPROC={before}, or train under a new run_name"
+    if strategy == "fsdp":
+        what = (
+            f"the checkpoint is of {before} process(es) and would go on on {now}: one process trains without fsdp, "
+            "whose checkpoints name the optimizer's state otherwise than its own"
         )
+        fix = fix if before == 1 else f"continue it with NPROC={before} or another number above 1"
+    elif strategy == "hsdp":
+        what = f"{now} processes would split the model into other copies than {before} did, which nobody has tried"
+    else:
+        what = f"the checkpoints of {strategy} hold one part for each of {before} processes, not for {now}"
+    where = f"{sized.cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy"
+    raise ConfigError(what, where=where, fix=fix)
 
 
 def _leave_finished(args: Namespace, configs: tuple[RunConfig, RunConfig], folder: RunFolder) -> int:

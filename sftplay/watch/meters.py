@@ -168,8 +168,13 @@ def memory_fields() -> dict[str, int]:
             "reserved_bytes": torch.cuda.memory_reserved(),
             "peak_bytes": torch.cuda.max_memory_allocated(),
         }
+    return {"peak_rss_bytes": peak_rss_bytes()}
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that was resident in this process so far; the kernel counts it in bytes on macOS, else in KiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak_rss_bytes": peak if sys.platform == "darwin" else peak * 1024}
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def compare_memory(held: dict[str, int]) -> str:

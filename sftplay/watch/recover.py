@@ -6,7 +6,6 @@ What is run again, and in which pieces, is the window's business (`tasks.window`
 from __future__ import annotations
 
 import gc
-import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from sftplay import log
 from sftplay.errors import MachineError
 from sftplay.pulse import Pulse
 from sftplay.units import format_bytes
-from sftplay.watch.meters import gather
+from sftplay.watch.meters import gather, memory_fields
 
 CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
 """All that tells a failed allocation on a CPU from other RuntimeErrors (c10/core/impl/alloc_cpu.cpp)."""
@@ -97,9 +96,8 @@ class Agreement:
 
 def held_bytes() -> int:
     """The most memory this process has held so far."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held = memory_fields()
+    return held["peak_bytes"] if "peak_bytes" in held else held["peak_rss_bytes"]
 
 
 def free_memory() -> None:

@@ -24,20 +24,12 @@ from sftplay.deliver.journal import Journal
 from sftplay.deliver.questions import Questions
 from sftplay.deliver.sampling import Sampling
 from sftplay.errors import ConfigError, RunError
-from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
+
+pytestmark = pytest.mark.usefixtures("verbs_environment")
 
 ROOT = Path(__file__).resolve().parents[2]
 END = 2
 LENGTHS = (9, 2, 25, 1, 14, 9, 3, 18, 30, 5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Any:
-    """What the verbs set is undone."""
-    with pytest.MonkeyPatch.context() as patch:
-        for key in quiet_environment() | cache_environment() | offline_environment():
-            patch.setenv(key, "1")
-        yield
 
 
 @pytest.fixture(scope="module")

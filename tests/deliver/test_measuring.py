@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Inputs, sized, written_config
+from lively import lively_model
 from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import CHRF
 from torch.nn import functional
@@ -29,13 +30,7 @@ END = 2
 @pytest.fixture(scope="module")
 def model(tiny_llama: Path) -> Any:
     """A model whose answers depend on every token of the prompt and end at different lengths."""
-    torch.manual_seed(5)
-    made = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.3)
-    return made
+    return lively_model(tiny_llama)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Finished, Inputs, new_run, train
+from lively import lively_model
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -125,13 +126,7 @@ def run(request: pytest.FixtureRequest, inputs: Inputs, tmp_path_factory: pytest
     """A run trained by the kit on a base whose answers are long and depend on every token of the prompt."""
     home = tmp_path_factory.mktemp("merge")
     base = Path(shutil.copytree(inputs.model, home / "base"))
-    model = AutoModelForCausalLM.from_pretrained(base)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.3)
-    model.save_pretrained(base)
+    lively_model(base).save_pretrained(base)
     started = Inputs(base, inputs.train, inputs.held_out)
     return train(home, started, tuning__mode=request.param, train__learning_rate=0.05)
 

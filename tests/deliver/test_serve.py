@@ -22,9 +22,10 @@ import torch
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.utils import validate_repo_id
 from in_process import Finished, Inputs, train
+from lively import lively_model
 from peft import AutoPeftModelForCausalLM
 from processes import is_alive, wait_until
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.deliver.serve import lay_out, served_name, server_config, whole_model
 from sftplay.errors import ConfigError, MachineError, RunError
@@ -63,13 +64,7 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A LoRA run on a base whose answers are long and depend on every token of the prompt."""
     home = tmp_path_factory.mktemp("serve place")
     base = Path(shutil.copytree(inputs.model, home / "base"))
-    model = AutoModelForCausalLM.from_pretrained(base)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.3)
-    model.save_pretrained(base)
+    lively_model(base).save_pretrained(base)
     done = train(home, Inputs(base, inputs.train, inputs.held_out), train__max_steps=2)
     folder = RunFolder(done.folder.path.rename(done.folder.path.with_name(NAME)))
     return Finished(done.cfg, folder, done.outcome, done.trainer)

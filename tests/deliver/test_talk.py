@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 from in_process import Finished, Inputs, train
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from lively import lively_model
+from transformers import AutoTokenizer
 
 from sftplay import cli
 from sftplay.data.render import Renderer
 from sftplay.deliver.dialogue import HELP, Dialogue, obey
 from sftplay.deliver.generate import Pieces, Speaker
 from sftplay.errors import DataError
-from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
 from sftplay.verbs import talk
+
+pytestmark = pytest.mark.usefixtures("verbs_environment")
 
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""
@@ -30,12 +32,7 @@ END = 2
 @pytest.fixture(scope="module")
 def model(tiny_llama: Path) -> Any:
     """A model whose answers depend on every token of the prompt, and that reads 120 tokens."""
-    torch.manual_seed(5)
-    made = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.3)
+    made = lively_model(tiny_llama)
     made.config.max_position_embeddings = 120
     return made
 
@@ -253,15 +250,6 @@ def test_a_model_without_a_limit_is_given_the_whole_conversation(dialogue: Dialo
     open_end = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace()))
     assert Speaker(open_end, tokenizer, [END], 8).context_tokens is None
     assert dialogue.speaker.context_tokens == 120
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Any:
-    """What the verbs set is undone."""
-    with pytest.MonkeyPatch.context() as patch:
-        for key in quiet_environment() | cache_environment() | offline_environment():
-            patch.setenv(key, "1")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from outputs import Outputs
 from processes import is_alive, wait_until
-from safetensors.torch import load_file
+from small_run import Inputs, write_small_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from sftplay.config.load import dump_resolved, load_config
@@ -276,10 +277,9 @@ MOMENTS = [
 
 
 @dataclass
-class Shop:
+class Shop(Outputs):
     """A config from which runs are started as a user does, and looked at from outside."""
 
-    root: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, verb: str, name: str, *words: Any, **environment: str) -> subprocess.Popen[bytes]:
@@ -294,41 +294,16 @@ class Shop:
     def said(self, name: str) -> str:
         return (self.root / f"{name}.txt").read_text()
 
-    def folder(self, name: str) -> RunFolder:
-        return RunFolder(self.root / "outputs" / name)
-
-    def status(self, name: str) -> dict[str, Any]:
-        return self.folder(name).read_json("status.json")
-
-    def metrics(self, name: str) -> list[dict[str, Any]]:
-        path = self.folder(name).metrics
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
-
-    def weights(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.folder(name).path / "adapter" / "adapter_model.safetensors")
-
-    def complete(self, name: str) -> list[int]:
-        found = self.folder(name).checkpoints.glob("checkpoint-*/COMPLETE.json")
-        return sorted(int(path.parent.name.rpartition("-")[2]) for path in found)
-
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Shop]:
+def shop(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Iterator[Shop]:
     root = tmp_path_factory.mktemp("restarts")
-    values = {
-        "output_dir": str(root / "outputs"),
-        "model": {"name": str(tiny_llama), "max_seq_len": 64},
-        "tuning": {"mode": "lora", "lora": {"r": 4, "dropout": 0.1}},
-        "train": {
-            "max_steps": STEPS, "effective_batch_size": 8, "batch_size": 2, "learning_rate": 0.01,
-            "gradient_checkpointing": False, "save_steps": SAVE_STEPS, "save_total_limit": 9,
-        },
-        "data": {"train_path": str(chat_rows), "split": 0, "processed_dir": str(root / "processed")},
-        "logging": {"steps": 1, "backend": "none", "row_ids": True},
-    }  # fmt: skip
+    write_small_run(
+        root, inputs, model__max_seq_len=64, tuning__lora__dropout=0.1, train__max_steps=STEPS, train__batch_size=2,
+        train__save_steps=SAVE_STEPS, train__save_total_limit=9, data__val_path=None, data__split=0,
+    )  # fmt: skip
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(HOOK)
-    (root / "run.yaml").write_text(json.dumps(values))
     workshop = Shop(root)
     yield workshop
     for process in workshop.started:

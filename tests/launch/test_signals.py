@@ -17,25 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+from holding import HOOK
 from processes import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS = 9, 3
 
 pytestmark = pytest.mark.slow
-
-HOOK = """
-import json, os, re, sys, time
-wanted = json.loads(os.environ.get("HOLD_AT", "null"))
-def listen(event, args):
-    if event == wanted["event"] and args and re.search(wanted["name"], os.fsdecode(str(args[0]))):
-        wanted["event"] = "none"
-        open(wanted["held"], "w").close()
-        while not os.path.exists(wanted["go"]):
-            time.sleep(0.02)
-if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
-    sys.addaudithook(listen)
-"""
 
 MOMENTS = {
     "data are prepared": ("open", r"processed/.*unfinished/held_out_chats\.jsonl$"),

@@ -15,7 +15,6 @@ import pytest
 from processes import is_alive, wait_until
 
 from sftplay.launch import stacks
-from sftplay.launch.folder import RunFolder
 from sftplay.launch.processes import state_of
 from sftplay.launch.stacks import Stack, ask_for_stacks
 from sftplay.launch.stall import GAP_S, SHOWN_LINES, Stall, Watchdog, find_culprits
@@ -27,14 +26,6 @@ TIMEOUT_S = 60.0
 RANK = str(Path(__file__).with_name("pulsing_rank.py"))
 
 THROUGH_ANOTHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.create()
-    run.update_status(state="running", exit_code=None, step=4, attempts=[{"from_step": 0, "cause": None}])
-    return run
 
 
 class Clock:

@@ -14,7 +14,6 @@ import pytest
 from processes import is_alive, wait_until
 
 from sftplay.launch.command import Launch
-from sftplay.launch.folder import RunFolder
 from sftplay.launch.follow import follow
 from sftplay.launch.processes import end_launch
 from sftplay.pulse import read_pulses
@@ -23,14 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = str(Path(__file__).with_name("pulsing_rank.py"))
 
 CONFIG = "model: {name: 'builtin:tiny'}\ndata: {train_path: rows.jsonl}\ntrain: {stall_timeout: 1}\n"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    run = RunFolder(tmp_path / "run")
-    run.create()
-    run.update_status(state="running", exit_code=None, step=4, attempts=[{"from_step": 0, "cause": None}])
-    return run
 
 
 LAUNCHER = """

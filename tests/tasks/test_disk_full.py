@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from holding import HOOK
 from processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,19 +25,6 @@ STEPS, SAVE_STEPS = 6, 2
 ROOMY_BYTES = 64 << 20
 
 pytestmark = pytest.mark.slow
-
-HOLD = """
-import json, os, re, sys, time
-wanted = json.loads(os.environ.get("HOLD_AT", "null"))
-def listen(event, args):
-    if event == "open" and re.search(wanted["name"], os.fsdecode(str(args[0]))):
-        wanted["name"] = "(?!)"
-        open(wanted["held"], "w").close()
-        while not os.path.exists(wanted["go"]):
-            time.sleep(0.02)
-if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
-    sys.addaudithook(listen)
-"""
 
 
 @dataclass
@@ -66,10 +54,10 @@ class Disk:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if hold_at:
             (self.root / "hook").mkdir(exist_ok=True)
-            (self.root / "hook" / "sitecustomize.py").write_text(HOLD)
+            (self.root / "hook" / "sitecustomize.py").write_text(HOOK)
             for name in ("held", "go"):
                 (self.root / name).unlink(missing_ok=True)
-            hold = {"name": hold_at, "held": str(self.root / "held"), "go": str(self.root / "go")}
+            hold = {"event": "open", "name": hold_at, "held": str(self.root / "held"), "go": str(self.root / "go")}
             env |= {"HOLD_AT": json.dumps(hold), "PYTHONPATH": str(self.root / "hook")}
         with (self.root / "said.txt").open("w") as out:
             return subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)

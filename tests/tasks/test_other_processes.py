@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from outputs import Outputs
+from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config
 from sftplay.launch.command import Scale
@@ -89,10 +89,8 @@ def test_dropout_and_noise_are_seen_wherever_they_are_set(
 
 
 @dataclass
-class Shop:
+class Shop(Outputs):
     """A config from which runs are started as a user does."""
-
-    root: Path
 
     def run(self, verb: str, name: str, processes: int, *words: str) -> str:
         """What a run says that ends well."""
@@ -104,39 +102,15 @@ class Shop:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def folder(self, name: str) -> RunFolder:
-        return RunFolder(self.root / "outputs" / name)
-
-    def cut_off(self, name: str, step: int) -> None:
-        """Leave a finished run as one that died right behind its checkpoint at `step`."""
-        folder = self.folder(name)
-        folder.update_status(state="failed", exit_code=5)
-        for checkpoint in folder.checkpoints.glob("checkpoint-*"):
-            if checkpoint.name != f"checkpoint-{step}":
-                (checkpoint / "COMPLETE.json").unlink()
-
-    def metrics(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.folder(name).metrics.read_text().splitlines()]
-
-    def weights(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.folder(name).path / "adapter" / "adapter_model.safetensors")
-
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Shop:
+def shop(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Shop:
     root = tmp_path_factory.mktemp("processes")
-    values = {
-        "output_dir": str(root / "outputs"),
-        "model": {"name": str(tiny_llama), "max_seq_len": 64},
-        "tuning": {"mode": "lora", "lora": {"r": 4, "dropout": 0.0}},
-        "train": {
-            "max_steps": STEPS, "effective_batch_size": STEP_ROWS, "learning_rate": 0.01, "save_total_limit": 9,
-            "gradient_checkpointing": False, "save_steps": SAVE_STEPS,
-        },
-        "data": {"train_path": str(chat_rows), "split": 0, "processed_dir": str(root / "processed")},
-        "logging": {"steps": 1, "backend": "none", "row_ids": True},
-    }  # fmt: skip
-    (root / "run.yaml").write_text(json.dumps(values))
+    write_small_run(
+        root, inputs, model__max_seq_len=64, tuning__lora__dropout=0.0, train__max_steps=STEPS,
+        train__effective_batch_size=STEP_ROWS, train__save_steps=SAVE_STEPS, train__save_total_limit=9,
+        data__val_path=None, data__split=0,
+    )  # fmt: skip
     return Shop(root)
 
 

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from outputs import Outputs
 from safetensors.torch import load_file
+
+from sftplay.config.load import load_config
+from sftplay.launch.folder import new_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_FSDP = ROOT / "benchmarks" / "cpu_fsdp"
@@ -106,3 +110,58 @@ def test_a_launch_that_accelerate_turns_into_something_else_is_stopped_before_th
     assert json.loads((run / "status.json").read_text())["exit_code"] == 5, said
     assert "instead of FSDP" in said or "where cluster.strategy is fsdp" in said
     assert not (run / "metrics.jsonl").exists() or not losses(run)
+
+
+@pytest.mark.slow
+def test_a_run_split_by_fsdp_goes_on_on_other_numbers_of_processes(
+    train: Train, sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
+):
+    """Twelve rows a step on 2, then 3, then 4 processes, the adapter's optimizer with them."""
+    how = {
+        "tuning__mode": "lora", "tuning__lora__dropout": 0.0, "cluster__strategy": "fsdp", "train__max_steps": 9,
+        "train__effective_batch_size": 12, "train__batch_size": "auto", "train__save_steps": 3,
+        "train__save_total_limit": 9, "eval__after": False, "data__val_path": None, "data__split": 0,
+    }  # fmt: skip
+    whole, said = train("whole", 2, **how)
+    assert len(losses(whole)) == 9, said
+    runs, before = Outputs(tmp_path), 2
+    shutil.copytree(whole, whole.with_name("moved"))
+    for last, now in ((3, 3), (6, 4)):
+        runs.cut_off("moved", last)
+        words = ["--config", tmp_path / "whole.yaml", "--nproc", now, "run_name=moved"]
+        done = sftplay("resume", *words, env={"PYTHONPATH": str(CPU_FSDP)}, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"begun on {before} process(es), goes on on {now} with" in done.stdout
+        assert [rank["distributed_type"] for rank in runs.status("moved")["ranks"]] == ["FSDP"] * now
+        before = now
+    assert [line["attempt"] for line in runs.metrics("moved")] == [1] * 3 + [2] * 3 + [3] * 3
+    assert losses(runs.folder("moved").path) == pytest.approx(losses(whole), abs=1e-4)
+    ours, theirs = runs.weights("moved"), runs.weights("whole")
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= 1e-4
+
+
+REFUSED = [
+    ("fsdp", 2, 1, "one process trains without fsdp"),
+    ("fsdp", 1, 2, "one process trains without fsdp"),
+    ("hsdp", 4, 8, "other copies than 4 did"),
+    ("zero1", 2, 4, "one part for each of 2 processes, not for 4"),
+    ("zero3", 2, 1, "one part for each of 2 processes, not for 1"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "before", "now", "said"), REFUSED)
+def test_a_move_that_no_checkpoint_survives_is_refused_with_its_reason(
+    strategy: str, before: int, now: int, said: str, write_config: Callable[..., Path],
+    sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path,
+):  # fmt: skip
+    config = write_config(cluster__strategy=strategy, train__batch_size="auto", data__val_path=None)
+    folder = new_folder(load_config(config), str(config))
+    folder.create()
+    checkpoint = folder.checkpoints / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE.json").write_text(json.dumps({"step": 4, "world_size": before}))
+    shutil.copy(config, folder.resolved)
+    done = sftplay("resume", "--config", config, "--nproc", now, "--dry-run")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert f"NPROC={before}" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import re
@@ -10,12 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from sftplay.errors import MachineError
+from sftplay.errors import MachineError, RunError
 from sftplay.launch.ports import free_port
 from sftplay.verbs import board
 
@@ -73,6 +75,14 @@ def test_started_again_it_only_says_where_it_is(place, started):
     assert f"already running: {started[2]['url']}" in done.stdout
 
 
+def test_over_another_folder_it_says_that_this_one_is_not_shown(place, started):
+    done = call(place, "tensorboard", "--config", str(ROOT / "configs/run_demo.yaml"), "output_dir=elsewhere")
+    assert done.returncode == 0, done.stderr
+    assert "it does not show elsewhere; `make tb-stop` first" in done.stdout
+    inside = call(place, "tensorboard", "--run", "mine")
+    assert "does not show" not in inside.stdout
+
+
 def test_stopped_it_is_gone_and_stopping_again_finds_nothing(place, started):
     pid = started[2]["pid"]
     assert board.start_time(pid) == started[2]["started"]
@@ -82,6 +92,48 @@ def test_stopped_it_is_gone_and_stopping_again_finds_nothing(place, started):
     again = call(place, "tb-stop")
     assert again.returncode == 0
     assert "no TensorBoard of ours is running" in again.stdout
+
+
+STRANGERS = {
+    "another kind of server": (404, b"no such page"),
+    "a TensorBoard over other runs": (200, json.dumps({"data_location": "/elsewhere"}).encode()),
+    "a server of other JSON": (200, b"[]"),
+}
+
+
+@contextlib.contextmanager
+def serving(status, body):
+    """The port of a server on this machine that gives every question the same answer."""
+
+    class Stranger(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_the_answer_of_a_stranger_is_not_taken_for_its_own(tmp_path, stranger):
+    with serving(*STRANGERS[stranger]) as port:
+        assert not board.answers(f"http://127.0.0.1:{port}", tmp_path)
+
+
+def test_a_stranger_that_takes_the_port_at_the_last_moment_is_no_success(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with serving(*STRANGERS["another kind of server"]) as port:
+        monkeypatch.setattr(board, "free_port", lambda first: port)
+        with pytest.raises(RunError, match="did not start"):
+            board.start_board(tmp_path / "outputs", port)
+    assert not RECORD.exists()
 
 
 @pytest.mark.parametrize("record", ["stale", "broken"])

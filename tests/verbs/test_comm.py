@@ -183,8 +183,3 @@ def test_a_dry_run_prints_the_command_of_two_ranks_and_starts_nothing(capsys: py
 def test_one_process_has_nobody_to_exchange_with(capsys: pytest.CaptureFixture[str]):
     assert main(["comm-check", "--nproc", "1"]) == 3
     assert "nobody to exchange with" in capsys.readouterr().err
-
-
-def test_sizes_are_those_the_ranks_measure():
-    assert comm.SIZES_BYTES == rank.SIZES_BYTES
-    assert comm.BUCKET_BYTES == rank.HOOK_BYTES

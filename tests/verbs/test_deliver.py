@@ -17,19 +17,12 @@ from transformers import AutoModelForCausalLM
 from sftplay import cli
 from sftplay.deliver import serve as serving
 from sftplay.launch import server
-from sftplay.launch.command import Launch, cache_environment, offline_environment, quiet_environment
+from sftplay.launch.command import Launch
 from sftplay.launch.ports import HOST, free_port
 
+pytestmark = pytest.mark.usefixtures("verbs_environment")
+
 IDS = torch.arange(3, 60)[None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Any:
-    """What the verbs set is undone."""
-    with pytest.MonkeyPatch.context() as patch:
-        for key in quiet_environment() | cache_environment() | offline_environment():
-            patch.setenv(key, "1")
-        yield
 
 
 @pytest.fixture(scope="module")

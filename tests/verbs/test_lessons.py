@@ -17,11 +17,6 @@ from sftplay.verbs.launching import size
 from sftplay.verbs.lessons import LESSONS, learn
 
 
-@pytest.fixture(scope="module")
-def inputs(tiny_llama: Path, chat_rows: Path, held_out_rows: Path) -> Inputs:
-    return Inputs(tiny_llama, chat_rows, held_out_rows)
-
-
 def sized(home: Path, inputs: Inputs, machine: Machine, **changes: object) -> SizedRun:
     keys = {"train__effective_batch_size": 48, **changes}
     return size(load_config(written_config(home, inputs, **keys)), machine, Scale())

@@ -16,23 +16,11 @@ from sftplay import cli
 from sftplay.config.load import load_config
 from sftplay.data.sources import read_rows
 from sftplay.deliver import report as reporting
-from sftplay.launch.command import Launch, cache_environment, offline_environment, quiet_environment
+from sftplay.launch.command import Launch
 from sftplay.launch.folder import RunFolder
 from sftplay.verbs import launching
 
-
-@pytest.fixture(scope="module")
-def inputs(tiny_llama: Path, chat_rows: Path, held_out_rows: Path) -> Inputs:
-    return Inputs(tiny_llama, chat_rows, held_out_rows)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Any:
-    """What the verbs set is undone."""
-    with pytest.MonkeyPatch.context() as patch:
-        for key in quiet_environment() | cache_environment() | offline_environment():
-            patch.setenv(key, "1")
-        yield
+pytestmark = pytest.mark.usefixtures("verbs_environment")
 
 
 def work(launch: Launch, folder: RunFolder, **how: Any) -> int:

@@ -174,11 +174,6 @@ def test_only_the_main_rank_decides(tmp_path: Path, monkeypatch: Any):
     assert timed.stop.received == 0
 
 
-@pytest.fixture(scope="module")
-def inputs(tiny_llama: Path, chat_rows: Path, held_out_rows: Path) -> Inputs:
-    return Inputs(tiny_llama, chat_rows, held_out_rows)
-
-
 def test_run_in_a_slurm_job_that_ends_stops_with_a_checkpoint_and_goes_on_later(
     tmp_path: Path, inputs: Inputs, capsys: Any, monkeypatch: Any
 ):

@@ -18,8 +18,9 @@ from sftplay.pulse import Pulse
 from sftplay.tasks.pieces import Collator, Cutter
 from sftplay.tasks.window import StepCounts
 from sftplay.watch.interval import Facts, Share, describe_ranks, describe_speed, mean_loss, scalars
-from sftplay.watch.meters import Meters, compare_memory
+from sftplay.watch.meters import Meters, compare_memory, memory_fields
 from sftplay.watch.phases import PhaseMarks
+from sftplay.watch.recover import held_bytes
 
 GIB = 2**30
 ROWS = [
@@ -48,11 +49,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr("sftplay.pulse.time", made)
     return made
-
-
-@pytest.fixture(scope="module")
-def inputs(tiny_llama: Path, chat_rows: Path, held_out_rows: Path) -> Inputs:
-    return Inputs(tiny_llama, chat_rows, held_out_rows)
 
 
 def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
@@ -271,3 +267,15 @@ def test_planned_peak_stands_beside_what_was_held_and_is_compared_once_at_the_en
     if not torch.cuda.is_available():
         assert held["peak_rss_bytes"] > 0
         assert "planned at most 5.00 GiB with its margin, most held" in said[0]
+
+
+@pytest.mark.parametrize(("system", "kernel_says"), [("linux", 3 * 2**10), ("darwin", 3 * 2**20)])
+def test_what_a_process_holds_is_told_in_bytes_on_every_system(
+    system: str, kernel_says: int, monkeypatch: pytest.MonkeyPatch
+):
+    """3 MiB: getrusage(2) counts KiB on Linux and bytes on macOS."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=kernel_says))
+    assert memory_fields() == {"peak_rss_bytes": 3 * 2**20}
+    assert held_bytes() == 3 * 2**20

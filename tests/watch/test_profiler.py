@@ -23,11 +23,6 @@ START, STEPS = 2, 2
 
 
 @pytest.fixture(scope="module")
-def inputs(tiny_llama: Path, chat_rows: Path, held_out_rows: Path) -> Inputs:
-    return Inputs(tiny_llama, chat_rows, held_out_rows)
-
-
-@pytest.fixture(scope="module")
 def said() -> list[str]:
     """What the profiled run said."""
     return []
