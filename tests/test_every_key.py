@@ -380,7 +380,7 @@ def check_launcher(bench: Bench) -> None:
     modules = {"auto": torchrun, "torchrun": torchrun, "accelerate": "accelerate.commands.launch"}
     for launcher, module in modules.items():
         cfg = bench.plain.cfg.with_values({"cluster.launcher": launcher}, "test")
-        command = launching.build_command(SizedRun(cfg, 2, ()), bench.plain.folder, Scale(2), probe())
+        command = launching.build_command(cfg, bench.plain.folder, Scale(2), probe())
         assert command.argv[1:3] == ("-m", module)
 
 

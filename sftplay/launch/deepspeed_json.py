@@ -92,6 +92,9 @@ REMOVED = (
 )  # fmt: skip
 """What DeepSpeed 0.19 no longer has and refuses."""
 
+DECOUPLED = "checkpoint.writer.decoupled"
+"""Lets DeepSpeed say that a checkpoint is saved and go on writing it (`runtime/checkpoint_engine/`)."""
+
 FILLED_IN = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16.enabled "
     "fp16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay "
@@ -230,6 +233,8 @@ def _unknown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         name = dotted.rsplit(".", 1)[-1]
         if dotted in OUTDATED:
             yield dotted, "is an outdated name", f"write {OUTDATED[dotted]}"
+        elif dotted == DECOUPLED and value:
+            yield dotted, "a checkpoint would count as complete while it is still written", "remove it"
         elif dotted in REMOVED:
             yield dotted, "is no longer part of DeepSpeed", "remove it"
         elif section in SECTIONS and name not in SECTIONS[section].split():

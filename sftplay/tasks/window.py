@@ -115,10 +115,11 @@ class Window:
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients by their exact norm where torch's is not; the norm before."""
-        if self.cutter is None or self.args.device.type != "cpu":  # type: ignore[attr-defined]
+        args = self.args  # type: ignore[attr-defined]
+        if self.cutter is None or args.device.type != "cpu":
             return super()._clip_grad_norm(model)  # type: ignore[misc]
         norm = gradient_norm(model.parameters())
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)  # type: ignore[attr-defined]
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, norm)
         return norm
 
     def take_counts(self) -> StepCounts:

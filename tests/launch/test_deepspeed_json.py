@@ -231,3 +231,15 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 
 def test_a_file_without_sharing_is_refused(tmp_path):
     assert problems(tmp_path, "{}")[0][0] == "own.json:1 zero_optimization"
+
+
+def test_a_writer_that_goes_on_behind_the_end_of_a_save_is_refused(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"zero_optimization": {"stage": 2},\n"checkpoint": {"writer": {"type": "FAST", "decoupled": true}}}'
+    )
+    with pytest.raises(ConfigErrors) as caught:
+        read_deepspeed(path)
+    assert caught.value.where == f"{path}:2 checkpoint.writer.decoupled"
+    path.write_text('{"zero_optimization": {"stage": 2}, "checkpoint": {"writer": {"decoupled": false}}}')
+    assert read_deepspeed(path)["checkpoint"]["writer"] == {"decoupled": False}

@@ -162,7 +162,7 @@ def test_deepspeed_is_refused_for_a_strategy_that_is_not_its_own(strategy: str, 
 
 def test_launcher_that_has_nothing_to_start_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.chdir(ROOT)
-    words = ["train", "--config", DEMO, "--dry-run", "cluster.launcher=accelerate"]
+    words = ["train", "--config", DEMO, "run_name=launched", "--dry-run", "cluster.launcher=accelerate"]
     assert main(words) == 0
     assert "note: cluster.launcher accelerate has no effect" in capsys.readouterr().out
     assert main([*words, "--nproc", "2"]) == 0
@@ -174,7 +174,16 @@ def test_words_behind_two_dashes_go_to_the_launcher_as_they_are(
     launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(ROOT)
-    words = ["train", "--config", DEMO, "--nproc", "2", f"cluster.launcher={launcher}", "--dry-run"]
+    words = [
+        "train",
+        "--config",
+        DEMO,
+        "run_name=launched",
+        "--nproc",
+        "2",
+        f"cluster.launcher={launcher}",
+        "--dry-run",
+    ]
     assert main([*words, "--", "--log-dir", "a b", "--json", "--", "seed=1"]) == 0
     typed = capsys.readouterr().out
     assert " --log-dir 'a b' --json -- seed=1 -" in typed

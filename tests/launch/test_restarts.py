@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from outputs import Outputs
 from processes import is_alive, wait_until
+from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 

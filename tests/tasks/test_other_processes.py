@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outputs import Outputs
+from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 
 from sftplay.config.load import load_config

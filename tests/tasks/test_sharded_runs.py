@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from outputs import Outputs
+from run_outputs import Outputs
 from safetensors.torch import load_file
 
 from sftplay.config.load import load_config
