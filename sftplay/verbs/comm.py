@@ -17,6 +17,7 @@ from sftplay import log
 from sftplay.config.load import load_config
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.command import WORKER, Launch, Scale, build_launch
+from sftplay.launch.network import list_interfaces, nccl_environment
 from sftplay.launch.processes import end_launch
 from sftplay.lifeline import die_with_parent
 from sftplay.machine.probe import Machine, probe
@@ -47,11 +48,12 @@ def comm_check(args: Namespace) -> int:
     machine = probe()
     scale = _scale(args, machine)
     if args.dry_run:
-        return print_command(build_check(Path("FOLDER"), scale, machine), args)
+        return print_command(_with_ways(build_check(Path("FOLDER"), scale, machine), args, machine), args)
     gradients = _gradients(args, machine, scale)
     limit_s = LIMIT_S if scale.nnodes == 1 else NODES_LIMIT_S
     with tempfile.TemporaryDirectory(prefix="comm-check-") as name:
-        found = run_check(build_check(Path(name), scale, machine, limit_s), Path(name), (scale, limit_s))
+        launch = _with_ways(build_check(Path(name), scale, machine, limit_s), args, machine)
+        found = run_check(launch, Path(name), (scale, limit_s))
     report = describe(found, scale, nominal_link(machine, scale.nproc, scale.nnodes), gradients)
     if args.json:
         print(json.dumps(report))
@@ -66,6 +68,19 @@ def build_check(folder: Path, scale: Scale, machine: Machine, limit_s: float = L
     launch = build_launch(folder, scale, has_gpu=bool(machine.gpus), is_offline=True)
     argv = tuple(RANK if word == WORKER else word for word in launch.argv)
     return replace(launch, argv=(*argv, f"{limit_s:g}"))
+
+
+def _with_ways(launch: Launch, args: Namespace, machine: Machine) -> Launch:
+    """The launch with the ways of `cluster.nccl`, where a config is given.
+
+    Raises:
+        ConfigErrors: one is not there, or the environment has another.
+    """
+    if not args.config:
+        return launch
+    cfg, logs = load_config(args.config, args.overrides), Path(launch.argv[-2])
+    ways = nccl_environment(cfg, logs, has_gpu=bool(machine.gpus), given=os.environ, interfaces=list_interfaces())
+    return replace(launch, env={**launch.env, **ways})
 
 
 def run_check(launch: Launch, folder: Path, bounds: tuple[Scale, float]) -> dict[str, Any]:

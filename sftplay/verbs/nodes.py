@@ -10,7 +10,7 @@ import os
 import platform
 import socket
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def among_nodes(args: Namespace, work: Callable[[Meeting | None], int]) -> int:
     )
     report = describe_node(args, scale, machine)
     with Meeting(scale) as meeting:
-        check_alike(meeting.gather({**describe_network(meeting, machine), **report}))
+        check_alike(meeting.gather({**describe_network(meeting, machine, report), **report}))
         if meeting.is_host:
             code = work(meeting)
             for node in meeting.lost() if code else ():
@@ -124,14 +124,15 @@ def kit_version() -> str:
     return f"{__version__} (source {digest.hexdigest()[:12]})"
 
 
-def describe_network(meeting: Meeting, machine: Machine) -> dict[str, Any]:
+def describe_network(meeting: Meeting, machine: Machine, report: Mapping[str, Any]) -> dict[str, Any]:
     """An error where gloo would offer the other nodes an address that only this one can reach; empty otherwise.
 
     gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice), which many
     systems give to the loopback; NCCL looks for an interface itself.
     """
     mine = meeting.own_address()
-    if machine.gpus or mine.startswith("127.") or mine in ("::1", "localhost") or "GLOO_SOCKET_IFNAME" in os.environ:
+    is_named = "GLOO_SOCKET_IFNAME" in os.environ or report.get("config", {}).get("cluster.nccl.socket_ifname")
+    if machine.gpus or is_named or mine.startswith("127.") or mine in ("::1", "localhost"):
         return {}
     try:
         named = socket.gethostbyname(socket.gethostname())
@@ -142,6 +143,6 @@ def describe_network(meeting: Meeting, machine: Machine) -> dict[str, Any]:
     error = MachineError(
         f"this host's name leads to {named}, which the other nodes cannot reach",
         where=socket.gethostname(),
-        fix=f"export GLOO_SOCKET_IFNAME=the interface of {mine} (`ip -brief address` lists them)",
+        fix=f"set cluster.nccl.socket_ifname to the interface of {mine} (`ip -br addr` lists them)",
     )
     return {"error": error.as_json()}

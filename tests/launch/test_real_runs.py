@@ -221,23 +221,6 @@ def test_two_processes_learn_from_the_same_rows_with_the_same_losses_as_one(shop
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 138)])
-def test_each_stop_signal_leaves_a_complete_checkpoint_and_no_process(shop, processes, name, code):
-    run = f"{name}-{processes}"
-    process, pids = shop.start_training(run, "--nproc", processes, "train.max_steps=100000")
-    assert len(pids) == processes
-    process.send_signal(getattr(signal, name))
-    assert process.wait(60) == code, shop.said(run)
-    status = shop.status(run)
-    assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", code, name)
-    assert (Path(status["last_checkpoint"]) / "COMPLETE.json").is_file()
-    assert status["last_checkpoint"].endswith(f"-{status['step']}")
-    assert not any(is_alive(pid) for pid in pids)
-    assert "Traceback" not in shop.said(run)
-
-
-@pytest.mark.slow
 def test_the_draws_of_dropout_go_on_where_a_stopped_run_left_them(shop):
     word = "tuning.lora.dropout=0.1"
     assert shop.run("train", "dropout", word)[0] == 0

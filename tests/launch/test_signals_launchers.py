@@ -116,7 +116,7 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Shop]:
-    root = tmp_path_factory.mktemp("launchers")
+    root = tmp_path_factory.mktemp("all launchers")
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(HOOK)
     # What a user once made for other purposes must not take over: with it accelerate would start a single process.
@@ -189,6 +189,7 @@ def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(s
     status = shop.status(run)
     assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, name)
     assert shop.complete(run) == [status["step"]]
+    assert status["last_checkpoint"] == str(shop.folder(run) / "checkpoints" / f"checkpoint-{status['step']}")
     assert 2 <= status["step"] < STEPS
     assert "Traceback" not in (shop.root / f"{run}.txt").read_text()
 

@@ -180,6 +180,16 @@ def test_a_dry_run_prints_the_command_of_two_ranks_and_starts_nothing(capsys: py
     assert "sftplay.tasks.worker" not in argv
 
 
+def test_a_config_names_the_ways_that_are_checked(
+    write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+):
+    words = ["comm-check", "--config", str(write_config()), "--nproc", "2", "--dry-run", "--json"]
+    assert main([*words, "cluster.nccl.socket_ifname=lo"]) == 0
+    assert json.loads(capsys.readouterr().out)["env"]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert main([*words, "cluster.nccl.socket_ifname=no-such-0"]) == 2
+    assert "no network interface 'no-such-0'" in json.loads(capsys.readouterr().out)["error"]["what"]
+
+
 def test_one_process_has_nobody_to_exchange_with(capsys: pytest.CaptureFixture[str]):
     assert main(["comm-check", "--nproc", "1"]) == 3
     assert "nobody to exchange with" in capsys.readouterr().err
