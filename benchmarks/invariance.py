@@ -27,7 +27,10 @@ from benchmarks.material import make_model  # noqa: E402
 TOLERANCE = 1e-4
 STEPS = 30
 LEAST_FALL = 0.3
-"""Share by which the loss of full tuning must fall: a curve that stands still would be the same under any fault."""
+"""Share by which a loss must fall: a curve that stands still would be the same under any fault."""
+
+SPREAD = 0.06
+"""Of the model's weights: with transformers' usual 0.02 an adapter beside a random head cannot learn so much."""
 
 RATES = {"full": 0.02, "lora": 0.1, "qlora": 0.1}
 """For plain gradient descent without clipping: AdamW makes of a gradient's last bits a share of the rate, and such
@@ -44,7 +47,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="invariance-") as name:
         work = Path(name)
         texts = write_rows(work / "rows.jsonl", "row") + write_rows(work / "held_out.jsonl", "line")
-        make_model(work / "model", texts)
+        make_model(work / "model", texts, spread=SPREAD)
         for mode in options.modes:
             for strategy in ("single", *options.strategies):
                 cases.append(run_case(work, strategy, mode, options.fault))
@@ -133,7 +136,7 @@ def compare(cases: list[dict[str, Any]], work: Path) -> tuple[list[str], float]:
             problems.append(f"{name}: losses differ by {losses:.1e}, weights by {weights:.1e}")
         if abs(case["final_exact_match"] - one["final_exact_match"]) > 1 / 16 + 1e-9:
             problems.append(f"{name}: exact match {case['final_exact_match']} beside {one['final_exact_match']}")
-        if case["mode"] == "full" and case["losses"][-1] > (1 - LEAST_FALL) * case["losses"][0]:
+        if case["losses"][-1] > (1 - LEAST_FALL) * case["losses"][0]:
             problems.append(f"{name}: the loss fell too little for this to say anything")
     return problems, furthest
 

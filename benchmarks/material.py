@@ -43,8 +43,11 @@ def make_rows(source: Path, work: Path, count: int) -> list[str]:
     return [text for row in found for text in (row["instruction"], row["input"], row["output"])]
 
 
-def make_model(folder: Path, texts: list[str]) -> None:
-    """Save a random Llama of about 2.8M parameters with a byte-level BPE trained on `texts`."""
+def make_model(folder: Path, texts: list[str], *, spread: float = 0.02) -> None:
+    """Save a random Llama of about 2.8M parameters with a byte-level BPE trained on `texts`.
+
+    `spread` is the standard deviation of its weights, which bounds what an adapter beside a random head can learn.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -63,7 +66,7 @@ def make_model(folder: Path, texts: list[str]) -> None:
     config = LlamaConfig(
         vocab_size=8000, hidden_size=192, intermediate_size=448, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=6, max_position_embeddings=1024, tie_word_embeddings=True, pad_token_id=0, eos_token_id=2,
-        bos_token_id=None,
+        bos_token_id=None, initializer_range=spread,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     PreTrainedTokenizerFast(
