@@ -16,18 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sftplay.errors import ConfigError, SftplayError
+from sftplay.errors import ConfigError, RunError, SftplayError
 from sftplay.launch.command import PARENT, Launch
+from sftplay.launch.console import Console, Screen
 from sftplay.launch.death import Death, cause_of_death, find_death, follows_from_death, signal_name
 from sftplay.launch.folder import RunFolder, write_text
 from sftplay.launch.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.stall import Stall, Watchdog, timeout_of
 from sftplay.lifeline import catch_signals, die_with_parent
 from sftplay.log import LINE, STATUS, screen
-
-SIGN_OF_LIFE_S = 9.0
-"""Longest silence on the screen; users take ten quiet seconds for a hang."""
-
 
 LAST_LINES = 20
 """Lines of a launcher that are shown when it ends without a word; all of them are in logs/launch.log."""
@@ -42,61 +39,16 @@ ECHO_S = 2.0
 """How long a SIGTERM may take that make passes on to its recipe (commands.c, fatal_error_signal)."""
 
 
-class Screen:
-    """Writes for the user until nobody reads it any more; the run goes on without."""
-
-    def __init__(self) -> None:
-        self.is_read = True
-
-    def __call__(self, text: str) -> None:
-        if not self.is_read:
-            return
-        stream = screen()
-        try:
-            stream.write(text)
-            stream.flush()
-        except OSError:  # BrokenPipeError behind `head`, EIO when the terminal was closed
-            self.is_read = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+class Parted(RunError):
+    """Another node of the run has ended, and the processes here would wait for it."""
 
 
-class Console:
-    """The user's screen: a changing progress line on a terminal, a thinned-out one elsewhere."""
-
-    def __init__(self, write: Callable[[str], Any], *, is_tty: bool) -> None:
-        self.write, self.is_tty = write, is_tty
-        self._shown_at = time.monotonic()
-        self._pending, self._on_line = "", False
-
-    def line(self, text: str) -> None:
-        self.write(("\r\x1b[K" if self._on_line else "") + text + "\n")
-        self._shown_at, self._on_line, self._pending = time.monotonic(), False, ""
-
-    def status(self, text: str) -> None:
-        self._pending = text
-        if self.is_tty:
-            self.write("\r\x1b[K" + text)
-            self._shown_at, self._on_line = time.monotonic(), True
-
-    def tick(self, now: float) -> None:
-        """Break a long silence with the newest progress, or with a sign of life."""
-        quiet_s = now - self._shown_at
-        if quiet_s < SIGN_OF_LIFE_S:
-            return
-        if self._pending:
-            self.line(self._pending)
-        elif self.is_tty:
-            self.status(f"[train] working ({quiet_s:.0f} s)")
-            self._pending = ""
-        else:
-            self.line("[train] working")
-
-
-def follow(launch: Launch, folder: RunFolder, *, node: int = 0) -> int:
+def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Callable[[], None] | None = None) -> int:
     """Run the launch to its end; the exit code of INTERFACES, whatever the launcher made of it.
 
     A run that stands still is ended, as `train.stall_timeout` in the folder's resolved config says. How it ended is
-    settled on node 0 only; elsewhere the launcher's code comes back as it is.
+    settled on node 0 only; elsewhere the launcher's code comes back, or the one of a stop signal. `look_around` is
+    called every half second and may raise Parted.
     """
     console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
     forwarder, watchdog = Forwarder(folder), Watchdog(folder, timeout_of(folder))
@@ -114,12 +66,15 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0) -> int:
         lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=_read, args=(process, lines), daemon=True).start()
         try:
-            unmarked = _show(lines, console, folder.logs / log_name(node), watchdog.look)
-        except Stall as stall:
-            return _end_stalled(stall, watchdog, process, console)
+            looks = [watchdog.look, *([look_around] if look_around else [])]
+            unmarked = _show(lines, console, folder.logs / log_name(node), looks)
+        except (Stall, Parted) as why:
+            return _end_launch(why, watchdog, process, console)
         code = process.wait()
     if node:
-        return code
+        if death := find_death(unmarked):
+            _say_end(folder, death, unmarked)
+        return 128 + forwarder.received if forwarder.received else code
     return settle(folder, code, forwarder.received, unmarked, attempts_before=attempts)
 
 
@@ -128,18 +83,18 @@ def log_name(node: int) -> str:
     return f"launch-node{node}.log" if node else "launch.log"
 
 
-def _end_stalled(stall: Stall, watchdog: Watchdog, process: subprocess.Popen[bytes], console: Console) -> int:
+def _end_launch(why: Stall | Parted, watchdog: Watchdog, process: subprocess.Popen[bytes], console: Console) -> int:
     """End all that the launch has started, then say and note why: a rank still alive might note something else."""
     left = watchdog.end()
     with suppress(subprocess.TimeoutExpired):
         process.wait(ENDING_S if process.pid not in left else 0)
     told = watchdog.folder.read_json("status.json").get("exit_code")
     if told is None:  # else a rank had ended and said why, and another one came no further
-        _note(watchdog.folder, stall.what, state="failed", exit_code=stall.exit_code, error=stall.as_json())
-    console.line("\n".join([str(stall), *stall.stack]))
+        _note(watchdog.folder, why.what, state="failed", exit_code=why.exit_code, error=why.as_json())
+    console.line("\n".join([str(why), *(why.stack if isinstance(why, Stall) else [])]))
     if left:
         console.line(f"processes that cannot be killed, as they wait inside the kernel: {', '.join(map(str, left))}")
-    return stall.exit_code if told is None else int(told)
+    return why.exit_code if told is None else int(told)
 
 
 def settle(folder: RunFolder, code: int, received: int, unmarked: Sequence[str], *, attempts_before: int = 0) -> int:
@@ -271,11 +226,14 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) ->
     lines.put(None)
 
 
-def _show(lines: queue.Queue[bytes | None], console: Console, log: Path, look: Callable[[], None]) -> deque[str]:
+def _show(
+    lines: queue.Queue[bytes | None], console: Console, log: Path, looks: Sequence[Callable[[], None]]
+) -> deque[str]:
     unmarked: deque[str] = deque(maxlen=KEPT_LINES)
     with log.open("ab", buffering=0) as handle:
         while True:
-            look()
+            for look in looks:
+                look()
             try:
                 raw = lines.get(timeout=0.5)
             except queue.Empty:

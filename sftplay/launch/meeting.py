@@ -6,15 +6,14 @@ said means nothing here; only who is missing or has gone is an error of its own.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.launch.command import Scale
+from sftplay.launch.peer import Peer
 
 PATIENCE_S = 120.0
 """How long nodes wait for each other to come: they may be started by hand, in one terminal after another."""
@@ -22,48 +21,18 @@ PATIENCE_S = 120.0
 ANSWER_S = 5.0
 """How long a welcome may take where somebody listens; a stranger on that port never gives one."""
 
-LOOK_S = 0.2
+LOOK_S = 0.1
+LOOPBACKS = {False: socket.AF_INET, True: socket.AF_INET6}
 WELCOME = "sftplay"
-LONGEST_BYTES = 2**24
 KINDS = {kind.code: kind for kind in (ConfigError, MachineError, DataError, RunError)}
 
 
-@dataclass
-class Peer:
-    """A connection over which one line at a time is sent and read."""
+class Over(Exception):
+    """Node 0 has ended the meeting with the run's exit code."""
 
-    connection: socket.socket
-    lines: BinaryIO = field(init=False)
-
-    def __post_init__(self) -> None:
-        # A node that loses its power says nothing: the kernel asks after it.
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.lines = self.connection.makefile("rb")
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.connection.sendall(json.dumps(message, default=str).encode() + b"\n")
-
-    def read(self) -> dict[str, Any]:
-        """The next message; EOFError where the other side has gone."""
-        line = self.lines.readline(LONGEST_BYTES)
-        if not line.endswith(b"\n"):
-            raise EOFError
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def is_closed(self) -> bool:
-        """True when the other side has gone; what it has said stays to be read."""
-        try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.lines.close()
-            self.connection.close()
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class Meeting:
@@ -79,7 +48,8 @@ class Meeting:
         """Wait until all nodes are there.
 
         Raises:
-            MachineError: one has not come in time, or a node's number is given twice.
+            MachineError: one has not come in time, or nobody can come to node 0.
+            ConfigError: a node's number is given twice.
         """
         try:
             self._await_guests() if self.is_host else self._find_host()
@@ -97,68 +67,105 @@ class Meeting:
         Raises:
             RunError: a node has gone.
             SftplayError: node 0 has ended with this error.
+            Over: node 0 has ended without one.
         """
         if not self.is_host:
-            self._to_host({"said": mine})
+            self._peers[0].send({"said": mine})
             heard: list[dict[str, Any]] = self._from_host()["all"]
             return heard
         said = [mine]
-        for node in sorted(self._peers):
+        for node, peer in sorted(self._peers.items()):
             try:
-                said.append(self._peers[node].read()["said"])
-            except (OSError, EOFError):
+                said.append(peer.read()["said"])
+            except (EOFError, LookupError):
                 raise RunError(f"node {node} has gone", where="nodes", fix="look there for why") from None
         self._tell({"all": said})
         return said
 
-    def end(self, code: int) -> int:
-        """End it with the run's exit code, which is that of node 0; it waits for node 0 elsewhere."""
-        if not self.is_host:
-            return int(self._from_host()["code"])
-        self._tell({"code": code})
-        self._is_over = True
-        return code
+    def end(self, code: int, cause: str = "") -> int:
+        """End it with the run's exit code, which is that of node 0: elsewhere it tells `code` and `cause`, and waits
+        for node 0."""
+        if self.is_host:
+            self._tell({"code": code})
+            self._is_over = True
+            return code
+        self._peers[0].send({"ended": {"code": code, "cause": cause}})
+        try:
+            self._from_host()
+        except Over as over:
+            return over.code
+        raise AssertionError("node 0 gathers nothing more")
 
-    def lost(self) -> list[int]:
-        """On node 0: the other nodes whose parents have gone."""
-        return [node for node, peer in sorted(self._peers.items()) if peer.is_closed()]
+    def endings(self) -> dict[int, str]:
+        """How other nodes have ended that did not end well, as far as is known now: node -> why.
+
+        Elsewhere than on node 0 it knows of node 0 only, however that has ended.
+        """
+        for peer in self._peers.values():
+            peer.poll()
+        if not self.is_host:
+            host = self._peers[0]
+            return {0: "has ended"} if host.has_gone or host.messages else {}
+        found = {}
+        for node, peer in sorted(self._peers.items()):
+            ended = next((each["ended"] for each in peer.messages if "ended" in each), None)
+            if ended and ended["code"]:
+                found[node] = ended["cause"] or f"has ended with code {ended['code']}"
+            elif not ended and peer.has_gone:
+                found[node] = "has gone"
+        return found
 
     def own_address(self) -> str:
         """This node's address on the network over which node 0 is reached; of node 0, the one it is reached at."""
         if not self._peers:
             return self.scale.master_addr
-        return str(next(iter(self._peers.values())).connection.getsockname()[0])
+        address = str(next(iter(self._peers.values())).connection.getsockname()[0])
+        return address.removeprefix("::ffff:")
 
     def _await_guests(self) -> None:
-        deadline = time.monotonic() + self.patience_s
+        deadline, pending = time.monotonic() + self.patience_s, list[Peer]()
         expected = set(range(1, self.scale.nnodes))
         with _listen(self.scale) as listener:
+            listener.settimeout(LOOK_S)
             while missing := expected - set(self._peers):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                if time.monotonic() > deadline:
                     raise _absent(missing, self.patience_s)
-                listener.settimeout(left_s)
                 with suppress(TimeoutError):
-                    self._welcome(listener.accept()[0])
-
-    def _welcome(self, connection: socket.socket) -> None:
-        connection.settimeout(ANSWER_S)
-        peer = Peer(connection)
-        try:
-            node = int(peer.read()["node"])
-            peer.send({"welcome": WELCOME})
-        except (OSError, EOFError, ValueError, LookupError, TypeError):  # somebody else, who looks which ports are open
+                    pending.append(Peer(listener.accept()[0]))
+                pending = [peer for peer in pending if self._is_pending(peer)]
+        for peer in pending:
             peer.close()
-            return
-        connection.settimeout(None)
-        if node in self._peers or not 0 < node < self.scale.nnodes:
+
+    def _is_pending(self, peer: Peer) -> bool:
+        """Answer what has come from somebody at the door; False once it is a guest, or has gone."""
+        peer.poll()
+        while peer.messages:
+            message = peer.messages.popleft()
+            node = message.get("node") if isinstance(message, dict) else None
+            if not isinstance(node, int):
+                peer.has_gone = True
+            elif "is_here" not in message:
+                peer.send({"welcome": WELCOME})
+            else:  # it has heard the welcome: one that has given up waiting for it will come again
+                self._seat(node, peer)
+                return False
+        if peer.has_gone:
+            peer.close()
+        return not peer.has_gone
+
+    def _seat(self, node: int, peer: Peer) -> None:
+        before = self._peers.get(node)
+        if before:
+            before.poll()
+        if (before and not before.has_gone) or not 0 < node < self.scale.nnodes:
             taken = "is given twice" if 0 <= node < self.scale.nnodes else f"is not among 0..{self.scale.nnodes - 1}"
-            error = ConfigError(
-                f"node rank {node} {taken}", where="--node-rank", fix="number the nodes from 0, each once"
-            )
-            _send_quietly(peer, {"error": error.as_json()})
+            fix = "number the nodes from 0, each once"
+            error = ConfigError(f"node rank {node} {taken}", where="--node-rank", fix=fix)
+            peer.send({"error": error.as_json()})
             peer.close()
             raise error
+        if before:
+            before.close()
         self._peers[node] = peer
 
     def _find_host(self) -> None:
@@ -166,20 +173,20 @@ class Meeting:
         address, why = (self.scale.master_addr, self.scale.master_port), "nobody answered"
         while time.monotonic() < deadline:
             try:
-                connection = socket.create_connection(address, timeout=ANSWER_S)
+                peer = Peer(socket.create_connection(address, timeout=ANSWER_S))
             except OSError as error:
                 why = error.strerror or str(error)
                 time.sleep(LOOK_S)
                 continue
-            peer = Peer(connection)
+            peer.send({"node": self.scale.node_rank})
             try:
-                peer.send({"node": self.scale.node_rank})
-                if peer.read().get("welcome") == WELCOME:
-                    connection.settimeout(None)
+                if peer.read(ANSWER_S) == {"welcome": WELCOME}:
+                    peer.send({"node": self.scale.node_rank, "is_here": True})
                     self._peers[0] = peer
                     return
-            except (OSError, EOFError, ValueError, AttributeError):  # a stranger on that port, or an earlier run's
-                why = "what listens there is no run of this kit"
+            except (TimeoutError, EOFError):  # a stranger on that port, or an earlier run's
+                pass
+            why = "what listens there is no run of this kit"
             peer.close()
             time.sleep(LOOK_S)
         raise MachineError(
@@ -188,27 +195,26 @@ class Meeting:
             fix="start node 0 with the same MASTER_ADDR and MASTER_PORT, and let the firewall pass that port",
         )
 
-    def _to_host(self, message: dict[str, Any]) -> None:
-        _send_quietly(self._peers[0], message)  # where it has gone, reading tells why
-
     def _from_host(self) -> dict[str, Any]:
         try:
-            message = self._peers[0].read()
-        except (OSError, EOFError):
+            message: dict[str, Any] = self._peers[0].read()
+        except EOFError:
             raise RunError("node 0 has gone", where="nodes", fix="look there for why") from None
         if error := message.get("error"):
             raise error_of(error)
+        if "code" in message:
+            raise Over(int(message["code"]))
         return message
 
     def _tell(self, message: dict[str, Any]) -> None:
         for peer in self._peers.values():
-            _send_quietly(peer, message)
+            peer.send(message)
 
     def _part(self, error: BaseException | None) -> None:
         if self.is_host and not self._is_over and error is not None:
-            known = isinstance(error, SftplayError)
-            told = error if known else RunError(f"node 0 has ended: {type(error).__name__}", fix="look there for why")
-            self._tell({"error": told.as_json()})  # type: ignore[attr-defined]
+            fix = "look there for why"
+            told = error if isinstance(error, SftplayError) else RunError(f"node 0: {type(error).__name__}", fix=fix)
+            self._tell({"error": told.as_json()})
         for peer in self._peers.values():
             peer.close()
         self._peers = {}
@@ -221,10 +227,10 @@ def error_of(told: dict[str, Any]) -> SftplayError:
 
 
 def _listen(scale: Scale) -> socket.socket:
-    is_here = scale.master_addr in ("localhost", "::1") or scale.master_addr.startswith("127.")
+    here = "127.0.0.1" if scale.master_addr == "localhost" else scale.master_addr
     try:
-        if is_here:
-            return socket.create_server(("127.0.0.1", scale.master_port))
+        if here == "::1" or here.startswith("127."):
+            return socket.create_server((here, scale.master_port), family=LOOPBACKS[here == "::1"])
         # Not only the named address: a host's own name often leads to its loopback.
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -244,8 +250,3 @@ def _absent(missing: set[int], patience_s: float) -> MachineError:
         where="nodes",
         fix="start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and its own NODE_RANK",
     )
-
-
-def _send_quietly(peer: Peer, message: dict[str, Any]) -> None:
-    with suppress(OSError):
-        peer.send(message)

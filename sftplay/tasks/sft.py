@@ -31,7 +31,7 @@ from sftplay.tasks.pieces import Collator
 from sftplay.tasks.preflight import is_split
 from sftplay.tasks.result import part, save_result, whole_weights
 from sftplay.tasks.train_run import Outcome, TrainRun
-from sftplay.tasks.waiting import WaitingLimit, first_of_node, wait_for_main
+from sftplay.tasks.waiting import WaitingLimit, first_of_node, wait_for_main, wait_for_nodes
 from sftplay.tasks.window import Window
 from sftplay.units import format_count
 from sftplay.watch.guards import StopOnSignal
@@ -70,6 +70,7 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     model = load_start(cfg, source=own_base)
     _measure_before(model, examples, cfg, folder)
     model = make_trainable(model, cfg)
+    wait_for_nodes(folder)
     trainer = build_trainer(
         cfg, train_run, {"model": model, "tokenizer": tokenizer, "examples": examples, "order": order}
     )

@@ -34,6 +34,8 @@ def first_of_node(folder: RunFolder) -> Iterator[bool]:
     launcher: the error is said once.
     """
     is_first, marker = log.local_rank() == 0, marker_path(folder.logs)
+    if is_first:
+        (folder.logs / f".ready-{log.rank()}").unlink(missing_ok=True)
     if log.world_size() == 1:
         yield False
         return
@@ -55,8 +57,24 @@ def marker_path(logs: Path) -> Path:
     return logs / f".prepared-{log.rank() - log.local_rank()}-{os.environ.get(PARENT) or os.getppid()}"
 
 
+def wait_for_nodes(folder: RunFolder) -> None:
+    """Wait until the ranks of every node have come here, without a limit: the first meeting of ranks has one.
+
+    Raises:
+        SystemExit: with the run's exit code, when a rank has ended before; it has said why.
+    """
+    here = log.local_ranks()
+    if len(here) == log.world_size():
+        return
+    for first in range(0, log.world_size(), len(here)):
+        marker = folder.logs / f".ready-{first}"
+        if log.rank() == first:
+            marker.touch()
+        wait_for_main(marker, folder)
+
+
 def wait_for_main(path: Path, folder: RunFolder) -> None:
-    """Wait until the main rank has written `path`.
+    """Wait until the main rank, or whichever writes it, has written `path`.
 
     Raises:
         SystemExit: with its exit code, when it has ended before; it has said why.

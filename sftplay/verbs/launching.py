@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.death import cause_of_death
 from sftplay.launch.folder import RunFolder, write_text
 from sftplay.launch.follow import follow
-from sftplay.launch.invitation import await_ready, invite
+from sftplay.launch.invitation import await_ready, invite, watch_nodes
 from sftplay.launch.meeting import Meeting
 from sftplay.launch.network import list_interfaces, nccl_environment
 from sftplay.launch.ports import free_port
@@ -55,7 +56,8 @@ def run_workers(
     invite(meeting, folder)
     make_ready(sized.cfg, folder, command)
     await_ready(meeting)
-    code, restarts, most = _start(command, folder, args), 0, sized.cfg.cluster.max_restarts
+    look = watch_nodes(meeting, folder)
+    code, restarts, most = _start(command, folder, look), 0, sized.cfg.cluster.max_restarts
     while True:
         if rows := smaller_start(folder, args):
             shrink(folder, rows)
@@ -66,17 +68,17 @@ def run_workers(
             go_on(folder)
         else:
             break
-        code = _start(command, folder, args)
+        code = _start(command, folder, look)
     learn(sized, folder)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return code
 
 
-def _start(command: Launch, folder: RunFolder, args: Namespace) -> int:
+def _start(command: Launch, folder: RunFolder, look_around: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
-    code = follow(command, folder)
+    code = follow(command, folder, look_around=look_around)
     leave_report(folder)
     return code
 

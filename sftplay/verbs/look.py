@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
+from sftplay.launch.console import Screen
 from sftplay.launch.folder import RESOLVED, RunFolder, find_run
-from sftplay.launch.follow import Screen
 
 
 def report(args: Namespace) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import socket
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,12 +20,13 @@ from sftplay.config.load import load_config
 from sftplay.config.sameness import flatten
 from sftplay.config.schema import RunConfig
 from sftplay.data.sources import content_digest, is_hub_name
-from sftplay.errors import MachineError, SftplayError
+from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.alike import check_alike
 from sftplay.launch.command import Scale
-from sftplay.launch.follow import follow
-from sftplay.launch.invitation import accept, await_ready, check_folder
-from sftplay.launch.meeting import Meeting
+from sftplay.launch.death import find_death
+from sftplay.launch.follow import follow, log_name
+from sftplay.launch.invitation import accept, await_ready, check_folder, watch_nodes
+from sftplay.launch.meeting import Meeting, Over
 from sftplay.machine.probe import Machine, library_versions, probe
 from sftplay.model.digests import weights_digests
 from sftplay.units import format_bytes
@@ -34,6 +36,10 @@ from sftplay.verbs.sharding import make_ready, with_deepspeed
 
 GLANCE_BYTES, GLANCES = 2**26, 64
 """Of weights: up to 64 MiB a file is read whole, of a larger one 64 MiB, so that large models do not hold nodes up."""
+
+
+ENDING_S = 10.0
+"""How long node 0 waits to hear how the other nodes have ended, once it has failed."""
 
 
 def among_nodes(args: Namespace, work: Callable[[Meeting | None], int]) -> int:
@@ -49,15 +55,27 @@ def among_nodes(args: Namespace, work: Callable[[Meeting | None], int]) -> int:
     log.say(
         f"node {scale.node_rank} of {scale.nnodes}: waiting for the others at {scale.master_addr}:{scale.master_port}"
     )
-    report = describe_node(args, scale, machine)
     with Meeting(scale) as meeting:
-        check_alike(meeting.gather({**describe_network(meeting, machine, report), **report}))
-        if meeting.is_host:
-            code = work(meeting)
-            for node in meeting.lost() if code else ():
-                log.say(f"node {node} has gone")
-            return meeting.end(code)
-        return _join(meeting, machine)
+        report = describe_node(args, scale, machine)
+        try:
+            check_alike(meeting.gather({**describe_network(meeting, machine, report), **report}))
+            if not meeting.is_host:
+                return _join(meeting, machine)
+        except Over as over:
+            return over.code
+        code = work(meeting)
+        if code in (SftplayError.exit_code, RunError.exit_code):
+            _tell_endings(meeting)
+        return meeting.end(code)
+
+
+def _tell_endings(meeting: Meeting) -> None:
+    """Say how other nodes have ended, some of which may have begun it."""
+    deadline = time.monotonic() + ENDING_S
+    while len(endings := meeting.endings()) < meeting.scale.nnodes - 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for node, how in endings.items():
+        log.say(f"node {node}: {how}")
 
 
 def _join(meeting: Meeting, machine: Machine) -> int:
@@ -74,8 +92,12 @@ def _join(meeting: Meeting, machine: Machine) -> int:
     await_ready(meeting, problem)
     assert command is not None, "every problem is raised on all nodes"
     log.say(f"joined {folder.path}; node 0 shows how it goes on")
-    follow(command, folder, node=meeting.scale.node_rank)
-    return meeting.end(0)
+    node = meeting.scale.node_rank
+    account = folder.logs / log_name(node)
+    begins_at = account.stat().st_size if account.exists() else 0
+    code = follow(command, folder, node=node, look_around=watch_nodes(meeting, folder))
+    lines = account.read_bytes()[begins_at:].decode("utf-8", "replace").splitlines()
+    return meeting.end(code, find_death(lines))
 
 
 def describe_node(args: Namespace, scale: Scale, machine: Machine) -> dict[str, Any]:
@@ -83,7 +105,7 @@ def describe_node(args: Namespace, scale: Scale, machine: Machine) -> dict[str, 
     versions = {"python": platform.python_version(), "sftplay": kit_version(), **library_versions()}
     report: dict[str, Any] = {
         "host": socket.gethostname(),
-        "launch": {"NNODES": scale.nnodes, "NPROC": scale.nproc},
+        "launch": {"NNODES": scale.nnodes, "NPROC": scale.nproc, "what stands behind --": list(scale.launcher_args)},
         "versions": versions,
     }
     try:
@@ -128,11 +150,14 @@ def describe_network(meeting: Meeting, machine: Machine, report: Mapping[str, An
     """An error where gloo would offer the other nodes an address that only this one can reach; empty otherwise.
 
     gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice), which many
-    systems give to the loopback; NCCL looks for an interface itself.
+    systems give to the loopback. On GPUs it is used by FSDP only (accelerate's `state.py`); NCCL looks for an interface
+    itself.
     """
     mine = meeting.own_address()
-    is_named = "GLOO_SOCKET_IFNAME" in os.environ or report.get("config", {}).get("cluster.nccl.socket_ifname")
-    if machine.gpus or is_named or mine.startswith("127.") or mine in ("::1", "localhost"):
+    config = report.get("config", {})
+    is_named = "GLOO_SOCKET_IFNAME" in os.environ or config.get("cluster.nccl.socket_ifname")
+    is_unused = machine.gpus and config.get("cluster.strategy") not in ("fsdp", "hsdp", "auto")
+    if is_unused or is_named or mine.startswith("127.") or mine in ("::1", "localhost"):
         return {}
     try:
         named = socket.gethostbyname(socket.gethostname())

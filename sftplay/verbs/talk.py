@@ -21,8 +21,8 @@ from sftplay.data.sources import content_digest
 from sftplay.deliver.journal import Journal, fingerprint_run
 from sftplay.deliver.questions import Questions
 from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.launch.console import Console, Screen
 from sftplay.launch.folder import RunFolder
-from sftplay.launch.follow import Console, Screen
 from sftplay.verbs.use import open_run, open_tongue, prepare_environment
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sftplay.launch import follow
-from sftplay.launch.follow import SIGN_OF_LIFE_S, Console
+from sftplay.launch.console import SIGN_OF_LIFE_S, Console
 
 
 @pytest.fixture

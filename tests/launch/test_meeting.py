@@ -13,19 +13,25 @@ from processes import wait_until
 
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.launch.command import Scale
-from sftplay.launch.meeting import Meeting
+from sftplay.launch.meeting import Meeting, Over
 from sftplay.launch.ports import free_port
 
 Work = Callable[[Meeting], Any]
 
 
-def meet(*works: Work, nodes: int | None = None, ranks: list[int] | None = None, patience_s: float = 20) -> list[Any]:
+def meet(
+    *works: Work,
+    nodes: int | None = None,
+    ranks: list[int] | None = None,
+    patience_s: float = 20,
+    address: str = "127.0.0.1",
+) -> list[Any]:
     """Let each work be a node's, all at once in threads; what each returned, or the error it ended with."""
     port, ends = free_port(0), [None] * len(works)
     ranks = ranks or [*range(len(works))]
 
     def live(place: int, work: Work) -> None:
-        scale = Scale(1, nodes or len(works), ranks[place], "127.0.0.1", port)
+        scale = Scale(1, nodes or len(works), ranks[place], address, port)
         try:
             with Meeting(scale, patience_s=patience_s) as meeting:
                 ends[place] = work(meeting)
@@ -80,19 +86,45 @@ def test_a_number_that_two_nodes_have_is_an_error_on_all():
     assert all("node rank 1 is given twice" in str(end) for end in ends)
 
 
-def test_node_0_sees_which_nodes_are_still_there():
-    def watch(meeting: Meeting) -> list[int]:
-        before = meeting.lost()
+def test_node_0_sees_how_others_have_ended_and_what_well_ended_is_no_trouble():
+    def watch(meeting: Meeting) -> dict[int, str]:
         tell("zero")(meeting)
-        wait_until(meeting.lost, 20)
-        return [*before, *meeting.lost()]
+        before = meeting.endings()
+        wait_until(lambda: len(meeting.endings()) == 2, 20)
+        assert before.keys() <= {2, 3}
+        seen = meeting.endings()
+        meeting.end(5)
+        return seen
 
-    def stay(meeting: Meeting) -> None:
+    def end(code: int, cause: str = "") -> Work:
+        def work(meeting: Meeting) -> Any:
+            tell("other")(meeting)
+            return meeting.end(code, cause)
+
+        return work
+
+    ends = meet(watch, end(0), end(1, "rank 2 was killed by SIGKILL"), tell("three"))
+    assert ends[0] == {2: "rank 2 was killed by SIGKILL", 3: "has gone"}
+    assert ends[1:3] == [5, 5]
+
+
+def test_other_nodes_see_that_node_0_has_ended():
+    def work(meeting: Meeting) -> bool:
+        assert meeting.endings() == {}
         tell("one")(meeting)
-        with pytest.raises(RunError, match="node 0 has gone"):
-            meeting.gather({})
+        wait_until(meeting.endings, 20)
+        return meeting.end(0) == 4
 
-    assert meet(watch, stay, tell("two"))[0] == [2]
+    assert meet(lambda meeting: (tell("zero")(meeting), meeting.end(4)), work)[1] is True
+
+
+def test_node_that_waits_for_more_hears_the_code_where_node_0_has_nothing_more_to_do():
+    def work(meeting: Meeting) -> int:
+        with pytest.raises(Over) as over:
+            meeting.gather({})
+        return over.value.code
+
+    assert meet(lambda meeting: meeting.end(0), work)[1] == 0
 
 
 def test_a_node_that_leaves_is_named_on_the_others():
@@ -151,3 +183,52 @@ def test_what_listens_at_the_port_and_is_none_of_ours_is_not_taken_for_node_0():
         threading.Thread(target=talk, daemon=True).start()
         with pytest.raises(MachineError, match=r"no run of this kit|nobody answered|timed out"):
             Meeting(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), patience_s=0.3).__enter__()
+
+
+def test_node_that_is_started_again_while_others_are_awaited_takes_its_own_place():
+    port = free_port(0)
+    ends: list[Any] = []
+
+    def host() -> None:
+        with Meeting(Scale(1, 3, 0, "127.0.0.1", port), patience_s=20) as meeting:
+            ends.append(tell("zero")(meeting))
+
+    def join(node: int) -> Meeting:
+        return Meeting(Scale(1, 3, node, "127.0.0.1", port), patience_s=20).__enter__()
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    first = join(1)
+    first._peers[0].send({"said": {"say": "what is never read"}})
+    first.__exit__(None, None, None)
+    again, other = join(1), join(2)
+    for meeting, say in ((again, "one"), (other, "two")):
+        meeting._peers[0].send({"said": {"say": say}})
+    thread.join(20)
+    assert ends == [["zero", "one", "two"]]
+    for meeting in (again, other):
+        meeting.__exit__(None, None, None)
+
+
+def test_silent_strangers_do_not_keep_a_node_waiting():
+    port = free_port(0)
+    ends: list[Any] = []
+
+    def host() -> None:
+        with Meeting(Scale(1, 2, 0, "127.0.0.1", port), patience_s=20) as meeting:
+            ends.append(tell("zero")(meeting))
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    silent = [knock(port) for _ in range(3)]
+    with Meeting(Scale(1, 2, 1, "127.0.0.1", port), patience_s=4) as meeting:
+        assert tell("one")(meeting) == ["zero", "one"]
+    thread.join(20)
+    for each in silent:
+        each.close()
+    assert ends == [["zero", "one"]]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
+def test_nodes_of_one_machine_meet_at_any_of_its_own_addresses(address: str):
+    assert meet(tell("zero"), tell("one"), address=address) == [["zero", "one"]] * 2

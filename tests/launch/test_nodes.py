@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,22 @@ from processes import is_alive, wait_until
 from sftplay.launch.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+HOOK = """
+import os, sys, time
+wanted, lines = os.environ.get("HOLD_AT"), [2]
+def listen(event, args):
+    if event == "open" and args[1] == "a" and str(args[0]).endswith("/metrics.jsonl") and lines[0]:
+        lines[0] -= 1
+        if not lines[0]:
+            open(wanted, "w").close()
+            while not os.path.exists(wanted + ".go"):
+                time.sleep(0.02)
+if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
+    sys.addaudithook(listen)
+"""
+"""Holds rank 0 behind its second step."""
 
 
 @dataclass
@@ -37,12 +54,14 @@ class Cluster:
         path = self.folder(name) / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def start(self, name: str, node: int, port: int, *words: str, verb: str = "train") -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, node: int, port: int, *words: str, verb: str = "train", **environment: str
+    ) -> subprocess.Popen[bytes]:
         place = self.root / f"node{node}"
         argv = [sys.executable, "-m", "sftplay", verb, "--config", "run.yaml", f"run_name={name}", *words]
         if port:
             argv += ["--nnodes", "2", "--nproc", "1", "--node-rank", str(node), "--master-port", str(port)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place / "packages")}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place / "packages"), **environment}
         with (self.root / f"{name}{node}.txt").open("w") as out:
             process = subprocess.Popen(argv, cwd=place, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self.started.append(process)
@@ -76,6 +95,7 @@ def cluster(tmp_path: Path, tiny_llama: Path, chat_rows: Path) -> Iterator[Clust
         place = tmp_path / f"node{node}"
         shutil.copytree(ROOT / "sftplay", place / "sftplay", ignore=shutil.ignore_patterns("__pycache__"))
         (place / "packages").mkdir()
+        (place / "packages" / "sitecustomize.py").write_text(HOOK)
         (place / "run.yaml").write_text(json.dumps(values))
         shutil.copy(chat_rows, place / "rows.jsonl")
     site = Cluster(tmp_path)
@@ -169,17 +189,36 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
         (2, False),
     ]
 
-    port = free_port(0)
+    port, held = free_port(0), cluster.root / "held"
+    env = {"HOLD_AT": str(held)}
     # The stop signal reaches one node only; the ranks agree on it.
-    pair = [cluster.start("stopped", node, port, "train.max_steps=6") for node in (0, 1)]
-    wait_until(lambda: cluster.status("stopped").get("ranks") or pair[0].poll() is not None)
+    pair = [cluster.start("stopped", node, port, "train.max_steps=6", **env) for node in (0, 1)]
+    wait_until(lambda: held.exists() or pair[0].poll() is not None)
     pair[1].send_signal(signal.SIGTERM)
+    time.sleep(2)  # until node 1 has passed it on: its rank waits for the held one and shows nothing of it
+    (cluster.root / "held.go").touch()
     assert [process.wait(120) for process in pair] == [143, 143], cluster.said("stopped", 0)
     assert cluster.status("stopped")["state"] == "stopped"
     pids = [rank["pid"] for rank in cluster.status("stopped")["ranks"]]
     wait_until(lambda: not any(is_alive(pid) for pid in pids), 10)
     assert [code for code, _said in cluster.both("stopped", verb="resume")] == [0, 0]
     assert weights(cluster, "stopped") == weights(cluster, "alone")
+    # A job that is queued again although its run is done has nothing to do, on any node.
+    for code, said in cluster.both("stopped", verb="resume"):
+        assert code == 0, said
+    assert "is finished: nothing to do" in cluster.said("stopped", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 1])
+def test_rank_that_fails_before_the_ranks_meet_ends_the_run_on_both_nodes_with_its_code(cluster: Cluster, odd: int):
+    # What only this node's ranks see: its cache of rows cannot be made.
+    (cluster.root / f"node{odd}" / "processed").write_text("a file")
+    codes = [code for code, _said in cluster.both("unready")]
+    assert codes == [2, 2], cluster.said("unready", 0)
+    assert cluster.status("unready")["exit_code"] == 2
+    assert not cluster.status("unready").get("ranks")
+    assert "Traceback" not in cluster.said("unready", 0) + cluster.said("unready", 1)
 
 
 @pytest.mark.slow
@@ -192,6 +231,6 @@ def test_lost_node_ends_the_run_on_the_other_one(cluster: Cluster):
     status = cluster.status("lost")
     assert (status["state"], status["exit_code"]) == ("failed", 5)
     assert "a process on another node has gone" in status["error"]["what"]
-    assert "node 1 has gone" in cluster.said("lost", 0)
+    assert "node 1: has gone" in cluster.said("lost", 0)
     assert "Traceback" not in cluster.said("lost", 0)
     assert not any(is_alive(rank["pid"]) for rank in status["ranks"])
