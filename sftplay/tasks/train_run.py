@@ -29,7 +29,7 @@ from sftplay.plan.shape_reader import shape_from_config
 from sftplay.pulse import Pulse, pulse_path
 from sftplay.tasks.checkpointing import MarkComplete, Watched, accept_numbered_cpus, choose_checkpoint
 from sftplay.tasks.pieces import Cutter
-from sftplay.tasks.preflight import Preflight, checksum
+from sftplay.tasks.preflight import Preflight
 from sftplay.tasks.replay import ADVICE, Replay
 from sftplay.units import format_bytes
 from sftplay.watch.checkpoints import read_marker, step_of
@@ -208,7 +208,7 @@ class TrainRun:
             RunError: a step is not finite, or the preflight found a wrong launch.
         """
         self.meters.window = self.bad_step.window = self.preflight.trainer = trainer
-        self.preflight.parameters = checksum(trainer.model)
+        self.preflight.note_weights(trainer.model)
         self.preflight.rows = f"{self.identity.get('rows_sha256')} {self.order_hash}"
         self.preflight.base = " ".join(sorted(self.identity.get("weights", {}).values()))
         trainer.pulse = self.pulse

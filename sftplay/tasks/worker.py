@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from sftplay import log
@@ -137,8 +137,10 @@ def _fail(folder: RunFolder, code: int, words: tuple[str, str], error: dict[str,
 
     `words` are the cause in one line, and all there is to say.
     """
+    status: dict[str, object] = {}
     with _one_at_a_time(folder.logs):
-        status = folder.read_json("status.json")
+        with suppress(OSError):
+            status = folder.read_json("status.json")
         is_said = status.get("exit_code") == code and error in (None, status.get("error"))
         _finish(folder, "failed", code, cause=words[0], **({"error": error} if error else {}))
     _print_error(words[1], on_screen=not is_said)
@@ -147,14 +149,13 @@ def _fail(folder: RunFolder, code: int, words: tuple[str, str], error: dict[str,
 
 @contextmanager
 def _one_at_a_time(logs: Path) -> Iterator[None]:
-    """Hold the folder `logs` among the ranks of this node, where its file system can."""
-    handle = os.open(logs, os.O_RDONLY)
-    try:
+    """Hold the folder `logs` among the ranks of this node, where it is still there and its file system can."""
+    with ExitStack() as held:
         with suppress(OSError):
+            handle = os.open(logs, os.O_RDONLY)
+            held.callback(os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)
 
 
 def quiet_libraries() -> None:

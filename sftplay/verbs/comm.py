@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from argparse import Namespace
@@ -15,7 +16,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.load import load_config
-from sftplay.errors import MachineError, RunError
+from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.command import WORKER, Launch, Scale, build_launch
 from sftplay.launch.network import list_interfaces, nccl_environment
 from sftplay.launch.processes import end_launch
@@ -38,13 +39,20 @@ LIMIT_S = 180.0
 NODES_LIMIT_S = 600.0
 """The same where other nodes must be started by hand, too."""
 
+KEPT = Path(".cache")
+"""Where the output of a check that failed is kept; its own folder goes with it."""
+
 
 def comm_check(args: Namespace) -> int:
     """`comm-check`: a table of all-reduces and its verdict.
 
     Raises:
+        ConfigError: values are given, but no config to set them in.
         RunError: a rank did not come or has gone, or a sum is wrong.
     """
+    if args.overrides and not args.config:
+        what = f"comm-check has no config to set {args.overrides[0]!r} in"
+        raise ConfigError(what, where="command line", fix="name one with CONFIG=")
     machine = probe()
     scale = _scale(args, machine)
     if args.dry_run:
@@ -109,7 +117,8 @@ def run_check(launch: Launch, folder: Path, bounds: tuple[Scale, float]) -> dict
         return notes[first]
     told = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     ending = f"within {limit_s:g} s" if code is None else f"; the launcher ended with code {code}"
-    raise _failure(notes, ending, told[-1] if told and code is not None else "")
+    kept = _keep(folder / "output.txt", scale.node_rank) if told else None
+    raise _failure(notes, ending, told[-1] if told and code is not None else "", kept)
 
 
 def describe(
@@ -204,12 +213,29 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
-def _failure(notes: dict[int, dict[str, Any]], ending: str, told: str) -> RunError:
-    """Why it came to nothing, by rank: the one that holds a wrong sum before those that only waited."""
+def _keep(output: Path, node: int) -> Path | None:
+    """Copy a node's output to where it outlives the check; None where it cannot be written there."""
+    kept = KEPT / f"comm-check-node{node}.log"
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(output, kept)
+    except OSError:
+        return None
+    return kept
+
+
+def _failure(notes: dict[int, dict[str, Any]], ending: str, told: str, kept: Path | None) -> RunError:
+    """Why it came to nothing, by rank: the one that holds a wrong sum before those that only waited.
+
+    `told` is the launcher's last line, `kept` the file of all of them.
+    """
+    more = f"; what they said is in {kept}" if kept else ""
     wrong = [f"rank {n} {note['error']}" for n, note in notes.items() if "wrong sum" in note.get("error", "")]
     if wrong:
         return RunError(
-            "; ".join(wrong), where="comm-check", fix="try other GPUs or nodes: this exchange cannot be trusted"
+            "; ".join(wrong) + more,
+            where="comm-check",
+            fix="try other GPUs or nodes: this exchange cannot be trusted",
         )
     said = {"started": "started and met no one", "met": "met the others and did not finish", "done": "finished"}
     lines = [
@@ -219,7 +245,7 @@ def _failure(notes: dict[int, dict[str, Any]], ending: str, told: str) -> RunErr
     ]
     what = f"the ranks did not exchange {ending}".replace(" ;", ";") + f": {'; '.join(lines)}"
     return RunError(
-        f"{what} ({told})" if told else what,
+        (f"{what} ({told})" if told else what) + more,
         where="comm-check",
         fix="see that every node was started and reaches MASTER_ADDR:MASTER_PORT, and `make doctor` on each",
     )

@@ -12,6 +12,7 @@ from typing import Any
 from sftplay import log
 from sftplay.config.load import load_config
 from sftplay.config.schema import RunConfig
+from sftplay.errors import ConfigError
 from sftplay.launch.folder import RunFolder, write_text
 from sftplay.verbs.training import launch
 
@@ -20,7 +21,17 @@ NAME = "demo"
 
 
 def demo(args: Namespace) -> int:
-    """Train, compare the answers before and after, and close with one line of result."""
+    """Train, compare the answers before and after, and close with one line of result.
+
+    Raises:
+        ConfigError: several nodes are asked for, which would each make a run of their own.
+    """
+    if args.nnodes > 1:
+        raise ConfigError(
+            f"the demo runs on one node, not on {args.nnodes}",
+            where="--nnodes",
+            fix=f"make train-distributed CONFIG={args.config or CONFIG} NNODES={args.nnodes} NODE_RANK= MASTER_ADDR=",
+        )
     log.say("SFT-Play demo: a small model learns a task on this machine", "demo")
     started = time.monotonic()
     args.config = args.config or CONFIG

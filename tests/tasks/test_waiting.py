@@ -33,7 +33,6 @@ TIMEOUT_S = 77
 # parent does as torchrun does: when a rank fails it asks the others to stop.
 FORK_RUNS = """
 import json, os, signal, sys, time
-GRACE_S = 2.0  # a rank that fails for the same reason shall come to say so
 import torch
 import sftplay.tasks.sft as sft
 from sftplay.data.preparation import Preparation
@@ -77,7 +76,13 @@ def start(folder, port, rank):
             os._exit(code)
     return child
 
-for folder, port in zip(sys.argv[1::2], sys.argv[2::2]):
+def stop(rank, grace_s):
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and not os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        time.sleep(0.02)
+    os.kill(rank, signal.SIGTERM)
+
+for folder, port, grace_s in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
     NOTES = f"{folder}/notes.txt"
     ranks = {start(folder, port, rank): rank for rank in (1, 0)}
     codes = {}
@@ -85,9 +90,8 @@ for folder, port in zip(sys.argv[1::2], sys.argv[2::2]):
         pid, status = os.wait()
         codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
         if codes[ranks[pid]] and len(codes) == 1:
-            time.sleep(GRACE_S)
             for other in ranks.keys() - {pid}:
-                os.kill(other, signal.SIGTERM)
+                stop(other, float(grace_s))
     with open(f"{folder}/codes.json", "w") as file:
         json.dump(codes, file)
     print(f"END {folder}", flush=True)
@@ -100,6 +104,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bad-rows": {},
     "bad-adapter": {"tuning__lora__target_modules": ["nothing_of_this_name"]},
 }
+GRACE_S = {"good": 0.0, "bad-rows": 2.0, "bad-adapter": 60.0}
+"""How long the rank that has not failed may take to end by itself: one that only waits for the other never does, one
+that fails for the same reason prepares first."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,9 @@ def runs(
     for name, changes in VARIANTS.items():
         inputs = Inputs(tiny_llama, files.get(name, chat_rows), held_out_rows)
         folders[name] = _prepared(home / name, inputs, changes)
-    words = [word for folder in folders.values() for word in (str(folder.path), str(free_port(0)))]
+    words = [
+        word for name, folder in folders.items() for word in (str(folder.path), str(free_port(0)), str(GRACE_S[name]))
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         [sys.executable, "-c", FORK_RUNS, *words],

@@ -38,7 +38,7 @@ def call(place, *words):
     # Returning at once means that nothing of the child keeps these pipes open either.
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "sftplay", *words]
-    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=180, check=False)
 
 
 @pytest.fixture(scope="module")

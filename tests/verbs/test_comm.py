@@ -23,7 +23,15 @@ from sftplay.verbs import comm
 
 CPU = Machine((), "none in this test", 2**34, 2, "3.11", "Linux", {})
 TWO = Scale(nproc=2)
+FOURTH = Scale(nproc=1, nnodes=4, node_rank=3)
 FOUND = {"latencies_s": [1e-3] * 8, "plain_s": 0.030, "fp16_s": 0.020, "backend": "gloo", "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where node 0 keeps what its ranks said."""
+    monkeypatch.setattr(comm, "KEPT", tmp_path / "kept")
+    return tmp_path / "kept" / "comm-check-node0.log"
 
 
 @pytest.mark.slow
@@ -72,6 +80,37 @@ def test_a_rank_that_has_gone_is_told_with_the_launchers_last_word(tmp_path: Pat
     assert "ended with code 1: rank 0 failed (connection closed by peer); rank 1 did not come (no room)" in str(
         caught.value
     )
+
+
+def test_what_the_ranks_of_a_failed_check_said_is_kept_and_named(tmp_path: Path, kept: Path):
+    (tmp_path / "check").mkdir()
+    for said in ("NCCL INFO NET/IB : no device", "NCCL INFO NET/Socket : Using eth0"):
+        with pytest.raises(RunError) as caught:
+            comm.run_check(fake(f"print({said!r}); raise SystemExit(5)"), tmp_path / "check", (TWO, 30.0))
+        assert kept.read_text() == f"{said}\n"
+        assert f"what they said is in {kept}" in caught.value.what
+    with pytest.raises(RunError, match="said"):
+        comm.run_check(fake("print('of node 3', end=''); raise SystemExit(5)"), tmp_path / "check", (FOURTH, 30.0))
+    assert (kept.parent / "comm-check-node3.log").read_text() == "of node 3"
+
+
+def test_where_nothing_was_said_or_can_be_kept_no_log_is_named(tmp_path: Path, kept: Path):
+    (tmp_path / "check").mkdir()
+    with pytest.raises(RunError) as silent:
+        comm.run_check(fake("raise SystemExit(5)"), tmp_path / "check", (TWO, 30.0))
+    kept.parent.touch()  # a file in the folder's place
+    with pytest.raises(RunError) as lost:
+        comm.run_check(fake("print('in vain'); raise SystemExit(5)"), tmp_path / "check", (TWO, 30.0))
+    for caught in (silent, lost):
+        assert "ended with code 5" in caught.value.what
+        assert str(kept) not in str(caught.value)
+
+
+def test_a_check_that_succeeds_keeps_nothing(tmp_path: Path, kept: Path):
+    for n in (0, 1):
+        rank.write_note(tmp_path / f"rank{n}.json", state="done")
+    comm.run_check(fake("print('fine')"), tmp_path, (TWO, 30.0))
+    assert not kept.parent.exists()
 
 
 def test_a_wrong_sum_is_the_reason_even_where_other_ranks_failed_too(tmp_path: Path):
@@ -188,6 +227,18 @@ def test_a_config_names_the_ways_that_are_checked(
     assert json.loads(capsys.readouterr().out)["env"]["GLOO_SOCKET_IFNAME"] == "lo"
     assert main([*words, "cluster.nccl.socket_ifname=no-such-0"]) == 2
     assert "no network interface 'no-such-0'" in json.loads(capsys.readouterr().out)["error"]["what"]
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["started", "dry"])
+def test_values_without_a_config_to_set_them_in_are_refused(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(comm, "run_check", lambda *_: pytest.fail("ranks were started"))
+    assert main(["comm-check", "--nproc", "2", "--json", "cluster.nccl.socket_ifname=nope", *more]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["where"] == "command line"
+    assert "'cluster.nccl.socket_ifname=nope'" in error["what"]
+    assert "CONFIG=" in error["fix"]
 
 
 def test_one_process_has_nobody_to_exchange_with(capsys: pytest.CaptureFixture[str]):

@@ -53,13 +53,16 @@ def test_another_line_in_the_kit_makes_it_another_kit(tmp_path: Path, monkeypatc
     for folder in ("a", "b"):
         (tmp_path / folder / "verbs").mkdir(parents=True)
         (tmp_path / folder / "verbs" / "nodes.py").write_text("")
-    kits = []
-    for folder in ("a", "b", "b"):
+
+    def version_of(folder: str) -> str:
         monkeypatch.setattr(nodes, "__file__", str(tmp_path / folder / "verbs" / "nodes.py"))
-        kits.append(kit_version())
-        (tmp_path / "b" / "units.py").write_text("x = 1\n")
-    assert kits[0] == kits[1] or kits[1] == kits[2]
-    assert len(set(kits)) == 2
+        return kit_version()
+
+    assert version_of("a") == version_of("b")
+    (tmp_path / "b" / "verbs" / "nodes.py").write_text("x = 1\n")
+    assert version_of("a") != version_of("b")
+    (tmp_path / "a" / "nodes.py").write_text("x = 1\n")  # the same line in another file
+    assert version_of("a") != version_of("b")
 
 
 def test_gpus_are_described_one_by_one():

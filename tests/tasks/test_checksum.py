@@ -1,0 +1,82 @@
+"""The digest by which ranks compare what they loaded: it tells weights apart and takes next to no memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import Inputs, new_run, train_in
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sftplay.config.load import load_config
+from sftplay.launch.folder import RunFolder
+from sftplay.tasks import preflight
+from sftplay.tasks.preflight import PIECE_NUMBERS, Preflight, checksum
+
+
+class LargestCopy(TorchDispatchMode):
+    """Notes the largest result of any operation that is no view of what there was, in bytes."""
+
+    found_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            for each in tree_leaves(result):
+                self.found_bytes = max(self.found_bytes, each.nbytes if isinstance(each, torch.Tensor) else 0)
+        return result
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    """Two pieces and 5 numbers in one weight, and a small frozen one."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(2 * PIECE_NUMBERS + 5).bfloat16())
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    return torch.nn.ParameterDict({"weight": weight, "frozen": frozen})
+
+
+def test_equal_weights_have_one_digest(model: torch.nn.Module):
+    assert checksum(model) == checksum(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("place", [0, PIECE_NUMBERS, 2 * PIECE_NUMBERS + 4], ids=["first", "second piece", "last"])
+def test_one_other_number_anywhere_is_another_digest(model: torch.nn.Module, place: int):
+    other: Any = copy.deepcopy(model)
+    with torch.no_grad():
+        other["weight"][place] += 1
+    assert checksum(other) != checksum(model)
+
+
+def test_a_number_that_moved_into_another_piece_is_another_digest(model: torch.nn.Module):
+    other: Any = copy.deepcopy(model)
+    with torch.no_grad():
+        other["weight"].copy_(other["weight"].roll(PIECE_NUMBERS))
+    assert checksum(other) != checksum(model)
+
+
+def test_no_copy_is_made_that_is_larger_than_one_piece_in_fp64(model: torch.nn.Module):
+    with LargestCopy() as largest:
+        checksum(model)
+    assert 0 < largest.found_bytes <= PIECE_NUMBERS * 8
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_are_summed_only_where_another_rank_has_some(
+    world_size: int, model: torch.nn.Module, write_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    found = Preflight(load_config(str(write_config())), RunFolder(tmp_path))
+    found.note_weights(model)
+    assert found.parameters == ("" if world_size == 1 else checksum(model))
+
+
+def test_a_run_notes_the_weights_it_loaded(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch):
+    noted: list[Any] = []
+    monkeypatch.setattr(preflight.Preflight, "note_weights", lambda self, model: noted.append(model))
+    run = train_in(*new_run(tmp_path, inputs, train__max_steps=1))
+    assert noted == [run.trainer.model]

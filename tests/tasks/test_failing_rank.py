@@ -1,0 +1,68 @@
+"""A rank that fails leaves its code and its reason, also where nothing can be read or written any more."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sftplay.launch.folder import RunFolder
+from sftplay.tasks import worker
+
+WORDS = ("disk gone", "outputs/run: disk gone\n  fix: mount it again")
+ERROR: dict[str, object] = {"code": "run", "what": "disk gone"}
+
+
+@pytest.fixture
+def no_more_files() -> Iterator[None]:
+    """No file can be opened: the process holds as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for handle in taken:
+            os.close(handle)
+
+
+def test_a_rank_whose_run_folder_was_removed_still_says_why_and_ends_with_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert worker._fail(RunFolder(tmp_path / "removed"), 5, WORDS, error=ERROR) == 5
+    assert WORDS[1] in capsys.readouterr().err
+
+
+def test_a_rank_that_has_no_file_left_to_open_still_says_why_and_ends_with_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_more_files: None
+):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(OSError, match="Too many open files"):
+        folder.read_json("status.json")
+    assert worker._fail(folder, 5, WORDS, error=ERROR) == 5
+    assert WORDS[1] in capsys.readouterr().err
+
+
+def test_what_goes_wrong_while_the_folder_is_held_is_not_swallowed(tmp_path: Path):
+    for logs in (tmp_path, tmp_path / "removed"):
+        with pytest.raises(OSError, match="of the body"), worker._one_at_a_time(logs):
+            raise OSError("of the body")
+
+
+def test_ranks_hold_the_folder_one_at_a_time(tmp_path: Path):
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with worker._one_at_a_time(tmp_path), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(other)
