@@ -135,13 +135,18 @@ def _mourn(folder: RunFolder, gone: str) -> int:
 def _fail(folder: RunFolder, code: int, words: tuple[str, str], error: dict[str, object] | None = None) -> int:
     """Leave why the run has failed, and show it once, as ranks often fail for the same reason; the exit code.
 
-    `words` are the cause in one line, and all there is to say.
+    `words` are the cause in one line, and all there is to say. A bug behind another rank's failure is taken for its
+    consequence: it goes to this rank's log only.
     """
     status: dict[str, object] = {}
     with _one_at_a_time(folder.logs):
         with suppress(OSError):
             status = folder.read_json("status.json")
-        is_said = status.get("exit_code") == code and error in (None, status.get("error"))
+        told = status.get("exit_code")
+        if code == BUG and status.get("state") == "failed" and isinstance(told, int):
+            _print_error(words[1], on_screen=False)
+            return told
+        is_said = told == code and error in (None, status.get("error"))
         _finish(folder, "failed", code, cause=words[0], **({"error": error} if error else {}))
     _print_error(words[1], on_screen=not is_said)
     return code

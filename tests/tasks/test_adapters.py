@@ -106,7 +106,7 @@ def test_only_what_trains_is_made_fp32():
 
 RANK = {
     "world_size": 2, "is_main": True, "model_class": "DistributedDataParallel", "fingerprint": "a", "parameters": "b",
-    "rows_per_step": 4, "distributed_type": "MULTI_CPU",
+    "rows_per_step": 4, "distributed_type": "MULTI_CPU", "base": "c", "rows": "d",
 }  # fmt: skip
 
 
@@ -120,6 +120,8 @@ RANK = {
         ({"is_main": True}, "2 ranks believe to be the main one"),
         ({"fingerprint": "z"}, "ranks read different configs"),
         ({"parameters": "z"}, "ranks start from different weights"),
+        ({"base": "z"}, "ranks start from different files of weights"),
+        ({"rows": "z"}, "ranks train on different rows"),
         ({"rows_per_step": 8}, "a step takes 12 rows instead of 8"),
     ],
 )

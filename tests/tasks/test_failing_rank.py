@@ -66,3 +66,16 @@ def test_ranks_hold_the_folder_one_at_a_time(tmp_path: Path):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(other)
+
+
+def test_a_bug_on_the_main_rank_behind_anothers_failure_is_its_consequence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    folder.update_status(state="failed", exit_code=4, error={"code": "data", "what": "no rows"})
+    assert worker._fail(folder, 1, ("RuntimeError: nobody came", "Traceback: nobody came")) == 4
+    assert folder.read_json("status.json")["error"] == {"code": "data", "what": "no rows"}
+    said = capsys.readouterr()
+    assert "nobody came" in said.err  # the rank's log
+    assert "nobody came" not in said.out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +94,10 @@ def test_host_whose_name_leads_to_itself_only_is_told_to_name_its_interface(
 
     monkeypatch.setattr(socket, "gethostbyname", look_up)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    ask: Callable[[], Any] = lambda: describe_network(SimpleNamespace(own_address=lambda: mine), NO_GPU, report)  # noqa: E731
+
+    def ask() -> Any:
+        return describe_network(SimpleNamespace(own_address=lambda: mine), NO_GPU, report)
+
     assert ("error" in ask()) is is_trouble
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert ask() == {}
