@@ -360,7 +360,7 @@ def precision_of(run: Finished) -> tuple[str, torch.dtype]:
 
 
 def check_max_restarts(bench: Bench) -> None:
-    def die(_: Launch, folder: RunFolder) -> int:
+    def die(_: Launch, folder: RunFolder, **__: Any) -> int:
         starts.append(folder)
         folder.update_status(exit_code=5, error=Death("rank 1 was killed by SIGKILL").as_json())
         return 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from sftplay.verbs import launching
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
 
-def work(launch: Launch, folder: RunFolder, **how: Any) -> int:
+def work(launch: Launch, folder: RunFolder, *, look_around: Any = None, **how: Any) -> int:
     """Stands for the workers and their parent: the run itself, in this process."""
     outcome = train_in(load_config(folder.resolved), folder, **how).outcome
     ended = {"state": "done", "exit_code": 0} if not outcome.stop_signal else {"state": "stopped", "exit_code": 143}
@@ -122,13 +121,12 @@ def test_eval_brings_the_report_up_to_date(config: Path, folder: RunFolder, caps
 def ended(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, *, code: int, state: str) -> int:
     """`_start` with a run that ends at once: its exit code."""
 
-    def follow(launch: Launch, folder: RunFolder) -> int:
+    def follow(launch: Launch, folder: RunFolder, *, look_around: Any) -> int:
         folder.update_status(state=state, exit_code=code, step=3)
         return code
 
     monkeypatch.setattr(launching, "follow", follow)
-    args = Namespace(tb=False, json=False, verb="train", node_rank=0)
-    return launching._start(Launch(("python",), {}), folder, args)
+    return launching._start(Launch(("python",), {}), folder, None)
 
 
 @pytest.mark.parametrize(("code", "state"), [(143, "stopped"), (5, "failed"), (1, "failed"), (0, "done")])
@@ -165,7 +163,7 @@ def test_a_reader_that_has_left_does_not_change_the_code(tmp_path: Path, monkeyp
 
 def test_a_stopped_run_is_reported_as_stopped(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = written_config(tmp_path, inputs, train__save_steps=2)
-    monkeypatch.setattr(launching, "follow", lambda launch, folder: work(launch, folder, stop=StopAfter(2)))
+    monkeypatch.setattr(launching, "follow", lambda launch, folder, **_: work(launch, folder, stop=StopAfter(2)))
     assert cli.main(["train", "--config", str(config)]) == 143
     text = page(RunFolder(tmp_path / "outputs" / "run"))
     assert "stopped</span> at step 2 of 4" in text

@@ -212,7 +212,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """`train` believes in a GPU; what it would start is listed instead."""
     started: list[Any] = []
     monkeypatch.setattr(training, "probe", lambda: machine(L4))
-    monkeypatch.setattr(launching, "follow", lambda command, folder: started.append(command) or 0)
+    monkeypatch.setattr(launching, "follow", lambda command, folder, **_: started.append(command) or 0)
     return started
 
 

@@ -82,7 +82,7 @@ def stopped(finished: Path, tmp_path: Path) -> Path:
 def test_another_number_of_processes_is_taken_and_said_unless_the_effective_batch_cannot_be_split_over_it(
     stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(launching, "follow", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(launching, "follow", lambda *_, **__: pytest.fail("it was started"))
     words = ["resume", "--config", str(stopped), "--dry-run", "--nproc"]
     assert main([*words, "1"]) == 0
     assert "begun on 2 process(es), goes on on 1 with" in capsys.readouterr().out
