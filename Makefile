@@ -54,8 +54,8 @@ demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffle
 test: $(READY) ## the test suite, minutes
 	@exec $(PY) -m pytest -m "not slow and not long" $(ARGS)
 test-slow: $(READY) ## the long tests
-	@exec $(PY) -m pytest -m "slow" $(ARGS)
-test-long: $(READY) ## by hand: more families, depths and lengths of what the fast tests try
+	@exec $(PY) -m pytest -m "slow and not long" $(ARGS)
+test-long: $(READY) ## by hand: more families, depths, launchers and signals of what the others try
 	@exec $(PY) -m pytest -m "long" $(ARGS)
 test-unsloth: $(UNSLOTH_READY) ## train with the real unsloth, in .venv-unsloth
 	@exec $(UNSLOTH_PY) -m pytest -m "unsloth" $(ARGS)

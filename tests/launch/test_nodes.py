@@ -210,7 +210,7 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("odd", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_rank_that_fails_before_the_ranks_meet_ends_the_run_on_both_nodes_with_its_code(cluster: Cluster, odd: int):
     # What only this node's ranks see: its cache of rows cannot be made.
     (cluster.root / f"node{odd}" / "processed").write_text("a file")

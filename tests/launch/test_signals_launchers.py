@@ -149,12 +149,12 @@ def modules_of(processes: list[psutil.Process]) -> list[str]:
 
 
 PLAIN = [
-    ("python", [], "NO", 1),
+    pytest.param("python", [], "NO", 1, marks=pytest.mark.long),
     ("torchrun", [], "MULTI_CPU", 2),
     ("accelerate", [], "MULTI_CPU", 2),
     ("deepspeed", [], "DEEPSPEED", 2),
-    ("accelerate", ["cluster.strategy=zero2"], "DEEPSPEED", 2),
-    ("accelerate", ["cluster.strategy=fsdp"], "FSDP", 2),
+    pytest.param("accelerate", ["cluster.strategy=zero2"], "DEEPSPEED", 2, marks=pytest.mark.long),
+    pytest.param("accelerate", ["cluster.strategy=fsdp"], "FSDP", 2, marks=pytest.mark.long),
 ]
 
 
@@ -173,8 +173,18 @@ def test_run_has_the_ranks_and_the_strategy_that_were_asked_for(
         assert shop.adapter(name) == shop.adapter("plain-torchrun-MULTI_CPU")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-@pytest.mark.parametrize("launcher", WORDS)
+STOPS = [
+    # A single process is stopped at more moments in test_signals.
+    *[pytest.param("python", name, marks=pytest.mark.long) for name in ("SIGTERM", "SIGINT", "SIGUSR1")],
+    *[("torchrun", name) for name in ("SIGTERM", "SIGINT", "SIGUSR1")],
+    *[pytest.param("accelerate", name, marks=pytest.mark.long) for name in ("SIGTERM", "SIGINT")],
+    ("accelerate", "SIGUSR1"),
+    *[pytest.param("deepspeed", name, marks=pytest.mark.long) for name in ("SIGTERM", "SIGINT")],
+    ("deepspeed", "SIGUSR1"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "name"), STOPS)
 def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(shop: Shop, launcher: str, name: str):
     run, number = f"{launcher}-{name}", getattr(signal, name)
     process, everybody = shop.hold(run, launcher)
