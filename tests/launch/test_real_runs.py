@@ -220,7 +220,7 @@ def test_two_processes_learn_from_the_same_rows_with_the_same_losses_as_one(shop
         assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_draws_of_dropout_go_on_where_a_stopped_run_left_them(shop):
     word = "tuning.lora.dropout=0.1"
     assert shop.run("train", "dropout", word)[0] == 0

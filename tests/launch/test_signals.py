@@ -132,8 +132,8 @@ CASES = [
     ("make", "the model is loaded", "SIGTERM", []),
     ("make", "steps are made", "SIGUSR1", [3]),
     ("make", "a checkpoint is written", "SIGTERM", [3, 6]),
-    ("command", "a checkpoint is written", "SIGINT", [3, 6]),
-    ("make", "held-out rows are measured", "SIGINT", [3, 6]),
+    pytest.param("command", "a checkpoint is written", "SIGINT", [3, 6], marks=pytest.mark.long),
+    pytest.param("make", "held-out rows are measured", "SIGINT", [3, 6], marks=pytest.mark.long),
     ("command", "held-out rows are measured", "SIGHUP", [3, 6]),
     ("command", "the result is saved", "SIGTERM", [6, 9]),
 ]

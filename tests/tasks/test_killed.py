@@ -160,7 +160,8 @@ def resume_and_compare(shop: Shop, mode: str, name: str, whole: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "step"), [("lora", 7), ("lora", 13), ("full", 6), ("full", 16), ("qlora", 11)]
+    ("mode", "step"), [("lora", 7), pytest.param("lora", 13, marks=pytest.mark.long), ("full", 6),
+     pytest.param("full", 16, marks=pytest.mark.long), ("qlora", 11)]
 )  # fmt: skip
 def test_run_killed_during_steps_ends_as_if_nothing_had_been(
     shop: Shop, undisturbed: Callable[[str], str], mode: str, step: int

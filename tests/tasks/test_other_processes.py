@@ -142,7 +142,7 @@ def test_run_moves_from_two_processes_to_one_and_back_on_the_same_curve(shop: Sh
     assert max(float((one - two).abs().max()) for one, two in ends) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_with_dropout_moves_too_and_says_that_it_is_drawn_otherwise(shop: Shop):
     word, name = "tuning.lora.dropout=0.1", "dropout"
     shop.run("train", name, 2, word, *OF_TWO)

@@ -55,7 +55,7 @@ def check_same(run: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_rows(
     write_config: Write, sftplay: Sftplay, tmp_path: Path, processes: int
 ) -> None:
@@ -121,7 +121,7 @@ def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_ch
     assert f"{planned} rows ran out of memory in {run}" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_was_interrupted_behind_a_shortage_goes_on_with_the_smaller_pieces(
     write_config: Write, sftplay: Sftplay, tmp_path: Path
 ):

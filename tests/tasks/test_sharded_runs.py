@@ -25,6 +25,16 @@ CASES = [
     (strategy, mode) for mode in ("full", "lora", "qlora") for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp")
 ]
 
+BY_HAND = [
+    ("zero1", "lora"),
+    ("zero3", "lora"),
+    ("fsdp", "lora"),
+    ("ddp", "qlora"),
+    ("zero1", "qlora"),
+    ("zero2", "qlora"),
+]
+"""Left to `make test-long` and `make bench-invariance`: each strategy and each mode has another case."""
+
 WRAPPED = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP"}
 TYPES = {"ddp": "MULTI_CPU", "zero": "DEEPSPEED", "fsdp": "FSDP"}
 
@@ -82,7 +92,10 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds its CPU communication: needs g++")
-@pytest.mark.parametrize(("strategy", "mode"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [pytest.param(*case, id="-".join(case), marks=[pytest.mark.long] if case in BY_HAND else []) for case in CASES],
+)
 def test_a_sharded_run_has_the_curve_of_one_process(strategy: str, mode: str, train: Train, alone: dict[str, Path]):
     if mode not in alone:
         alone[mode], said = train(f"alone-{mode}", 1, tuning__mode=mode)
@@ -112,7 +125,7 @@ def test_a_launch_that_accelerate_turns_into_something_else_is_stopped_before_th
     assert not (run / "metrics.jsonl").exists() or not losses(run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_split_by_fsdp_goes_on_on_other_numbers_of_processes(
     train: Train, sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
 ):
