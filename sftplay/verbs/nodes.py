@@ -37,7 +37,6 @@ from sftplay.verbs.sharding import make_ready, with_deepspeed
 GLANCE_BYTES, GLANCES = 2**26, 64
 """Of weights: up to 64 MiB a file is read whole, of a larger one 64 MiB, so that large models do not hold nodes up."""
 
-
 ENDING_S = 10.0
 """How long node 0 waits to hear how the other nodes have ended, once it has failed."""
 

@@ -134,6 +134,19 @@ def test_a_node_that_leaves_is_named_on_the_others():
     assert all("node 1 has gone" in str(end) for end in (ends[0], ends[2]))
 
 
+def host(nodes: int) -> tuple[threading.Thread, int, list[Any]]:
+    """Node 0 of so many nodes, which gathers once, in a thread; its port, and where what it heard will lie."""
+    port, heard = free_port(0), list[Any]()
+
+    def live() -> None:
+        with Meeting(Scale(1, nodes, 0, "127.0.0.1", port), patience_s=20) as meeting:
+            heard.append(tell("zero")(meeting))
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    return thread, port, heard
+
+
 def knock(port: int) -> socket.socket:
     """A connection to whoever listens there, as soon as somebody does."""
     deadline = time.monotonic() + 20
@@ -146,15 +159,7 @@ def knock(port: int) -> socket.socket:
 
 
 def test_strangers_at_the_port_neither_join_nor_hinder():
-    port = free_port(0)
-    ends: list[Any] = []
-
-    def host() -> None:
-        with Meeting(Scale(1, 2, 0, "127.0.0.1", port), patience_s=20) as meeting:
-            ends.append(tell("zero")(meeting))
-
-    thread = threading.Thread(target=host)
-    thread.start()
+    thread, port, ends = host(2)
     for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": "x"}\n', b"[]\n", b""):
         with knock(port) as stranger:
             stranger.sendall(noise)
@@ -186,18 +191,11 @@ def test_what_listens_at_the_port_and_is_none_of_ours_is_not_taken_for_node_0():
 
 
 def test_node_that_is_started_again_while_others_are_awaited_takes_its_own_place():
-    port = free_port(0)
-    ends: list[Any] = []
-
-    def host() -> None:
-        with Meeting(Scale(1, 3, 0, "127.0.0.1", port), patience_s=20) as meeting:
-            ends.append(tell("zero")(meeting))
+    thread, port, ends = host(3)
 
     def join(node: int) -> Meeting:
         return Meeting(Scale(1, 3, node, "127.0.0.1", port), patience_s=20).__enter__()
 
-    thread = threading.Thread(target=host)
-    thread.start()
     first = join(1)
     first._peers[0].send({"said": {"say": "what is never read"}})
     first.__exit__(None, None, None)
@@ -211,15 +209,7 @@ def test_node_that_is_started_again_while_others_are_awaited_takes_its_own_place
 
 
 def test_silent_strangers_do_not_keep_a_node_waiting():
-    port = free_port(0)
-    ends: list[Any] = []
-
-    def host() -> None:
-        with Meeting(Scale(1, 2, 0, "127.0.0.1", port), patience_s=20) as meeting:
-            ends.append(tell("zero")(meeting))
-
-    thread = threading.Thread(target=host)
-    thread.start()
+    thread, port, ends = host(2)
     silent = [knock(port) for _ in range(3)]
     with Meeting(Scale(1, 2, 1, "127.0.0.1", port), patience_s=4) as meeting:
         assert tell("one")(meeting) == ["zero", "one"]

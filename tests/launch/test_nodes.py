@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from processes import is_alive, wait_until
+from run_outputs import Outputs
 
 from sftplay.launch.ports import free_port
 
@@ -41,18 +42,10 @@ if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
 
 
 @dataclass
-class Cluster:
+class Cluster(Outputs):
     """Folders `node0` and `node1`, each with its own kit, config and data; runs go to a folder that both share."""
 
-    root: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def folder(self, name: str) -> Path:
-        return self.root / "shared" / name
-
-    def status(self, name: str) -> dict[str, Any]:
-        path = self.folder(name) / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
 
     def start(
         self, name: str, node: int, port: int, *words: str, verb: str = "train", **environment: str
@@ -67,10 +60,10 @@ class Cluster:
         self.started.append(process)
         return process
 
-    def both(self, name: str, *words: str, more: tuple[str, ...] = (), verb: str = "train") -> list[tuple[int, str]]:
-        """Exit code and lines of each node; `more` words for node 1 only."""
+    def both(self, name: str, *words: str, verb: str = "train") -> list[tuple[int, str]]:
+        """Exit code and lines of each node."""
         port = free_port(0)
-        pair = [self.start(name, node, port, *words, *(more if node else ()), verb=verb) for node in (0, 1)]
+        pair = [self.start(name, node, port, *words, verb=verb) for node in (0, 1)]
         codes = [process.wait(240) for process in pair]
         return [(code, self.said(name, node)) for node, code in enumerate(codes)]
 
@@ -81,7 +74,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path, tiny_llama: Path, chat_rows: Path) -> Iterator[Cluster]:
     values = {
-        "output_dir": str(tmp_path / "shared"),
+        "output_dir": str(tmp_path / "outputs"),
         "model": {"name": str(tiny_llama), "max_seq_len": 64},
         "tuning": {"mode": "lora", "lora": {"r": 4, "dropout": 0.1}},
         "train": {
@@ -152,12 +145,12 @@ def test_odd_node_is_named_on_both_before_anything_is_made(cluster: Cluster, spo
         assert "nodes: node 1 (" in said
         assert words in said
         assert "fix: " in said
-    assert not cluster.folder("odd").exists()
+    assert not cluster.folder("odd").path.exists()
 
 
 def test_node_0_that_cannot_begin_says_why_on_the_other_node_too(cluster: Cluster):
-    (cluster.folder("taken")).mkdir(parents=True)
-    (cluster.folder("taken") / "config.resolved.yaml").write_text("")
+    cluster.folder("taken").path.mkdir(parents=True)
+    (cluster.folder("taken").path / "config.resolved.yaml").write_text("")
     for code, said in cluster.both("taken"):
         assert code == 2, said
         assert "a run called 'taken' exists" in said
@@ -173,7 +166,7 @@ def test_node_that_does_not_share_the_runs_folder_is_named_before_a_step_is_made
 
 
 def weights(cluster: Cluster, name: str) -> bytes:
-    return (cluster.folder(name) / "adapter" / "adapter_model.safetensors").read_bytes()
+    return (cluster.folder(name).path / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from holding import HOOK
 from processes import is_alive, wait_until
+from run_outputs import Outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS = 9, 3
@@ -36,25 +36,13 @@ MOMENTS = {
 
 
 @dataclass
-class Shop:
+class Shop(Outputs):
     """A config from which runs are started by the command or by make, like from a terminal."""
 
-    root: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def folder(self, name: str) -> Path:
-        return self.root / "outputs" / name
-
-    def status(self, name: str) -> dict[str, Any]:
-        path = self.folder(name) / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
 
     def said(self, name: str) -> str:
         return (self.root / f"{name}.txt").read_text()
-
-    def complete(self, name: str) -> list[int]:
-        found = self.folder(name).glob("checkpoints/checkpoint-*/COMPLETE.json")
-        return sorted(int(path.parent.name.rpartition("-")[2]) for path in found)
 
     def start(self, by: str, name: str, moment: str | None = None, verb: str = "train") -> subprocess.Popen[bytes]:
         argv = self._argv(by, name, verb)
@@ -122,7 +110,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
 def whole(shop: Shop) -> bytes:
     """The weights of a run that nobody stopped."""
     assert shop.start("command", "whole").wait(120) == 0, shop.said("whole")
-    return (shop.folder("whole") / "adapter" / "adapter_model.safetensors").read_bytes()
+    return (shop.folder("whole").path / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 CASES = [
@@ -158,7 +146,7 @@ def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
     if not complete:  # it would start anew, as is shown elsewhere
         return
     assert shop.start("command", run, verb="resume").wait(120) == 0, shop.said(run)
-    assert (shop.folder(run) / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+    assert (shop.folder(run).path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
 
 
 def expected_code(by: str, number: int) -> int:
@@ -194,16 +182,16 @@ def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed
     shop: Shop, whole: bytes, sftplay: Callable[..., subprocess.CompletedProcess[str]]
 ):
     process, _pids = shop.hold("command", "one-name", "a checkpoint is written")
-    before = {path: path.read_bytes() for path in shop.folder("one-name").rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in shop.folder("one-name").path.rglob("*") if path.is_file()}
     config = shop.root / "run.yaml"
     for verb, told in (("train", "a run called 'one-name' exists"), ("resume", "run 'one-name' is running (process")):
         second = sftplay(verb, "--config", config, "run_name=one-name")
         assert second.returncode == 2, second.stderr
         assert told in second.stderr
-    assert {path: path.read_bytes() for path in shop.folder("one-name").rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in shop.folder("one-name").path.rglob("*") if path.is_file()} == before
     shop.let_go("one-name")
     assert process.wait(60) == 0, shop.said("one-name")
-    assert (shop.folder("one-name") / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+    assert (shop.folder("one-name").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
     status = shop.status("one-name")
     assert [(each["from_step"], each["cause"]) for each in status["attempts"]] == [(0, "done")]
 
@@ -211,5 +199,5 @@ def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed
 def test_of_two_runs_started_at_the_same_moment_under_one_name_one_trains(shop: Shop, whole: bytes):
     pair = [shop.start("command", "same-moment") for _ in range(2)]
     assert sorted(process.wait(120) for process in pair) == [0, 2], shop.said("same-moment")
-    assert (shop.folder("same-moment") / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+    assert (shop.folder("same-moment").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
     assert len(shop.status("same-moment")["attempts"]) == 1

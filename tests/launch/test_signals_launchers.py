@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from processes import is_alive, wait_until
+from run_outputs import Outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_FSDP = ROOT / "benchmarks" / "cpu_fsdp"
@@ -64,29 +64,17 @@ STARTED = {
 
 
 @dataclass
-class Shop:
+class Shop(Outputs):
     """A config from which runs are started as a user does, and looked at from outside."""
 
-    root: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def folder(self, name: str) -> Path:
-        return self.root / "outputs" / name
-
-    def status(self, name: str) -> dict[str, Any]:
-        path = self.folder(name) / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
     def said(self, name: str) -> str:
-        logs = [path.read_text(errors="replace")[-4000:] for path in self.folder(name).glob("logs/launch.log")]
+        logs = [path.read_text(errors="replace")[-4000:] for path in self.folder(name).path.glob("logs/launch.log")]
         return "\n".join([(self.root / f"{name}.txt").read_text(), *logs])
 
     def adapter(self, name: str) -> bytes:
-        return (self.folder(name) / "adapter" / "adapter_model.safetensors").read_bytes()
-
-    def complete(self, name: str) -> list[int]:
-        found = self.folder(name).glob("checkpoints/checkpoint-*/COMPLETE.json")
-        return sorted(int(path.parent.name.rpartition("-")[2]) for path in found)
+        return (self.folder(name).path / "adapter" / "adapter_model.safetensors").read_bytes()
 
     def start(self, name: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "sftplay", "train", "--config", str(self.root / "run.yaml"), f"run_name={name}"]
@@ -199,7 +187,7 @@ def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(s
     status = shop.status(run)
     assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, name)
     assert shop.complete(run) == [status["step"]]
-    assert status["last_checkpoint"] == str(shop.folder(run) / "checkpoints" / f"checkpoint-{status['step']}")
+    assert status["last_checkpoint"] == str(shop.folder(run).path / "checkpoints" / f"checkpoint-{status['step']}")
     assert 2 <= status["step"] < STEPS
     assert "Traceback" not in (shop.root / f"{run}.txt").read_text()
 

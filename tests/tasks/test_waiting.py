@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forking import START
 from in_process import Inputs, written_config
 from transformers import TrainerCallback
 
@@ -31,12 +32,13 @@ TIMEOUT_S = 77
 
 # Libraries are imported once, by the parent; forked in front of any work, none of them has started a thread. The
 # parent does as torchrun does: when a rank fails it asks the others to stop.
-FORK_RUNS = """
+FORK_RUNS = (
+    START
+    + """
 import json, os, signal, sys, time
 import torch
 import sftplay.tasks.sft as sft
 from sftplay.data.preparation import Preparation
-from sftplay.tasks import worker
 from sftplay.tasks.train_run import TrainRun
 
 def note(what):
@@ -65,17 +67,6 @@ Preparation.run = noted("tokenises", Preparation.run)
 sft.evaluate = noted("measures", sft.evaluate, 1.0)
 sft.make_trainable = noted("goes-on", sft.make_trainable)
 
-def start(folder, port, rank):
-    child = os.fork()
-    if child == 0:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
-        code = 1
-        try:
-            code = worker.main(folder)
-        finally:
-            os._exit(code)
-    return child
-
 def stop(rank, grace_s):
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and not os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -96,6 +87,7 @@ for folder, port, grace_s in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3])
         json.dump(codes, file)
     print(f"END {folder}", flush=True)
 """
+)
 
 BAD = '{"messages": "no list of turns"}\n'
 SCALED = {"train__lr_scaling": "sqrt", "train__lr_batch_size": 2, "train__lr_scheduler": "constant"}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from forking import START
 from in_process import Inputs, written_config
 
 from sftplay.config.cluster_section import CommConfig
@@ -32,10 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 
 # Libraries are imported once, by the parent; forked in front of any work, none of them has started a thread.
-FORK_RUNS = """
+FORK_RUNS = (
+    START
+    + """
 import json, os, sys
 import sftplay.tasks.sft
-from sftplay.tasks import worker
 from sftplay.tasks.train_run import TrainRun
 
 train = TrainRun.train
@@ -48,20 +50,11 @@ def train_and_tell(self, trainer):
 
 TrainRun.train = train_and_tell
 for folder, port in zip(sys.argv[1::2], sys.argv[2::2]):
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
-            code = 1
-            try:
-                code = worker.main(folder)
-            finally:
-                os._exit(code)
-        children.append(child)
+    children = [start(folder, port, rank) for rank in range(2)]
     if any(os.waitpid(child, 0)[1] for child in children):
         sys.exit(folder)
 """
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "behind": {},
