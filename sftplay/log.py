@@ -107,3 +107,12 @@ def screen() -> TextIO:
 def _write(stream: TextIO, lines: list[str]) -> None:
     stream.write("".join(f"{line}\n" for line in lines))
     stream.flush()
+
+
+def quiet_libraries() -> None:
+    """Send the warnings of libraries to the rank's log, all of them, once each."""
+    import logging
+    import warnings
+
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")

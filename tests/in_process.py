@@ -12,9 +12,10 @@ from unittest.mock import patch
 import torch
 from small_run import Inputs, write_small_run
 
+from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.schema import RunConfig
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run
 from sftplay.tasks import sft

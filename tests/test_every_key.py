@@ -44,7 +44,7 @@ from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.tasks.table import TASKS
 from sftplay.tasks.train_run import TrainRun
 from sftplay.verbs import launching, probing, use
-from sftplay.verbs.plan import known_shape
+from sftplay.verbs.model_shape import known_shape
 from sftplay.verbs.sharding import environment_of, make_ready, with_deepspeed
 from sftplay.watch.guards import StopOnSignal
 from sftplay.watch.traffic import Traffic

@@ -17,13 +17,13 @@ import torch
 from torch.nn import functional
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.config.schema import EvalConfig, RunConfig
 from sftplay.data.pipeline import Examples
 from sftplay.data.records import Chat
 from sftplay.data.render import Renderer
 from sftplay.deliver.generate import Speaker, answer_all
 from sftplay.deliver.metrics import score_answers
-from sftplay.launch.folder import write_text
 from sftplay.watch.recover import Portions
 
 LOSS_TOKENS = 8192

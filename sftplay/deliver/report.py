@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import __version__
+from sftplay.atomic import write_text
 from sftplay.deliver import sections
 from sftplay.deliver.answers import show_answers
 from sftplay.deliver.evidence import Evidence, mapping, mappings, read_evidence
@@ -17,7 +18,7 @@ from sftplay.deliver.findings import find
 from sftplay.deliver.history import as_number
 from sftplay.deliver.page import folded, frame, section
 from sftplay.deliver.wording import escaped, headed, is_share, name_of, shown
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.units import format_count, format_seconds
 
 NAME = "report.html"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from sftplay.atomic import write_text
 from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, MachineError
 
@@ -202,18 +203,3 @@ def _taken(name: str, where: str) -> ConfigError:
 
 def _not_writable(path: Path, error: OSError) -> MachineError:
     return MachineError(f"cannot be written ({error.strerror})", where=str(path), fix="choose another output_dir")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old content or the new, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with scratch.open("w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        scratch.replace(path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise

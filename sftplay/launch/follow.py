@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, RunError, SftplayError
 from sftplay.launch.command import PARENT, Launch
 from sftplay.launch.console import Console, Screen
 from sftplay.launch.death import Death, cause_of_death, find_death, follows_from_death, signal_name
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.launch.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.stall import Stall, Watchdog, timeout_of
 from sftplay.lifeline import catch_signals, die_with_parent

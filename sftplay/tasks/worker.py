@@ -25,6 +25,7 @@ from sftplay.launch.folder import RESOLVED, RunFolder
 from sftplay.launch.processes import parent_of, state_of
 from sftplay.launch.stacks import answer_with_stacks
 from sftplay.lifeline import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent
+from sftplay.log import quiet_libraries
 from sftplay.model.unsloth import import_first
 
 BUG = 1
@@ -161,15 +162,6 @@ def _one_at_a_time(logs: Path) -> Iterator[None]:
             held.callback(os.close, handle)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-def quiet_libraries() -> None:
-    """Send the warnings of libraries to the rank's log, all of them, once each."""
-    import logging
-    import warnings
-
-    logging.captureWarnings(True)
-    warnings.simplefilter("default")
 
 
 def _finish(folder: RunFolder, state: str, code: int, *, cause: str, **more: object) -> None:

@@ -29,7 +29,7 @@ from sftplay.plan.memory import standing_bytes
 from sftplay.plan.sizing import size_run
 from sftplay.units import format_bytes
 from sftplay.verbs.launching import print_command, read_scale
-from sftplay.verbs.plan import known_shape
+from sftplay.verbs.model_shape import known_shape
 
 RANK = "sftplay.tasks.comm_check"
 

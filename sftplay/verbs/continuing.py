@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.config.cluster_section import SHARDED
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.sameness import SIZES, decisive, differences
 from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.command import Scale
-from sftplay.launch.folder import RESOLVED, RunFolder, find_run, write_text
+from sftplay.launch.folder import RESOLVED, RunFolder, find_run
 from sftplay.launch.meeting import Meeting
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import SizedRun

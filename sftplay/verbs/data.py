@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sftplay import log
+from sftplay.atomic import check_new_file
 from sftplay.config.load import load_config
 from sftplay.config.schema import RunConfig
 from sftplay.launch.command import cache_environment, offline_environment, quiet_environment
-from sftplay.verbs.inputs import check_inputs, check_new_file, needs_no_hub
+from sftplay.verbs.inputs import check_inputs, needs_no_hub
 
 if TYPE_CHECKING:
     from sftplay.data.pipeline import Examples

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
-from sftplay.verbs.use import open_run, prepare_environment
+from sftplay.verbs.finished_run import open_run, prepare_environment
 
 
 def merge(args: Namespace) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.config.load import load_config
 from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.verbs.training import launch
 
 CONFIG = "configs/run_demo.yaml"

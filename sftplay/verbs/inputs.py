@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.util import find_spec
 from itertools import islice
@@ -12,7 +11,7 @@ from sftplay.config.schema import RunConfig
 from sftplay.data.formats import Reading, to_record
 from sftplay.data.records import Refused
 from sftplay.data.sources import Dialect, files_of, is_hub_name, read_rows
-from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.errors import DataError, MachineError
 from sftplay.model.lineage import settle
 from sftplay.model.source import check_source, is_local
 
@@ -46,16 +45,6 @@ def check_inputs(cfg: RunConfig) -> RunConfig:
     if not is_hub_name(cfg.data.train_path):
         _check_first_rows(cfg)
     return cfg
-
-
-def check_new_file(path: Path) -> None:
-    """Raise ConfigError where there is something of that name already, or no folder can be above it."""
-    if path.exists() or path.is_symlink():
-        raise ConfigError("exists already", where=str(path), fix="choose another file with OUT=, or remove that one")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        what = f"cannot be written: {above} is {'not writable' if above.is_dir() else 'a file'}"
-        raise ConfigError(what, where=str(path), fix="choose another file with OUT=")
 
 
 def _check_file(path: str, key: str, cfg: RunConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.config.cluster_section import SHARDED
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules import notes
@@ -17,7 +18,7 @@ from sftplay.config.schema import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command import Launch, Scale, build_launch
 from sftplay.launch.death import cause_of_death
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.launch.follow import follow
 from sftplay.launch.invitation import await_ready, invite, watch_nodes
 from sftplay.launch.meeting import Meeting
@@ -30,8 +31,8 @@ from sftplay.plan.sizing import SizedRun, size_run
 from sftplay.units import GIB, format_bytes
 from sftplay.verbs.inputs import needs_no_hub
 from sftplay.verbs.lessons import learn, recall, shrink, smaller_start
-from sftplay.verbs.look import leave_report
-from sftplay.verbs.plan import known_shape
+from sftplay.verbs.model_shape import known_shape
+from sftplay.verbs.run_report import leave_report
 from sftplay.verbs.sharding import environment_of, make_ready, with_pieces
 from sftplay.watch.checkpoints import newest_complete
 
@@ -50,7 +51,7 @@ def run_workers(
     """
     sized, folder = what
     if args.tb:
-        from sftplay.verbs.board import start_board
+        from sftplay.verbs.tensorboard import start_board
 
         start_board(folder.path.parent, 6006)
     invite(meeting, folder)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.sameness import decisive
 from sftplay.config.schema import RunConfig
 from sftplay.data.cache import fingerprint
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.plan.sizing import SizedRun
 from sftplay.verbs.probing import NO_MEMORY_KEYS
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
-from sftplay.launch.console import Screen
 from sftplay.launch.folder import RESOLVED, RunFolder, find_run
 
 
@@ -38,20 +37,6 @@ def compare(args: Namespace) -> int:
     comparison = compare_runs(one, two)
     print(json.dumps(comparison, ensure_ascii=False) if args.json else comparison_table(comparison))
     return 0
-
-
-def leave_report(folder: RunFolder) -> None:
-    """Write report.html after a run or a measurement and say where; where it fails, only say so.
-
-    What the page is about has ended already: nothing that goes wrong here may change its outcome.
-    """
-    try:
-        from sftplay.deliver.report import write_report
-
-        text = f"report: {write_report(folder)}"
-    except Exception as error:  # noqa: BLE001 - see above
-        text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
-    Screen()(f"[report] {text}\n")  # nor may a reader that has left change it
 
 
 def _run_at(name: str, flag: str, output: Path) -> RunFolder:

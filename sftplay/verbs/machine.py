@@ -139,7 +139,7 @@ def _wishes(args: Namespace) -> Wishes:
         return Wishes(output=_output_folder(args))
     from sftplay.config.load import load_config
     from sftplay.model.source import is_local
-    from sftplay.verbs.plan import checkpoint_bytes
+    from sftplay.verbs.model_shape import checkpoint_bytes
 
     cfg = load_config(args.config, args.overrides)
     return Wishes(

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import __version__, log
+from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved
 from sftplay.config.sameness import decisive
 from sftplay.config.schema import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command import cache_environment, gpu_environment, offline_environment, quiet_environment
-from sftplay.launch.folder import write_text
 from sftplay.log import FOLLOWED
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.atomic import check_new_file
 from sftplay.data.labels import IGNORE
 from sftplay.data.pipeline import Examples
 from sftplay.errors import ConfigError
 from sftplay.verbs.display import decoded, learned_texts, visible
-from sftplay.verbs.inputs import check_new_file
 
 PROMPT_END = 60
 """Characters shown of a prompt's end."""

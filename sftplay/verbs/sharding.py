@@ -11,7 +11,7 @@ from sftplay.launch.command import Launch, Scale
 from sftplay.launch.deepspeed_json import read_deepspeed, wishes_of, write_plain
 from sftplay.launch.folder import RunFolder
 from sftplay.launch.strategy import ZERO_STAGES, strategy_environment
-from sftplay.verbs.cluster import prebuild_deepspeed_ops
+from sftplay.verbs.deepspeed_ops import prebuild_deepspeed_ops
 
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder: accelerate reads no others."""

@@ -23,7 +23,7 @@ from sftplay.deliver.questions import Questions
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.launch.console import Console, Screen
 from sftplay.launch.folder import RunFolder
-from sftplay.verbs.use import open_run, open_tongue, prepare_environment
+from sftplay.verbs.finished_run import open_run, open_tongue, prepare_environment
 
 
 def infer(args: Namespace) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from functools import partial
 
+from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema import RunConfig
-from sftplay.launch.folder import RunFolder, has_run, new_folder, write_text
+from sftplay.launch.folder import RunFolder, has_run, new_folder
 from sftplay.launch.meeting import Meeting
 from sftplay.machine.probe import probe
 from sftplay.verbs.continuing import continue_run

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.atomic import write_text
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch import folder as folders
-from sftplay.launch.folder import RESOLVED, RunFolder, find_run, has_run, new_folder, write_text
+from sftplay.launch.folder import RESOLVED, RunFolder, find_run, has_run, new_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 

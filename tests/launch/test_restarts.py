@@ -23,11 +23,12 @@ from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.errors import ConfigError
 from sftplay.launch.command import PARENT, Launch, Scale
 from sftplay.launch.death import Death, cause_of_death, find_death
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.launch.follow import settle
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run

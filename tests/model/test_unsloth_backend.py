@@ -179,8 +179,9 @@ def test_failing_import_is_an_error_with_its_reason_and_nothing_takes_its_place(
 
 
 def test_training_process_imports_unsloth_before_the_task_and_only_for_its_runs(config: Any, tmp_path: Path):
+    from sftplay.atomic import write_text
     from sftplay.config.load import dump_resolved
-    from sftplay.launch.folder import RunFolder, write_text
+    from sftplay.launch.folder import RunFolder
     from sftplay.lifeline import StopAtOnce
     from sftplay.tasks import worker
 

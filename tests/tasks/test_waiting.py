@@ -17,9 +17,10 @@ from forking import START
 from in_process import Inputs, written_config
 from transformers import TrainerCallback
 
+from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.launch.command import PARENT
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.launch.ports import free_port
 from sftplay.log import LINE
 from sftplay.machine.probe import probe

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.atomic import write_text
 from sftplay.cli import main
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema import DataConfig, ModelConfig, RunConfig
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run
 from sftplay.verbs import launching

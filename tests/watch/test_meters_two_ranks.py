@@ -17,9 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.data.pipeline import load_examples
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.launch.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.model.tokenizer import load_tokenizer

@@ -17,9 +17,10 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from forking import START
 from in_process import Inputs, written_config
 
+from sftplay.atomic import write_text
 from sftplay.config.cluster_section import CommConfig
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.launch.folder import RunFolder, write_text
+from sftplay.launch.folder import RunFolder
 from sftplay.launch.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing import size_run
