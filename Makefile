@@ -38,7 +38,7 @@ endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@exec $(PYTHON) -m sftplay.install --unsloth
 
-.PHONY: help install demo test test-slow test-long test-unsloth check validate schema manual process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check validate schema manual architecture process inspect render style train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-cpu-memory bench-gpu clean
@@ -67,6 +67,8 @@ schema: $(READY) ## JSON schema of the config
 	@$(SFTPLAY) schema
 manual: $(READY) ## the config manual, docs/config.md
 	@$(SFTPLAY) manual
+architecture: ## docs/architecture.md, drawn from the code
+	@exec $(PYTHON) docs/architecture.py
 matrix: $(READY) ## what goes together: mode, strategy, precision; docs/strategies.md (JSON=1)
 	@$(SFTPLAY) matrix $(JSONFLAG)
 download-model: $(READY) ## fetch a model from the hub into its cache: MODEL=org/name (REVISION=)

@@ -30,13 +30,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_sizing_table import as_line, as_markdown, summarise  # noqa: E402
 from sftplay.config.load import load_config  # noqa: E402
-from sftplay.config.schema import RunConfig  # noqa: E402
+from sftplay.config.schema.run import RunConfig  # noqa: E402
+from sftplay.control.memory_probe import Bench, look_closer, run_rehearsal  # noqa: E402
 from sftplay.errors import SftplayError  # noqa: E402
 from sftplay.machine.probe import Machine, probe  # noqa: E402
-from sftplay.plan.forecast import RUNTIME, Forecast, forecast  # noqa: E402
-from sftplay.plan.shapes import find_shape, read_table  # noqa: E402
-from sftplay.plan.sizing import PLATEAU_TOKENS, SizedRun, size_run  # noqa: E402
-from sftplay.verbs.probing import Bench, look_closer, run_rehearsal  # noqa: E402
+from sftplay.plan.memory.forecast import RUNTIME, Forecast, forecast  # noqa: E402
+from sftplay.plan.shape.find import find_shape, read_table  # noqa: E402
+from sftplay.plan.sizing.size_run import PLATEAU_TOKENS, SizedRun, size_run  # noqa: E402
 
 TINY = "tiny"
 TINY_CONFIG = {

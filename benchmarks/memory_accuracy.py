@@ -21,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sftplay.plan.memory import Size, estimate
-from sftplay.plan.model_shape import ModelShape
-from sftplay.plan.path import Adapter, CodePath, Optimizer
-from sftplay.plan.shapes import find_shape
+from sftplay.plan.memory.execution import Adapter, CodePath, Optimizer
+from sftplay.plan.memory.step import Size, estimate
+from sftplay.plan.shape.find import find_shape
+from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.units import GIB
 
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")

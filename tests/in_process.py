@@ -14,13 +14,13 @@ from small_run import Inputs, write_small_run
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.schema import RunConfig
-from sftplay.launch.folder import RunFolder
+from sftplay.config.schema.run import RunConfig
+from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
-from sftplay.plan.sizing import size_run
+from sftplay.monitor.guards import StopOnSignal
+from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks import sft
-from sftplay.tasks.train_run import Outcome, TrainRun
-from sftplay.watch.guards import StopOnSignal
+from sftplay.tasks.run.train_run import Outcome, TrainRun
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 
 
 @dataclass

@@ -26,28 +26,30 @@ from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unsloth_stand_in import FastLanguageModel, as_module
 
+from sftplay.commands.use import evaluate
 from sftplay.config.load import load_config
-from sftplay.config.schema import RunConfig, Section
+from sftplay.config.schema.run import RunConfig, Section
+from sftplay.control import memory_probe
+from sftplay.control import start as launching
+from sftplay.control.model_shape import known_shape
+from sftplay.control.strategy_setup import environment_of, make_ready, with_deepspeed
 from sftplay.data.order import training_order
-from sftplay.deliver.generate import Speaker
+from sftplay.deliver.infer.generate import Speaker
 from sftplay.errors import DataError
-from sftplay.launch.command import Launch, Scale
-from sftplay.launch.death import Death
-from sftplay.launch.folder import RunFolder, new_folder
-from sftplay.launch.network import nccl_environment
-from sftplay.launch.stall import timeout_of
-from sftplay.lifeline import StopAtOnce
+from sftplay.launch.command.command import Launch, Scale
+from sftplay.launch.command.network import nccl_environment
+from sftplay.launch.run_folder import RunFolder, new_folder
+from sftplay.launch.supervise.exit_cause import Death
+from sftplay.launch.supervise.watchdog import timeout_of
 from sftplay.machine.probe import Gpu, Machine, probe
-from sftplay.plan.sizing import SizedRun, size_run
+from sftplay.monitor.gradient_sync import Traffic
+from sftplay.monitor.guards import StopOnSignal
+from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.signals import StopAtOnce
 from sftplay.tasks import worker
-from sftplay.tasks.checkpointing import MarkComplete, choose_checkpoint
+from sftplay.tasks.run.checkpointing import MarkComplete, choose_checkpoint
+from sftplay.tasks.run.train_run import TrainRun
 from sftplay.tasks.table import TASKS
-from sftplay.tasks.train_run import TrainRun
-from sftplay.verbs import launching, probing, use
-from sftplay.verbs.model_shape import known_shape
-from sftplay.verbs.sharding import environment_of, make_ready, with_deepspeed
-from sftplay.watch.guards import StopOnSignal
-from sftplay.watch.traffic import Traffic
 
 CHANGES: dict[str, Any] = {
     "seed": 7,
@@ -328,7 +330,7 @@ def pins_memory(run: Finished) -> bool:
 
 
 def check_ddp_keys(bench: Bench) -> None:
-    """Two ranks that really use them are in tests/watch/test_traffic.py."""
+    """Two ranks that really use them are in tests/monitor/test_gradient_sync.py."""
     names = ("ddp_bucket_cap_mb", "ddp_static_graph")
     with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
         for comm, expected in (({}, [None, False]), ({"bucket_cap_mb": 7, "static_graph": True}, [7, True])):
@@ -395,7 +397,7 @@ def check_deepspeed(bench: Bench) -> None:
     folder = RunFolder(bench.home / "deepspeed" / "run")
     folder.create()
     env = environment_of(cfg, folder, Scale(2), has_gpu=False)
-    with patch("sftplay.verbs.sharding.prebuild_deepspeed_ops"):
+    with patch("sftplay.control.strategy_setup.prebuild_deepspeed_ops"):
         make_ready(cfg, folder, Launch(("worker",), env))
     handed = json.loads(Path(env["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     assert (handed["zero_optimization"]["stage"], handed["steps_per_print"]) == (3, 7)
@@ -425,9 +427,9 @@ def check_probe(bench: Bench) -> None:
         config = written_config(bench.home / "probe", bench.inputs, train__probe=value)
         cfg = load_config(config)
         sized = size_run(cfg, machine, shape=known_shape(cfg))
-        place = probing.Bench(machine, 1, bench.home)
-        with patch.object(probing, "CACHE", bench.home / "probes"):
-            probing.look_closer(sized, place, pytest.fail, lambda *_, value=value: asked.append(value) or NOTHING)
+        place = memory_probe.Bench(machine, 1, bench.home)
+        with patch.object(memory_probe, "CACHE", bench.home / "probes"):
+            memory_probe.look_closer(sized, place, pytest.fail, lambda *_, value=value: asked.append(value) or NOTHING)
     assert asked == ["auto", "always"]
 
 
@@ -470,7 +472,7 @@ def check_test_path(bench: Bench) -> None:
         cfg, folder = new_run(bench.home / f"test-path-{count}", bench.inputs, data__test_path=path)
         (folder.path / "adapter").mkdir()
         AutoTokenizer.from_pretrained(bench.inputs.model).save_pretrained(folder.path / "adapter")
-        found.append(len(use._data_of(cfg, folder, "test").held_out))
+        found.append(len(evaluate._data_of(cfg, folder, "test").held_out))
     assert found == [3, 4]
 
 

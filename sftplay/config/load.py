@@ -13,14 +13,14 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from sftplay.config.keys import all_sections, required_below, section_of
-from sftplay.config.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
-from sftplay.config.precision import settle_precision
-from sftplay.config.problems import offending_keys, translated
-from sftplay.config.resolved import dump_resolved, read_origins
-from sftplay.config.rules import broken_rules
-from sftplay.config.schema import RunConfig, Section
-from sftplay.config.yaml12 import KeyPath
+from sftplay.config.explain.problems import offending_keys, translated
+from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
+from sftplay.config.read.precision import settle_precision
+from sftplay.config.read.resolved import dump_resolved, read_origins
+from sftplay.config.read.yaml12 import KeyPath
+from sftplay.config.rules.general import broken_rules
+from sftplay.config.schema.keys import all_sections, required_below, section_of
+from sftplay.config.schema.run import RunConfig, Section
 from sftplay.errors import ConfigErrors
 
 __all__ = ["dump_resolved", "load_config", "load_resolved"]

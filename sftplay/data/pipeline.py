@@ -16,16 +16,16 @@ from typing import Any
 
 from datasets import Dataset
 
-from sftplay.config.schema import RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
-from sftplay.data.formats import to_record
-from sftplay.data.ledger import SIDES, Side
-from sftplay.data.preparation import CHATS, REFUSED, REPORT, Input, Preparation, dialect_of, reading_of
+from sftplay.data.encode.render import Renderer
+from sftplay.data.layouts.convert import to_record
+from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, dialect_of, reading_of
+from sftplay.data.prepare.policies import SIDES, Side
+from sftplay.data.prepare.report import report_table as report_table
+from sftplay.data.read.sources import content_digest, read_rows
 from sftplay.data.records import Chat, Record, Refused, Text, chat_from_json
-from sftplay.data.render import Renderer
-from sftplay.data.sources import content_digest, read_rows
-from sftplay.data.tally import report_table as report_table
-from sftplay.data.templates import resolve_template
+from sftplay.data.template.templates import resolve_template
 from sftplay.errors import DataError
 
 CODE_VERSION = 3

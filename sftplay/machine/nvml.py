@@ -14,7 +14,7 @@ from sftplay.machine.answer import as_text, ask
 from sftplay.machine.gpu import Gpu, GpuProcess, GpuReading, MigInstance
 from sftplay.machine.links import read_links, read_peers
 from sftplay.machine.ram import ram_free_bytes, ram_limit_bytes
-from sftplay.machine.visible import Choice, Present, choose
+from sftplay.machine.visible_devices import Choice, Present, choose
 
 Handles = list[Any | None]
 """One a GPU of the machine, in PCI order; None for a GPU that does not answer."""

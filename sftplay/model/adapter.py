@@ -15,7 +15,7 @@ from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.utils import ModulesToSaveWrapper, load_peft_weights
 from torch import nn
 
-from sftplay.config.schema import LoraConfig
+from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, nearest_names
 
 

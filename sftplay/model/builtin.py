@@ -21,7 +21,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sftplay.data.chatml import CHATML
+from sftplay.data.template.chatml import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
 
 ROPE_THETA = 10_000.0

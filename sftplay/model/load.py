@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from sftplay.config.schema import RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.log import local_rank
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
-from sftplay.model.lineage import settle
-from sftplay.model.locate import locate
-from sftplay.model.merging import keep_merged, merged_start
-from sftplay.model.opening import DTYPES as DTYPES
-from sftplay.model.opening import frozen_dtype, open_model
-from sftplay.model.opening import keep_four_bit_exact as keep_four_bit_exact
-from sftplay.model.opening import quantization as quantization
+from sftplay.model.merged_start import keep_merged, merged_start
+from sftplay.model.source import locate
+from sftplay.model.start_point import settle
 from sftplay.model.unsloth_model import adapt_by_unsloth, open_by_unsloth
+from sftplay.model.weights import DTYPES as DTYPES
+from sftplay.model.weights import frozen_dtype, open_model
+from sftplay.model.weights import keep_four_bit_exact as keep_four_bit_exact
+from sftplay.model.weights import quantization as quantization
 
 
 def load_start(cfg: RunConfig, *, source: str | None = None) -> Any:

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from sftplay import log
 from sftplay.errors import ConfigError
 
 BUILTIN = "builtin:"
@@ -99,3 +100,15 @@ def read_shape(name: str) -> dict[str, Any]:
         return {}
     shape: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return {**shape, **shape.get("text_config", {})}
+
+
+BUILTIN_CACHE = Path(".cache") / "builtin"
+
+
+def locate(name: str) -> str:
+    """What the libraries can open: a folder for `builtin:` names, built the first time; any other name unchanged."""
+    if not name.startswith(BUILTIN):
+        return name
+    from sftplay.model.builtin import ensure_builtin
+
+    return str(ensure_builtin(name.removeprefix(BUILTIN), BUILTIN_CACHE, lambda message: log.status(message, "model")))

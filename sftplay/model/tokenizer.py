@@ -7,12 +7,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from sftplay.config.schema import ModelConfig
+from sftplay.config.schema.run import ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line
-from sftplay.model.locate import locate
-from sftplay.model.opening import announce_trust, refused_code
-from sftplay.model.source import ADAPTER_CONFIG
+from sftplay.model.source import ADAPTER_CONFIG, locate
+from sftplay.model.weights import announce_trust, refused_code
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.foreign import OUR_KEYS
+from sftplay.config.explain.trl_arguments import OUR_KEYS
 from sftplay.errors import ConfigError, MachineError
 
 CHANGED_BY_IT = ("transformers", "trl", "peft")

@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from sftplay import log
-from sftplay.config.schema import RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
 from sftplay.model.hub import check_reachable, first_line, quieten_hub
-from sftplay.model.opening import announce_trust, explain_failure, frozen_dtype, keep_four_bit_exact
+from sftplay.model.weights import announce_trust, explain_failure, frozen_dtype, keep_four_bit_exact
 
 REPORTER = "transformers.modeling_utils"
 """The logger that says which weights were not in the files; unsloth hands on no loading information."""

@@ -10,31 +10,31 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 from sftplay import log
-from sftplay.config.schema import RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import Examples, load_examples
-from sftplay.data.tally import report_table
-from sftplay.deliver.evaluate import evaluate
-from sftplay.deliver.sample import write_masked_sample
+from sftplay.data.prepare.report import report_table
+from sftplay.deliver.evaluate.evaluate import evaluate
+from sftplay.deliver.report.sample import write_masked_sample
 from sftplay.errors import DataError
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text, trained_weights_kept
 from sftplay.model.hub import fetch_weights
-from sftplay.model.lineage import settle
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
-from sftplay.model.locate import locate
+from sftplay.model.source import locate
+from sftplay.model.start_point import settle
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.unsloth import check_arguments
-from sftplay.tasks.identity import identify
-from sftplay.tasks.label_head import IGNORED
-from sftplay.tasks.manifest import write_manifest
-from sftplay.tasks.pieces import Collator
-from sftplay.tasks.preflight import is_split
-from sftplay.tasks.result import part, save_result, whole_weights
-from sftplay.tasks.train_run import Outcome, TrainRun
-from sftplay.tasks.waiting import WaitingLimit, first_of_node, wait_for_main, wait_for_nodes
-from sftplay.tasks.window import Window
+from sftplay.monitor.guards import StopOnSignal
+from sftplay.tasks.run.fingerprint import identify
+from sftplay.tasks.run.manifest import write_manifest
+from sftplay.tasks.run.preflight import is_split
+from sftplay.tasks.run.rank_sync import WaitingLimit, first_of_node, wait_for_main, wait_for_nodes
+from sftplay.tasks.run.save import part, save_result, whole_weights
+from sftplay.tasks.run.train_run import Outcome, TrainRun
+from sftplay.tasks.step.label_head import IGNORED
+from sftplay.tasks.step.micro_batches import Collator
+from sftplay.tasks.step.window import Window
 from sftplay.units import format_count
-from sftplay.watch.guards import StopOnSignal
 
 FEW_STEPS = 50
 """Below this a run hardly leaves its warm-up."""

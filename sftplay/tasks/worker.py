@@ -19,14 +19,14 @@ from pathlib import Path
 from sftplay import log
 from sftplay.config.load import load_resolved
 from sftplay.errors import SftplayError
-from sftplay.launch.command import PARENT
-from sftplay.launch.death import Death
-from sftplay.launch.folder import RESOLVED, RunFolder
-from sftplay.launch.processes import parent_of, state_of
-from sftplay.launch.stacks import answer_with_stacks
-from sftplay.lifeline import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent
+from sftplay.launch.command.command import PARENT
+from sftplay.launch.run_folder import RESOLVED, RunFolder
+from sftplay.launch.supervise.exit_cause import Death
+from sftplay.launch.supervise.processes import parent_of, state_of
+from sftplay.launch.supervise.stacks import answer_with_stacks
 from sftplay.log import quiet_libraries
 from sftplay.model.unsloth import import_first
+from sftplay.signals import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent
 
 BUG = 1
 
@@ -70,9 +70,9 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
     cfg = load_resolved(folder.path / RESOLVED)
     if cfg.tuning.backend == "unsloth":
         import_first()
+    from sftplay.monitor.disk import report_full_disk
+    from sftplay.monitor.guards import StopOnSignal
     from sftplay.tasks.table import TASKS
-    from sftplay.watch.disk import report_full_disk
-    from sftplay.watch.guards import StopOnSignal
 
     stop = StopOnSignal(outside)
     task = importlib.import_module(TASKS[cfg.task_mode])

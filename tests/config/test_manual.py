@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from sftplay.config.keys import all_keys, all_sections
-from sftplay.config.manual import manual_text, schema_text
+from sftplay.config.explain.manual import manual_text, schema_text
+from sftplay.config.schema.keys import all_keys, all_sections
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,10 +11,10 @@ from typing import get_args
 
 import pytest
 
-from sftplay.config.cluster_section import Strategy
 from sftplay.config.load import load_config
-from sftplay.config.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, cell_of, rows
-from sftplay.config.schema import Precision, TuningConfig
+from sftplay.config.rules.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, cell_of, rows
+from sftplay.config.schema.cluster import Strategy
+from sftplay.config.schema.run import Precision, TuningConfig
 from sftplay.errors import ConfigErrors
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from sftplay.config.keys import all_keys, all_sections
-from sftplay.config.spellings import HOW, OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, PLANNED_TASKS
-from sftplay.config.words import choices_of, node_at
+from sftplay.config.explain.other_kits import HOW, OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, PLANNED_TASKS
+from sftplay.config.schema.describe import choices_of, node_at
+from sftplay.config.schema.keys import all_keys, all_sections
 
 
 def test_every_answer_names_a_key_that_exists():

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import dump_resolved, load_config, load_resolved
-from sftplay.config.schema import TrainConfig
-from sftplay.launch.deepspeed_json import wishes_of
+from sftplay.config.schema.run import TrainConfig
+from sftplay.launch.command.deepspeed_json import wishes_of
 from sftplay.machine.probe import Machine
-from sftplay.plan.sizing import size_run
+from sftplay.plan.sizing.size_run import size_run
 
 FOUND = "train: {learning_rate: 0.001, effective_batch_size: 64, lr_batch_size: 16, lr_scaling: SCALING}\n"
 

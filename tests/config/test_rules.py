@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules import check_rules, notes
-from sftplay.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from sftplay.config.rules.general import check_rules, notes
+from sftplay.config.schema.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from sftplay.errors import ConfigErrors
 
 REFUSED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sftplay.config.rules import notes
+from sftplay.config.rules.general import notes
 
 REFUSED = {
     "train: {time_limit: tomorrow}": ("train.time_limit", "not a time: 'tomorrow'", "write 3h30m"),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.config.keys import all_keys
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules import notes
+from sftplay.config.rules.general import notes
+from sftplay.config.schema.keys import all_keys
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from sftplay.config import foreign
-from sftplay.config.foreign import KIT_SETS, OUR_KEYS, OUR_PREFIXES, kit_answer, sft_config_fields
-from sftplay.config.keys import all_keys
+from sftplay.config.explain import trl_arguments
+from sftplay.config.explain.trl_arguments import KIT_SETS, OUR_KEYS, OUR_PREFIXES, kit_answer, sft_config_fields
+from sftplay.config.schema.keys import all_keys
 
 
 def test_every_answer_names_a_key_that_exists():
@@ -67,7 +67,7 @@ def test_an_argument_on_the_command_line_is_checked_too(refusals):
 
 
 def test_where_the_library_is_missing_the_check_is_left_to_the_run(load, monkeypatch):
-    monkeypatch.setattr(foreign, "find_spec", lambda name: None)
+    monkeypatch.setattr(trl_arguments, "find_spec", lambda name: None)
     sft_config_fields.cache_clear()
     try:
         assert load("train: {extra: {no_such_field: 1}}\n").train.extra == {"no_such_field": 1}
@@ -76,7 +76,7 @@ def test_where_the_library_is_missing_the_check_is_left_to_the_run(load, monkeyp
 
 
 def test_a_class_that_cannot_be_followed_leaves_the_check_to_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(foreign, "_source", lambda package, file: "class SFTConfig(Elsewhere):\n    a: int = 1\n")
+    monkeypatch.setattr(trl_arguments, "_source", lambda package, file: "class SFTConfig(Elsewhere):\n    a: int = 1\n")
     sft_config_fields.cache_clear()
     try:
         assert sft_config_fields() is None

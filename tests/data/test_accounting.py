@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from sftplay.config.schema import RunConfig
-from sftplay.data.files import suffix_of
+from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import Examples, load_examples
+from sftplay.data.read.files import suffix_of
 from sftplay.errors import DataError
 from tests.conftest import SHARED_DATA
 from tests.data.awkward import AWKWARD, Awkward, lines, parquet, row

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sftplay.data.formats import FIELDS, Reading, read_prompt, to_record, unused_columns
-from sftplay.data.layouts import SHAPES
+from sftplay.data.layouts.columns import SHAPES
+from sftplay.data.layouts.convert import FIELDS, Reading, read_prompt, to_record, unused_columns
 from sftplay.data.records import Source
 from sftplay.errors import DataError
 from tests.data.awkward import broken_rule

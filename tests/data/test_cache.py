@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema import RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.data import pipeline
-from sftplay.data.arrow import RowWriter
 from sftplay.data.pipeline import load_examples
-from sftplay.data.preparation import Preparation
+from sftplay.data.prepare.arrow import RowWriter
+from sftplay.data.prepare.one_pass import Preparation
 from sftplay.errors import ConfigError, DataError, RunError
 
 Config = Callable[..., RunConfig]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.data.formats import to_record
+from sftplay.data.layouts.convert import to_record
 from sftplay.data.records import Call, Chat, Message, Source, chat_from_json
 from sftplay.errors import DataError
 from tests.conftest import SHARED_DATA

@@ -8,8 +8,8 @@ import datasets
 import pytest
 from datasets.exceptions import DatasetGenerationError
 
+from sftplay.data.read.sources import content_digest, read_rows
 from sftplay.data.records import Source
-from sftplay.data.sources import content_digest, read_rows
 from sftplay.errors import DataError
 
 ROWS = [

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from sftplay.data.encode.render import Renderer
 from sftplay.data.records import Chat, Message, Source
-from sftplay.data.render import Renderer
-from sftplay.data.templates import CHATML, ChatTemplate, resolve_template
+from sftplay.data.template.templates import CHATML, ChatTemplate, resolve_template
 from sftplay.errors import DataError
 
 CHATML_PLAIN = (

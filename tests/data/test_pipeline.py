@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema import RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import load_examples, load_held_out, report_table
-from sftplay.data.preparation import Preparation
-from sftplay.data.templates import CHATML
+from sftplay.data.prepare.one_pass import Preparation
+from sftplay.data.template.templates import CHATML
 from sftplay.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,7 +270,7 @@ def test_long_file_shows_progress(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("sftplay.data.preparation.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("sftplay.data.prepare.one_pass.SECONDS_BETWEEN_LINES", 0.0)
     load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer)
     assert "rows read" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.config.schema import RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import load_examples, report_table
 from sftplay.errors import DataError
 

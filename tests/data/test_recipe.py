@@ -13,17 +13,17 @@ import pytest
 from chat_reference import shipped_templates
 from tokenizers.processors import TemplateProcessing
 
-from sftplay.data import labels
-from sftplay.data.chatml import CHATML
+from sftplay.data.encode import labels
+from sftplay.data.encode.render import Renderer
 from sftplay.data.records import Chat, Message, Record, Source, Text
-from sftplay.data.render import Renderer
+from sftplay.data.template.chatml import CHATML
 from sftplay.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 WHERE = Source("rows.jsonl", 1)
 IN_ANOTHER_PROCESS = """
 import pickle, sys
-from sftplay.data.render import Renderer
+from sftplay.data.encode.render import Renderer
 recipe, records, messages = pickle.load(open(sys.argv[1], "rb"))
 renderer = Renderer.from_recipe(recipe)
 prompt = renderer.prompt_ids(messages) if recipe.template else []

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sftplay.data import documents, lines
-from sftplay.data.formats import to_record
+from sftplay.data.layouts.convert import to_record
+from sftplay.data.read import json_document, jsonl
+from sftplay.data.read.sources import Dialect, content_digest, files_of, is_hub_name, other_files, read_raw, read_rows
 from sftplay.data.records import Refused
-from sftplay.data.sources import Dialect, content_digest, files_of, is_hub_name, other_files, read_raw, read_rows
 from sftplay.errors import DataError
 from tests.data.awkward import AWKWARD, ROWS, STORED, THREE, Awkward, broken_rule, row
 
@@ -134,7 +134,7 @@ def test_header_of_a_known_layout_says_the_delimiter_even_where_another_gives_mo
 
 
 def test_row_longer_than_the_limit_is_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lines, "LONGEST", 1000)
+    monkeypatch.setattr(jsonl, "LONGEST", 1000)
     content = json.dumps(row(1, "x" * 5000)) + "\n" + THREE
     for encoding in ("utf-8", "utf-16"):
         (tmp_path / "a.jsonl").write_bytes(content.encode(encoding))
@@ -142,7 +142,7 @@ def test_row_longer_than_the_limit_is_refused_alone(tmp_path: Path, monkeypatch:
 
 
 def test_array_with_a_string_that_never_ends_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(documents, "LONGEST", 100_000)
+    monkeypatch.setattr(json_document, "LONGEST", 100_000)
     (tmp_path / "a.json").write_bytes(b'[{"text": "' + b"x\\n" * 2_000_000)
     with pytest.raises(DataError, match="more than 100,000 characters"):
         read(tmp_path / "a.json")

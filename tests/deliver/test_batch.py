@@ -18,11 +18,12 @@ from processes import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
-from sftplay.deliver import batches, questions
-from sftplay.deliver.generate import Speaker, answer_all, answer_batch
-from sftplay.deliver.journal import Journal
-from sftplay.deliver.questions import Questions
-from sftplay.deliver.sampling import Sampling
+from sftplay.deliver.infer import batch
+from sftplay.deliver.infer import prompts as questions
+from sftplay.deliver.infer.generate import Speaker, answer_all, answer_batch
+from sftplay.deliver.infer.partial_answers import Journal
+from sftplay.deliver.infer.prompts import Questions
+from sftplay.deliver.infer.sampling import Sampling
 from sftplay.errors import ConfigError, RunError
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
@@ -193,7 +194,7 @@ def test_a_full_disk_ends_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.
 
     with journal(tmp_path).held() as mine:
         mine.append([(0, "a")])
-        monkeypatch.setattr("sftplay.deliver.journal.os.write", write)
+        monkeypatch.setattr("sftplay.deliver.infer.partial_answers.os.write", write)
         with pytest.raises(RunError, match=r"No space left on device.*; 1 answers are kept"):
             mine.append([(1, "b" * 120)])
     monkeypatch.undo()
@@ -241,7 +242,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.extend(numbers)
         return answer_batch(speaker, prompts, numbers)
 
-    monkeypatch.setattr(batches, "answer_batch", answer_and_note)
+    monkeypatch.setattr(batch, "answer_batch", answer_and_note)
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 4)
     return seen
 
@@ -261,7 +262,7 @@ def test_a_second_start_asks_only_the_rest_and_gives_the_answers_of_an_undisturb
     plan = list(asked)
     assert sorted(plan) == list(range(20))
     assert sorted(plan[:12]) == list(range(12))
-    real = batches.answer_batch
+    real = batch.answer_batch
     for n_rows in (9, 15):  # within the first window, then within the second
         asked.clear()
         budget = n_rows - (9 if n_rows == 15 else 0)
@@ -271,11 +272,11 @@ def test_a_second_start_asks_only_the_rest_and_gives_the_answers_of_an_undisturb
                 raise KeyboardInterrupt
             return real(*of)
 
-        monkeypatch.setattr(batches, "answer_batch", answer_some)
+        monkeypatch.setattr(batch, "answer_batch", answer_some)
         assert infer_batch(run, rows, out, *words) == 130
         assert not out.exists()
         assert asked == plan[n_rows - budget : n_rows]
-    monkeypatch.setattr(batches, "answer_batch", real)
+    monkeypatch.setattr(batch, "answer_batch", real)
     asked.clear()
     capsys.readouterr()
     assert infer_batch(run, rows, out, "--json", *words) == 0
@@ -298,8 +299,8 @@ def test_a_second_start_refuses_other_rows_settings_or_weights(
     def stop(*_: Any) -> list[str]:
         raise KeyboardInterrupt
 
-    real = batches.answer_batch
-    monkeypatch.setattr(batches, "answer_batch", lambda *of: stop() if (tmp_path / "out.jsonl.part").stat().st_size
+    real = batch.answer_batch
+    monkeypatch.setattr(batch, "answer_batch", lambda *of: stop() if (tmp_path / "out.jsonl.part").stat().st_size
                         else real(*of))  # fmt: skip
     assert infer_batch(run, rows, out) == 130
 
@@ -373,7 +374,7 @@ def test_rows_that_change_while_they_are_answered_are_noticed(
         rows.write_text(rows.read_text() + "\n")
         return [""] * len(prompts)
 
-    monkeypatch.setattr(batches, "answer_batch", change)
+    monkeypatch.setattr(batch, "answer_batch", change)
     assert infer_batch(run, rows, tmp_path / "out.jsonl") == 4
     assert "has changed while it was being answered" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
@@ -398,7 +399,7 @@ def test_killed_without_warning_it_goes_on_where_it_was(run: Finished, tmp_path:
     assert 0 < kept < 200
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "answer_batch", lambda *of: seen.extend(of[2]) or answer_batch(*of))
+        patch.setattr(batch, "answer_batch", lambda *of: seen.extend(of[2]) or answer_batch(*of))
         assert infer_batch(run, rows, out, "--temperature", "1") == 0
     assert len(seen) == 600 - 3 * kept
     assert out.read_bytes() == whole.read_bytes()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from in_process import Finished, Inputs, train
 
-from sftplay.deliver.compare import compare_runs, comparison_table
-from sftplay.launch.folder import RunFolder
+from sftplay.deliver.report.compare import compare_runs, comparison_table
+from sftplay.launch.run_folder import RunFolder
 
 SETTINGS = {"train__max_steps": 4, "eval__after": True, "eval__max_new_tokens": 2}
 

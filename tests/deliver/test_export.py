@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sftplay.config.load import load_config
-from sftplay.deliver.export import Cleaner, export, read_licence
+from sftplay.deliver.export.export import Cleaner, export, read_licence
 from sftplay.errors import ConfigError
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 IDS = torch.arange(3, 60)[None]

@@ -18,10 +18,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.data.pipeline import load_examples
-from sftplay.deliver import evaluate as measuring
-from sftplay.deliver.evaluate import evaluate, held_out_loss, ready_to_answer, spread
-from sftplay.deliver.generate import Speaker, answer_all, stream_answer
-from sftplay.deliver.metrics import score_answers
+from sftplay.deliver.evaluate.evaluate import evaluate, held_out_loss, ready_to_answer, spread
+from sftplay.deliver.evaluate.evaluate import evaluate as measuring
+from sftplay.deliver.evaluate.metrics import score_answers
+from sftplay.deliver.infer.generate import Speaker, answer_all, stream_answer
 
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""

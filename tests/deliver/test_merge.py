@@ -22,17 +22,17 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from sftplay.config.schema import RunConfig
-from sftplay.deliver import merge as merging
-from sftplay.deliver import parity, scratch
-from sftplay.deliver.export import export
-from sftplay.deliver.merge import merge
+from sftplay.config.schema.run import RunConfig
+from sftplay.deliver.export import merge as merging
+from sftplay.deliver.export import merge_check, scratch
+from sftplay.deliver.export.export import export
+from sftplay.deliver.export.merge import merge
 from sftplay.errors import ConfigError, MachineError, RunError
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import add_adapter
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.tasks.result import save_result
+from sftplay.tasks.run.save import save_result
 
 IDS = torch.arange(3, 390)[None, :60]
 END = 2
@@ -180,7 +180,7 @@ def test_merged_weights_are_the_full_precision_base_and_the_update(run: Finished
 def test_merge_test_agrees_and_says_of_a_4_bit_run_how_far_the_rounding_was(
     run: Finished, merged: Path, capsys: pytest.CaptureFixture[str]
 ):
-    figures = parity.test_merge(run.cfg, run.folder, merged)
+    figures = merge_check.test_merge(run.cfg, run.folder, merged)
     assert figures["max_abs_logit_diff"] <= figures["tolerance"] < 0.01
     assert (figures["texts_equal"], figures["n"], figures["prompts"]) == (True, 8, "held-out")
     assert ("quantised" in figures) == (run.cfg.tuning.mode == "qlora")
@@ -204,7 +204,7 @@ def test_run_that_began_with_an_adapter_is_merged_into_the_base_it_was_trained_o
     begun = peft_scores(inputs.model, earlier)
     untuned = scores(AutoModelForCausalLM.from_pretrained(inputs.model))
     assert float((expected - begun).abs().mean()) < 0.1 * float((expected - untuned).abs().mean())
-    assert parity.test_merge(second.cfg, second.folder, out)["texts_equal"]
+    assert merge_check.test_merge(second.cfg, second.folder, out)["texts_equal"]
     exported = export(second.cfg, second.folder, tmp_path / "exported")
     assert (exported / "adapter").is_dir() != merges  # on a base nobody else has it would be of no use
     told = "had been merged into the base before" if merges else "was trained on"
@@ -241,7 +241,7 @@ def sound(simple: tuple[RunConfig, RunFolder], tmp_path_factory: pytest.TempPath
 def test_merge_test_allows_the_rounding_of_16_bit_weights(
     dtype: Any, simple: tuple[RunConfig, RunFolder], sound: Callable[[Any], Path]
 ):
-    figures = parity.test_merge(*simple, sound(dtype))
+    figures = merge_check.test_merge(*simple, sound(dtype))
     assert 1e-6 < figures["max_abs_logit_diff"] < figures["tolerance"] / 2
     assert figures["texts_equal"]
 
@@ -265,7 +265,7 @@ def test_merge_test_catches_one_altered_tensor_and_names_it(
     tmp_path: Path,
 ):
     with pytest.raises(RunError, match=rf"altered: {re.escape(name)}[;)]") as caught:
-        parity.test_merge(*simple, altered(sound(dtype), tmp_path / "altered", name, change))
+        merge_check.test_merge(*simple, altered(sound(dtype), tmp_path / "altered", name, change))
     assert caught.value.exit_code == 5
 
 
@@ -274,11 +274,11 @@ def test_merge_test_catches_another_adapter_and_another_template(
 ):
     cfg, folder = finished(tmp_path, inputs, tuning__lora={"r": 4, "alpha": 9.0})
     with pytest.raises(RunError, match=r"altered: model\.layers\.0.*scores differ by"):
-        parity.test_merge(cfg, folder, sound(None))
+        merge_check.test_merge(cfg, folder, sound(None))
     changed = Path(shutil.copytree(sound(None), tmp_path / "changed"))
     (changed / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(RunError, match="chat template"):
-        parity.test_merge(*simple, changed)
+        merge_check.test_merge(*simple, changed)
 
 
 def test_merge_test_asks_built_in_questions_where_the_rows_are_gone(
@@ -288,14 +288,14 @@ def test_merge_test_asks_built_in_questions_where_the_rows_are_gone(
     shutil.copyfile(inputs.train, rows)
     cfg, folder = finished(tmp_path, Inputs(inputs.model, rows, inputs.held_out))
     rows.unlink()
-    figures = parity.test_merge(cfg, folder, merge(cfg, folder, tmp_path / "merged", None))
+    figures = merge_check.test_merge(cfg, folder, merge(cfg, folder, tmp_path / "merged", None))
     assert (figures["prompts"], figures["texts_equal"]) == ("built-in", True)
     assert "cannot be read any more" in capsys.readouterr().out
 
 
 def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
     with pytest.raises(ConfigError, match="no merged model here"):
-        parity.test_merge(*simple, tmp_path / "nothing")
+        merge_check.test_merge(*simple, tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,8 @@ def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], t
 def test_texts_may_part_only_where_the_reference_finds_both_tokens_as_good(theirs: list[int], gap: float, fate: str):
     scores = torch.zeros(4, 10)
     scores[1, 2], scores[1, 5] = 1.0, 1.0 - gap
-    expected = parity.Spoken(answers=[[1, 2, 3]], scores=[scores])
-    assert parity.parting(expected, parity.Spoken(answers=[theirs]), 0, tolerance=0.05) == fate
+    expected = merge_check.Spoken(answers=[[1, 2, 3]], scores=[scores])
+    assert merge_check.parting(expected, merge_check.Spoken(answers=[theirs]), 0, tolerance=0.05) == fate
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import Finished, Inputs, StopAfter, train, train_in
 
-from sftplay.deliver.charts import Chart, Line, draw, linear_axis, value_axis
-from sftplay.deliver.evidence import read_evidence
-from sftplay.deliver.findings import find
-from sftplay.deliver.history import read_history, thin
-from sftplay.deliver.report import write_report
-from sftplay.deliver.sample import FILE, masked_sample, write_masked_sample
-from sftplay.deliver.wording import change, escaped, interval, shown
-from sftplay.launch.folder import RunFolder
+from sftplay.deliver.report.charts import Chart, Line, draw, linear_axis, value_axis
+from sftplay.deliver.report.findings import find
+from sftplay.deliver.report.history import read_history, thin
+from sftplay.deliver.report.report import write_report
+from sftplay.deliver.report.run_files import read_evidence
+from sftplay.deliver.report.sample import FILE, masked_sample, write_masked_sample
+from sftplay.deliver.report.wording import change, escaped, interval, shown
+from sftplay.launch.run_folder import RunFolder
 
 CURVES = {
     "loss", "held_out_loss", "learning_rate", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "step_s",
@@ -163,8 +163,8 @@ def test_held_out_losses_are_those_the_trainer_measured(run: Finished):
 
 def test_writing_takes_well_under_a_second_and_no_heavy_library(run: Finished):
     code = (
-        "import sys, time; from pathlib import Path; from sftplay.launch.folder import RunFolder\n"
-        "from sftplay.deliver.report import write_report\n"
+        "import sys, time; from pathlib import Path; from sftplay.launch.run_folder import RunFolder\n"
+        "from sftplay.deliver.report.report import write_report\n"
         "began = time.process_time(); write_report(RunFolder(Path(sys.argv[1])))\n"
         "print(time.process_time() - began, *sys.modules)"
     )

@@ -27,13 +27,13 @@ from peft import AutoPeftModelForCausalLM
 from processes import is_alive, wait_until
 from transformers import AutoTokenizer, GenerationConfig
 
-from sftplay.deliver.serve import lay_out, served_name, server_config, whole_model
+from sftplay.deliver.export import server as serving
+from sftplay.deliver.export.serve import lay_out, served_name, server_config, whole_model
+from sftplay.deliver.export.server import build_server, choose_port, choose_server, run_server
 from sftplay.errors import ConfigError, MachineError, RunError
-from sftplay.launch import server as serving
-from sftplay.launch.command import Launch
-from sftplay.launch.folder import RunFolder
-from sftplay.launch.ports import HOST, free_port
-from sftplay.launch.server import build_server, choose_port, choose_server, run_server
+from sftplay.launch.command.command import Launch
+from sftplay.launch.command.ports import HOST, free_port
+from sftplay.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "tiny-run"
@@ -51,9 +51,9 @@ SERVE = """
 import sys
 from pathlib import Path
 from sftplay.config.load import load_config
-from sftplay.deliver.serve import serve
-from sftplay.launch.command import Launch
-from sftplay.launch.folder import RunFolder
+from sftplay.deliver.export.serve import serve
+from sftplay.launch.command.command import Launch
+from sftplay.launch.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 sys.exit(serve(load_config(folder.resolved), folder, "transformers", int(sys.argv[2])))
 """

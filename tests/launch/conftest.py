@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from processes import is_alive, wait_until
 
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sftplay.launch import follow
-from sftplay.launch.console import SIGN_OF_LIFE_S, Console
+from sftplay.launch.supervise import follow
+from sftplay.launch.supervise.console import SIGN_OF_LIFE_S, Console
 
 
 @pytest.fixture

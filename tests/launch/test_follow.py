@@ -13,12 +13,12 @@ import pytest
 from processes import is_alive, wait_until
 
 from sftplay import log
-from sftplay.launch.command import Launch
-from sftplay.launch.folder import RunFolder
-from sftplay.launch.follow import follow
-from sftplay.launch.processes import parent_of
-from sftplay.lifeline import STOP_SIGNALS, catch_signals
+from sftplay.launch.command.command import Launch
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise.follow import follow
+from sftplay.launch.supervise.processes import parent_of
 from sftplay.log import LINE, STATUS
+from sftplay.signals import STOP_SIGNALS, catch_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
 from sftplay import log
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 def wait_for_signal():
     got = []
@@ -124,9 +124,9 @@ def test_the_parent_of_a_process_is_known_and_of_none_is_0():
 DRIVER = """
 import sys
 from pathlib import Path
-from sftplay.launch.command import Launch
-from sftplay.launch.folder import RunFolder
-from sftplay.launch.follow import follow
+from sftplay.launch.command.command import Launch
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise.follow import follow
 sys.exit(follow(Launch(tuple(sys.argv[2:]), {"SFTPLAY_FOLLOWED": "1"}), RunFolder(Path(sys.argv[1]))))
 """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import is_alive, wait_until
 
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, ROWS_A_STEP = 40, 8

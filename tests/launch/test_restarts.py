@@ -25,16 +25,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
+from sftplay.control import start as launching
 from sftplay.errors import ConfigError
-from sftplay.launch.command import PARENT, Launch, Scale
-from sftplay.launch.death import Death, cause_of_death, find_death
-from sftplay.launch.folder import RunFolder
-from sftplay.launch.follow import settle
+from sftplay.launch.command.command import PARENT, Launch, Scale
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death
+from sftplay.launch.supervise.follow import settle
 from sftplay.machine.probe import probe
-from sftplay.plan.sizing import size_run
+from sftplay.monitor.checkpoints import mark_complete
+from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks import worker
-from sftplay.verbs import launching
-from sftplay.watch.checkpoints import mark_complete
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS = 24, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from sftplay.launch.stacks import COLLECTIVES, MEETINGS_BELOW, Stack, main_stack
+from sftplay.launch.supervise.stacks import COLLECTIVES, MEETINGS_BELOW, Stack, main_stack
 
 
 def test_the_files_of_torch_in_which_ranks_meet_are_where_they_are_looked_for():

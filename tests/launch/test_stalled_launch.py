@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from processes import is_alive, wait_until
 
-from sftplay.launch.command import Launch
-from sftplay.launch.follow import follow
-from sftplay.launch.processes import end_launch
-from sftplay.pulse import read_pulses
+from sftplay.heartbeat import read_pulses
+from sftplay.launch.command.command import Launch
+from sftplay.launch.supervise.follow import follow
+from sftplay.launch.supervise.processes import end_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = str(Path(__file__).with_name("pulsing_rank.py"))
@@ -60,9 +60,9 @@ def is_of(path, told):
 FOLLOW = """
 import sys
 from pathlib import Path
-from sftplay.launch.command import Launch
-from sftplay.launch.folder import RunFolder
-from sftplay.launch.follow import follow
+from sftplay.launch.command.command import Launch
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise.follow import follow
 sys.exit(follow(Launch(tuple(sys.argv[2:]), {}), RunFolder(Path(sys.argv[1]))))
 """
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.launch.folder import RunFolder
-from sftplay.watch.checkpoints import newest_complete
+from sftplay.launch.run_folder import RunFolder
+from sftplay.monitor.checkpoints import newest_complete
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S, SAVE_STEPS = 8, 2
@@ -65,7 +65,7 @@ SLEEPS = {
     # The loader fetches two windows before the first step, then one behind each: the fourth behind the second. The
     # other rank has its window already, and waits with it to add up the labels of all.
     "data": Sleep(
-        "1", "sftplay.tasks.pieces", "Collator.__call__", 4,
+        "1", "sftplay.tasks.step.micro_batches", "Collator.__call__", 4,
         r"rank 1 has been in data for \d+ s at step 3; rank 0 waits for it \(data\)",
     ),
     # Two passes try the label head, then come two pieces a step: the seventh is the third step's first.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.errors import ConfigError
-from sftplay.launch.strategy import SHARDED, ZERO_STAGES, strategy_environment
+from sftplay.launch.command.strategy import SHARDED, ZERO_STAGES, strategy_environment
 
 GPUS = {"world_size": 4, "has_gpu": True, "precision": "bf16"}
 

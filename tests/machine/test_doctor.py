@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import recorded_driver as driver
 
-from sftplay.machine import install_findings, system_findings, torch_build
-from sftplay.machine.doctor import Wishes, diagnose
-from sftplay.machine.gpu_findings import look_at_gpus
-from sftplay.machine.hub_findings import find_token, is_cached, look_at_hub
-from sftplay.machine.install_findings import RANGES, is_within, look_at_libraries, look_at_torch
+from sftplay.machine import torch_build
+from sftplay.machine.doctor import install, system
+from sftplay.machine.doctor.examine import Wishes, diagnose
+from sftplay.machine.doctor.gpu import look_at_gpus
+from sftplay.machine.doctor.hub import find_token, is_cached, look_at_hub
+from sftplay.machine.doctor.install import RANGES, is_within, look_at_libraries, look_at_torch
 from sftplay.machine.probe import Machine, probe
 from sftplay.machine.torch_build import TorchBuild, find_archs, find_torch
 
@@ -137,7 +138,7 @@ def test_a_version_is_compared_as_pip_compares_releases(version, ranges, within)
     ],
 )
 def test_libraries_must_be_there_and_go_together(monkeypatch, changes, level, word):
-    monkeypatch.setattr(install_findings, "find_spec", lambda name: None)
+    monkeypatch.setattr(install, "find_spec", lambda name: None)
     versions = {name: v for name, v in {**PLAIN.libraries, **changes}.items() if v}
     found = look_at_libraries(replace(PLAIN, libraries=versions))
     assert levels(found) == {"versions": level}
@@ -145,7 +146,7 @@ def test_libraries_must_be_there_and_go_together(monkeypatch, changes, level, wo
 
 
 def test_unsloth_does_not_go_with_datasets_5(monkeypatch):
-    monkeypatch.setattr(install_findings, "find_spec", lambda name: object() if name == "unsloth" else None)
+    monkeypatch.setattr(install, "find_spec", lambda name: object() if name == "unsloth" else None)
     found = look_at_libraries(replace(PLAIN, libraries={**PLAIN.libraries, "datasets": "5.2.0"}))
     assert [(f.level, f.fix) for f in found] == [("warn", "pip install 'datasets<5', or use tuning.backend: bnb")]
 
@@ -191,8 +192,8 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
 
 def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 10 * GIB})
-    monkeypatch.setattr(system_findings.shutil, "disk_usage", lambda path: usage)
-    look = system_findings.look_at_disk
+    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
+    look = system.look_at_disk
     assert [look(tmp_path / "new", size, 2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
     assert look(tmp_path, None, 2)[0].level == "ok"
     usage.free = 2 * GIB
@@ -205,23 +206,21 @@ def test_a_taken_meeting_port_is_told(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(system_findings, "MEETING_PORT", taken.getsockname()[1])
-        assert levels(system_findings.look_at_ports()) == {"ports": "warn"}
-    assert levels(system_findings.look_at_ports()) == {"ports": "ok"}
+        monkeypatch.setattr(system, "MEETING_PORT", taken.getsockname()[1])
+        assert levels(system.look_at_ports()) == {"ports": "warn"}
+    assert levels(system.look_at_ports()) == {"ports": "ok"}
 
 
 def test_little_shared_memory_few_files_and_little_ram_are_told(tmp_path, monkeypatch, machine_of):
     usage = type("Usage", (), {"free": 64 * 2**20})
-    monkeypatch.setattr(system_findings.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
     one = machine_of()
-    assert levels(system_findings.look_at_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
-    assert levels(system_findings.look_at_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {
-        "shared memory": "warn"
-    }
+    assert levels(system.look_at_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
+    assert levels(system.look_at_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {"shared memory": "warn"}
     for soft, level in ((1024, "warn"), (4096, "ok"), (-1, "ok")):
-        monkeypatch.setattr(system_findings.resource, "getrlimit", lambda kind, soft=soft: (soft, -1))
-        assert levels(system_findings.look_at_limits()) == {"open files": level}
-    assert levels(system_findings.look_at_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
+        monkeypatch.setattr(system.resource, "getrlimit", lambda kind, soft=soft: (soft, -1))
+        assert levels(system.look_at_limits()) == {"open files": level}
+    assert levels(system.look_at_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
 
 
 @pytest.mark.parametrize(
@@ -235,14 +234,14 @@ def test_little_shared_memory_few_files_and_little_ram_are_told(tmp_path, monkey
     ],
 )
 def test_variables_that_are_easily_forgotten_are_told(machine_of, environ, level):
-    assert levels(system_findings.look_at_environment(machine_of(), environ)) == {"environment": level}
+    assert levels(system.look_at_environment(machine_of(), environ)) == {"environment": level}
 
 
 def test_nvlinks_left_unused_are_told(machine_of):
     linked = replace(machine_of(), links=(("X", "NV12"), ("NV12", "X")))
     apart = replace(linked, links=(("X", "SYS"), ("SYS", "X")))
     environ = {"NCCL_P2P_DISABLE": "1"}
-    found = [system_findings.look_at_environment(each, environ) for each in (linked, apart)]
+    found = [system.look_at_environment(each, environ) for each in (linked, apart)]
     assert [levels(each)["environment"] for each in found] == ["warn", "ok"]
 
 
@@ -325,15 +324,15 @@ def test_cache_and_token_are_looked_for_where_the_hubs_own_client_does(monkeypat
 
 
 def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_way_asks_no_torch(tmp_path, monkeypatch):
-    from sftplay.machine import doctor
+    from sftplay.machine.doctor import examine
 
-    monkeypatch.setattr(doctor, "ask_torch", lambda: pytest.fail("torch was asked"))
+    monkeypatch.setattr(examine, "ask_torch", lambda: pytest.fail("torch was asked"))
     for name in driver.MACHINES:
         driver.install(monkeypatch, driver.recorded(name))
         found = diagnose(probe(in_detail=True), Wishes(output=tmp_path), is_fast=True)
         assert {each.subject for each in found} >= {"gpu", "versions", "memory", "disk", "ports", "open files"}
         assert [each for each in found if each.level != "ok" and not each.fix] == []
-    monkeypatch.setattr(doctor, "ask_torch", lambda: {"error": "asked"})
-    monkeypatch.setattr(doctor, "look_at_hub", lambda *args, **kwargs: [])
+    monkeypatch.setattr(examine, "ask_torch", lambda: {"error": "asked"})
+    monkeypatch.setattr(examine, "look_at_hub", lambda *args, **kwargs: [])
     found = diagnose(PLAIN, Wishes(output=tmp_path, wants_4bit=True), is_fast=False)
     assert "cannot be imported: asked" in json.dumps([each.what for each in found])

@@ -13,10 +13,10 @@ import pynvml
 import pytest
 import recorded_driver as driver
 
-from sftplay.machine import occupancy, probe, torch_build
-from sftplay.machine.gpu_findings import look_at_gpus
+from sftplay.commands.look import machine as verbs
+from sftplay.machine import memory_use, probe, torch_build
+from sftplay.machine.doctor.gpu import look_at_gpus
 from sftplay.machine.torch_build import TorchBuild
-from sftplay.verbs import machine as verbs
 
 TORCH = TorchBuild("2.14.1+cu130", "13.0", None, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
 """What the wheel torch-2.14.1 for Linux says in torch/version.py and libtorch_python.so."""
@@ -29,7 +29,7 @@ def same_host(monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(probe, "find_torch", lambda **_: TORCH)
-    monkeypatch.setattr(occupancy, "owner_of", lambda pid: "")  # pids of another machine
+    monkeypatch.setattr(memory_use, "owner_of", lambda pid: "")  # pids of another machine
 
 
 def printed(capsys) -> str:

@@ -20,7 +20,7 @@ import pytest
 from huggingface_hub import snapshot_download
 from in_process import Inputs, sized, written_config
 
-from sftplay.config.schema import ModelConfig
+from sftplay.config.schema.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.model import hub
 from sftplay.model.hub import check_reachable, first_line

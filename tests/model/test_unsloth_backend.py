@@ -16,7 +16,7 @@ from in_process import Inputs, sized, written_config
 from safetensors.torch import load_file, save_file
 from unsloth_stand_in import FastLanguageModel, as_module
 
-from sftplay.config.schema import RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.model.load import load_start, start_adapter
 from sftplay.model.unsloth import check_arguments
@@ -181,8 +181,8 @@ def test_failing_import_is_an_error_with_its_reason_and_nothing_takes_its_place(
 def test_training_process_imports_unsloth_before_the_task_and_only_for_its_runs(config: Any, tmp_path: Path):
     from sftplay.atomic import write_text
     from sftplay.config.load import dump_resolved
-    from sftplay.launch.folder import RunFolder
-    from sftplay.lifeline import StopAtOnce
+    from sftplay.launch.run_folder import RunFolder
+    from sftplay.signals import StopAtOnce
     from sftplay.tasks import worker
 
     steps: list[str] = []

@@ -13,10 +13,11 @@ import pytest
 
 from benchmarks.cpu_memory import CASES, Case, Measured, measure, write_case
 from sftplay.cli import main
+from sftplay.commands.train import train
+from sftplay.control import start
 from sftplay.machine.probe import probe
 from sftplay.machine.ram import ram_limit_bytes
-from sftplay.plan.budget import CPU_PROCESS_BYTES
-from sftplay.verbs import launching, training
+from sftplay.plan.memory.budget import CPU_PROCESS_BYTES
 
 MIB = 2**20
 NEAR = 0.15
@@ -146,8 +147,8 @@ def test_a_run_of_which_not_even_one_row_fits_is_refused_with_what_would_fit(
 ):
     # 135 M weights that train take 4 x 4 bytes each, 2.0 GiB, beside the process's 0.5; an adapter's base a fourth.
     small = replace(probe(), gpus=(), ram_bytes=2560 * MIB, ram_free_bytes=None)
-    monkeypatch.setattr(training, "probe", lambda: small)
-    monkeypatch.setattr(launching, "follow", lambda *_, **__: pytest.fail("it was started"))
+    monkeypatch.setattr(train, "probe", lambda: small)
+    monkeypatch.setattr(start, "follow", lambda *_, **__: pytest.fail("it was started"))
     path = write_config(tuning__mode="full", model__name="HuggingFaceTB/SmolLM2-135M", model__max_seq_len=1024)
     words = ["train", "--config", str(path), "train.gradient_checkpointing=true"]
     assert main(words) == 3

@@ -10,10 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sftplay.plan.flops import model_flops, seen_pairs
-from sftplay.plan.path import Adapter, CodePath
-from sftplay.plan.shapes import find_shape, shape_from_config
-from sftplay.tasks.label_head import find_label_head
+from sftplay.plan.memory.execution import Adapter, CodePath
+from sftplay.plan.report.flops import model_flops, seen_pairs
+from sftplay.plan.shape.find import find_shape, shape_from_config
+from sftplay.tasks.step.label_head import find_label_head
 
 ROWS, TOKENS, RANK = 2, 24, 4
 SMALL: dict[str, Any] = {

@@ -9,14 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_oracle import FAMILIES, closed_bytes, path_of, traced_bytes
+from oracle.closed_form import FAMILIES, closed_bytes, path_of, traced_bytes
+from oracle.trace import TraceSettings
 
-from sftplay.plan import head, layer, memory, path, sharding
-from sftplay.plan.memory import Size, estimate, standing_bytes
-from sftplay.plan.path import Adapter, CodePath, trained_params
-from sftplay.plan.shapes import shape_from_config
-from sftplay.plan.sharding import share_of
-from sftplay.plan.trace import TraceSettings
+from sftplay.plan.memory import execution, head, layer, sharding
+from sftplay.plan.memory import step as memory
+from sftplay.plan.memory.execution import Adapter, CodePath, trained_params
+from sftplay.plan.memory.sharding import share_of
+from sftplay.plan.memory.step import Size, estimate, standing_bytes
+from sftplay.plan.shape.find import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
 TOO_LITTLE, TOO_MUCH = 0.9, 1.1
@@ -79,7 +80,7 @@ def test_a_four_bit_weight_weighs_what_bitsandbytes_makes_of_it(constant):
     packed, state = quantize_4bit(torch.randn(2048, 2048), quant_type="nf4", compress_statistics=is_double)
     scales = [state.absmax, *([state.state2.absmax] if is_double else [])]
     real = sum(each.numel() * each.element_size() for each in (packed, *scales)) / 2048**2
-    assert getattr(path, constant) == pytest.approx(real, rel=0.001)
+    assert getattr(execution, constant) == pytest.approx(real, rel=0.001)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,7 +105,7 @@ def test_adamw_8bit_holds_two_bytes_and_the_maxima_of_its_blocks():
     names = ("state1", "state2", "absmax1", "absmax2")
     states = [optimizer.state[weight][name] for name in names]
     real = sum(each.numel() * each.element_size() for each in states) / weight.numel()
-    assert pytest.approx(real, rel=0.005) == path.STATE_BYTES_8BIT
+    assert pytest.approx(real, rel=0.005) == execution.STATE_BYTES_8BIT
 
 
 def test_pairs_of_an_adapter_weigh_rank_times_both_widths():

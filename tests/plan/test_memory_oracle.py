@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from plan_oracle import FAMILIES, compare
-
-from sftplay.plan.trace import TraceSettings
+from oracle.closed_form import FAMILIES, compare
+from oracle.trace import TraceSettings
 
 TOLERANCE = 0.03
 METHODS = ("full", "lora", "qlora")

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_oracle import FAMILIES
+from oracle.closed_form import FAMILIES
 
-from sftplay.plan.memory import Size, estimate, standing_bytes
-from sftplay.plan.path import Adapter, CodePath
-from sftplay.plan.shapes import shape_from_config
-from sftplay.plan.sharding import STRATEGIES, share_of
+from sftplay.plan.memory.execution import Adapter, CodePath
+from sftplay.plan.memory.sharding import STRATEGIES, share_of
+from sftplay.plan.memory.step import Size, estimate, standing_bytes
+from sftplay.plan.shape.find import shape_from_config
 
 SHAPES = {name: shape_from_config(config, name=name) for name, config in FAMILIES.items()}
 shapes = st.sampled_from(sorted(SHAPES)).map(SHAPES.get)

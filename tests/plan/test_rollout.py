@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from sftplay.plan.memory import Size, estimate
-from sftplay.plan.path import Adapter, CodePath
-from sftplay.plan.rollout import Rollout, cache_bytes, estimate_grpo
-from sftplay.plan.shapes import find_shape
+from sftplay.plan.memory.execution import Adapter, CodePath
+from sftplay.plan.memory.rollout import Rollout, cache_bytes, estimate_grpo
+from sftplay.plan.memory.step import Size, estimate
+from sftplay.plan.shape.find import find_shape
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")
 LORA = CodePath(weight_bytes=2, compute_bytes=2, stream_bytes=2, has_autocast=True, adapter=Adapter(rank=16))

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from sftplay.plan.families import FAMILIES
-from sftplay.plan.shapes import ModelShape, find_shape, read_table, shape_from_config
+from sftplay.plan.shape.families import FAMILIES
+from sftplay.plan.shape.find import ModelShape, find_shape, read_table, shape_from_config
 
 # transformers' modeling_gpt_bigcode.py compiles three small functions when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

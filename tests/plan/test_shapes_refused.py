@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sftplay.errors import ConfigError
-from sftplay.plan.families import FAMILIES
-from sftplay.plan.family import KEYS
-from sftplay.plan.shapes import shape_from_config
+from sftplay.plan.shape.families import FAMILIES
+from sftplay.plan.shape.family import KEYS
+from sftplay.plan.shape.find import shape_from_config
 
 LLAMA = {
     "model_type": "llama",

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan import numerics, sizing
-from sftplay.plan.sizing import size_run, split_batch
+from sftplay.plan.sizing import numerics
+from sftplay.plan.sizing import size_run as sizing
+from sftplay.plan.sizing.size_run import size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

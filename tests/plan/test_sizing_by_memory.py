@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan import sizing
-from sftplay.plan.shapes import find_shape
-from sftplay.plan.sizing import size_run, split_batch
+from sftplay.plan.shape.find import find_shape
+from sftplay.plan.sizing.size_run import size_run, split_batch
+from sftplay.plan.sizing.size_run import size_run as sizing
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

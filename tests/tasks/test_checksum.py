@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sftplay.config.load import load_config
-from sftplay.launch.folder import RunFolder
-from sftplay.tasks import preflight
-from sftplay.tasks.preflight import PIECE_NUMBERS, Preflight, checksum
+from sftplay.launch.run_folder import RunFolder
+from sftplay.tasks.run import preflight
+from sftplay.tasks.run.preflight import PIECE_NUMBERS, Preflight, checksum
 
 
 class LargestCopy(TorchDispatchMode):

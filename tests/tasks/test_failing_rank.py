@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks import worker
 
 WORDS = ("disk gone", "outputs/run: disk gone\n  fix: mount it again")

@@ -11,10 +11,11 @@ import torch
 from in_process import Inputs, new_run
 from transformers import AutoTokenizer
 
-from sftplay.plan.probe_fit import Fit, Point, Refusal, fit
-from sftplay.tasks import probe_step, sft
-from sftplay.tasks.gauges import CudaGauge, ProcessGauge
-from sftplay.tasks.probe_step import Request, rehearse, synthetic_rows
+from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
+from sftplay.tasks import sft
+from sftplay.tasks.rehearse import probe_step
+from sftplay.tasks.rehearse.memory_gauges import CudaGauge, ProcessGauge
+from sftplay.tasks.rehearse.probe_step import Request, rehearse, synthetic_rows
 
 PAIR_WEIGHTS = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * (32 + 64) + (64 + 32))
 """Of rank 1 on the tiny Llama: two layers; q and o of 32 x 32, k and v of 32 x 16, gate and up, down."""

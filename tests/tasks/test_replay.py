@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Inputs, built, train
 
-from sftplay.tasks.pieces import Collator, Cutter
-from sftplay.tasks.train_run import TrainRun
-from sftplay.watch.recover import OutOfMemory, Portions, ran_out_of_memory
+from sftplay.monitor.out_of_memory import OutOfMemory, Portions, ran_out_of_memory
+from sftplay.tasks.run.train_run import TrainRun
+from sftplay.tasks.step.micro_batches import Collator, Cutter
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 

@@ -15,7 +15,7 @@ from run_outputs import Outputs
 from safetensors.torch import load_file
 
 from sftplay.config.load import load_config
-from sftplay.launch.folder import new_folder
+from sftplay.launch.run_folder import new_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_FSDP = ROOT / "benchmarks" / "cpu_fsdp"

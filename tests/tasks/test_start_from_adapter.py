@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from sftplay.cli import main
 from sftplay.config.load import load_config
+from sftplay.control.inputs import check_inputs
 from sftplay.errors import ConfigError, RunError
-from sftplay.model.lineage import settle
 from sftplay.model.load import load_base, load_result
-from sftplay.verbs.inputs import check_inputs
+from sftplay.model.start_point import settle
 
 IDS = torch.arange(3, 40)[None]
 N_ROWS = 12
@@ -159,7 +159,7 @@ def test_run_from_a_run_of_a_builtin_model_keeps_a_base_of_its_own(
     merges: bool, other: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # What is built for a builtin name is not the point here, and takes a minute.
-    monkeypatch.setattr("sftplay.model.locate.ensure_builtin", lambda *_: other.model)
+    monkeypatch.setattr("sftplay.model.builtin.ensure_builtin", lambda *_: other.model)
     start = train(tmp_path / "first", other, model__name="builtin:tiny", train__max_steps=2)
     folder = str(start.folder.path)
     options = {"model__adapter": folder, "model__name": "builtin:tiny"} if merges else {"model__name": folder}

@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sftplay.launch.folder import RunFolder
+from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 
 PROBLEM = probe().unsloth_problem

@@ -16,10 +16,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import RunError
-from sftplay.tasks.label_head import find_label_head
-from sftplay.tasks.pieces import Collator, Cutter, first_fit
+from sftplay.tasks.run.train_run import TrainRun
 from sftplay.tasks.sft import even_out
-from sftplay.tasks.train_run import TrainRun
+from sftplay.tasks.step.label_head import find_label_head
+from sftplay.tasks.step.micro_batches import Collator, Cutter, first_fit
 
 PAD = 0
 LABELS = [1, 40, 2, 17, 1, 3, 60, 5]

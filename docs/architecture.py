@@ -1,0 +1,174 @@
+"""Writes docs/architecture.md from the code: floors, folders, modules and the picture of their imports.
+
+`make architecture` runs it; tests/test_structure.py holds the floors and the page by the same tables.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "sftplay").rglob("*.py"))
+}
+"""Dotted name -> file, packages too."""
+
+FLOORS = {
+    0: ["errors", "log", "units", "heartbeat", "signals", "atomic", "install"],
+    1: ["config", "machine", "data.records", "data.json_text", "data.order", "data.cache"],
+    2: ["plan", "launch", "monitor", "data"],
+    3: ["data.pipeline", "data.inspect", "model"],
+    4: ["deliver"],
+    5: ["tasks", "control"],
+    6: ["commands", "flags", "cli", "__main__"],
+}
+"""Each module stands on the floor of the longest name here that it begins with."""
+
+MOST_MODULES = 12
+"""In one folder; above that a reader no longer takes it in at a glance."""
+
+
+@cache
+def floor_of(module: str) -> int:
+    """The floor of a module; the kit's own package stands on the ground."""
+    short = module.removeprefix("sftplay").lstrip(".")
+    found = [
+        (len(name), floor) for floor, names in FLOORS.items() for name in names if f"{short}.".startswith(f"{name}.")
+    ]
+    if not short:
+        return 0
+    assert found, f"{module} has no floor in docs/architecture.py"
+    return max(found)[1]
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """Modules of the kit that a module imports anywhere in it, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide where things come from"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in MODULES else str(node.module))
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(name for name in found if name in MODULES)
+
+
+def room_of(module: str) -> tuple[str, int]:
+    """The folder of a module, and its floor: a folder whose modules stand on two floors is two rooms."""
+    return str(MODULES[module].parent.relative_to(ROOT)), floor_of(module)
+
+
+def subject_of(module: str) -> str:
+    """The top folder a module lies in, or the file itself where it lies in none."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def first_sentence(module: str) -> str:
+    """What a module says it is: its docstring up to the end of the first paragraph."""
+    text = ast.get_docstring(ast.parse(MODULES[module].read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def picture() -> str:
+    """The subjects and who imports whom, as Mermaid; an arrow that others imply is left out."""
+    names = sorted({subject_of(name) for name in MODULES if MODULES[name].parent.name != "sftplay"})
+    edges = {name: set() for name in names}  # type: dict[str, set[str]]
+    for module in MODULES:
+        for imported in imports_of(module):
+            one, two = subject_of(module), subject_of(imported)
+            if one in edges and two in edges and one != two:
+                edges[one].add(two)
+
+    def reached(name: str) -> set[str]:
+        return edges[name].union(*(reached(each) for each in edges[name]))
+
+    tops = {name: max(floor_of(each) for each in MODULES if subject_of(each) == name) for name in names}
+    lines = ["```mermaid", "flowchart TD"]
+    for floor in sorted(set(tops.values()), reverse=True):
+        lines.append(f'  subgraph floor{floor}["floor {floor}"]')
+        lines += [f"    {name}" for name in names if tops[name] == floor]
+        lines.append("  end")
+    for name in names:
+        implied = set().union(*(reached(each) for each in edges[name]))
+        lines += [f"  {name} --> {each}" for each in sorted(edges[name] - implied)]
+    return "\n".join([*lines, "```"])
+
+
+def listing() -> str:
+    """Each folder in one line, and below it each of its modules in one line."""
+    parts: list[str] = []
+    folders = sorted({path.parent for path in MODULES.values()})
+    for folder in folders:
+        package = ".".join(folder.relative_to(ROOT).parts)
+        parts.append(f"\n**`{folder.relative_to(ROOT)}/`** {first_sentence(package)}\n")
+        for module, path in MODULES.items():
+            if path.parent == folder and path.name != "__init__.py":
+                parts.append(f"- `{path.name}` ({floor_of(module)}) {first_sentence(module)}")
+    return "\n".join(parts)
+
+
+INTRODUCTION = """<!-- Written by `make architecture`, held by a test: change docs/architecture.py or docstrings. -->
+# Architecture
+
+Seven floors. A module imports only from lower floors, or from its own top folder as long as neither modules nor folders
+import each other in a circle. No folder holds more than {most} modules. The figure behind a module's name is its floor.
+
+| floor | what stands there |
+| --- | --- |
+{floors}
+"""
+
+PATHS = """## The path of a config value
+
+1. `commands/train/train.py` calls `config/load.py`. It reads the file by `config/read/yaml12.py`, and lays includes
+   and command line over each other in `config/read/layers.py`. Every value remembers where it was written.
+2. `config/schema/` types it; what it refuses is said by `config/explain/problems.py`. Rules between keys are in
+   `config/rules/`.
+3. `plan/sizing/size_run.py` replaces every `auto` by a number or a name, with its reason.
+4. `config/read/resolved.py` writes all of it into the run folder with the origin of each value. Every rank reads that
+   file.
+
+## The path of a row
+
+1. `data/read/` finds files and yields raw rows with their place.
+2. `data/layouts/` turns a row into a canonical record of `data/records.py`, or says why it cannot.
+3. `data/encode/render.py` renders it by the chat template, whose masks `data/encode/proof.py` has proven first, and
+   `data/encode/labels.py` makes token ids and labels of it.
+4. `data/prepare/one_pass.py` does this in worker processes, counts every record and keeps the rows on disk.
+5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
+6. `tasks/step/window.py` gets a rank's rows of one optimizer step, `tasks/step/micro_batches.py` cuts them.
+
+## The path of an out-of-memory event
+
+1. `tasks/step/window.py` catches it in a micro-batch; all ranks agree by `monitor/out_of_memory.py`.
+2. `tasks/step/replay.py` runs the same rows again in smaller micro-batches and writes an event.
+3. Where a step cannot be run again, the run ends with code 3 and the size to go on with. `control/start.py` starts it
+   again from its last checkpoint.
+
+## The path of a stop signal
+
+1. The parent (`launch/supervise/follow.py`) passes it to the ranks by their process ids.
+2. Before the first step `signals.py` ends the rank at once. Behind it `monitor/guards.py` notes it, and all ranks agree
+   at a step's edge.
+3. The Trainer saves; `tasks/run/checkpointing.py` seals the checkpoint by `monitor/checkpoints.py`.
+4. `tasks/worker.py` writes the state and the code into `status.json`. The parent returns that code.
+"""
+
+
+def page() -> str:
+    """The whole text of docs/architecture.md."""
+    rows = "\n".join(f"| {floor} | {', '.join(names)} |" for floor, names in FLOORS.items())
+    introduction = INTRODUCTION.format(most=MOST_MODULES, floors=rows)
+    return f"{introduction}\n{picture()}\n\n{PATHS}\n## Folders and modules\n{listing()}\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -1,0 +1,109 @@
+"""The verbs that prepare data and show it: by the same gate as training, without a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sftplay import log
+from sftplay.atomic import check_new_file
+from sftplay.config.load import load_config
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.inputs import check_inputs, needs_no_hub
+from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+
+if TYPE_CHECKING:
+    from sftplay.data.pipeline import Examples
+
+
+def process(args: Namespace) -> int:
+    """`process`: read, render and cache the rows; the data report as a table or as JSON."""
+    examples = _load(load_config(args.config, args.overrides))
+    if args.json:
+        print(json.dumps(examples.report))
+    else:
+        _show_report(examples)
+    return 0
+
+
+def inspect(args: Namespace) -> int:
+    """`inspect`: the data report, and training rows evenly spread over all with what is learned of them."""
+    examples = _load(load_config(args.config, args.overrides))
+    from sftplay.data.inspect.display import decoded, has_colours, legend, shown
+    from sftplay.data.inspect.rows import n_learned, spread_rows
+
+    tokenizer, rows = examples.renderer.tokenizer, list(spread_rows(examples, args.n))
+    if args.json:
+        keys = ("row", "source", "input_ids", "labels")
+        told = [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
+        print(json.dumps({"report": examples.report, "rows": told}))
+        return 0
+    _show_report(examples)
+    colours = has_colours(sys.stdout)
+    if rows:
+        log.show(f"\n{legend(colours=colours)}")
+    for row in rows:
+        n_tokens = len(row["input_ids"])
+        log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {n_learned(row):,} learned")
+        log.show(shown(tokenizer, row["input_ids"], row["labels"], colours=colours))
+    return 0
+
+
+def render(args: Namespace) -> int:
+    """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
+    out = None if args.out is None else Path(args.out)
+    cfg = load_config(args.config, args.overrides)
+    if out is not None:
+        check_new_file(out)
+    examples = _load(cfg)
+    from sftplay.data.inspect.rows import rendered, show_rendered, spread_rows, write_rendered
+
+    tokenizer = examples.renderer.tokenizer
+    if out is not None:
+        count = write_rendered(examples, out)
+        log.say(f"{count:,} rows in {out}", "render")
+        if args.json:
+            print(json.dumps({"out": str(out), "rows": count}))
+        return 0
+    rows = spread_rows(examples, args.n)
+    if args.json:
+        print(json.dumps({"report": examples.report, "rows": [rendered(row, tokenizer) for row in rows]}))
+        return 0
+    for row in rows:
+        show_rendered(row, tokenizer)
+    return 0
+
+
+def _load(cfg: RunConfig) -> Examples:
+    """The rows as training would get them, after everything that can be refused without a heavy library."""
+    cfg = check_inputs(cfg)
+    os.environ.update(quiet_environment() | cache_environment())
+    if needs_no_hub(cfg):
+        os.environ.update(offline_environment())
+    log.say(f"reading {cfg.data.train_path}", "data")
+    before = _seals(cfg)
+    from sftplay.data.pipeline import load_examples
+    from sftplay.model.tokenizer import load_tokenizer
+
+    examples = load_examples(cfg, load_tokenizer(cfg.model))
+    name = examples.report["fingerprint"]
+    verb = "found in" if before.get(name) == _seals(cfg).get(name) else "written to"
+    log.say(f"token rows {verb} {Path(cfg.data.processed_dir) / name}", "data")
+    return examples
+
+
+def _seals(cfg: RunConfig) -> dict[str, int]:
+    """Folder of the cache -> when it was made."""
+    from sftplay.data.cache import SEAL
+
+    return {path.parent.name: path.stat().st_mtime_ns for path in Path(cfg.data.processed_dir).glob(f"*/{SEAL}")}
+
+
+def _show_report(examples: Examples) -> None:
+    from sftplay.data.prepare.report import report_table
+
+    log.show(report_table(examples.report))

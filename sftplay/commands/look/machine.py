@@ -1,0 +1,151 @@
+"""The verbs about this machine and this repository."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sftplay import log
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Machine, probe
+from sftplay.units import format_bytes
+
+if TYPE_CHECKING:
+    from sftplay.machine.doctor.examine import Wishes
+
+CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+
+REFRESH_S = 2.0
+
+CLEAR = "\x1b[H\x1b[J"
+"""Moves a terminal to its top left corner and empties it."""
+
+
+def gpu_info(args: Namespace) -> int:
+    """`gpu-info`: GPUs with all the driver tells, or why there are none; processor, memory, disk, library versions."""
+    from sftplay.machine.gpu_info import describe, describe_host
+
+    machine = probe(in_detail=True)
+    asked = _ask_torch() if args.torch else {}
+    if args.json:
+        print(
+            json.dumps({"n_gpus": len(machine.gpus), **machine.as_dict(), **({"torch_says": asked} if asked else {})})
+        )
+        return 0
+    for line in (*describe(machine), *describe_host(machine)):
+        log.show(line)
+    for name, value in asked.items():
+        log.show(f"torch says {name}: {value}")
+    return 0
+
+
+def memory_check(args: Namespace) -> int:
+    """`memory-check`: who holds which memory, and what the running runs had planned; with --watch until Ctrl-C."""
+    output = _output_folder(args)
+    if not args.watch:
+        _show_memory(output, as_json=args.json)
+        return 0
+    if args.json:
+        raise ConfigError("--watch and --json do not go together", where="command line", fix="leave one out")
+    try:
+        while True:
+            if sys.stdout.isatty():
+                sys.stdout.write(CLEAR)
+            _show_memory(output, as_json=False)
+            time.sleep(REFRESH_S)
+    except KeyboardInterrupt:
+        return 0
+
+
+def doctor(args: Namespace) -> int:
+    """`doctor`: findings with their remedies; exit code 3 when one would keep a run from training."""
+    from sftplay.machine.doctor.examine import diagnose
+
+    found = diagnose(probe(in_detail=True), _wishes(args), is_fast=args.fast)
+    counts = {level: sum(each.level == level for each in found) for level in ("ok", "warn", "stop")}
+    if args.json:
+        print(json.dumps({**counts, "findings": [asdict(each) for each in found]}, ensure_ascii=False))
+    else:
+        for each in found:
+            log.show(each.as_text())
+        log.show(", ".join(f"{n} {level}" for level, n in counts.items()))
+    return MachineError.exit_code if counts["stop"] else 0
+
+
+def check(args: Namespace) -> int:
+    """`check`: ruff's lint and format and mypy over this repository; the first failure's code, 0 for none."""
+    root = Path(__file__).resolve().parents[3]
+    failed = [
+        " ".join(c) for c in CHECKS if subprocess.run([sys.executable, "-m", *c], cwd=root, check=False).returncode
+    ]
+    if failed:
+        log.say(f"failed: {', '.join(failed)}", "check")
+        return 1
+    log.say("lint, format and types are clean", "check")
+    return 0
+
+
+def _ask_torch() -> dict[str, Any]:
+    from sftplay.machine.torch_build import ask_torch
+
+    return ask_torch()
+
+
+def _show_memory(output: Path, *, as_json: bool) -> None:
+    from sftplay.machine.memory_use import describe_gpus, describe_run, read_runs
+
+    machine = probe(in_detail=True)
+    runs = read_runs(output, machine)
+    if as_json:
+        memory = {"ram_bytes": machine.ram_bytes, "ram_free_bytes": machine.ram_available}
+        gpus = machine.as_dict()["gpus"]
+        print(json.dumps({**memory, "n_gpus": len(gpus), "gpus": gpus, "runs": [run.as_dict() for run in runs]}))
+        return
+    lines = describe_gpus(machine) or [f"No GPU: {machine.gpu_reason}"]
+    lines.append(_ram(machine))
+    for run in runs:
+        lines += describe_run(run)
+    for line in lines if runs else [*lines, f"no run is going on in {output}"]:
+        log.show(line)
+
+
+def _ram(machine: Machine) -> str:
+    used = format_bytes(machine.ram_bytes - machine.ram_available)
+    return f"memory: {format_bytes(machine.ram_bytes)}: {used} used, {format_bytes(machine.ram_available)} free"
+
+
+def _output_folder(args: Namespace) -> Path:
+    """Where runs lie: the config's output_dir; without a config an override, else the default."""
+    if args.config:
+        from sftplay.config.load import load_config
+
+        return Path(load_config(args.config, args.overrides).output_dir)
+    given = dict(word.split("=", 1) for word in args.overrides)
+    if unknown := next((key for key in given if key != "output_dir"), None):
+        raise ConfigError(f"{unknown} needs a config", where="command line", fix="name one with CONFIG=")
+    return Path(given.get("output_dir", "outputs"))
+
+
+def _wishes(args: Namespace) -> Wishes:
+    from sftplay.machine.doctor.examine import Wishes
+
+    if not args.config:
+        return Wishes(output=_output_folder(args))
+    from sftplay.config.load import load_config
+    from sftplay.control.model_shape import checkpoint_bytes
+    from sftplay.model.source import is_local
+
+    cfg = load_config(args.config, args.overrides)
+    return Wishes(
+        output=Path(cfg.output_dir),
+        hub_model=None if is_local(cfg.model.name) else cfg.model.name,
+        checkpoint_bytes=checkpoint_bytes(cfg),
+        checkpoints_kept=cfg.train.save_total_limit or 1,
+        wants_4bit=cfg.tuning.mode == "qlora",
+    )

@@ -1,0 +1,109 @@
+"""The verb `plan`: what a run takes before anything is downloaded, on this machine or on one that is named."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.control.model_shape import require_shape
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Gpu, Machine, probe
+from sftplay.model.start_point import settle
+from sftplay.plan.memory.budget import device_of
+from sftplay.plan.memory.cards import Card, find_card, parse_fleet
+from sftplay.plan.report.advice import Place, suggest
+from sftplay.plan.report.compare import compare
+from sftplay.plan.report.run_cost import workload_of
+from sftplay.plan.report.tables import (
+    describe_memory,
+    describe_model,
+    describe_rows,
+    describe_suggestions,
+    describe_workload,
+)
+from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.units import parse_bytes
+
+DOES_NOT_FIT = 3
+
+
+def plan(args: Namespace) -> int:
+    """`plan`: bytes of every component, the sizes, the verdict, and what would fit; exit code 3 when it does not."""
+    cfg = settle(load_config(args.config, args.overrides))
+    shape = require_shape(cfg)
+    machine, world_size = _where(args)
+    sized = size_run(cfg, machine, world_size=world_size, shape=shape)
+    if args.compare:
+        return _compare(args, sized, shape, machine)
+    seen = sized.forecast
+    assert seen is not None
+    work = workload_of(sized.cfg, seen.setting)
+    found = [] if seen.verdict == "fits" else suggest(sized.cfg, shape, Place(seen.setting.device, world_size))
+    if args.json:
+        extra = {"suggestions": [each.as_dict() for each in found], **vars(work), "notes": list(sized.notes)}
+        print(json.dumps({**sized.as_plan(), **extra}))
+        return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
+    train = sized.cfg.train
+    sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
+    lines = [
+        *describe_model(seen),
+        f"tuning      {sized.cfg.tuning.mode}, {train.precision}, rows of {sized.cfg.model.max_seq_len} tokens",
+        f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
+        *(f"            {each.key} = {each.value}: {each.reason}" for each in sized.decisions),
+        "memory on each device, at its peak",
+        *describe_memory(seen),
+        *describe_workload(work),
+        *(["what would fit:" if found and found[0].fits else "what comes nearest:"] if found else []),
+        *describe_suggestions(found),
+        *(f"note        {note}" for note in sized.notes),
+    ]
+    for line in lines:
+        log.show(line)
+    return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
+
+
+def _compare(args: Namespace, sized: SizedRun, shape: ModelShape, machine: Machine) -> int:
+    rows = compare(sized.cfg, shape, device_of(machine, sized.world_size), sized.world_size)
+    if args.json:
+        print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
+        return 0
+    assert sized.forecast is not None
+    for line in (*describe_model(sized.forecast), *describe_rows(rows)):
+        log.show(line)
+    return 0
+
+
+def _where(args: Namespace) -> tuple[Machine, int]:
+    """The machine that is meant, and the number of processes."""
+    if args.gpus and args.vram:
+        raise ConfigError("--gpus and --vram do not go together", where="command line", fix="leave one out")
+    machine = probe()
+    if args.gpus:
+        machine = _pretend(machine, *parse_fleet(args.gpus, "--gpus (GPUS=)"))
+    elif args.vram:
+        machine = _pretend(machine, 1, _card_of_size(args.vram))
+    world_size = args.nproc or max(1, len(machine.gpus))
+    if 0 < len(machine.gpus) < world_size:
+        raise MachineError(
+            f"{world_size} processes need {world_size} GPUs, there are {len(machine.gpus)}",
+            where="--nproc",
+            fix=f"use --nproc {len(machine.gpus)}, or plan for others with GPUS={world_size}xA100",
+        )
+    return machine, world_size
+
+
+def _card_of_size(words: str) -> Card:
+    try:
+        size = parse_bytes(words)
+    except ValueError as error:
+        raise ConfigError(str(error), where="--vram (VRAM=)", fix="write VRAM=24GiB") from None
+    return replace(find_card("A10") or Card("", 0, (8, 0), 0), name=f"GPU of {words}", total_mib=size >> 20, tflops=0)
+
+
+def _pretend(machine: Machine, count: int, card: Card) -> Machine:
+    gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
+    return replace(machine, gpus=gpus, gpu_reason="")

@@ -1,0 +1,45 @@
+"""The verbs about many processes: the support matrix, an accelerate config, and what DeepSpeed builds beforehand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from sftplay import log
+from sftplay.config.rules.matrix import as_markdown, rows
+from sftplay.launch.command.accelerate_yaml import accelerate_text, write_accelerate
+from sftplay.machine.probe import probe
+
+AMPERE = (8, 0)
+"""Oldest compute capability with bf16."""
+
+
+def matrix(args: Namespace) -> int:
+    """`matrix`: docs/strategies.md, or its cells as JSON."""
+    if args.json:
+        print(json.dumps({"cells": [row.as_dict() for row in rows()]}))
+        return 0
+    print(as_markdown(), end="")
+    return 0
+
+
+def setup_accelerate(args: Namespace) -> int:
+    """`setup-accelerate`: write an accelerate config for this machine; with --interactive accelerate asks itself."""
+    path = Path(args.out)
+    if args.interactive:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+        return subprocess.call(command)
+    machine = probe()
+    has_bf16 = bool(machine.gpus) and all(gpu.capability >= AMPERE for gpu in machine.gpus)
+    text = accelerate_text(path, gpus=len(machine.gpus), has_bf16=has_bf16, cores=machine.cores)
+    write_accelerate(path, text)
+    if args.json:
+        print(json.dumps({"path": str(path), "text": text}))
+        return 0
+    log.say(f"wrote {path}", "setup-accelerate")
+    log.show(text.rstrip())
+    return 0

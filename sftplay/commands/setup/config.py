@@ -1,0 +1,37 @@
+"""The verbs about configs: check one, print the schema, print the manual."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from sftplay import log
+from sftplay.config.explain.manual import manual_text, schema_text
+from sftplay.config.load import load_config
+from sftplay.config.rules.general import notes
+
+
+def validate(args: Namespace) -> int:
+    """`validate`: every problem of the config, or every value that is not a default and where it comes from."""
+    cfg = load_config(args.config, args.overrides)
+    if args.json:
+        print(json.dumps({"valid": True, "config": cfg.model_dump(), "origins": cfg.origins, "notes": notes(cfg)}))
+        return 0
+    for key, origin in sorted(cfg.origins.items()):
+        log.show(f"  {key:32} {origin}")
+    for note in notes(cfg):
+        log.say(note, "note")
+    log.say(f"{args.config} is valid", "validate")
+    return 0
+
+
+def schema(args: Namespace) -> int:
+    """`schema`: the JSON schema of the whole config."""
+    print(schema_text(), end="")
+    return 0
+
+
+def manual(args: Namespace) -> int:
+    """`manual`: docs/config.md."""
+    print(manual_text(), end="")
+    return 0

@@ -1,0 +1,63 @@
+"""The verbs that launch training: from a config to a run folder, a command, and its exit code."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+
+from sftplay.atomic import write_text
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.inputs import check_inputs
+from sftplay.control.memory_probe import Bench, look_closer
+from sftplay.control.nodes import among_nodes
+from sftplay.control.resume import continue_run
+from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, say_sizing, size
+from sftplay.control.strategy_setup import with_deepspeed
+from sftplay.launch.nodes.rendezvous import Meeting
+from sftplay.launch.run_folder import RunFolder, has_run, new_folder
+from sftplay.machine.probe import probe
+
+
+def train(args: Namespace) -> int:
+    """`train`: start the run of a config, or continue it when train.resume says so."""
+    return among_nodes(args, partial(_train, args))
+
+
+def _train(args: Namespace, meeting: Meeting | None) -> int:
+    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
+    if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_run(cfg, args.config)):
+        return launch(args, cfg, meeting=meeting)
+    return continue_run(args, cfg, meeting)
+
+
+def resume(args: Namespace) -> int:
+    """`resume`: continue the newest run of a config."""
+    return among_nodes(args, partial(_resume, args))
+
+
+def _resume(args: Namespace, meeting: Meeting | None) -> int:
+    cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
+    if cfg.train.resume == "never":
+        cfg = cfg.with_values({"train.resume": "auto"}, "resume")
+    return continue_run(args, cfg, meeting)
+
+
+def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None, *, meeting: Meeting | None = None) -> int:
+    """Size, create the folder (a new one, if none is given), start the workers and follow them."""
+    machine = probe()
+    scale = read_scale(args, machine)
+    cfg = check_inputs(cfg)
+    sized = size(cfg, machine, scale)
+    folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
+    command = build_command(sized.cfg, folder, scale, machine)
+    if args.dry_run:
+        return print_command(command, args)
+    with folder.locked():
+        folder.create()
+        bench = Bench(machine, scale.nproc, folder.logs)
+        sized, probed = look_closer(sized, bench, lambda found: size(cfg, machine, scale, found))
+        say_sizing(sized, machine, folder)
+        write_text(folder.resolved, dump_resolved(sized.cfg))
+        folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})
+        return run_workers(command, (sized, folder), args, meeting)

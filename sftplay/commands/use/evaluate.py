@@ -1,0 +1,92 @@
+"""The verbs that measure a finished run, and how every verb opens one."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from sftplay import log
+from sftplay.config.schema.data import Metric
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.finished_run import open_run, prepare_environment, stored_template
+from sftplay.control.run_report import leave_report
+from sftplay.errors import ConfigError, DataError
+from sftplay.launch.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What one of the eval verbs measures, and how its files below eval/ begin."""
+
+    prefix: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Config values it sets where the command line does not."""
+
+    split: str = "val"
+    has_base: bool = True
+
+
+MEASURES = {
+    "eval": Measure(),
+    "eval-test": Measure("test-", split="test"),
+    "eval-quick": Measure("quick-", {"eval.limit": 50}, has_base=False),
+    "eval-full": Measure("full-", {"eval.limit": None, "eval.metrics": list(get_args(Metric))}),
+}
+
+
+def evaluate(args: Namespace) -> int:
+    """`eval`: the result's figures beside the base's, in eval/before.json and eval/after.json.
+
+    `eval-test`, `eval-quick` and `eval-full` put test-, quick- or full- before these names.
+    """
+    measure = MEASURES["eval-test" if getattr(args, "split", "val") == "test" else args.verb]
+    cfg, folder = open_run(args, measure.values)
+    if measure.split == "test" and cfg.data.test_path is None:
+        raise ConfigError("there is no test set", where="data.test_path", fix="name one: ARGS=data.test_path=FILE")
+    prepare_environment(cfg)
+    figures = _measure(cfg, folder, measure)
+    leave_report(folder)
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        log.show(_figures_table(figures))
+    return 0
+
+
+def _measure(cfg: RunConfig, folder: RunFolder, measure: Measure) -> dict[str, dict[str, Any]]:
+    """Figures of the base, where it is asked for, and of the result."""
+    from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
+    from sftplay.model.load import load_base, load_result
+
+    examples = _data_of(cfg, folder, measure.split)
+    if examples.held_out is None:
+        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+    figures = {}
+    if measure.has_base:
+        before = folder.eval / f"{measure.prefix}before.json"
+        figures["before"] = measure_model(load_base(cfg).eval(), examples, cfg, before)
+    after = folder.eval / f"{measure.prefix}after.json"
+    figures["after"] = measure_model(load_result(cfg, folder.path), examples, cfg, after)
+    return figures
+
+
+def _figures_table(figures: dict[str, dict[str, Any]]) -> str:
+    titles = {"before": "base", "after": "tuned"}
+    lines = [" " * 12 + "".join(f"{titles[side]:>12}" for side in figures)]
+    for key in figures["after"]:
+        form = "12" if key == "n" else "12.4f"
+        lines.append(f"{key:12}" + "".join(f"{of[key]:{form}}" for of in figures.values()))
+    return "\n".join(lines)
+
+
+def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> Any:
+    from sftplay.data.pipeline import load_examples, load_held_out
+    from sftplay.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(cfg.model, str(folder.result))
+    template = stored_template(tokenizer, folder)
+    if split == "test":
+        return load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
+    return load_examples(cfg, tokenizer, template)

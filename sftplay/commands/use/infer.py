@@ -1,0 +1,195 @@
+"""The verbs that let a finished run answer: infer, line by line, and infer-batch, a whole file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.finished_run import open_run, open_tongue, prepare_environment
+from sftplay.data.read.sources import content_digest
+from sftplay.deliver.infer.partial_answers import Journal, fingerprint_run
+from sftplay.deliver.infer.prompts import Questions
+from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise.console import Console, Screen
+
+
+def infer(args: Namespace) -> int:
+    """`infer`: a dialogue on standard input and output, one line a turn; an empty line or end of input ends it."""
+    cfg, folder = open_run(args)
+    speaker, renderer = _open_speaker(cfg, folder, args)
+    from sftplay.deliver.infer.chat import Dialogue, obey
+
+    whom = f"{'the base of ' if args.base else ''}{folder.path}"
+    log.say(f"talking to {whom}; an empty line ends it, /help lists commands", "infer")
+    dialogue = Dialogue(speaker, renderer, cfg.data.system)
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    while line := _next_line():
+        if not line.startswith("/"):
+            _answer(dialogue, line.strip())
+        elif (said := obey(dialogue, line)) is not None:
+            log.say(said, "infer")
+        else:
+            return 0
+    return 0
+
+
+def _next_line() -> str:
+    """What is typed next, without its end; empty when there is nothing more to say."""
+    is_typed = sys.stdin.isatty()
+    sys.stdout.write("> " if is_typed else "")
+    sys.stdout.flush()
+    line = ""
+    try:
+        line = sys.stdin.readline()
+    finally:
+        if is_typed and not line:  # Ctrl-C and Ctrl-D leave the cursor behind the prompt
+            print(flush=True)
+    return line.rstrip() if line.strip() else ""
+
+
+def _answer(dialogue: Any, words: str) -> None:
+    with _interruptible() as stop:
+        try:
+            for piece in dialogue.ask(words, stop, lambda text: log.say(f"note: {text}", "infer")):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        except DataError as error:
+            log.say(str(error), "infer")
+        else:
+            print(flush=True)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Event]:
+    """An event that the first Ctrl-C sets; the second is what it always is."""
+    stop = Event()
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def infer_batch(args: Namespace) -> int:
+    """`infer-batch`: the rows of a file (`messages` or `prompt`), in order, each with a `response`.
+
+    Answers are kept beside OUT as they come; started again after whatever ended it, it goes on from there.
+    """
+    cfg, folder = open_run(args)
+    out = _check_paths(args)
+    questions = Questions(args.input, cfg.data.system)
+    n = sum(1 for _ in questions)
+    digest = content_digest(args.input)
+    journal = Journal(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
+    with journal.held():
+        if n_kept := journal.n_answers:
+            log.say(f"{journal.path} holds {n_kept} of {n} answers: going on from there", "infer")
+        if n_kept < n:
+            _answer_file(args, (cfg, folder), questions, journal=journal, n=n)
+        if content_digest(args.input) != digest:
+            fix = f"put it back as it was, or remove {journal.path}"
+            raise DataError("has changed while it was being answered", where=args.input, fix=fix)
+        from sftplay.deliver.infer.batch import write_answered
+
+        write_answered(questions, journal, out, cfg.eval.batch_size)
+    log.say(f"{n} answers in {out}", "infer")
+    if args.json:
+        print(json.dumps({"answers": n, "kept": n_kept, "out": str(out)}))
+    return 0
+
+
+def _answer_file(
+    args: Namespace, run: tuple[RunConfig, RunFolder], questions: Questions, *, journal: Journal, n: int
+) -> None:
+    cfg, folder = run
+    speaker, renderer = _open_speaker(cfg, folder, args)
+    from sftplay.deliver.infer.batch import Pace, answer_rest, check_lengths
+
+    if not journal.n_batches:
+        check_lengths(questions, renderer, speaker)
+    pace = Pace(n, journal.n_answers, _teller())
+    try:
+        answer_rest(speaker, renderer, questions, batch_size=cfg.eval.batch_size, journal=journal, pace=pace)
+    except KeyboardInterrupt:
+        log.say(f"stopped; {journal.n_answers} answers are kept, the same command goes on from there", "infer")
+        raise
+
+
+def _teller() -> Callable[[str], None]:
+    """Shows progress: one changing line on a terminal, now and then a line elsewhere."""
+    console = Console(Screen(), is_tty=log.screen().isatty() and "NO_COLOR" not in os.environ)
+
+    def tell(text: str) -> None:
+        console.status(f"[infer] {text}")
+        console.tick(time.monotonic())
+
+    return tell
+
+
+def _check_paths(args: Namespace) -> Path:
+    out = Path(args.out)
+    if out.is_dir():
+        raise ConfigError("is a folder", where=args.out, fix="name a file with OUT=")
+    if out.exists() and Path(args.input).exists() and out.samefile(args.input):
+        raise ConfigError("is the file with the rows themselves", where=args.out, fix="name another file with OUT=")
+    if args.temperature == 0:
+        for flag, value in (("--top-p", args.top_p), ("--seed", args.seed)):
+            if value is not None:
+                what = "has no effect: at temperature 0 nothing is drawn"
+                raise ConfigError(what, where=flag, fix="leave it out, or set --temperature (TEMPERATURE=1)")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot be written ({error.strerror})"
+        raise MachineError(what, where=args.out, fix="choose another file with OUT=") from error
+    return out
+
+
+def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
+    """What shapes the answers beside run and rows."""
+    fixed = {"batch_size": cfg.eval.batch_size, "max_new_tokens": _longest(args, cfg), "temperature": args.temperature}
+    return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
+
+
+def _open_speaker(cfg: RunConfig, folder: RunFolder, args: Namespace) -> tuple[Any, Any]:
+    prepare_environment(cfg)
+    from sftplay.deliver.infer.generate import Speaker
+    from sftplay.deliver.infer.sampling import Sampling
+    from sftplay.model.load import load_base, load_result
+
+    tokenizer, renderer = open_tongue(cfg, folder)
+    model = load_base(cfg).eval() if getattr(args, "base", False) else load_result(cfg, folder.path)
+    sampling = Sampling(args.temperature, _top_p(args), _seed(args, cfg))
+    return Speaker(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), sampling), renderer
+
+
+def _longest(args: Namespace, cfg: RunConfig) -> int:
+    return args.max_new_tokens or cfg.eval.max_new_tokens
+
+
+def _top_p(args: Namespace) -> float:
+    return 1.0 if args.top_p is None else args.top_p
+
+
+def _seed(args: Namespace, cfg: RunConfig) -> int:
+    return cfg.seed if args.seed is None else args.seed

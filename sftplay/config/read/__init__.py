@@ -1,0 +1,1 @@
+"""From text to values that remember where they were written, and back to text."""

@@ -1,0 +1,88 @@
+"""The whole config as YAML text, with the origin of every value that is not a default."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from sftplay.config.read import yaml12
+from sftplay.config.schema.keys import section_of
+from sftplay.config.schema.run import RunConfig, Section
+
+_HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."
+_MARK = "  # "
+_BARE = re.compile(r"[A-Za-z_/.][A-Za-z0-9_./@+-]*[A-Za-z0-9_/]|[A-Za-z]")
+
+
+def dump_resolved(cfg: RunConfig) -> str:
+    """YAML in the order of the schema that `load_config` reads back to an equal config.
+
+    A value that was set somewhere carries where, as a comment: `epochs: 1  # configs/run.yaml:7`.
+    """
+    lines = [_HEAD, *(line + _comment(cfg.origins.get(key)) for key, line in _lines(cfg, ""))]
+    return "\n".join(lines) + "\n"
+
+
+def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:
+    """Dotted key -> origin, from the comments of the text that `dump_resolved` made of `cfg`.
+
+    Lines that were edited by hand have none.
+    """
+    origins = {}
+    for (key, line), written in zip(_lines(cfg, ""), text.split("\n")[1:], strict=False):
+        comment = written.removeprefix(line)
+        if comment != written and comment.startswith(_MARK):
+            origins[key] = comment.removeprefix(_MARK)
+    return origins
+
+
+def _lines(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
+    """Each line without its comment, and the dotted key whose value it holds."""
+    indent = "  " * prefix.count(".")
+    for name, field in type(section).model_fields.items():
+        value, dotted = getattr(section, name), prefix + name
+        if section_of(field):
+            yield "", f"{indent}{name}:"
+            yield from _lines(value, f"{dotted}.")
+        elif isinstance(value, dict) and value:
+            yield "", f"{indent}{name}:"
+            for key, inner in value.items():
+                yield f"{dotted}.{key}", f"{indent}  {flow(key)}: {flow(inner)}"
+        else:
+            yield dotted, f"{indent}{name}: {flow(value)}"
+
+
+def flow(value: Any) -> str:
+    """A value on one line, in the form that YAML 1.2 reads back as the same value and type."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return repr(value).replace("inf", ".inf").replace("nan", ".nan")
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(flow(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{flow(key)}: {flow(inner)}' for key, inner in value.items())}}}"
+    return value if _BARE.fullmatch(value) and yaml12.scalar(value) == value else quoted(value)
+
+
+def quoted(text: str) -> str:
+    """The text between double quotes, as YAML reads it back to the character."""
+    return f'"{"".join(_escaped(character) for character in text)}"'
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return f"\\{character}"
+    if character in "\n\t":
+        return {"\n": "\\n", "\t": "\\t"}[character]
+    if character.isprintable():
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _comment(origin: str | None) -> str:
+    return _MARK + "".join(c if c.isprintable() else "?" for c in origin) if origin else ""

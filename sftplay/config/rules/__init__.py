@@ -1,0 +1,1 @@
+"""What a valid config must satisfy beyond the type of each value."""

@@ -1,0 +1,105 @@
+"""Rules about the section `data`: columns, encodings and delimiters that cannot be meant.
+
+Whether a file has such a column is seen when it is read.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from encodings.aliases import aliases
+from pathlib import Path
+
+from sftplay.config.rules.violation import Finding
+from sftplay.config.schema.data import DataConfig
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import nearest_names
+
+_SPELT = {r"\t": r"\t", "tab": r"\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
+"""What people write for a character that is hard to type -> how YAML spells it in double quotes."""
+
+_NOT_OF_FILES = ("undefined", "idna", "punycode", "unicode_escape", "raw_unicode_escape")
+
+_NO_CELLS = (".jsonl", ".ndjson", ".json", ".parquet")
+
+
+def broken_data_rules(cfg: RunConfig) -> Iterator[Finding]:
+    """Every rule that the section `data` breaks by itself."""
+    yield from _folders(cfg)
+    yield from _columns(cfg.data)
+    yield from _encoding(cfg.data.encoding)
+    yield from _delimiter(cfg.data.delimiter)
+
+
+def idle_data_keys(data: DataConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, the key that takes its effect away, and why."""
+    paths = [path for path in (data.train_path, data.val_path, data.test_path) if path]
+    if all(path.lower().removesuffix(".gz").endswith(_NO_CELLS) for path in paths):
+        yield "data.delimiter", "data.train_path", "no csv or tsv file is named"
+    if data.val_path is None and data.test_path is None:
+        yield "data.leaks", "data.train_path", "there is no data.val_path and no data.test_path to compare with"
+
+
+def _folders(cfg: RunConfig) -> Iterator[Finding]:
+    """Folders of rows are read with all that is below them, except what is hidden."""
+    written = (("data.processed_dir", cfg.data.processed_dir), ("output_dir", cfg.output_dir))
+    for name in ("train_path", "val_path", "test_path"):
+        for key, folder in written:
+            path = getattr(cfg.data, name)
+            if path and _is_read_with(path, folder):
+                what = f"{folder!r} lies in the folder of rows {path!r}: what is written there would be read as rows"
+                yield Finding((key, f"data.{name}"), what, "name a folder outside of it, or one that is hidden")
+
+
+def _is_read_with(path: str, folder: str) -> bool:
+    above, below = Path(path).absolute(), Path(folder).absolute()
+    return below.is_relative_to(above) and not any(part.startswith(".") for part in below.relative_to(above).parts)
+
+
+def _columns(data: DataConfig) -> Iterator[Finding]:
+    first: dict[str, str] = {}
+    for name, column in data.columns.items():
+        key = f"data.columns.{name}"
+        if not column.strip():
+            yield Finding((key,), "is empty", "name a column of your file, or leave the key out")
+        elif column in first:
+            what = f"the column {column!r} is given to {first[column]!r} already"
+            yield Finding((key, f"data.columns.{first[column]}"), what, "keep it in one of the two")
+        else:
+            first[column] = name
+
+
+def _encoding(name: str) -> Iterator[Finding]:
+    if name == "auto" or not name.strip():
+        return
+    near = _near_encodings(name)
+    try:
+        # A codec such as base64 or zip turns bytes into bytes; the others of these are no encodings of files.
+        found = codecs.lookup(name)
+        if found._is_text_encoding and found.name not in _NOT_OF_FILES:
+            return
+        what, near = f"{name!r} is no encoding of text", []
+    except (LookupError, ValueError):
+        what = f"Python knows no encoding called {name!r}"
+    fix = f"did you mean {near[0]!r}?" if near else "write auto, or a name such as utf-8, cp1252 or shift_jis"
+    yield Finding(("data.encoding",), what, fix, tuple(near))
+
+
+def _near_encodings(name: str) -> list[str]:
+    plain = name.lower().replace("-", "_").replace(" ", "_")
+    known = {"auto", *aliases, *aliases.values()} - {"mbcs", "dbcs", "ansi", "oem"}  # those are of Windows only
+    return nearest_names(plain, sorted(known))
+
+
+def _delimiter(text: str) -> Iterator[Finding]:
+    if text == "auto" or (len(text) == 1 and text not in '"\r\n\0'):
+        return
+    key = ("data.delimiter",)
+    if text.lower() in _SPELT:
+        yield Finding(key, f"{text!r} is not one character", f'write it in double quotes: "{_SPELT[text.lower()]}"')
+    elif len(text) == 1:
+        yield Finding(key, f"{text!r} cannot stand between cells", "write another character, or auto")
+    else:
+        near = tuple(nearest_names(text, ["auto"]))
+        fix = "did you mean 'auto'?" if near else "write the one character between two cells, or auto"
+        yield Finding(key, f"{text!r} is {'no' if not text else 'not one'} character", fix, near)

@@ -1,0 +1,79 @@
+"""Which values of a config decide a run's weights, and in which of them two configs differ.
+
+What may differ between a run and its continuation is written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sftplay.config.schema.run import RunConfig
+
+FREE_TO_CHANGE = (
+    "train.resume",
+    "logging",
+    "eval",
+    "run_name",
+    "output_dir",
+    "train.save_total_limit",
+    "train.probe",
+    "train.oom_recovery",
+    "train.stall_timeout",
+    "train.time_limit",
+    "train.profile",
+    "train.dataloader_num_workers",
+    "train.dataloader_pin_memory",
+    "data.processed_dir",
+    "cluster.max_restarts",
+    "cluster.timeout",
+    "cluster.nccl",
+    "cluster.launcher",
+)
+"""Config keys that may differ when a run is resumed: they change neither rows nor weights."""
+
+OTHER_ROWS = ("data.val_path", "data.test_path")
+"""Files that are only measured on. Which ones is free as long as they decide nothing; whether there is one is not,
+because an evaluation while training draws from the same random numbers."""
+
+SIZES = ("train.batch_size", "train.grad_accum")
+"""How a step is cut. Sums are rounded and dropout is drawn in another order with other sizes."""
+
+
+def decisive(cfg: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value, as JSON has it, of every key that decides which weights come out."""
+    flat = flatten(cfg)
+    return {
+        key: value
+        for key, value in flat.items()
+        if not any(key == f or key.startswith(f"{f}.") for f in FREE_TO_CHANGE)
+    }
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys of two `decisive` configs that would make a resumed run another run: (dotted key, before, after)."""
+    free = () if held_out_decides(after) else OTHER_ROWS
+    return [
+        (key, before.get(key), after.get(key))
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+        and not (key in free and (before.get(key) is None) == (after.get(key) is None))
+    ]
+
+
+def held_out_decides(values: Mapping[str, Any]) -> bool:
+    """True when rows that are only measured on decide which rows are trained on, or which weights are kept."""
+    seeks_best = values.get("train.best_metric") is not None or values.get("train.early_stopping") is not None
+    return values.get("data.leaks") == "drop" or seeks_best
+
+
+def flatten(cfg: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value, as JSON has it, of every key."""
+    return _flat(cfg.model_dump(mode="json"))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,82 @@
+"""The keys of the config by their dotted names: what sections there are, and what each holds.
+
+All of it is read from the schema; nothing here knows a single key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from sftplay.config.schema.run import RunConfig, Section
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section a field opens, or None for a field that holds a value."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def section_at(path: tuple[str, ...]) -> type[Section] | None:
+    """The section at a path; RunConfig at the empty one, None where no section is."""
+    section: type[Section] | None = RunConfig
+    for name in path:
+        field = section.model_fields.get(name) if section else None
+        section = section_of(field) if field else None
+    return section
+
+
+@cache
+def all_sections() -> dict[str, type[Section]]:
+    """Dotted name -> section, the whole config first under "", in the order of the schema."""
+    return {"": RunConfig, **dict(_walk_sections(RunConfig, ""))}
+
+
+@cache
+def all_keys() -> dict[str, FieldInfo]:
+    """Dotted name -> field of every key that holds a value, in the order of the schema."""
+    found = {}
+    for dotted, section in all_sections().items():
+        for name, field in section.model_fields.items():
+            if section_of(field) is None:
+                found[f"{dotted}.{name}".lstrip(".")] = field
+    return found
+
+
+def required_below(dotted: str) -> list[str]:
+    """The required keys at `dotted`: itself if it holds a value, else those of the section ("" is the config)."""
+    start = f"{dotted}." if dotted else ""
+    return [key for key, field in all_keys().items() if field.is_required() and f"{key}.".startswith(start)]
+
+
+def homes_of(name: str) -> list[str]:
+    """The dotted keys and sections whose last part is `name`."""
+    names = [*all_keys(), *all_sections()]
+    return [dotted for dotted in names if dotted and dotted.rsplit(".", 1)[-1] == name]
+
+
+@cache
+def json_schema() -> dict[str, Any]:
+    """pydantic's JSON schema of the config; not to be changed by callers."""
+    return RunConfig.model_json_schema()
+
+
+def node_at(dotted: str) -> dict[str, Any]:
+    """The JSON schema of one key, without the name of its section."""
+    node = json_schema()
+    for name in dotted.split("."):
+        reference = node.get("$ref", "")
+        node = json_schema()["$defs"][reference.rsplit("/", 1)[-1]] if reference else node
+        node = node["properties"][name]
+    return node
+
+
+def _walk_sections(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        if inner:
+            yield prefix + name, inner
+            yield from _walk_sections(inner, f"{prefix}{name}.")

@@ -1,0 +1,170 @@
+"""The sections of a run's YAML, typed and frozen; a string under each field is the manual.
+
+It checks single values only. Rules between fields live in `rules`, reading files in `load`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr
+
+from sftplay.config.schema.cluster import ClusterConfig as ClusterConfig
+from sftplay.config.schema.data import DataConfig as DataConfig
+from sftplay.config.schema.data import EvalConfig as EvalConfig
+from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share
+from sftplay.config.schema.section import Section as Section
+from sftplay.config.schema.train import Optimizer as Optimizer
+from sftplay.config.schema.train import Precision as Precision
+from sftplay.config.schema.train import ProfileConfig as ProfileConfig
+from sftplay.config.schema.train import TrainConfig as TrainConfig
+
+Backend = Literal["bnb", "unsloth"]
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvclive", "neptune", "swanlab", "trackio"]
+
+
+class ModelConfig(Section):
+    """Which model is tuned, and how it is opened."""
+
+    name: str
+    """A hub name (`org/model`), a local folder, `builtin:tiny`, which needs no download, or a finished run: its name or
+    folder. A run with an adapter means its base and, as model.adapter, its adapter."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub. None means the hub's default branch; use a commit to repeat a run."""
+
+    adapter: str | None = None
+    """A run, or a folder with an adapter, to start from: its weights train on, as one adapter on the same base. r,
+    alpha, target_modules and the like must be those of the adapter. None starts a new one."""
+
+    merge_adapter: bool = False
+    """Merge model.adapter into the full-precision base first, and train a new adapter (or everything) on that."""
+
+    max_seq_len: Annotated[int, Field(ge=8)] = 2048
+    """Longest row in tokens. Memory grows linearly with it; `data.too_long` says what happens to longer rows."""
+
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model. It can do anything you can; leave it off unless you have read it."""
+
+    allow_pickle: bool = False
+    """Open weights that are only there as pickles (pytorch_model.bin), which can hide code. Safetensors cannot."""
+
+    attn: Attention | Auto = "auto"
+    """Attention kernel. auto takes flash_attention_2 where GPU and package allow it, else sdpa."""
+
+
+class LoraConfig(Section):
+    """Which weights train beside the frozen base (modes lora and qlora)."""
+
+    r: Positive = 32
+    """Width of the low-rank pair. Memory and capacity grow linearly with it."""
+
+    alpha: PositiveFloat | None = None
+    """Update scale: the pair is multiplied by alpha / r. None means 2 * r."""
+
+    dropout: Share = 0.0
+    """Share of the pair's inputs dropped while training. 0.05 helps on small data; 0 is faster."""
+
+    target_modules: list[str] | Auto = "auto"
+    """Names of the linear layers that get a pair. auto takes every linear layer but the output head."""
+
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules trained in full and saved with the adapter, such as embed_tokens or lm_head after adding tokens."""
+
+    dora: bool = False
+    """Weight-decomposed LoRA: better at small r, slower."""
+
+    rslora: bool = False
+    """Scale by alpha / sqrt(r) in place of alpha / r, which keeps large r useful."""
+
+
+class TuningConfig(Section):
+    """What trains: everything, or an adapter on a frozen base in 16/32 or in 4 bits."""
+
+    mode: Literal["full", "lora", "qlora"] = "lora"
+    """full trains every weight; lora an adapter; qlora an adapter on a base held in 4 bits."""
+
+    backend: Backend | Auto = "bnb"
+    """Who opens the model and puts the adapter on it. bnb: transformers and PEFT, 4 bits by bitsandbytes. unsloth: its
+    kernels, for lora and qlora in one process (make train-unsloth). auto: unsloth where a GPU and the versions
+    installed allow it, else bnb; the log says which and why."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4-bit code of qlora. nf4 fits normally distributed weights better."""
+
+    double_quant: bool = True
+    """Quantise the scales too: saves about 0.4 bit a weight at no measurable loss."""
+
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Shape of the adapter."""
+
+
+class LoggingConfig(Section):
+    """What a run writes down while it trains."""
+
+    backend: list[Tracker] | Tracker | Literal["none"] = "tensorboard"
+    """Tracker or list of trackers that transformers supports; none switches them off. metrics.jsonl is always there."""
+
+    steps: Positive = 10
+    """Steps between two lines of metrics."""
+
+    row_ids: bool = False
+    """Write the ids of the rows each step trained on into metrics.jsonl."""
+
+
+class RunConfig(Section):
+    """One run, complete. `origins` remembers where each value that is not a default came from."""
+
+    task_mode: Literal["sft"] = "sft"
+    """The task. sft: supervised fine-tuning on the assistant's turns."""
+
+    run_name: str | None = None
+    """Folder below output_dir. None means the config's name and the time."""
+
+    output_dir: str = "outputs"
+    """Where run folders go."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    """Seed of the data order, the adapter's start and dropout."""
+
+    model: ModelConfig
+    """Which model is tuned."""
+
+    tuning: TuningConfig = Field(default_factory=TuningConfig)
+    """What trains."""
+
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """How it trains."""
+
+    data: DataConfig
+    """On what it trains."""
+
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """How it is measured."""
+
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    """What is written down."""
+
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """How its processes work together."""
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Dotted key -> `file:line` or `command line`, for every value that is not a default."""
+        return self._origins
+
+    def with_values(self, values: dict[str, Any], origin: str) -> RunConfig:
+        """A copy with dotted keys replaced and checked again; `origin` is remembered for each."""
+        tree = self.model_dump()
+        for dotted, value in values.items():
+            *path, last = dotted.split(".")
+            branch = tree
+            for part in path:
+                branch = branch[part]
+            branch[last] = value
+        changed = RunConfig.model_validate(tree)
+        changed._origins = {**self._origins, **dict.fromkeys(values, origin)}
+        return changed

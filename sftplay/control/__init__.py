@@ -1,0 +1,1 @@
+"""How a run is sized, started, resumed, restarted and led over nodes. It imports no task."""

@@ -1,0 +1,75 @@
+"""How every verb that uses a finished run opens it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError
+from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.launch.run_folder import RunFolder, find_run
+from sftplay.model.source import is_local
+
+
+def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) -> tuple[RunConfig, RunFolder]:
+    """The finished run a command line means, and its config with what may be said anew for using it.
+
+    `values` are a verb's own for some keys; what the command line says goes before them.
+
+    Raises:
+        ConfigError: there is no such run, or it has no result yet.
+    """
+    given = load_config(args.config, args.overrides)
+    folder = find_run(given, args.config, args.run)
+    if folder.result is None:
+        raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
+    cfg = load_config(folder.resolved)
+    own = {key: value for key, value in values.items() if given.origins.get(key) != "command line"}
+    given = given.with_values(own, args.verb)
+    # What shapes the weights comes from the run; how they are used may be said anew.
+    wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
+    if given.data.val_path != cfg.data.val_path:
+        wanted["data.val_path"] = given.data.val_path
+    return cfg.with_values(wanted, "command line"), folder
+
+
+def prepare_environment(cfg: RunConfig) -> None:
+    """Quieten the heavy libraries; to be called before the first of them is imported."""
+    log.say("loading libraries and model", "use")
+    os.environ.update(quiet_environment() | cache_environment())
+    if is_local(cfg.model.name):
+        # With nothing to download, the bars of libraries only get between the lines.
+        os.environ.update(offline_environment())
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
+    from sftplay.log import quiet_libraries
+
+    quiet_libraries()
+
+
+def open_tongue(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
+    """The tokenizer that lies with the result, and the renderer of the chat template there."""
+    from sftplay.data.encode.render import Renderer
+    from sftplay.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(cfg.model, str(folder.result))
+    return tokenizer, Renderer.prove(tokenizer, stored_template(tokenizer, folder), [])
+
+
+def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
+    """The chat template that lies with the result; said aloud where it is not the one the run was trained with."""
+    from sftplay.data.template.templates import template_hash
+
+    template: str | None = tokenizer.chat_template
+    trained = folder.read_json("manifest.json").get("template_sha256")
+    stored = template_hash(template or "")
+    if trained is not None and trained != stored:
+        log.say(f"warning: the chat template in {folder.result} is not the one this run was trained with:", "use")
+        log.say(f"its sha256 is {stored}, the run's was {trained}; it is used as it stands", "use")
+    return template

@@ -1,0 +1,294 @@
+"""Decides whether a run is rehearsed on its GPU before the launch, has it done, and sizes the run by what was measured.
+
+A measurement is kept below .cache and serves every later run of the same model, method, machine and libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sftplay import __version__, log
+from sftplay.atomic import write_text
+from sftplay.config.load import dump_resolved
+from sftplay.config.rules.resume_keys import decisive
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.inputs import needs_no_hub
+from sftplay.data.cache import ensure_folder, fingerprint
+from sftplay.errors import MachineError, RunError, SftplayError
+from sftplay.launch.command.command import cache_environment, gpu_environment, offline_environment, quiet_environment
+from sftplay.log import FOLLOWED
+from sftplay.machine.gpu import Gpu
+from sftplay.machine.probe import Machine
+from sftplay.plan.memory.budget import device_of
+from sftplay.plan.memory.forecast import Forecast, forecast
+from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
+from sftplay.plan.sizing.size_run import SizedRun
+from sftplay.units import format_bytes, format_seconds
+
+STEP = "sftplay.tasks.rehearse.probe_step"
+REQUEST, MEASURED, LOG = "request.json", "measured.json", "probe.log"
+CACHE = Path(".cache") / "probes"
+
+LIMIT_S = 900
+"""A model of tens of GB takes minutes to load from a slow disk."""
+
+NO_MEMORY_KEYS = (
+    "seed", "task_mode", "data.", "train.epochs", "train.max_steps", "train.learning_rate", "train.lr_scheduler",
+    "train.warmup_ratio", "train.weight_decay", "train.effective_batch_size", "train.batch_size", "train.grad_accum",
+    "train.batching", "train.eval_steps", "train.save_steps", "train.best_metric", "train.early_stopping",
+    "train.lr_scaling", "train.lr_batch_size",
+)  # fmt: skip
+"""Keys, and beginnings of keys, that decide weights but not what one full micro-batch takes."""
+
+FLAGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUBLAS_WORKSPACE_CONFIG")
+"""Variables by which torch's allocator hands out memory in another way."""
+
+
+class NoRoom(MachineError):
+    """The GPU showed that the run does not fit."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a run would be rehearsed."""
+
+    machine: Machine
+    local_processes: int
+    """Of the run, on this machine; each has a GPU."""
+
+    log_folder: Path
+    limit_s: float = LIMIT_S
+
+    @property
+    def gpu(self) -> Gpu:
+        """The card the plan is made for: the smallest of those the run will use."""
+        wanted = device_of(self.machine, self.local_processes)
+        used = self.machine.gpus[: self.local_processes]
+        return next(gpu for gpu in used if gpu.plannable_bytes == wanted.free_bytes)
+
+
+Rehearse = Callable[[SizedRun, dict[str, Any], Bench], dict[str, Any]]
+"""What `rehearse` does: a sized run, a request and a place -> the content of measured.json."""
+
+
+def look_closer(
+    sized: SizedRun, bench: Bench, resize: Callable[[Fit], SizedRun], rehearse: Rehearse | None = None
+) -> tuple[SizedRun, dict[str, Any]]:
+    """`sized` as it is, or sized again by a probe's measurement; and what was decided and why, for plan.json.
+
+    A probe that fails or whose points give no line leaves the estimate standing, and says so.
+
+    Raises:
+        MachineError: it was measured not to fit.
+    """
+    seen, reason = sized.forecast, why_not(sized, bench)
+    if reason or seen is None:
+        return sized, {"decision": "none", "why": reason}
+    request = make_request(sized, seen)
+    key = fingerprint(identity(sized, bench, request))
+    began = time.monotonic()
+    try:
+        measured, is_new = _measure(sized, request, bench, (key, rehearse or run_rehearsal))
+    except NoRoom:
+        raise
+    except SftplayError as error:
+        log.say(f"note: the probe failed, the estimate stands: {error.what}", "probe")
+        return sized, {"decision": "failed", "why": error.what, "fingerprint": key}
+    record = {"decision": "measured" if is_new else "cached", "fingerprint": key, "request": request, **measured}
+    record["seconds"] = round(time.monotonic() - began, 1)
+    found = read_fit(measured, seen)
+    if isinstance(found, Refusal):
+        log.say(f"note: no line through what the probe measured, the estimate stands: {found.reason}", "probe")
+        return sized, {**record, "refused": found.reason}
+    resized = resize(found)
+    record |= {"fit": found.as_dict(), "before": _sizes(sized), "after": _sizes(resized)}
+    _tell(record, found, seen)
+    return resized, record
+
+
+def why_not(sized: SizedRun, bench: Bench) -> str:
+    """Why this run is not probed; empty when it is."""
+    seen = sized.forecast
+    if not bench.machine.gpus:
+        return "there is no GPU"
+    if sized.world_size != bench.local_processes:
+        return "each node would size the run by itself, and they must agree"
+    if sized.cfg.train.probe == "off":
+        return "train.probe is off"
+    if seen is None:
+        return "the model's shape is not known before its download"
+    return "even without a margin the estimate does not fit" if seen.verdict == "does_not_fit" else ""
+
+
+def make_request(sized: SizedRun, seen: Forecast) -> dict[str, Any]:
+    """Two micro-batches well within what is predicted to fit, and a third in case no line goes through them."""
+    chosen, share = seen.size.rows, sized.cfg.train.effective_batch_size // sized.world_size
+    if chosen >= 4:
+        return {"rows": [chosen // 4, chosen // 2], "if_bent": chosen, "accumulates": True}
+    two = forecast(seen.setting, replace(seen.size, rows=2))
+    rows = [1, 2] if share > 1 and two.verdict != "does_not_fit" else [1]
+    return {"rows": rows, "if_bent": None, "accumulates": share > 1}
+
+
+def identity(sized: SizedRun, bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
+    """All that a measurement depends on, as JSON values."""
+    assert sized.forecast is not None
+    gpu, values = bench.gpu, decisive(sized.cfg)
+    return {
+        "kit": __version__,
+        "model": asdict(sized.forecast.setting.shape),
+        "config": {key: value for key, value in values.items() if not key.startswith(NO_MEMORY_KEYS)},
+        "gpu": [gpu.name, gpu.total_bytes, *gpu.capability],
+        "driver": bench.machine.driver,
+        "libraries": bench.machine.libraries,
+        "flags": {name: value for name, value in (gpu_environment() | os.environ).items() if name in FLAGS},
+        "accumulates": request["accumulates"],
+    }
+
+
+def _measure(
+    sized: SizedRun, request: dict[str, Any], bench: Bench, how: tuple[str, Rehearse]
+) -> tuple[dict[str, Any], bool]:
+    """What was measured, and whether just now."""
+    key, rehearse = how
+    made: list[bool] = []
+
+    def make(unfinished: Path) -> None:
+        made.append(True)
+        rows = " and ".join(map(str, request["rows"]))
+        log.say(f"a few steps with {rows} full rows are measured on {bench.gpu.name}, once for runs like this", "probe")
+        found = _rehearsed(sized, request, bench, rehearse)
+        write_text(unfinished / MEASURED, json.dumps({**found, "context_bytes": _context(found["device"], bench.gpu)}))
+
+    if sized.cfg.train.probe == "always":
+        shutil.rmtree(CACHE / key, ignore_errors=True)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    folder = ensure_folder(CACHE / key, make)
+    return json.loads((folder / MEASURED).read_text(encoding="utf-8")), bool(made)
+
+
+def _rehearsed(sized: SizedRun, request: dict[str, Any], bench: Bench, rehearse: Rehearse) -> dict[str, Any]:
+    """What was measured, with ever fewer rows until there is a point.
+
+    Raises:
+        NoRoom: not even one row went through.
+    """
+    found = rehearse(sized, request, bench)
+    while not found["points"] and (exhausted := found["out_of_memory_rows"]):
+        if exhausted == 1:
+            raise NoRoom(
+                f"one full row at a time ran out of memory on {bench.gpu.name}",
+                where="train.probe",
+                fix="`make memory-check` shows who holds it; `make plan` what needs less; train.probe=off tries anyway",
+            )
+        found = rehearse(sized, {**request, "rows": [max(1, exhausted // 4)], "if_bent": None}, bench)
+        found["out_of_memory_rows"] = found["out_of_memory_rows"] or exhausted
+    return found
+
+
+def run_rehearsal(sized: SizedRun, request: dict[str, Any], bench: Bench) -> dict[str, Any]:
+    """Rehearse in a process of its own on the bench's GPU.
+
+    Raises:
+        RunError: it failed or took too long; what it said is in the run's logs.
+    """
+    diary = bench.log_folder / LOG
+    diary.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sftplay-probe-") as scratch, diary.open("w", encoding="utf-8") as said:
+        folder = Path(scratch)
+        write_text(folder / "config.resolved.yaml", dump_resolved(sized.cfg))
+        write_text(folder / REQUEST, json.dumps(request))
+        argv = [sys.executable, "-m", STEP, str(folder)]
+        try:
+            done = subprocess.run(
+                argv, env=_environment(sized.cfg, bench), stdout=said, stderr=said, timeout=bench.limit_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise RunError(
+                f"no answer within {bench.limit_s:g} s", where=str(diary), fix="set train.probe=off"
+            ) from None
+        if done.returncode or not (folder / MEASURED).is_file():
+            said.flush()
+            last = (diary.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
+            what = f"it ended with code {done.returncode} ({last[:200]}), see {diary}"
+            raise RunError(what, where=str(diary), fix="set train.probe=off")
+        content: dict[str, Any] = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+        return content
+
+
+def _environment(cfg: RunConfig, bench: Bench) -> dict[str, str]:
+    """That of a worker, with one GPU to see and nobody who follows its lines."""
+    env = {**os.environ, **quiet_environment(), **cache_environment(), **gpu_environment()}
+    env.pop(FOLLOWED, None)
+    if needs_no_hub(cfg):
+        env |= offline_environment()
+    uuid = bench.gpu.uuid if bench.machine.gpus else ""
+    return {**env, "CUDA_VISIBLE_DEVICES": uuid} if uuid else env
+
+
+def read_fit(measured: dict[str, Any], seen: Forecast) -> Fit | Refusal:
+    """The lines through measured points; with one point only, the estimate's slopes through it.
+
+    Where a larger micro-batch ran out of memory, the line is steep enough to say so.
+    """
+    exhausted = measured["out_of_memory_rows"]
+    points = [Point(**point) for point in measured["points"]][-1 if exhausted else 0 :]
+    one, two = (_estimated(seen, rows, accumulates=measured["accumulates"]) for rows in (1, 2))
+    low, high = ({name: sum(parts.values()) for name, parts in e.footprint.phases.items()} for e in (one, two))
+    found = fit(points, {name: (high[name] - low[name]) / seen.size.seq for name in low})
+    if isinstance(found, Refusal):
+        return found
+    if exhausted:
+        found = found.reaching(exhausted * seen.size.seq, seen.budget_bytes)
+    return replace(found, accumulates=measured["accumulates"], context_bytes=measured["context_bytes"])
+
+
+def _estimated(seen: Forecast, rows: int, *, accumulates: bool) -> Forecast:
+    """The estimate alone for micro-batches of `rows`, as one process takes them."""
+    alone = replace(seen.setting, fit=None, strategy="single", world_size=1)
+    return forecast(alone, replace(seen.size, rows=rows, accumulates=accumulates))
+
+
+def _context(device: dict[str, int] | None, gpu: Gpu) -> int | None:
+    """What went from the device's free memory beside the allocator's; None when others gave some back meanwhile."""
+    if device is None:
+        return None
+    taken = gpu.free_bytes - device["free_bytes"] - device["reserved_bytes"]
+    return taken if taken > 0 else None
+
+
+def _sizes(sized: SizedRun) -> dict[str, Any]:
+    seen, train = sized.forecast, sized.cfg.train
+    assert seen is not None
+    return {
+        "batch_size": train.batch_size,
+        "grad_accum": train.grad_accum,
+        "peak_bytes": seen.peak_bytes,
+        "allocated_bytes": seen.allocated_bytes,
+        "verdict": seen.verdict,
+    }
+
+
+def _tell(record: dict[str, Any], found: Fit, seen: Forecast) -> None:
+    last = found.points[-1]
+    estimated = _estimated(seen, last.rows, accumulates=found.accumulates)
+    line, off = found.lines[found.peak_phase], estimated.allocated_bytes / last.peak_bytes - 1
+    when = f"measured in {format_seconds(record['seconds'])}" if record["decision"] == "measured" else "measured before"
+    log.say(
+        f"{when}: {format_bytes(line.fixed_bytes)} and {format_bytes(line.bytes_per_token)} a token; "
+        f"{last.rows} rows took {format_bytes(last.peak_bytes)} (the estimate was {off:+.1%} off)",
+        "probe",
+    )
+    before, after = record["before"], record["after"]
+    if before["batch_size"] != after["batch_size"]:
+        log.say(f"batch size {before['batch_size']} by the estimate, {after['batch_size']} by the probe", "probe")

@@ -1,0 +1,47 @@
+"""The shape of a config's model, where it is known on this machine, and the size of its checkpoints."""
+
+from __future__ import annotations
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError
+from sftplay.machine.probe import probe
+from sftplay.model.source import BUILTIN_CONFIGS
+from sftplay.model.start_point import settle
+from sftplay.plan.report.run_cost import workload_of
+from sftplay.plan.shape.find import find_shape, nearest_names
+from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.sizing.size_run import size_run
+
+
+def known_shape(cfg: RunConfig) -> ModelShape | None:
+    """The shape of the config's model, None when only the hub could tell."""
+    return find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
+
+
+def require_shape(cfg: RunConfig) -> ModelShape:
+    """The shape of the config's model.
+
+    Raises:
+        ConfigError: it is neither here nor in the shipped table.
+    """
+    if shape := known_shape(cfg):
+        return shape
+    near = nearest_names(cfg.model.name, BUILTIN_CONFIGS)
+    meant = f"did you mean {' or '.join(near)}? else " if near else ""
+    raise ConfigError(
+        f"the shape of {cfg.model.name!r} is not known here",
+        where=f"{cfg.origins.get('model.name', 'model')} model.name",
+        fix=f"{meant}put its config.json into a folder and name that, or `make download-model MODEL={cfg.model.name}`",
+        nearest=near,
+    )
+
+
+def checkpoint_bytes(cfg: RunConfig) -> int | None:
+    """Bytes of one checkpoint of a config on this machine, None where the model's shape is not known here."""
+    cfg = settle(cfg)
+    shape = known_shape(cfg)
+    if shape is None:
+        return None
+    seen = size_run(cfg, probe(), shape=shape)
+    assert seen.forecast is not None
+    return workload_of(seen.cfg, seen.forecast.setting).checkpoint_bytes

@@ -1,0 +1,201 @@
+"""How a run is continued: on the sizes of its first start where they fit, and never as another run."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.rules.resume_keys import SIZES, decisive, differences
+from sftplay.config.schema.cluster import SHARDED
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.inputs import check_inputs
+from sftplay.control.past_shortages import sizes_of
+from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, size
+from sftplay.errors import ConfigError, ConfigErrors
+from sftplay.launch.command.command import Scale
+from sftplay.launch.nodes.rendezvous import Meeting
+from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
+from sftplay.machine.probe import probe
+from sftplay.monitor.checkpoints import list_checkpoints, read_marker
+from sftplay.plan.sizing.size_run import SizedRun
+
+
+def continue_run(args: Namespace, cfg: RunConfig, meeting: Meeting | None = None) -> int:
+    """Continue the run that `cfg` or `--run` names; nothing is done where it is finished.
+
+    Raises:
+        ConfigErrors: values that decide the result have changed since its first start.
+    """
+    folder = find_run(cfg, args.config, getattr(args, "run", None) or _run_of(cfg))
+    stored = load_config(folder.resolved)
+    if folder.read_json("status.json").get("state") == "done":
+        return _leave_finished(args, (stored, cfg), folder)
+    machine = probe()
+    scale = read_scale(args, machine)
+    cfg, plan = check_inputs(cfg), folder.read_json("plan.json")
+    before = processes_of(cfg.train.resume, folder)
+    starts_anew = before is None and cfg.train.resume == "auto"
+    moves = before not in (None, scale.world_size)
+    if moves or plan.get("resized"):
+        cfg = free_sizes(cfg, scale)
+    # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
+    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, plan)
+    named = cfg.with_values({"run_name": stored.run_name}, "resume")
+    sized = size(named.with_values(kept, "resume"), machine, scale)
+    fits = not kept or _fits(sized)
+    if not fits:
+        sized = size(named, machine, scale)
+        _say_resized(stored, sized.cfg)
+    if moves:
+        _refuse_moved_parts(before, sized, scale)
+        _say_moved(before, sized)
+    resized = moves or not fits or bool(kept and plan.get("shortages"))
+    starts_anew |= resized
+    sizes = {key: _value(sized.cfg, key) for key in SIZES} if starts_anew else {}
+    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
+    command = build_command(sized.cfg, folder, scale, machine)
+    if args.dry_run:
+        return print_command(command, args)
+    with folder.locked():
+        write_text(folder.resolved, dump_resolved(sized.cfg))
+        if starts_anew:
+            history = {"resized": resized, "shortages": plan.get("shortages", [])}
+            folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized), **history})
+        return run_workers(command, (sized, folder), args, meeting)
+
+
+def _kept_sizes(cfg: RunConfig, stored: RunConfig, plan: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that `cfg` leaves open, as the run had them last."""
+    kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto"}
+    if kept and (shortages := plan.get("shortages")):
+        # The rows of a step that ran out of memory went on in smaller pieces.
+        learned = sizes_of(stored, shortages[-1]["batch_size"], plan["world_size"])
+        kept = {key: learned[key] for key in kept}
+    return kept
+
+
+def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> None:
+    """FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes that split a model can read them."""
+    strategy, now = sized.cfg.cluster.strategy, scale.world_size
+    if strategy not in SHARDED or (strategy == "fsdp" and 1 not in (before, now)):
+        return
+    fix = f"continue it with NPROC={before}, or train under a new run_name"
+    if strategy == "fsdp":
+        what = (
+            f"the checkpoint is of {before} process(es) and would go on on {now}: one process trains without fsdp, "
+            "whose checkpoints name the optimizer's state otherwise than its own"
+        )
+        fix = fix if before == 1 else f"continue it with NPROC={before} or another number above 1"
+    elif strategy == "hsdp":
+        what = f"{now} processes would split the model into other copies than {before} did, which nobody has tried"
+    else:
+        what = f"the checkpoints of {strategy} hold one part for each of {before} processes, not for {now}"
+    where = f"{sized.cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy"
+    raise ConfigError(what, where=where, fix=fix)
+
+
+def _leave_finished(args: Namespace, configs: tuple[RunConfig, RunConfig], folder: RunFolder) -> int:
+    stored, cfg = configs
+    _refuse_changes(stored, cfg.with_values({key: _value(stored, key) for key in _left_open(cfg)}, "resume"), folder)
+    log.say(f"{folder.path} is finished: nothing to do", "resume")
+    if args.json:
+        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+    return 0
+
+
+def _fits(sized: SizedRun) -> bool:
+    return sized.forecast is None or sized.forecast.verdict != "does_not_fit"
+
+
+def _say_resized(stored: RunConfig, cfg: RunConfig) -> None:
+    before, now = (f"{each.train.batch_size} x {each.train.grad_accum}" for each in (stored, cfg))
+    log.say(
+        f"note: the first start's {before} rows a process do not fit here, {now} do; the effective batch and the rows "
+        "stay, sums are rounded otherwise from here on",
+        "resume",
+    )
+
+
+def _run_of(cfg: RunConfig) -> str | None:
+    """The run that a checkpoint given as train.resume lies in, where the config names none."""
+    run = Path(cfg.train.resume).parent.parent
+    return str(run) if cfg.run_name is None and (run / RESOLVED).is_file() else None
+
+
+def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ and would make a resumed run another run: (dotted key, before, after)."""
+    return differences(decisive(before), decisive(after))
+
+
+def _refuse_changes(stored: RunConfig, cfg: RunConfig, folder: RunFolder) -> None:
+    problems = [
+        ConfigError(
+            f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
+            where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
+            fix="restore it, or train under a new run_name",
+        )
+        for key, before, after in find_changes(stored, cfg)
+    ]
+    if problems:
+        raise ConfigErrors(problems)
+
+
+def processes_of(resume: str, folder: RunFolder) -> int | None:
+    """On how many processes the checkpoint was written that `train.resume` means; None where there is none yet."""
+    named = [] if resume in ("never", "auto") else [Path(resume)]
+    markers = map(read_marker, named or reversed(list_checkpoints(folder.checkpoints)))
+    return next((marker["world_size"] for marker in markers if marker.get("world_size")), None)
+
+
+def free_sizes(cfg: RunConfig, scale: Scale) -> RunConfig:
+    """`cfg` without the sizes that were given for another number of processes: first the accumulation is left open,
+    then the rows a piece."""
+    train, share = cfg.train, cfg.train.effective_batch_size // scale.world_size
+    given = [size for size in (train.batch_size, train.grad_accum) if isinstance(size, int)]
+    made = math.prod(given)
+    if made == share or (len(given) < len(SIZES) and share % made == 0):
+        return cfg
+    divides = not isinstance(train.batch_size, int) or share % train.batch_size == 0
+    return cfg.with_values(dict.fromkeys(SIZES[1:] if divides else SIZES, "auto"), "resume")
+
+
+def _say_moved(before: int | None, sized: SizedRun) -> None:
+    cfg = sized.cfg
+    drawn = ", dropout and noise are drawn otherwise" if draws_at_random(cfg) else ""
+    log.say(
+        f"note: begun on {before} process(es), goes on on {sized.world_size} with {cfg.train.batch_size} x "
+        f"{cfg.train.grad_accum} rows each; the effective batch and the rows stay, sums are rounded otherwise from "
+        f"here on{drawn}",
+        "resume",
+    )
+
+
+def draws_at_random(cfg: RunConfig) -> bool:
+    """True when a step draws random numbers: dropout of the adapter or of the model's own, or NEFTune's noise.
+
+    A model whose config.json is not on this machine is taken for one without dropout.
+    """
+    if cfg.train.neftune_alpha or (cfg.tuning.mode != "full" and cfg.tuning.lora.dropout):
+        return True
+    try:
+        own = json.loads((Path(cfg.model.name) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return any(value for key, value in own.items() if "drop" in key and isinstance(value, float))
+
+
+def _left_open(cfg: RunConfig) -> list[str]:
+    return [key for key, value in decisive(cfg).items() if value in (None, "auto")]
+
+
+def _value(cfg: RunConfig, key: str) -> Any:
+    value: Any = cfg
+    for part in key.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value

@@ -1,0 +1,229 @@
+"""How a run is started: sized for the machine, turned into a command, followed to its end, and told of on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.rules.general import notes
+from sftplay.config.schema.cluster import SHARDED
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.inputs import needs_no_hub
+from sftplay.control.model_shape import known_shape
+from sftplay.control.past_shortages import learn, recall, shrink, smaller_start
+from sftplay.control.run_report import leave_report
+from sftplay.control.strategy_setup import environment_of, make_ready, with_pieces
+from sftplay.errors import ConfigError, MachineError
+from sftplay.launch.command.command import Launch, Scale, build_launch
+from sftplay.launch.command.network import list_interfaces, nccl_environment
+from sftplay.launch.command.ports import free_port
+from sftplay.launch.nodes.join import await_ready, invite, watch_nodes
+from sftplay.launch.nodes.rendezvous import Meeting
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise.exit_cause import cause_of_death
+from sftplay.launch.supervise.follow import follow
+from sftplay.machine.probe import Machine
+from sftplay.monitor.checkpoints import newest_complete
+from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.report.advice import Place, suggest
+from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.units import GIB, format_bytes
+
+MEETING_PORT = 29511
+"""Where nodes meet when no port is given."""
+
+
+def run_workers(
+    command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace, meeting: Meeting | None = None
+) -> int:
+    """Start the workers; again with smaller pieces where memory has run out for good, and from the last checkpoint
+    where a process has died, `cluster.max_restarts` times; the last exit code.
+
+    The parent restarts, not torchrun: that would also start again what has ended with an error of our own or by a stop
+    signal, asks nobody where to go on, and starts no single process.
+    """
+    sized, folder = what
+    if args.tb:
+        from sftplay.control.tensorboard import start_board
+
+        start_board(folder.path.parent, 6006)
+    invite(meeting, folder)
+    make_ready(sized.cfg, folder, command)
+    await_ready(meeting)
+    look = watch_nodes(meeting, folder)
+    code, restarts, most = _start(command, folder, look), 0, sized.cfg.cluster.max_restarts
+    while True:
+        if rows := smaller_start(folder, args):
+            shrink(folder, rows)
+            command = with_pieces(command, load_config(folder.resolved))
+        elif restarts < most and (cause := cause_of_death(folder)):
+            restarts += 1
+            log.say(f"restart {restarts} of {most}: {cause}")
+            go_on(folder)
+        else:
+            break
+        code = _start(command, folder, look)
+    learn(sized, folder)
+    if args.json and args.verb != "demo":
+        print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
+    return code
+
+
+def _start(command: Launch, folder: RunFolder, look_around: Callable[[], None] | None) -> int:
+    write_text(folder.path / "launch.txt", command.as_text() + "\n")
+    folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
+    code = follow(command, folder, look_around=look_around)
+    leave_report(folder)
+    return code
+
+
+def go_on(folder: RunFolder) -> None:
+    """Let the run's next start continue it: from its newest complete checkpoint, or once more from the one that it was
+    told to begin with."""
+    stored = load_config(folder.resolved)
+    is_told = stored.train.resume not in ("never", "auto")
+    if not (is_told and newest_complete(folder.checkpoints)[0] is None):
+        write_text(folder.resolved, dump_resolved(stored.with_values({"train.resume": "auto"}, "restart")))
+
+
+def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None) -> SizedRun:
+    """The config with every `auto` decided for this machine, no larger than what earlier runs ran out of memory with.
+
+    Raises:
+        ConfigError: the effective batch cannot be split exactly.
+        MachineError: not even one row at a time fits, or what is asked for cannot run here.
+    """
+    shape = known_shape(cfg)
+    known = partial(
+        size_run, cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit
+    )
+    sized = known()
+    most_rows = recall(sized)
+    if most_rows[0]:
+        sized = known(most_rows=most_rows)
+    seen = sized.forecast
+    if seen is None or shape is None or seen.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
+        return sized
+    found = suggest(sized.cfg, shape, Place(seen.setting.device, scale.world_size))
+    listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in found)
+    raise MachineError(
+        f"{shape.name} does not fit: even one row at a time takes {format_bytes(seen.peak_bytes)} of "
+        f"{format_bytes(seen.budget_bytes)} on each {seen.setting.device.name}",
+        where=f"{cfg.origins.get('model.name', 'model')} model.name",
+        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it all the same",
+    )
+
+
+def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
+    """What starts the run's workers.
+
+    Raises:
+        ConfigError: a run of several nodes shall restart by itself; their parents know nothing of each other. Or the
+            launcher cannot start this run.
+    """
+    if cfg.cluster.max_restarts and scale.nnodes > 1:
+        raise ConfigError(
+            f"a run of {scale.nnodes} nodes cannot restart by itself",
+            where=f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
+            fix="set cluster.max_restarts=0 and let the job continue it with train.resume=auto",
+        )
+    has_gpu, strategy, launcher = bool(machine.gpus), None, cfg.cluster.launcher
+    if launcher != "auto" and scale.world_size == 1:
+        log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
+    if cfg.cluster.strategy in SHARDED and scale.world_size > 1:
+        strategy = environment_of(cfg, folder, scale, has_gpu=has_gpu)
+    is_offline = needs_no_hub(cfg)
+    launch = build_launch(
+        folder.path, scale, has_gpu=has_gpu, is_offline=is_offline, strategy=strategy, launcher=launcher
+    )
+    if scale.world_size == 1:
+        return launch
+    known = list_interfaces()
+    ways = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, given=os.environ, interfaces=known)
+    return replace(launch, env={**launch.env, **ways})
+
+
+def read_scale(args: Namespace, machine: Machine) -> Scale:
+    """Processes and nodes as the command line gives them.
+
+    Raises:
+        ConfigError: not a number of processes.
+        MachineError: there are not so many GPUs.
+    """
+    if args.nproc in (None, ""):
+        nproc = 1
+    elif args.nproc == "gpu":
+        nproc = len(machine.gpus)
+        if nproc == 0:
+            raise MachineError(
+                f"no GPU to take one process each ({machine.gpu_reason})",
+                where="--nproc gpu",
+                fix="give the number of processes (NPROC=2), or use `make train`",
+            )
+    elif args.nproc.isdigit() and int(args.nproc) > 0:
+        nproc = int(args.nproc)
+    else:
+        raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
+    if 0 < len(machine.gpus) < nproc:
+        raise MachineError(
+            f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible",
+            where="--nproc",
+            fix=f"use --nproc {len(machine.gpus)}",
+        )
+    # Nodes must agree on a port beforehand; alone, two runs at once must not meet on the same one.
+    port = args.master_port or (MEETING_PORT if args.nnodes > 1 else free_port(0))
+    told = tuple(getattr(args, "launcher_args", ()))
+    return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port, told)
+
+
+def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
+    """Tell devices, sizes and every automatic choice with its reason."""
+    gpus, train_section = machine.gpus, sized.cfg.train
+    if gpus:
+        log.say(f"Detected {len(gpus)} GPUs:")
+        for gpu in gpus:
+            log.show(f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)")
+        total = sum(gpu.total_bytes for gpu in gpus) / GIB
+        log.say(f"Total VRAM: {total:.1f} GiB (not one pool: each GPU holds its own copy)")
+    else:
+        log.say(
+            f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
+        )
+    log.say(f"run {folder.path}")
+    for decision in sized.decisions:
+        log.say(f"auto {decision.key} = {decision.value}: {decision.reason}")
+    chosen = any(decision.key == "train.batch_size" for decision in sized.decisions)
+    sizes = f"{train_section.batch_size} per {'GPU' if gpus else 'process'}"
+    said = "Auto-calculated batch size" if chosen else "Batch size"
+    log.say(f"{said}: {sizes}, gradient accumulation: {train_section.grad_accum}")
+    log.say(f"Effective batch size: {train_section.effective_batch_size}, precision: {train_section.precision}")
+    for note in all_notes(sized):
+        log.say(f"note: {note}")
+
+
+def all_notes(sized: SizedRun) -> list[str]:
+    """What the user should know before it starts: settings without effect, and memory that is short."""
+    seen = sized.forecast
+    warning = []
+    if seen is not None and seen.verdict != "fits":
+        what = (
+            f"{format_bytes(seen.peak_bytes)} planned with its margin, {format_bytes(seen.budget_bytes)} to plan with"
+        )
+        warning = [f"memory: {seen.verdict.replace('_', ' ')} ({what}); `make plan` shows what would fit"]
+    return [*notes(sized.cfg), *sized.notes, *warning]
+
+
+def print_command(command: Launch, args: Namespace) -> int:
+    """For --dry-run: the command and its environment."""
+    if args.json:
+        print(json.dumps({"argv": list(command.argv), "env": dict(command.env), "files": dict(command.files)}))
+    else:
+        print(command.as_text())
+    return 0

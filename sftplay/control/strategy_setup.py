@@ -1,0 +1,88 @@
+"""What a run that is split over processes needs before it starts: stage, environment, DeepSpeed file, operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.deepspeed_ops import prebuild_deepspeed_ops
+from sftplay.errors import ConfigError
+from sftplay.launch.command.command import Launch, Scale
+from sftplay.launch.command.deepspeed_json import read_deepspeed, wishes_of, write_plain
+from sftplay.launch.command.strategy import ZERO_STAGES, strategy_environment
+from sftplay.launch.run_folder import RunFolder
+
+PLAIN = "deepspeed.json"
+"""The user's file without comments, in the run folder: accelerate reads no others."""
+
+USUAL = "zero2"
+PIECES = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
+    """The config with a stage where DeepSpeed `is_asked` for, or a file of it is named, and the strategy is `auto`.
+
+    Raises:
+        ConfigError: the config names another strategy, or the file cannot be used.
+    """
+    cluster = cfg.cluster
+    if not is_asked and cluster.deepspeed is None:
+        return cfg
+    if cluster.strategy == "auto":
+        values = read_deepspeed(Path(cluster.deepspeed)) if cluster.deepspeed else {}
+        stage = values.get("zero_optimization", {}).get("stage", ZERO_STAGES[USUAL])
+        name = next((name for name, number in ZERO_STAGES.items() if number == stage), USUAL)
+        return cfg.with_values({"cluster.strategy": name}, cluster.deepspeed or "train-deepspeed")
+    if cluster.strategy not in ZERO_STAGES:
+        raise ConfigError(
+            f"DeepSpeed is asked for, and the strategy is {cluster.strategy}",
+            where=f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy",
+            fix=f"write {', '.join(ZERO_STAGES)} or auto, or launch it with train-distributed",
+        )
+    return cfg
+
+
+def environment_of(cfg: RunConfig, folder: RunFolder, scale: Scale, *, has_gpu: bool) -> dict[str, str]:
+    """What the workers need to take up `cluster.strategy`.
+
+    Raises:
+        ConfigError: the strategy, its processes or its DeepSpeed file do not go together.
+    """
+    strategy, given = cfg.cluster.strategy, cfg.cluster.deepspeed
+    if given is not None:
+        stage = ZERO_STAGES.get(strategy)
+        read_deepspeed(Path(given), wishes_of(cfg, world_size=scale.world_size, stage=stage))
+    return strategy_environment(
+        strategy,
+        world_size=scale.world_size,
+        has_gpu=has_gpu,
+        precision=str(cfg.train.precision),
+        deepspeed_json=folder.path / PLAIN if given is not None else None,
+        gradient_accumulation=int(cfg.train.grad_accum),
+        nnodes=scale.nnodes,
+    )
+
+
+def make_ready(cfg: RunConfig, folder: RunFolder, command: Launch, *, node: int = 0) -> None:
+    """Build the operators that the run needs on this node, where it uses DeepSpeed; node 0 writes its plain file.
+
+    Raises:
+        MachineError: DeepSpeed is missing, or its operators cannot be built.
+    """
+    if "ACCELERATE_USE_DEEPSPEED" not in command.env:
+        return
+    offloads = False
+    if cfg.cluster.deepspeed is not None:
+        values = read_deepspeed(Path(cfg.cluster.deepspeed))
+        offloads = "offload_optimizer" in values.get("zero_optimization", {})
+        if node == 0:
+            write_plain(values, folder.path / PLAIN)
+    prebuild_deepspeed_ops(has_gpu="DS_ACCELERATOR" not in command.env, offloads=offloads)
+
+
+def with_pieces(command: Launch, cfg: RunConfig) -> Launch:
+    """The command for the accumulation of `cfg`, which DeepSpeed is told too."""
+    if PIECES not in command.env:
+        return command
+    return replace(command, env={**command.env, PIECES: str(cfg.train.grad_accum)})

@@ -1,0 +1,109 @@
+"""TensorBoard beside the runs: started in the background on this machine only, stopped by its own pid file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.errors import RunError
+from sftplay.launch.command.ports import HOST, free_port
+
+PID_FILE = Path(".cache") / "tensorboard.json"
+
+
+LOG_FILE = Path(".cache") / "tensorboard.log"
+
+
+START_S = 120.0
+"""A loaded machine takes long to import it."""
+
+
+STOP_S = 10.0
+
+
+def end_board(record: dict[str, Any]) -> None:
+    """End the TensorBoard of `record`, by force where it does not go within STOP_S seconds."""
+    os.kill(record["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + STOP_S
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if running():
+        os.kill(record["pid"], signal.SIGKILL)
+    PID_FILE.unlink(missing_ok=True)
+
+
+def start_board(folder: Path, port: int) -> str:
+    """Start TensorBoard over `folder` on the next free port; its address. Returns at once when it answers.
+
+    Raises:
+        MachineError: no port is free.
+        RunError: it ended instead of answering, or does not answer.
+    """
+    record = running()
+    if record is not None:
+        log.say(f"already running: {record['url']} (over {record['folder']})", "tensorboard")
+        if not folder.resolve().is_relative_to(Path(record["folder"]).resolve()):
+            log.say(f"note: it does not show {folder}; `make tb-stop` first, then start it over that", "tensorboard")
+        return str(record["url"])
+    port = free_port(port)
+    folder.mkdir(parents=True, exist_ok=True)
+    LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder.absolute())]
+    argv += ["--host", HOST, "--port", str(port)]
+    with LOG_FILE.open("w") as handle:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True)
+    url = f"http://{HOST}:{port}"
+    record = {"pid": process.pid, "started": start_time(process.pid), "url": url, "folder": str(folder)}
+    PID_FILE.write_text(json.dumps(record))
+    deadline = time.monotonic() + START_S
+    while not answers(url, folder):
+        if process.poll() is not None:
+            PID_FILE.unlink()
+            raise RunError("TensorBoard did not start", where=str(LOG_FILE), fix="read that log")
+        if time.monotonic() > deadline:
+            end_board(record)
+            raise RunError(f"TensorBoard did not answer within {START_S:g} s", where=url, fix=f"read {LOG_FILE}")
+        time.sleep(0.1)
+    log.say(f"{url} (stop it with `make tb-stop`)", "tensorboard")
+    return url
+
+
+def running() -> dict[str, Any] | None:
+    """The record of our TensorBoard when that very process still lives."""
+    try:
+        record: dict[str, Any] = json.loads(PID_FILE.read_text())
+    except (OSError, ValueError):
+        return None
+    # A pid is used again after a while; the start time tells whether it is still the process we started.
+    return record if start_time(record["pid"]) == record["started"] else None
+
+
+def start_time(pid: int) -> str:
+    """When process `pid` started, as the kernel tells it; empty when there is none (a zombie counts as none)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if not Path("/proc/self").exists() else ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def answers(url: str, folder: Path) -> bool:
+    """True when a TensorBoard over `folder` answers at `url`. A server of others, which came first, does not count."""
+    # A proxy that the environment names has no business with this machine's own address.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/data/environment", timeout=5) as reply:
+            told = json.load(reply)
+    except (OSError, ValueError, HTTPException):
+        return False
+    return isinstance(told, dict) and told.get("data_location") == str(folder.absolute())

@@ -1,0 +1,1 @@
+"""Records to token ids and labels, by a template whose masks are proven."""

@@ -1,0 +1,152 @@
+"""Marked text -> token ids and labels: the one place where characters become tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sftplay.data.encode.vocabulary import Read, Vocabulary
+from sftplay.data.template.masks import Marked
+from sftplay.data.template.sentinels import Unproven
+from sftplay.data.template.templates import Span
+
+IGNORE = -100
+"""Label of a token from which nothing is learned; torch's cross entropy leaves it out."""
+
+Refusal = str
+"""Why a record cannot be trained on."""
+
+SPARE_CHARACTERS, CHARACTERS_A_TOKEN = 1_000_000, 64
+"""A text is tokenised up to this many characters, and this many more for each token that can be used."""
+
+EDGE_CHARACTERS = 1_000
+"""So far from where a text was broken off its tokens are those of the whole text; few vocabularies have longer ones."""
+
+
+class Placed(NamedTuple):
+    """A record's text with its spans, or the reason why it has none."""
+
+    of: int
+    """Index of the record."""
+
+    found: Marked | Refusal
+    typed_specials: int = 0
+    is_spelled: bool = False
+    """The text is spelled by `literals`, because the record types special tokens."""
+
+    is_whole_text: bool = False
+    """A plain text, not a chat: it stands between the tokenizer's own BOS and an EOS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One training example, or the reason why a record gives none."""
+
+    input_ids: list[int]
+    labels: list[int]
+    """As long as `input_ids`: the same id where it is learned, -100 elsewhere."""
+
+    of: int = 0
+    """Index of the record it came from, in the list that was rendered."""
+
+    problem: Refusal = ""
+    """Why the record cannot be trained on; then both lists are empty."""
+
+    typed_specials: int = 0
+    """Special tokens' texts in the record's own texts, all encoded as text; said by a record's first example only."""
+
+    joins_prompt: bool = False
+    """The problem is that a token begins in the prompt and ends in the answer, so inference would ask otherwise."""
+
+    is_partial: bool = False
+    """The text is so long that only its beginning, more than the most tokens that can be used, was tokenised."""
+
+
+def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], max_tokens: int | None = None) -> list[Rendered]:
+    """An example for each placed text, in order; those without a text keep their reason."""
+    limit = None if max_tokens is None else SPARE_CHARACTERS + CHARACTERS_A_TOKEN * max_tokens
+    plain = [each.found.text[:limit] for each in placed if isinstance(each.found, Marked) and not each.is_spelled]
+    coming = iter(vocabulary.encode(plain))
+    examples = []
+    for each in placed:
+        if isinstance(each.found, str):
+            examples.append(Rendered([], [], each.of, each.found))
+            continue
+        if not (each.is_spelled or each.is_whole_text) and (limit is None or len(each.found.text) <= limit):
+            # Nearly every record takes this way.
+            examples.append(_example(vocabulary, each, each.found.text, _unspelled(next(coming))))
+            continue
+        text = each.found.text[:limit]
+        read = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(next(coming))
+        if len(text) < len(each.found.text) and _n_sure(read.encoding, text) <= (max_tokens or 0):
+            # So few tokens in so many characters, white space for one: then only the whole text can tell.
+            text = each.found.text
+            read = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(vocabulary.encode([text])[0])
+        examples.append(_example(vocabulary, each, text, read))
+    return examples
+
+
+def _example(vocabulary: Vocabulary, placed: Placed, text: str, read: Read) -> Rendered:
+    """The example of a placed text, of which `text` was read."""
+    assert isinstance(placed.found, Marked)
+    if read.lost:
+        return Rendered([], [], placed.of, f"types {read.lost!r}, which this tokenizer cannot write as text")
+    is_partial = len(text) < len(placed.found.text)
+    ids = read.ids
+    if placed.is_whole_text:
+        ids, labels = _enclosed(vocabulary, ids, is_partial)
+    else:
+        try:
+            labels = _labels(read.encoding, ids, text, placed.found.spans)
+        except Unproven as error:
+            return Rendered([], [], placed.of, str(error), joins_prompt=True)
+    return Rendered(ids, labels, placed.of, "", placed.typed_specials, is_partial=is_partial)
+
+
+def _unspelled(encoding: Any) -> Read:
+    return Read(encoding.ids, encoding)
+
+
+def _n_sure(encoding: Any, text: str) -> int:
+    """How many tokens at the beginning of a broken off text are those of the whole text too."""
+    return encoding.char_to_token(max(len(text) - EDGE_CHARACTERS, 0)) or 0
+
+
+def _enclosed(vocabulary: Vocabulary, ids: list[int], is_partial: bool) -> tuple[list[int], list[int]]:
+    """A whole text's ids and labels: all is learned but the BOS; a beginning has no end."""
+    head = list(vocabulary.marks.head)
+    end = [] if is_partial or vocabulary.eos_id is None else [vocabulary.eos_id]
+    return [*head, *ids, *end], [*[IGNORE] * len(head), *ids, *end]
+
+
+def _labels(encoding: Any, ids: list[int], text: str, spans: Sequence[Span]) -> list[int]:
+    labels = [IGNORE] * len(ids)
+    for start, end in spans:
+        if start < len(text):
+            first, last = _tokens_of(encoding, text, (start, min(end, len(text))))
+            labels[first:last] = ids[first:last]
+    return labels
+
+
+def _tokens_of(encoding: Any, text: str, span: Span) -> tuple[int, int]:
+    """The tokens that spell the span. One that begins in the prompt counts only if it spells more than white space.
+
+    Raises:
+        Unproven: one begins in the prompt though the answer does not begin with white space.
+    """
+    start, end = span
+    first = encoding.char_to_token(start)
+    while first is None and start < end - 1:  # a tokenizer may drop white space
+        start += 1
+        first = encoding.char_to_token(start)
+    last = encoding.char_to_token(end - 1)
+    if first is None or last is None:
+        return 0, 0
+    left, right = encoding.token_to_chars(first)
+    if left < span[0]:
+        if not text[span[0]].isspace():  # white space may share a token with the prompt, as in `proof`
+            answer = text[span[0] : span[0] + 40]
+            raise Unproven(f"the tokenizer joins the prompt's end otherwise where {answer!r} follows than at inference")
+        first += text[span[0] : right].isspace()
+    return first, last + 1

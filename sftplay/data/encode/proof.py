@@ -1,0 +1,210 @@
+"""Which mask method holds for a template and a tokenizer, tried on dialogues of ours and on samples of the data.
+
+Proven means: the decoded labels are the assistant's texts, each closed by its end-of-turn token, and each answer
+follows the very text, and the very tokens, that inference prompts with. What holds for no sample is refused, with the
+sample shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from sftplay.data.encode.labels import IGNORE, Placed, labelled
+from sftplay.data.encode.writer import Writer
+from sftplay.data.records import Chat
+from sftplay.data.template.masks import Marked, Method, TurnFinder, squeezed
+from sftplay.data.template.probe_chats import OPENINGS, dialogues, tool_dialogues
+from sftplay.data.template.sentinels import Unproven
+from sftplay.data.template.templates import ChatTemplate, Manner
+from sftplay.data.template.tool_checks import uses_tools
+from sftplay.data.template.traits import closings_of, content_forms
+from sftplay.data.template.typed_specials import GUARD, unguarded
+from sftplay.errors import DataError
+
+SHOWN_CHARACTERS = 600
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What was found out about a template."""
+
+    manner: Manner
+    ends: tuple[str, ...]
+    """Texts that end an assistant's turn, the longest first."""
+
+    method: Method
+    tool_method: Method
+    """The method for chats with tools: their turns are not all of one shape."""
+
+    rewrites_turns: bool
+    """True when the template writes a turn differently once others follow it; then every turn is its own example."""
+
+
+def prove_masks(writer: Writer, template: ChatTemplate, samples: Sequence[Chat]) -> Proven:
+    """The first of markers, sentinels and prefixes that holds on every built-in dialogue and on one sample at least.
+
+    Samples that fail while another holds are no fault of the template: they are refused one by one when rendered.
+
+    Raises:
+        DataError: none holds.
+    """
+    faults: list[str] = []
+    trials = [_Trial(writer, form) for form in content_forms(template)]
+    for trial in trials:
+        for opening in OPENINGS:
+            proven, why = trial.outcome(opening, samples)
+            if proven:
+                return proven
+            faults = faults or why
+    raise trials[0].refusal((list(samples) or dialogues(template, ""))[0], faults)
+
+
+class _Trial:
+    """One template under examination."""
+
+    def __init__(self, writer: Writer, template: ChatTemplate) -> None:
+        self._writer, self._template = writer, template
+        self._finder = TurnFinder(template, writer.vocabulary.special_tokens)
+
+    def outcome(self, opening: str, samples: Sequence[Chat]) -> tuple[Proven | None, list[str]]:
+        """What holds with answers that begin with `opening`, or what is wrong with each method."""
+        probes = [probe for probe in self._guarded(dialogues(self._template, opening)) if self._accepts(probe)]
+        calls = [probe for probe in self._guarded(tool_dialogues()) if self._accepts(probe)]
+        guarded = self._guarded(samples)
+        self._learn_ends([*probes, *calls, *guarded])
+        rewrites = any(self._finder.rewrites(probe) for probe in probes)
+        method, why = self._first_method(probes, guarded, rewrites)
+        if method is None:
+            return None, why
+        with_calls = "prefixes" if not calls or self._fault("markers", calls, [], rewrites=rewrites) else "markers"
+        tool_method: Method = with_calls if self._template.has_marks else "prefixes"  # type: ignore[assignment]
+        return Proven(self._finder.template.manner, self._finder.ends, method, tool_method, rewrites), []
+
+    def refusal(self, sample: Chat, faults: list[str]) -> DataError:
+        """The error for a template that no method holds for."""
+        try:
+            shown = self._finder.text_of(sample)
+        except DataError as error:
+            shown = f"({error.what})"
+        if not self._finder.ends:
+            faults = [*faults, "no special token follows the assistant's text, so the model could not learn to stop"]
+        fix = "set data.template: chatml, or a Jinja file that writes each answer and an end token after it"
+        if opening := self._untaught_opening(sample):
+            faults = [f"the inference prompt ends with {opening!r}, which the text trained on leaves out", *faults]
+            fix = "give data.template a Jinja file of your own: this template, with the same opening of answers in both"
+        why = "\n  ".join(faults)
+        return DataError(
+            "the chat template is refused: nothing tells reliably which tokens the assistant says\n"
+            f"  {why}\n  sample {sample.source}, as the template writes it: {shown[:SHOWN_CHARACTERS]!r}",
+            where="data.template",
+            fix=fix,
+        )
+
+    def _untaught_opening(self, sample: Chat) -> str:
+        """What the inference prompt ends with and the text trained on lacks at that place."""
+        chat = sample.turns_apart()[0]
+        try:
+            prompt, whole = self._finder.prompt_of(chat, chat.learned_from), self._finder.text_of(chat)
+        except DataError:
+            return ""
+        n_shared = next(at for at in range(len(prompt), -1, -1) if whole.startswith(prompt[:at]))
+        return prompt[n_shared:].strip()
+
+    def _accepts(self, chat: Chat) -> bool:
+        """True when the template renders the chat at all."""
+        try:
+            self._finder.text_of(chat)
+        except DataError:
+            return False
+        return True
+
+    def _guarded(self, chats: Sequence[Chat]) -> list[Chat]:
+        """The chats as they are rendered; one that is refused for a noncharacter is said when its turn comes."""
+        found = []
+        for chat in chats:
+            with suppress(DataError):
+                found.append(self._writer.literals.guarded(chat)[0])
+        return [chat for chat in found if isinstance(chat, Chat)]
+
+    def _learn_ends(self, chats: Sequence[Chat]) -> None:
+        called = [part for chat in chats if uses_tools(chat) for part in chat.turns_apart()]
+        self._finder.learn_ends([*chats, *called])
+        special = self._writer.vocabulary.special_tokens
+        if self._finder.ends or not any(closings := closings_of(self._template, chats, special)):
+            return
+        self._template = self._template.in_manner(replace(self._template.manner, closings=closings))
+        self._finder = TurnFinder(self._template, special)
+        self._finder.learn_ends([*chats, *called])
+
+    def _first_method(
+        self, probes: Sequence[Chat], samples: Sequence[Chat], rewrites: bool
+    ) -> tuple[Method | None, list[str]]:
+        """The first method that holds, or what is wrong with each."""
+        methods: list[Method] = ["markers", "sentinels", "prefixes"]
+        faults = []
+        for method in methods if self._template.has_marks else methods[1:]:
+            fault = self._fault(method, probes, samples, rewrites=rewrites)
+            if not fault:
+                return method, []
+            faults.append(f"by {method}: {fault}")
+        return None, faults
+
+    def _fault(self, method: Method, probes: Sequence[Chat], samples: Sequence[Chat], *, rewrites: bool) -> str:
+        """Why `method` is not proven, or nothing: probes it must mark by itself, samples with what `place` adds."""
+        for probe in probes:
+            parts = probe.turns_apart() if rewrites else [probe]
+            for fault in (self._fault_of(part, method, rewrites=None) for part in parts):
+                if fault:
+                    return fault
+        faults = []
+        for sample in samples:
+            faults.append(self._fault_of(sample, method, rewrites=rewrites))
+            if not faults[-1]:
+                return ""
+        return faults[0] if faults else ("" if probes else "the template refuses every dialogue")
+
+    def _fault_of(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
+        """Why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
+        try:
+            if rewrites is None:
+                found = [(chat, self._finder.find(chat, method))]
+            else:
+                found = self._finder.place(chat, method, rewrites=rewrites)
+            for part, marked in found:
+                self._finder.check_prompts(part, marked)
+                whose = Placed(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
+                self._check_tokens(part, self._writer.place_part(self._finder, part, marked, whose))
+        except DataError as error:
+            return error.what
+        except Unproven as error:
+            return str(error)
+        return ""
+
+    def _check_tokens(self, part: Chat, placed: Placed) -> None:
+        """Raise Unproven unless the labels, decoded, are the spans as this tokenizer reads them back, and the tokens
+        before each are those of the inference prompt.
+
+        An answer that begins with white space may share a token with the prompt.
+        """
+        assert isinstance(placed.found, Marked)
+        (rendered,) = labelled(self._writer.vocabulary, [placed])
+        if rendered.joins_prompt:
+            raise Unproven(rendered.problem)
+        if rendered.problem:  # what somebody types cannot be written: the tokenizer's fault, said of each such row
+            return
+        decode = self._writer.vocabulary.decode
+        learned = squeezed(decode([label for label in rendered.labels if label != IGNORE]))
+        pieces = [placed.found.text[start:end] for start, end in placed.found.spans]
+        spans = [self._writer.ids_of(piece, is_spelled=placed.is_spelled) for piece in pieces]
+        expected = squeezed("".join(map(decode, spans)))
+        if learned != expected:
+            raise Unproven(f"the labels read {learned[:80]!r} where the assistant says {expected[:80]!r}")
+        plain = unguarded(part)
+        for turn, piece in zip(part.learned_turns(), pieces, strict=True):
+            prompt = self._writer.prompt_ids(self._finder, plain.messages[:turn], plain.tools)
+            if not piece[0].isspace() and rendered.input_ids[: len(prompt)] != prompt:
+                raise Unproven(
+                    f"the tokenizer joins the prompt's end otherwise where {piece[:40]!r} follows than at inference"
+                )

@@ -1,0 +1,186 @@
+"""A tokenizer as the kit uses it: text in, ids and their places out, without transformers.
+
+It can read a text in two ways: as it stands, where every special token found is control; or spelled by `literals`,
+where only those with a guard before them are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+from tokenizers import Tokenizer
+
+from sftplay.data.template.typed_specials import GUARD
+
+WIDE = 0xFEE0
+"""From a printable ASCII character to its full-width form, which NFKC takes back."""
+
+UNSEEN = ("\x01", "\u0301", "\u200b")
+"""A control character, an accent and a space without width: what cleaning normalisers take out."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What is known of a tokenizer beside its JSON."""
+
+    named: Mapping[str, Any]
+    """Special tokens that a template may name, such as `eos_token`."""
+
+    eos: str | None
+    head: tuple[int, ...]
+    """What the tokenizer itself puts before a text: a BOS, or nothing."""
+
+
+class Read(NamedTuple):
+    """A text that was tokenised."""
+
+    ids: list[int]
+    encoding: Any
+    """The `tokenizers.Encoding`, for places only: its ids may be the twin's."""
+
+    lost: str = ""
+    """A special token that was typed and came out as control all the same."""
+
+
+class Vocabulary:
+    """One tokenizer, and when it is first needed its twin that reads typed special tokens as text."""
+
+    def __init__(self, backend: Tokenizer, marks: Marks) -> None:
+        self._backend, self.marks = backend, marks
+        # Many a tokenizer.json cuts and pads by itself.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        control = {id: token.content for id, token in added.items() if token.special or token.content == marks.eos}
+        self._control: dict[int, str] = control
+        self._twin: tuple[Tokenizer, dict[int, int]] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """The vocabulary of a transformers tokenizer that is fast."""
+        backend = tokenizer.backend_tokenizer
+        named = {key: _plain(value) for key, value in tokenizer.special_tokens_map.items()}
+        return cls(backend, Marks(named, tokenizer.eos_token, _head(backend)))
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """The texts that are read as control wherever they stand."""
+        return list(self._control.values())
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """The texts that may end a turn: those of all control tokens, and the EOS that may be none."""
+        return list(dict.fromkeys([*self.control_tokens, *([self.marks.eos] if self.marks.eos else [])]))
+
+    @cached_property
+    def folds_text(self) -> bool:
+        """True when its normaliser makes a control token of a text that is none: of `</S>` or `＜/s＞`, for one.
+
+        Then what records say is control by its looks only to the normaliser, and every text has to be spelled.
+        """
+        return any(
+            _is_folded_to(self._backend, token) and self._is_read_after_folding(id, token)
+            for id, token in self._control.items()
+            if token != self.marks.named.get("unk_token")
+        )
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a text."""
+        return self._backend.token_to_id(self.marks.eos) if self.marks.eos else None
+
+    def to_json(self) -> str:
+        """The tokenizer as the tokenizers library writes it."""
+        return self._backend.to_str()
+
+    def encode(self, texts: Sequence[str]) -> list[Any]:
+        """The `tokenizers.Encoding` of each text, in one call whose threads use all cores.
+
+        A template writes the special tokens already, so none is added and no BOS is doubled; nothing is cut or padded.
+        """
+        return cast("list[Any]", self._backend.encode_batch(list(texts), add_special_tokens=False))
+
+    def encode_spelled(self, text: str) -> Read:
+        """A text spelled by `literals`.
+
+        What it types is lost where the vocabulary has no pieces to write it with, as where unknown words are one token.
+        """
+        twin, ids_of = self._twin or self._make_twin()
+        encoding = twin.encode(text, add_special_tokens=False)
+        ids = [ids_of.get(token, token) for token in encoding.ids]
+        for token, (start, end) in zip(ids, encoding.offsets, strict=True):
+            if token in self._control and self._control[token] == text[start:end].strip():
+                return Read(ids, encoding, self._control[token])
+        return Read(ids, encoding)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens shown."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def _is_read_after_folding(self, id: int, token: str) -> bool:
+        """True when a control token is found in normalised text, by the model or as an added token."""
+        added = self._backend.get_added_tokens_decoder()[id]
+        return added.normalized or any(piece.id == id for piece in self._backend.model.tokenize(token))
+
+    def _make_twin(self) -> tuple[Tokenizer, dict[int, int]]:
+        """The tokenizer with a guard before the text of each special token, and its ids that are others here."""
+        names = set(self.control_tokens)
+        twin = Tokenizer.from_str(_guarded_json(self.to_json(), names))
+        others = {}
+        for own, token in self._backend.get_added_tokens_decoder().items():
+            found = twin.token_to_id(GUARD + token.content if token.content in names else token.content)
+            if found is not None and found != own:
+                others[found] = own
+        self._twin = (twin, others)
+        return twin, others
+
+
+def _is_folded_to(backend: Tokenizer, token: str) -> bool:
+    if backend.normalizer is None:
+        return False
+    wide = "".join(chr(ord(each) + WIDE) if "!" <= each <= "~" else each for each in token)
+    hidden = [token[:1] + mark + token[1:] for mark in UNSEEN]
+    others = {token.upper(), token.lower(), wide, *hidden} - {token}
+    return any(token in backend.normalizer.normalize_str(other) for other in others)
+
+
+def _head(backend: Tokenizer) -> tuple[int, ...]:
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a").ids
+    begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+    return tuple(whole[:begin])
+
+
+def _plain(value: Any) -> Any:
+    return [str(item) for item in value] if isinstance(value, list) else str(value)
+
+
+def _guarded_json(text: str, names: Set[str]) -> str:
+    """The tokenizer's JSON with these tokens renamed, in the list of added tokens and in the vocabulary."""
+    state = json.loads(text)
+    for token in state["added_tokens"]:
+        if token["content"] in names:
+            token |= {"content": GUARD + token["content"], "normalized": False}
+    model = state["model"]
+    if "merges" in model:  # without those that would make a control token out of text
+        model["merges"] = [merge for merge in model["merges"] if names.isdisjoint(_pieces(merge))]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {GUARD + piece if piece in names else piece: id for piece, id in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[GUARD + piece if piece in names else piece, score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = GUARD + model["unk_token"]
+    return json.dumps(state, ensure_ascii=False)
+
+
+def _pieces(merge: str | list[str]) -> tuple[str, str, str]:
+    """What a merge is made of, and what it makes."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right, left + right

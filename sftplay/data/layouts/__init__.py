@@ -1,0 +1,1 @@
+"""Foreign layouts of a row to the canonical records."""

@@ -1,0 +1,164 @@
+"""The layouts in which rows are found: the columns that each needs or may have, and how its turns are read from them.
+
+Which layout a row has is decided in `formats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sftplay.data.layouts.fields import Row, is_blank, list_of, listed, refuse, text_of
+from sftplay.data.layouts.turns import openai_turns, prompt_turns, sharegpt_turns
+from sftplay.data.records import Message
+
+Layout = Literal[
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "system_user_assistant",
+    "prompt_completion",
+    "question_answer",
+    "text",
+]
+FIELDS = (
+    *("messages", "conversations", "instruction", "input", "output", "system", "user", "assistant", "prompt"),
+    *("completion", "question", "answer", "text", "tools", "history"),
+)
+"""What `data.columns` may map to another name."""
+
+Names = tuple[str, ...]
+"""A field's own name, then others under which it is found in files; the first that a row has is taken."""
+
+TURNS: Names = ("conversations", "conversation", "dialogue")
+OUTPUT: Names = ("output", "response")
+COMPLETION: Names = ("completion", "response")
+QUESTION: Names = ("question", "query")
+ANSWER: Names = ("answer", "response")
+SYSTEM: Names = ("system",)
+TOOLS: Names = ("tools", "functions")
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a row says, before its system prompt and its tools are added."""
+
+    turns: tuple[Message, ...]
+    n_given: int = 0
+    """Turns at the beginning that are not learned."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The columns of a layout and how its body is read from them."""
+
+    needs: tuple[Names, ...]
+    may: tuple[Names, ...] = ()
+    body: Callable[[Row], Body] | None = None
+    """None: plain text."""
+
+    @property
+    def fields(self) -> set[str]:
+        """Our names of all its columns."""
+        return {names[0] for names in (*self.needs, *self.may)}
+
+
+def picked(row: Row, names: Names) -> str | None:
+    """The first of the names that the row has a value for; else the first that it has at all."""
+    fallback = None
+    for name in names:
+        if name in row:
+            if row[name] is not None:
+                return name
+            fallback = fallback or name
+    return fallback
+
+
+def optional(row: Row, names: Names) -> object:
+    """The value of a column that need not be there; None without it."""
+    name = picked(row, names)
+    return None if name is None else row[name]
+
+
+def needed(row: Row, names: Names) -> tuple[str, object]:
+    """The column's name in this row and its value."""
+    name = picked(row, names)
+    if name is None:
+        refuse(f"has no key {names[0]!r}; its keys are {listed(row)}", FIX_LAYOUT)
+    return name, row[name]
+
+
+def needed_text(row: Row, names: Names) -> str:
+    """The text in a column that must be there."""
+    name, value = needed(row, names)
+    return text_of(value, name)
+
+
+def _from_messages(row: Row) -> Body:
+    _, value = needed(row, ("messages",))
+    return Body(openai_turns(value, "messages"))
+
+
+def _from_sharegpt(row: Row) -> Body:
+    name, value = needed(row, TURNS)
+    return Body(sharegpt_turns(value, name))
+
+
+def _from_alpaca(row: Row) -> Body:
+    instruction = needed_text(row, ("instruction",))
+    more = row.get("input")
+    extra = "" if more is None else text_of(more, "input")
+    asked = "\n\n".join(text for text in (instruction, extra) if text and not text.isspace())
+    turns = (*_history(row.get("history")), Message("user", asked), Message("assistant", needed_text(row, OUTPUT)))
+    return Body(turns)
+
+
+def _history(value: object) -> Iterable[Message]:
+    """Earlier exchanges, a list of pairs; their answers are learned too."""
+    if is_blank(value):
+        return
+    for index, pair in enumerate(list_of(value, "'history'", "pairs")):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            refuse(f"history[{index}] is not a pair of a user's text and its answer")
+        yield Message("user", text_of(pair[0], f"history[{index}][0]"))
+        yield Message("assistant", text_of(pair[1], f"history[{index}][1]"))
+
+
+def _from_user(row: Row) -> Body:
+    return _asked(needed_text(row, ("user",)), needed_text(row, ("assistant",)))
+
+
+def _from_question(row: Row) -> Body:
+    return _asked(needed_text(row, QUESTION), needed_text(row, ANSWER))
+
+
+def _asked(question: str, answer: str) -> Body:
+    return Body((Message("user", question), Message("assistant", answer)))
+
+
+def _from_prompt(row: Row) -> Body:
+    """Only the completion is learned, as in TRL: assistant turns inside the prompt are context."""
+    before = prompt_turns(needed(row, ("prompt",))[1], "prompt", "user")
+    name, value = needed(row, COMPLETION)
+    after = prompt_turns(value, name, "assistant")
+    if not any(turn.role == "assistant" for turn in after):
+        refuse(f"{name!r} has no assistant turn")
+    return Body((*before, *after), len(before))
+
+
+SHAPES: Mapping[Layout, Shape] = {
+    "messages": Shape((("messages",),), (SYSTEM, TOOLS), _from_messages),
+    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt),
+    "alpaca": Shape((("instruction",), OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca),
+    "system_user_assistant": Shape((("user",), ("assistant",)), (SYSTEM,), _from_user),
+    "prompt_completion": Shape((("prompt",), COMPLETION), (SYSTEM, TOOLS), _from_prompt),
+    "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_question),
+    "text": Shape((("text",),), (), None),
+}
+"""In the order in which a row's keys are compared with them."""
+
+FIX_LAYOUT = (
+    f"name its columns with data.columns, or the layout with data.format ({', '.join(SHAPES)});"
+    " or leave such rows out with data.on_bad_row: skip"
+)

@@ -1,0 +1,165 @@
+"""Foreign layouts of a row -> the canonical record, or a reason why not.
+
+It looks at one row at a time and never guesses: what it cannot place it refuses with file, line and remedy. The
+layouts themselves are in `layouts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from sftplay.data.layouts.columns import (
+    FIELDS,
+    FIX_LAYOUT,
+    SHAPES,
+    SYSTEM,
+    TOOLS,
+    TURNS,
+    Layout,
+    needed_text,
+    optional,
+    picked,
+)
+from sftplay.data.layouts.fields import Row, is_blank, listed, refuse, text_of
+from sftplay.data.layouts.tool_calls import tie_results, tools_text
+from sftplay.data.layouts.turns import check_answered, check_order, openai_turns, prompt_turns, sharegpt_turns
+from sftplay.data.records import Chat, Message, Record, Source, Text
+from sftplay.errors import DataError
+
+__all__ = ["FIELDS", "Layout", "Reading", "Row", "layout_of", "read_prompt", "to_record", "unused_columns"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are to be understood."""
+
+    format: Layout | Literal["auto"] = "auto"
+    columns: tuple[tuple[str, str], ...] = ()
+    """Pairs of our field and the file's column; a field that is not listed keeps its own name."""
+
+    system: str | None = None
+    """System prompt of every chat that has none of its own."""
+
+
+def to_record(row: Row, source: Source, reading: Reading = Reading()) -> Record:
+    """The row as a record that obeys every rule of its kind; texts are kept to the character.
+
+    Raises:
+        DataError: the row has no known layout or breaks a rule; `where` is file:line, `what` the reason.
+    """
+    try:
+        row = _mapped(row, reading)
+        shape = SHAPES[_layout(row, reading)]
+        if shape.body is None:
+            return _plain_text(row, source)
+        body = shape.body(row)
+        turns = tie_results(body.turns)
+        check_answered(turns)
+        check_order(turns)
+        lead = _lead(row, turns, reading)
+        learned_from = len(lead) + body.n_given if body.n_given else 0
+        tools = tools_text(optional(row, TOOLS)) if TOOLS in shape.may else ""
+        return Chat((*lead, *turns), source, learned_from, tools)
+    except DataError as error:
+        raise DataError(error.what, where=str(source), fix=error.fix) from None
+
+
+def read_prompt(row: Row, source: Source, reading: Reading = Reading()) -> tuple[tuple[Message, ...], str]:
+    """The messages that the assistant is to answer, and its tools as JSON text, of a row made for asking.
+
+    The row has `messages` (or `conversations`) or `prompt`, and the assistant does not have the last word.
+
+    Raises:
+        DataError: it has neither, or breaks a rule.
+    """
+    try:
+        row = _mapped(row, reading, is_partial=True)
+        if optional(row, ("messages",)) is not None:
+            turns = openai_turns(row["messages"], "messages")
+        elif name := picked(row, TURNS):
+            turns = sharegpt_turns(row[name], name)
+        elif optional(row, ("prompt",)) is not None:
+            turns = prompt_turns(row["prompt"], "prompt", "user")
+        else:
+            refuse(f"has neither 'messages' nor 'prompt'; its keys are {listed(row)}", "add one of the two")
+        turns = tie_results(turns)
+        check_order(turns)
+        if not turns or turns[-1].role in ("assistant", "system"):
+            refuse("does not end with a turn that can be answered", "end it with a user turn or a tool's result")
+        return (*_lead(row, turns, reading), *turns), tools_text(optional(row, TOOLS))
+    except DataError as error:
+        raise DataError(error.what, where=str(source), fix=error.fix) from None
+
+
+def unused_columns(row: Row, reading: Reading = Reading()) -> tuple[str, ...]:
+    """The row's columns that its layout does not read, by the file's names; empty ones are not counted."""
+    try:
+        view = _mapped(row, reading)
+        shape = SHAPES[_layout(view, reading)]
+    except DataError:
+        return ()
+    names = dict(reading.columns)
+    read = {names.get(name, name) for group in (*shape.needs, *shape.may) if (name := picked(view, group))}
+    unused = [name for name, value in row.items() if name not in read and value is not None and value != ""]
+    return tuple(name.encode("utf-8", "backslashreplace").decode() for name in unused)
+
+
+def layout_of(names: Iterable[str], mapped: Iterable[str] = ()) -> Layout | None:
+    """The first layout that has all it needs among the names and reads every field in `mapped`, or None."""
+    present, asked = set(names), set(mapped)
+    for layout, shape in SHAPES.items():
+        if all(not present.isdisjoint(group) for group in shape.needs) and asked <= shape.fields:
+            return layout
+    return None
+
+
+def _layout(row: Row, reading: Reading) -> Layout:
+    mapped = [field for field, _ in reading.columns]
+    if reading.format != "auto":
+        if idle := set(mapped) - SHAPES[reading.format].fields:
+            what = f"data.columns maps {listed(sorted(idle))}, which the layout {reading.format} does not read"
+            refuse(what, "map the fields of that layout, or set data.format to the one that is meant")
+        return reading.format
+    # In a table of mixed layouts the columns of the others are null.
+    found = layout_of([name for name, value in row.items() if value is not None], mapped) or layout_of(row, mapped)
+    if found is None:
+        with_these = f" and reads {listed(mapped)}, as data.columns asks" if mapped else ""
+        refuse(f"no known layout has the keys {listed(row)}{with_these}", FIX_LAYOUT)
+    return found
+
+
+def _mapped(row: Row, reading: Reading, *, is_partial: bool = False) -> Row:
+    """The row under our names; with `is_partial`, mapped columns may be missing."""
+    if not reading.columns:
+        return row
+    given = {column: field for field, column in reading.columns}
+    if len(given) < len(reading.columns):
+        refuse("data.columns gives one column to two fields", "keep each column in one of the two")
+    missing = [column for column in given if column not in row]
+    if missing and not is_partial:
+        what = f"has no column {missing[0]!r}, to which data.columns maps {given[missing[0]]!r}"
+        refuse(f"{what}; its keys are {listed(row)}", "correct data.columns, or the row")
+    ours = set(given.values())
+    kept = {name: value for name, value in row.items() if name not in ours and name not in given}
+    return kept | {field: row[column] for column, field in given.items() if column in row}
+
+
+def _lead(row: Row, turns: tuple[Message, ...], reading: Reading) -> tuple[Message, ...]:
+    """The system turn that goes before these turns, if there is to be one."""
+    own = optional(row, SYSTEM)
+    has_turn = bool(turns) and turns[0].role == "system"
+    if not is_blank(own):
+        text = text_of(own, "system")
+        if has_turn and turns[0].content != text:
+            refuse("has a system prompt in its column 'system' and another one in its first turn")
+        return () if has_turn else (Message("system", text),)
+    return () if has_turn or not reading.system else (Message("system", reading.system),)
+
+
+def _plain_text(row: Row, source: Source) -> Text:
+    text = needed_text(row, ("text",))
+    if not text or text.isspace():
+        refuse("text is empty")
+    return Text(text, source)

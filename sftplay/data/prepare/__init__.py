@@ -1,0 +1,1 @@
+"""One pass over the files: rows in, token rows on disk, every record counted."""

@@ -1,0 +1,176 @@
+"""What one process does with one batch of raw rows: parse, convert, render, fit. It decides nothing across rows.
+
+It runs beside others of its kind (`crew`), so everything that goes in and out can be pickled, and it imports neither
+transformers nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sftplay.data.encode.labels import IGNORE, Rendered
+from sftplay.data.encode.render import Renderer
+from sftplay.data.layouts.convert import Reading, to_record, unused_columns
+from sftplay.data.order import is_held_out
+from sftplay.data.read.jsonl import Row, parsed
+from sftplay.data.records import Chat, Record, Refused, Source, keys_of
+from sftplay.errors import DataError
+
+TooLong = Literal["truncate", "drop", "error"]
+
+KEY_BYTES = 8
+"""Of each digest; among ten million records two different ones share it with a chance of 3 in a million."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A raw row and its place."""
+
+    row: int
+    """Place in its source in reading order, from 0; refused rows count, blank lines do not."""
+
+    source: Source
+    raw: bytes | str | Row | Refused
+
+
+@dataclass(slots=True)
+class Piece:
+    """One training example that fits."""
+
+    ids: bytes
+    labels: bytes
+    """Both as int32."""
+
+    n_labels: int
+    """Tokens that are learned."""
+
+    is_cut: bool
+    ends_learned: bool
+    """The last learned token ends a turn."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one raw row."""
+
+    row: int
+    source: Source
+    refused: str = ""
+    """Why it cannot be read or rendered."""
+
+    held_out: bool = False
+    is_chat: bool = True
+    keys: tuple[int, int, int] = (0, 0, 0)
+    """Of its content, of its content's normal form, of its prompt's normal form."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each example before cutting, also of those that are not kept."""
+
+    dropped: str = ""
+    """Why an example of it was left out."""
+
+    chat: str = ""
+    """The chat as json, where it is held out."""
+
+    typed_specials: int = 0
+    has_system: str = ""
+    """The text of its system turn; empty where there is none."""
+
+    unused: tuple[str, ...] = ()
+    """Columns that its layout does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How long an example may be, and what happens to longer ones."""
+
+    max_tokens: int
+    too_long: TooLong
+
+
+class Treatment:
+    """Turns batches of raw rows into outcomes, in order."""
+
+    def __init__(self, renderer: Renderer, reading: Reading, fit: Fit) -> None:
+        self._renderer, self._reading, self._fit = renderer, reading, fit
+        self._ends = set(renderer.end_token_ids)
+
+    def treat(self, lines: Sequence[Line], share: float) -> list[Outcome]:
+        """One outcome for each line; `share` of all prompts is held out (0 none, 1 all)."""
+        outcomes, waiting, records = [], [], []
+        for line in lines:
+            outcome = Outcome(line.row, line.source, held_out=share == 1.0)
+            outcomes.append(outcome)
+            record = self._record(line, outcome)
+            if record is not None:
+                self._describe(record, outcome, share)
+                waiting.append(outcome)
+                records.append(record)
+        groups: list[list[Rendered]] = [[] for _ in records]
+        for example in self._renderer.render(records, self._fit.max_tokens):
+            groups[example.of].append(example)
+        for outcome, group in zip(waiting, groups, strict=True):
+            self._fill(outcome, group)
+        return outcomes
+
+    def _record(self, line: Line, outcome: Outcome) -> Record | None:
+        row = parsed(line.raw)
+        if isinstance(row, Refused):
+            outcome.refused = row.reason
+            return None
+        try:
+            record = to_record(row, line.source, self._reading)
+        except DataError as error:
+            outcome.refused = error.what
+            return None
+        outcome.unused = unused_columns(row, self._reading)
+        return record
+
+    def _describe(self, record: Record, outcome: Outcome, share: float) -> None:
+        keys = keys_of(record)
+        outcome.keys = short(keys.content), short(keys.normal), short(keys.prompt)
+        outcome.held_out = is_held_out(keys, share)
+        outcome.is_chat = isinstance(record, Chat)
+        if isinstance(record, Chat):
+            first = record.messages[0]
+            outcome.has_system = first.content if first.role == "system" else ""
+            outcome.chat = json.dumps(record.as_json()) if outcome.held_out else ""
+
+    def _fill(self, outcome: Outcome, group: list[Rendered]) -> None:
+        problem = next((example.problem for example in group if example.problem), "")
+        if problem:
+            outcome.refused = problem
+            return
+        for example in group:
+            outcome.typed_specials += example.typed_specials
+            outcome.lengths.append(len(example.input_ids))
+            piece = self._piece(example)
+            if isinstance(piece, Piece):
+                outcome.pieces.append(piece)
+            else:
+                outcome.dropped = piece
+
+    def _piece(self, example: Rendered) -> Piece | str:
+        """The example as far as it fits, or why it is left out."""
+        limit = self._fit.max_tokens
+        is_long = len(example.input_ids) > limit
+        if is_long and self._fit.too_long != "truncate":
+            return "too_long"
+        ids, labels = example.input_ids, example.labels
+        if is_long:
+            ids, labels = ids[:limit], labels[:limit]
+        n_labels = len(labels) - labels.count(IGNORE)
+        if not n_labels:
+            return "no_trainable_token_after_cut" if is_long else "no_trainable_token"
+        last = next(label for label in reversed(labels) if label != IGNORE)
+        return Piece(array("i", ids).tobytes(), array("i", labels).tobytes(), n_labels, is_long, last in self._ends)
+
+
+def short(key: bytes) -> int:
+    """A record's key as a number that takes little memory."""
+    return int.from_bytes(key[:KEY_BYTES], "big")

@@ -1,0 +1,191 @@
+"""One pass over the files: rows in, token rows on disk, every record counted.
+
+Only a few batches of records are in memory at a time. What becomes of a row is decided in `batch` and `ledger`; this
+file moves rows between reader, processes and disk.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.config.schema.run import DataConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.data.layouts.convert import Reading, to_record
+from sftplay.data.prepare.arrow import RowWriter
+from sftplay.data.prepare.batch import Fit, Line, Outcome, Piece, short
+from sftplay.data.prepare.policies import SIDES, Ledger, Side
+from sftplay.data.prepare.report import total
+from sftplay.data.prepare.workers import Work, crew_size, treat_all
+from sftplay.data.read.sources import Dialect, other_files, read_raw, read_rows
+from sftplay.data.records import Refused, keys_of
+from sftplay.errors import DataError
+
+BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 19
+SECONDS_BETWEEN_LINES = 1.0
+
+CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.json"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file or folder and the share of its prompts that is held out: 0 for none, 1 for all."""
+
+    path: str
+    share: float
+
+
+def reading_of(data: DataConfig) -> Reading:
+    """How the config wants rows to be understood."""
+    return Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
+
+
+def dialect_of(data: DataConfig) -> Dialect:
+    """How the config wants files to be read."""
+    return Dialect(encoding=data.encoding, delimiter=data.delimiter)
+
+
+class Preparation:
+    """Fills a folder with token rows and their places, the held-out chats, the refused rows and the report."""
+
+    def __init__(self, data: DataConfig, renderer: Renderer, max_tokens: int) -> None:
+        self._data, self._renderer, self._max_tokens = data, renderer, max_tokens
+        self._reading, self._dialect = reading_of(data), dialect_of(data)
+        self._ledger = Ledger(data, max_tokens)
+        self._began = self._said = time.monotonic()
+
+    def run(self, inputs: Sequence[Input], folder: Path, guarded: Sequence[str] = ()) -> None:
+        """Read `inputs`, training rows first, and write everything into `folder`.
+
+        Rows of the files `guarded` must not be trained on, nor those that `inputs` hold out.
+
+        Raises:
+            DataError: a file cannot be read; or a bad, too long or leaked row, where the config says error: then the
+                first five are named with file, line and reason, and all are counted. Or no end of turn is learned.
+        """
+        for path in guarded:
+            self._guard(path)
+        self._began = self._said = time.monotonic()
+        with ExitStack() as files:
+            self._open(folder, files)
+            processes = crew_size([given.path for given in inputs])
+            fit = Fit(self._max_tokens, self._data.too_long)
+            # Held-out rows go first: whether a training row is one of them must be known when it is met.
+            batches = self._batches(list(reversed(inputs)))
+            treated = treat_all(batches, self._renderer, self._reading, fit, processes=processes)
+            files.enter_context(closing(treated))  # whatever happens here, its processes end now
+            n_read = 0
+            for outcomes in treated:
+                n_read += len(outcomes)
+                self._take(outcomes)
+                self._show_progress(n_read)
+        self._ledger.check()
+        self._check_ends(inputs[0].path)
+        (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
+
+    def _guard(self, path: str) -> None:
+        for source, row in read_rows(path, self._dialect):
+            if isinstance(row, Refused):
+                continue
+            try:
+                self._ledger.guard(short(keys_of(to_record(row, source, self._reading)).normal), source)
+            except DataError:  # it is counted where that file is measured on
+                continue
+
+    def _open(self, folder: Path, files: ExitStack) -> None:
+        self._writers = {
+            side: files.enter_context(RowWriter(folder / f"{side}.arrow", folder / f"{side}_places.arrow"))
+            for side in SIDES
+        }
+        self._chats_file = files.enter_context((folder / CHATS).open("w", encoding="utf-8"))
+        self._refused_file = files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
+
+    def _batches(self, inputs: Sequence[Input]) -> Iterator[Work]:
+        for given in inputs:
+            batch: list[Line] = []
+            size = 0
+            for row, (source, raw) in enumerate(read_raw(given.path, self._dialect)):
+                batch.append(Line(row, source, raw))
+                size += _size(raw)
+                if len(batch) == BATCH_ROWS or size > BATCH_CHARACTERS:
+                    yield batch, given.share
+                    batch, size = [], 0
+            if batch:
+                yield batch, given.share
+
+    def _take(self, outcomes: Sequence[Outcome]) -> None:
+        """Write what the ledger keeps of one batch."""
+        kept: dict[Side, list[tuple[Outcome, Piece]]] = {side: [] for side in SIDES}
+        for outcome in outcomes:
+            side: Side = "held_out" if outcome.held_out else "train"
+            pieces = self._ledger.keep(outcome, side)
+            kept[side] += [(outcome, piece) for piece in pieces]
+            if outcome.refused:
+                line = {"path": outcome.source.path, "line": outcome.source.line, "reason": outcome.refused}
+                self._refused_file.write(json.dumps(line) + "\n")
+            elif pieces and outcome.chat:
+                self._chats_file.write(outcome.chat + "\n")
+        for side, pairs in kept.items():
+            places = [(outcome.source.path, outcome.source.line) for outcome, _ in pairs]
+            self._writers[side].write([piece for _, piece in pairs], [outcome.row for outcome, _ in pairs], places)
+
+    def _check_ends(self, path: str) -> None:
+        """A model that never learns to end its turn would never stop."""
+        tally = self._ledger.tallies["train"]
+        if tally.chat_examples and not tally.ends_learned:
+            raise DataError(
+                f"the end-of-turn token is in the loss of none of {tally.chat_examples:,} examples: all are cut at"
+                f" {self._max_tokens:,} tokens, the longest has {tally.longest:,}",
+                where=path,
+                fix="raise model.max_seq_len, or leave longer rows out with data.too_long: drop",
+            )
+
+    def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:
+        paths = {"train": inputs[0].path, "held_out": inputs[-1].path}
+        tallies = self._ledger.tallies
+        used = [side for side in SIDES if tallies[side].read]
+        return {
+            **total(tallies.values()).as_json(),
+            "mask_method": self._renderer.method,
+            "template_hash": self._renderer.template_hash,
+            "max_seq_len": self._max_tokens,
+            "sources": {side: {"path": paths[side], **tallies[side].as_json()} for side in used},
+            "notes": self._notes(inputs),
+        }
+
+    def _notes(self, inputs: Sequence[Input]) -> list[str]:
+        notes = []
+        share = inputs[-1].share
+        if share and not self._ledger.tallies["held_out"].examples:
+            few = (
+                "there is only one prompt"
+                if self._ledger.n_prompts < 2
+                else f"too few prompts for a share of {share:g}"
+            )
+            notes.append(f"nothing is held out: {few}; raise data.split or give data.val_path")
+        for given in inputs:
+            if others := other_files(given.path):
+                named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+                notes.append(f"{given.path}: files of other kinds are left alone: {named}")
+        return notes
+
+    def _show_progress(self, n_read: int) -> None:
+        now = time.monotonic()
+        if now - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = now
+            log.status(f"{n_read:,} rows read, {n_read / (now - self._began):,.0f} a second", tag="data")
+
+
+def _size(value: Any) -> int:
+    """About how many characters a raw row has."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 8

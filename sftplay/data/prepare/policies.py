@@ -1,0 +1,125 @@
+"""The policies across rows: bad rows, duplicates, leaks; and the count of what became of each record.
+
+It sees outcomes, never tokens. What it remembers of each record takes about 250 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from sftplay.config.schema.run import DataConfig
+from sftplay.data.prepare.batch import Outcome, Piece
+from sftplay.data.prepare.report import Tally
+from sftplay.data.records import Source
+from sftplay.errors import DataError
+
+Side = Literal["train", "held_out"]
+SIDES: tuple[Side, Side] = ("train", "held_out")
+NAMED_ROWS = 5
+NAMED_COLUMNS, OTHERS = 100, "(others)"
+"""Rows may have keys of their own each; the report names only so many."""
+
+
+class Ledger:
+    """Decides for each outcome what is kept, and counts it once."""
+
+    def __init__(self, data: DataConfig, max_tokens: int) -> None:
+        self._data, self._max_tokens = data, max_tokens
+        self.tallies: dict[Side, Tally] = {side: Tally() for side in SIDES}
+        self.n_bad = 0
+        self._bad: list[str] = []
+        self._exact: dict[Side, set[int]] = {side: set() for side in SIDES}
+        self._normal: dict[Side, set[int]] = {side: set() for side in SIDES}
+        self._answers: dict[int, int] = {}
+        """Prompt -> the first content with it; of training rows."""
+
+        self._several: set[int] = set()
+        self._guarded: dict[int, str] = {}
+        """Content of held-out and test rows -> where it stands."""
+
+    @property
+    def n_prompts(self) -> int:
+        """Different prompts among the training chats."""
+        return len(self._answers)
+
+    def guard(self, normal_key: int, source: Source) -> None:
+        """Remember a row that must not be trained on."""
+        self._guarded.setdefault(normal_key, str(source))
+
+    def keep(self, outcome: Outcome, side: Side) -> Sequence[Piece]:
+        """What of a record goes on; empty when it was refused or dropped, and then it is known why."""
+        tally = self.tallies[side]
+        if outcome.refused:
+            tally.refused += 1
+            self._note_bad(outcome, outcome.refused)
+            return []
+        is_seen = self._count_content(outcome, side, tally)
+        reason = self._reason_to_leave(outcome, side, is_seen=is_seen)
+        if reason:
+            tally.dropped[reason] += 1
+            return []
+        tally.add_record(outcome)
+        return outcome.pieces
+
+    def check(self) -> None:
+        """Raise the DataError that names the first five bad rows, if there were any."""
+        if not self.n_bad:
+            return
+        n_more = self.n_bad - len(self._bad)
+        shown = "\n  ".join(self._bad) + (f"\n  and {n_more:,} more" if n_more else "")
+        raise DataError(
+            f"{self.n_bad:,} {'row' if self.n_bad == 1 else 'rows'} cannot be trained on\n  {shown}",
+            where="data",
+            fix="correct them, or leave them out: data.on_bad_row: skip, for length data.too_long: drop,"
+            " for rows of the held-out set data.leaks: drop",
+        )
+
+    def _count_content(self, outcome: Outcome, side: Side, tally: Tally) -> bool:
+        """Whether an earlier record of this side has the same content, in its normal form at least."""
+        exact, normal, prompt = outcome.keys
+        is_exact = exact in self._exact[side]
+        is_seen = is_exact or normal in self._normal[side]
+        self._exact[side].add(exact)
+        self._normal[side].add(normal)
+        tally.duplicates += is_exact
+        tally.near_duplicates += is_seen and not is_exact
+        if side == "held_out":
+            self.guard(normal, outcome.source)
+        elif outcome.is_chat and self._answers.setdefault(prompt, normal) != normal:
+            self._several.add(prompt)
+            tally.prompts_with_several_answers = len(self._several)
+        for length in outcome.lengths:
+            tally.add_length(length)
+        for column in outcome.unused:
+            is_named = column in tally.unused_columns or len(tally.unused_columns) < NAMED_COLUMNS
+            tally.unused_columns[column if is_named else OTHERS] += 1
+        tally.typed_specials += outcome.typed_specials > 0
+        if self._data.system is not None and outcome.is_chat:
+            tally.with_system += outcome.has_system == self._data.system
+        return is_seen
+
+    def _reason_to_leave(self, outcome: Outcome, side: Side, *, is_seen: bool) -> str:
+        """Why the record is not trained on, or nothing; where the config says error, that is noted too."""
+        twin = self._guarded.get(outcome.keys[1], "") if side == "train" else ""
+        if twin:
+            if self._data.leaks == "error":
+                self._add_bad(f"{outcome.source} is held out as well, at {twin}")
+            return "leak"
+        if is_seen and self._data.duplicates == "drop":
+            return "duplicate"
+        if outcome.dropped == "too_long" and self._data.too_long == "error":
+            self._add_bad(f"{outcome.source} has {max(outcome.lengths):,} tokens; max_seq_len is {self._max_tokens:,}")
+        elif not outcome.pieces and outcome.dropped != "too_long":
+            after = f" in its first {self._max_tokens:,} tokens" if outcome.dropped.endswith("cut") else ""
+            self._note_bad(outcome, f"has nothing to learn{after}")
+        return "" if outcome.pieces else outcome.dropped
+
+    def _note_bad(self, outcome: Outcome, reason: str) -> None:
+        if self._data.on_bad_row == "error":
+            self._add_bad(f"{outcome.source} {reason}")
+
+    def _add_bad(self, line: str) -> None:
+        self.n_bad += 1
+        if len(self._bad) < NAMED_ROWS:
+            self._bad.append(line)

@@ -1,0 +1,152 @@
+"""Bytes of a text file -> characters, in the encoding that is named, marked or plain to see.
+
+An encoding of one byte a letter is never guessed, because the wrong one gives wrong letters without an error: what is
+not UTF-8 is refused, with the name of the encoding it may be in.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+from pathlib import Path
+from typing import TextIO
+
+from sftplay.data.read.files import open_bytes, read_head
+from sftplay.data.records import Refused
+from sftplay.errors import DataError
+
+MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+BOM = "\ufeff"
+
+WIDE_LE, WIDE_BE = re.compile(rb"(?:[\t-~]\0){2}"), re.compile(rb"(?:\0[\t-~]){2}")
+"""Two ASCII characters in UTF-16, as documents and headers begin."""
+
+NOT_OF_FILES = ("undefined", "idna", "punycode", "mbcs", "oem", "unicode_escape", "raw_unicode_escape")
+"""For names and source code, or of Windows only."""
+
+UNDECODABLE = "\udcff"
+"""Stands for bytes that are no character; no decoder gives it for anything else."""
+
+LIKELY = ["cp1252", "cp1251", "cp1250", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r"]
+LIKELY += ["shift_jis", "euc_jp", "gb18030", "big5", "euc_kr"]
+SAMPLE_BYTES, SEARCHED_BYTES = 1 << 16, 1 << 24
+
+
+class Charset:
+    """The encoding of one file, and what is said of rows that are not in it."""
+
+    def __init__(self, file: Path, named: str = "auto") -> None:
+        """Find the encoding: a byte order mark proves it; else the one named; else UTF-16 shows by its NULs, or UTF-8.
+
+        Raises:
+            DataError: there is no encoding of that name, or the file is no text at all.
+        """
+        self.file = file
+        self._is_named = named != "auto"
+        known = checked_encoding(named) if self._is_named else ""
+        head = read_head(file)
+        marked = next((name for mark, name in MARKS if head.startswith(mark)), "")
+        self.name = marked or known or _wide(head) or "utf-8"
+        self._reason = ""
+
+    @property
+    def is_utf8(self) -> bool:
+        """Lines may be handed on as bytes."""
+        return self.name == "utf-8"
+
+    def open(self, newline: str) -> TextIO:
+        """The file as text; bytes that are no character become UNDECODABLE. The caller closes it."""
+        codecs.register_error("sftplay.undecodable", _mark)
+        return io.TextIOWrapper(open_bytes(self.file), self.name, errors="sftplay.undecodable", newline=newline)
+
+    def refused(self) -> Refused:
+        """What stands for a row with bytes that are no character."""
+        if not self._reason:
+            self._reason = f"holds bytes that are not {self.name.upper()}" + ("" if self._is_named else self._advice())
+        return Refused(self._reason)
+
+    def refuses(self, text: str) -> bool:
+        """Whether the row's text holds such bytes."""
+        return not text.isascii() and UNDECODABLE in text
+
+    def _advice(self) -> str:
+        likely = likely_encoding(self.file) if self.is_utf8 else ""
+        return f"; the file looks like {likely}: set data.encoding: {likely}" if likely else "; see data.encoding"
+
+
+def checked_encoding(name: str) -> str:
+    """Python's own name for an encoding of text files.
+
+    Raises:
+        DataError: Python knows none of that name.
+    """
+    try:
+        found = codecs.lookup(name)
+        if found._is_text_encoding and found.name.replace("-", "_") not in NOT_OF_FILES:
+            return "utf-8" if found.name == "utf-8-sig" else found.name
+    except (LookupError, ValueError, TypeError):
+        pass
+    fix = "write auto, or a name such as cp1252, shift_jis or utf-16"
+    raise DataError(f"Python knows no encoding of text called {name!r}", where="data.encoding", fix=fix)
+
+
+def likely_encoding(file: Path) -> str:
+    """The encoding that a file which is not UTF-8 probably is in; empty when nothing fits. Only ever advice."""
+    from charset_normalizer import from_bytes
+
+    found = from_bytes(_foreign_part(file), cp_isolation=LIKELY)
+    best = found.best()
+    if best is None:
+        return ""
+    # Western files are many times more frequent than central European ones, which share many of its letters.
+    western = any("cp1252" in match.could_be_from_charset and match.chaos <= best.chaos for match in found)
+    return "cp1252" if western and best.encoding == "cp1250" else str(best.encoding)
+
+
+def is_utf8(line: bytes) -> bool:
+    """Whether the bytes are UTF-8."""
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _foreign_part(file: Path) -> bytes:
+    """Some of what is not UTF-8 near the beginning of a file."""
+    part, n_read = b"", 0
+    with open_bytes(file) as stream:
+        while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
+            n_read += len(line)
+            if not line.isascii() and not is_utf8(line):
+                part += line
+    return part
+
+
+def _wide(head: bytes) -> str:
+    """UTF-32 or UTF-16 without a mark: where letters of keys and brackets have their NULs."""
+    n = len(head) // 4
+    zeros = [head[place : 4 * n : 4].count(0) for place in range(4)]
+    for name, (empty, mostly, full) in (("utf-32-le", (3, 2, 0)), ("utf-32-be", (0, 1, 3))):
+        if n and zeros[empty] == n and 2 * zeros[mostly] > n > 2 * zeros[full]:
+            return name
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    begins_le, begins_be = WIDE_LE.match(head), WIDE_BE.match(head)
+    is_wide = max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd)
+    if begins_le or begins_be or is_wide:
+        return "utf-16-le" if begins_le or (odd > even and not begins_be) else "utf-16-be"
+    return ""
+
+
+def _mark(error: UnicodeError) -> tuple[str, int]:
+    """Decoding's way on after bytes that are no character."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return UNDECODABLE, error.end

@@ -1,0 +1,41 @@
+"""Rows of a data set on the Hugging Face hub; the only file of `data` that may use the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sftplay.data.read.tables import without_nulls
+from sftplay.data.records import Source
+from sftplay.errors import DataError
+
+
+def hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
+    """Yield the rows of the split `train` of the data set `name`.
+
+    Raises:
+        DataError: it cannot be loaded; the hub's own reason is quoted.
+    """
+    for number, row in enumerate(_loaded(name), 1):
+        yield Source(name, number), {column: without_nulls(value) for column, value in row.items()}
+
+
+def hub_digest(name: str) -> str:
+    """A string that changes when the hub serves other rows."""
+    # datasets' own fingerprint: it covers the files' checksums, and nothing public does.
+    return str(_loaded(name)._fingerprint)
+
+
+def _loaded(name: str) -> Any:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return load_dataset(name, split="train")
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"no local file of that name, and the hub's data set cannot be loaded: {reason}",
+            where=name,
+            fix="check the name and the connection, or give the path of a local file",
+        ) from error

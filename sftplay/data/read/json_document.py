@@ -1,0 +1,157 @@
+"""Rows of one JSON document: the elements of an array, of the only list in an object, or the object itself.
+
+An array is read piece by piece, so that its size does not matter. A row is handed on as text and parsed later, like a
+line; that it ends where it ends is found out here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import TextIO
+
+from sftplay.data.json_text import BROKEN_JSON
+from sftplay.data.layouts.convert import layout_of
+from sftplay.data.read.encodings import BOM, Charset
+from sftplay.data.read.jsonl import LONGEST
+from sftplay.data.records import Refused, Source
+from sftplay.errors import DataError
+
+PIECE = 1 << 16
+MOST_OF_OBJECT = 1 << 30
+"""Characters of a document that is an object: it has to be looked through before its rows are known."""
+
+DECODER = json.JSONDecoder()
+SPACE = re.compile(r"[ \t\r\n]*")
+FIX = "correct the file there; jsonl, one row a line, survives a broken row"
+
+
+def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
+    """Every row of the document, numbered from 1.
+
+    Raises:
+        DataError: it is not JSON as a whole.
+    """
+    with charset.open(newline="") as stream:
+        text = _Text(charset, stream)
+        text.skip(BOM)
+        first = text.next_character()
+        if first == "[":
+            yield from _array_rows(text)
+            text.expect_end()
+        elif first:
+            yield from _object_rows(text)
+
+
+class _Text:
+    """A document with a place in it; holds what is not read yet of one piece, or of one row."""
+
+    def __init__(self, charset: Charset, stream: TextIO) -> None:
+        self.charset = charset
+        self._stream = stream
+        self._held, self._at = "", 0
+        self._lines_gone = 0
+        self.most = LONGEST
+
+    def next_character(self) -> str:
+        """The next character that is not white space; empty at the end. The place is then before it."""
+        while True:
+            found = SPACE.match(self._held, self._at)
+            self._at = found.end() if found else self._at
+            if self._at < len(self._held):
+                return self._held[self._at]
+            if not self._grow():
+                return ""
+
+    def skip(self, character: str) -> None:
+        """Go on by one character, if it is this one."""
+        if self.next_character() == character:
+            self._at += 1
+
+    def next_value(self) -> str:
+        """The text of the next JSON value; the place is then after it."""
+        self.next_character()
+        while True:
+            try:
+                _, end = DECODER.raw_decode(self._held, self._at)
+            except BROKEN_JSON as error:
+                if isinstance(error, json.JSONDecodeError) and self._grow():
+                    continue
+                raise self.broken(_flaw(error), getattr(error, "pos", self._at)) from error
+            if end == len(self._held) and self._grow():  # a number might go on
+                continue
+            value, self._at = self._held[self._at : end], end
+            return value
+
+    def expect_end(self) -> None:
+        """Refuse what follows the document."""
+        if self.next_character():
+            raise self.broken("has text after the end of the JSON document")
+
+    def broken(self, what: str, at: int | None = None) -> DataError:
+        """The error about a character, by default the next one."""
+        n_lines = self._lines_gone + self._held.count("\n", 0, self._at if at is None else at)
+        return DataError(what, where=f"{self.charset.file}:{n_lines + 1}", fix=FIX)
+
+    def _grow(self) -> bool:
+        """Read on, a piece as long as what is held from here, so that all attempts together stay linear."""
+        kept = self._held[self._at :]
+        if len(kept) > self.most:
+            raise self.broken(f"has a value of more than {self.most:,} characters, or one that never ends")
+        more = self._stream.read(max(PIECE, len(kept)))
+        if more:
+            self._lines_gone += self._held.count("\n", 0, self._at)
+            self._held, self._at = kept + more, 0
+        return bool(more)
+
+
+def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
+    """The elements of the array that begins here; the place is then after it."""
+    path, number = str(text.charset.file), 0
+    text.skip("[")
+    more = text.next_character() != "]"
+    while more:
+        number += 1
+        value = text.next_value()
+        yield Source(path, number), text.charset.refused() if text.charset.refuses(value) else value
+        more = text.next_character() == ","
+        if more:
+            text.skip(",")
+    if text.next_character() != "]":
+        raise text.broken(f"row {number} is followed by neither a comma nor a closing bracket")
+    text.skip("]")
+
+
+def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
+    charset = text.charset
+    text.most = MOST_OF_OBJECT
+    whole = text.next_value()
+    text.expect_end()
+    members = list(_members(charset, whole))
+    lists = [value for _, value in members if value.startswith("[")]
+    if layout_of(name for name, _ in members) is None and len(lists) == 1:
+        yield from _array_rows(_Text(charset, io.StringIO(lists[0])))
+    else:
+        yield Source(str(charset.file), 1), charset.refused() if charset.refuses(whole) else whole
+
+
+def _members(charset: Charset, whole: str) -> Iterator[tuple[str, str]]:
+    """Name and value, as text, of each member of an object; nothing for what is no object."""
+    text = _Text(charset, io.StringIO(whole))
+    text.most = MOST_OF_OBJECT
+    if text.next_character() != "{":
+        return
+    text.skip("{")
+    while text.next_character() != "}":
+        name = json.loads(text.next_value())
+        text.skip(":")
+        yield name, text.next_value()
+        text.skip(",")
+
+
+def _flaw(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON: {error.msg}"
+    return f"is not JSON that can be read: {error}"

@@ -1,0 +1,163 @@
+"""Rows of files, folders and hub data sets, each with the place it came from.
+
+A row that cannot be read comes out as `Refused`, so that whoever counts sees it; a file that cannot be read at all is a
+`DataError`. What a row means is decided in `formats`; the network is `hub`'s business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sftplay.data.read.encodings import BOM, Charset
+from sftplay.data.read.files import files_of, other_files, suffix_of
+from sftplay.data.read.json_document import document_rows
+from sftplay.data.read.jsonl import Raw, Row, line_rows, parsed
+from sftplay.data.read.tables import csv_rows, parquet_rows
+from sftplay.data.records import Refused, Source
+from sftplay.errors import DataError
+
+__all__ = [
+    "Dialect",
+    "Raw",
+    "content_digest",
+    "files_of",
+    "is_hub_name",
+    "other_files",
+    "parsed",
+    "read_raw",
+    "read_rows",
+]
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+LONGEST_NAME = 96
+"""The hub's own limit."""
+
+LONGEST_FIRST = 1 << 19
+"""Characters of a first line that is looked at; one that is longer counts as broken off."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How text files are written where their bytes do not say it."""
+
+    encoding: str = "auto"
+    """Python's name of an encoding; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always
+    believed."""
+
+    delimiter: str = "auto"
+    """Character between the cells of csv and tsv; auto finds it in the header."""
+
+
+def read_rows(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, Row | Refused]]:
+    """Yield every row of `path` as an object, or as refused; raises what `read_raw` raises."""
+    for source, raw in read_raw(path, dialect):
+        yield source, parsed(raw)
+
+
+def read_raw(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, Raw]]:
+    """Yield every row of a file, of all files below a folder or, if `path` can only be a hub name, of that data set.
+
+    Rows of JSON come unparsed, for `parsed`, which may run in another process. Blank lines are not rows.
+
+    Raises:
+        DataError: there is no such file, or it cannot be read as what it claims to be.
+    """
+    if is_hub_name(path):
+        from sftplay.data.read.hub import hub_rows
+
+        yield from hub_rows(path)
+        return
+    for file in files_of(path):
+        yield from _file_rows(file, dialect)
+
+
+def is_hub_name(path: str) -> bool:
+    """True when `path` can only be a hub name: no local file, no file suffix, and no local folder of that org."""
+    shape = len(path) <= LONGEST_NAME and HUB_NAME.fullmatch(path) is not None and not suffix_of(path)
+    return shape and not Path(path).exists() and not Path(path).parent.is_dir()
+
+
+def content_digest(path: str) -> str:
+    """Hex digest that changes whenever a byte of the rows, or a file's name in a folder, changes.
+
+    Whole files are hashed, at about 1 GB/s: size and time stamp alone miss an edit made within the clock's grain.
+    """
+    if is_hub_name(path):
+        from sftplay.data.read.hub import hub_digest
+
+        return hub_digest(path)
+    digest = hashlib.blake2b()
+    for file in files_of(path):
+        try:
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "blake2b").digest()
+        except OSError as error:
+            raise _unreadable(file, 0, error) from error
+        digest.update(str(file.relative_to(path)).encode() + b"\0" + content)
+    return digest.hexdigest()[:32]
+
+
+def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
+    source = Source(str(file), 0)
+    try:
+        for source, raw in _rows_of_kind(file, dialect):
+            yield source, raw
+    except (OSError, EOFError, zlib.error, UnicodeError) as error:
+        raise _unreadable(file, source.line, error) from error
+
+
+def _rows_of_kind(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
+    kind = suffix_of(file).removesuffix(".gz")
+    if kind == ".parquet":
+        return parquet_rows(file)
+    charset = Charset(file, dialect.encoding)
+    if kind in (".csv", ".tsv"):
+        return csv_rows(charset, dialect.delimiter)
+    return line_rows(charset) if _is_lines(charset, is_named_json=kind == ".json") else document_rows(charset)
+
+
+def _is_lines(charset: Charset, *, is_named_json: bool) -> bool:
+    """Lines or one document: decided by what is inside, because files are often misnamed."""
+    first, has_more = _first_line(charset)
+    is_array = first.startswith("[")
+    if is_named_json or is_array:
+        return has_more and _is_json(first) and not (is_named_json and is_array)
+    return True
+
+
+def _first_line(charset: Charset) -> tuple[str, bool]:
+    """The first line that is not blank, without a byte order mark, and whether another follows."""
+    first = ""
+    with charset.open(newline="\n") as stream:
+        while line := stream.readline(LONGEST_FIRST):
+            text = line.strip(f"{BOM} \t\r\n")
+            if text and first:
+                return first, True
+            first = first or text
+    return first, False
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _unreadable(file: Path, line: int, error: Exception) -> DataError:
+    """The error about a file whose bytes cannot be got at; `line` is that of its last good row, 0 for none."""
+    where = f"{file}:{line + 1}" if line else str(file)
+    if isinstance(error, EOFError):
+        return DataError("ends in the middle: the gzip file is cut off", where=where, fix="copy it again")
+    if isinstance(error, OSError) and error.errno is not None:
+        return DataError(f"cannot be read: {error.strerror}", where=where, fix="check its permissions")
+    if isinstance(error, UnicodeError):
+        return DataError(f"cannot be decoded: {error}", where=where, fix="set data.encoding to the one it is in")
+    return DataError(f"is a damaged gzip file: {error}", where=where, fix="copy it again, or take .gz off its name")

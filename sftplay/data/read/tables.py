@@ -1,0 +1,199 @@
+"""Rows of csv, tsv and parquet tables; the header names the columns."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from sftplay.data.layouts.convert import layout_of
+from sftplay.data.read.encodings import BOM, Charset
+from sftplay.data.read.files import suffix_of
+from sftplay.data.read.jsonl import LONGEST, Row
+from sftplay.data.records import Refused, Source
+from sftplay.errors import DataError
+
+DELIMITERS = (",", ";", "\t", "|")
+
+Read = tuple[Source, Row | Refused]
+
+
+def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[Read]:
+    """Every row below the header; a row is placed at its first line.
+
+    Raises:
+        DataError: the header cannot be used, or no table can have this delimiter.
+    """
+    csv.field_size_limit(min(LONGEST, sys.maxsize))  # the default refuses a cell longer than 131,072 characters
+    path = str(charset.file)
+    with charset.open(newline="") as stream:
+        lines = _Lines(stream, path)
+        header_line = lines.first()
+        if not header_line:
+            return
+        if charset.refuses(header_line):
+            raise DataError(f"the header {charset.refused().reason}", where=f"{path}:{lines.start}", fix=FIX_HEADER)
+        delimiter = _delimiter(header_line, delimiter, charset.file)
+        records = _records(csv.reader(lines, delimiter=delimiter, strict=True), lines)
+        start, header = next(records)
+        if isinstance(header, Refused):
+            raise DataError(f"the header {header.reason}", where=f"{path}:{start}", fix=FIX_HEADER)
+        names = _names(header, f"{path}:{start}")
+        for start, cells in records:
+            yield Source(path, start), _csv_row(names, cells, charset)
+
+
+def parquet_rows(file: Path) -> Iterator[Read]:
+    """Every row, numbered from 1, a part of the file in memory at a time.
+
+    Raises:
+        DataError: it is no parquet file, or a damaged one.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise DataError("has two columns of one name", where=str(file), fix="rename one of them")
+            for batch in table.iter_batches(batch_size=256):
+                for row in _batch_rows(batch):
+                    number += 1
+                    yield Source(str(file), number), row
+    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        what = f"is not a parquet file that can be read: {first}"
+        raise DataError(what, where=f"{file}:{number + 1}", fix="write it again") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the fields that are null in the objects inside it.
+
+    Arrow gives all objects of a column the same fields; null stands there for a field that an object does not have.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+FIX_HEADER = "write one line of column names above the rows"
+
+
+class _Lines:
+    """Physical lines for `csv.reader`, which can be given back after a record that turned out to be broken."""
+
+    def __init__(self, stream: TextIO, path: str) -> None:
+        self._stream, self._path = stream, path
+        self._waiting: deque[str] = deque()
+        self._taken: list[str] = []
+        self.start = 1
+        """Line at which the record begins that is being read."""
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._waiting.popleft() if self._waiting else self._stream.readline(LONGEST)
+        if not line:
+            raise StopIteration
+        if len(line) == LONGEST and not line.endswith(("\n", "\r")):
+            where = f"{self._path}:{self.start + len(self._taken)}"
+            raise DataError(f"a line is longer than {LONGEST:,} characters", where=where, fix="correct the file there")
+        self._taken.append(line)
+        return line
+
+    def first(self) -> str:
+        """The first line that is not blank, without a byte order mark; empty if there is none."""
+        for line in self:
+            if text := line.removeprefix(BOM).strip("\r\n "):
+                self._waiting.append(line.removeprefix(BOM))
+                self._taken.clear()
+                return text
+            self.next_record()
+        return ""
+
+    def next_record(self) -> None:
+        """Forget the lines of the record that was read."""
+        self.start += len(self._taken)
+        self._taken.clear()
+
+    def give_back(self) -> None:
+        """Keep only the first line of the record as read; those after it come again."""
+        self._waiting.extendleft(reversed(self._taken[1:]))
+        del self._taken[1:]
+
+
+def _records(reader: Any, lines: _Lines) -> Iterator[tuple[int, list[str] | Refused]]:
+    """First line and cells of each record. A quote that spoils a record costs its first line and no other."""
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            lines.give_back()
+            yield lines.start, Refused(f"is not CSV: {error}")
+        else:
+            if cells:
+                yield lines.start, cells
+        lines.next_record()
+
+
+def _delimiter(header: str, named: str, file: Path) -> str:
+    """The one that is named; else that with which the header has a known layout; else that of the most columns."""
+    if named != "auto":
+        try:
+            csv.reader([], delimiter=named)
+        except (TypeError, ValueError) as error:
+            fix = "write auto, or one character"
+            raise DataError(f"{named!r} cannot be a delimiter: {error}", where="data.delimiter", fix=fix) from error
+        return named
+    candidates = ("\t", *DELIMITERS) if suffix_of(file).startswith(".tsv") else DELIMITERS
+    found = {each: [name.strip() for name in next(csv.reader([header], delimiter=each))] for each in candidates}
+    known = [each for each in candidates if layout_of(found[each]) is not None]
+    return max(known or candidates, key=lambda each: len(found[each]))
+
+
+def _names(cells: list[str], where: str) -> list[str]:
+    names = [cell.strip() or f"(column {place})" for place, cell in enumerate(cells, 1)]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise DataError(f"the header names {twice[0]!r} twice", where=where, fix="rename one of the two columns")
+    return names
+
+
+def _csv_row(names: list[str], cells: list[str] | Refused, charset: Charset) -> Row | Refused:
+    if isinstance(cells, Refused):
+        return cells
+    if len(names) != len(cells):
+        return Refused(f"has {len(cells)} columns where the header has {len(names)}")
+    if cells[0].startswith(BOM):
+        return Refused("begins with a byte order mark: another file, perhaps with a header, was put behind the first")
+    if charset.refuses("".join(cells)):
+        return charset.refused()
+    return dict(zip(names, cells, strict=True))
+
+
+def _batch_rows(batch: Any) -> Iterator[Row | Refused]:
+    try:
+        rows = batch.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, OverflowError, KeyError):  # one of them holds what Python cannot: look for it
+        rows = [_lone_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
+    for row in rows:
+        if isinstance(row, Refused):
+            yield row
+        else:
+            yield {name: without_nulls(value) for name, value in row.items()}
+
+
+def _lone_row(batch: Any) -> Row | Refused:
+    try:
+        row: Row = batch.to_pylist(maps_as_pydicts="strict")[0]
+    except (ValueError, OverflowError, KeyError) as error:
+        return Refused(f"holds a value that cannot be read: {error}")
+    return row

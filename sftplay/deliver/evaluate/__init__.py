@@ -1,0 +1,1 @@
+"""Held-out rows measured: exact loss, and answers compared with references."""

@@ -1,0 +1,170 @@
+"""Measures a model on held-out rows: exact loss over label tokens, and answers compared with references.
+
+It trains nothing and chooses nothing; the same functions measure the base and the tuned model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.schema.run import EvalConfig, RunConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.data.pipeline import Examples
+from sftplay.data.records import Chat
+from sftplay.deliver.evaluate.metrics import score_answers
+from sftplay.deliver.infer.generate import Speaker, answer_all
+from sftplay.monitor.out_of_memory import Portions
+
+LOSS_TOKENS = 8192
+"""Most tokens of one piece when the held-out loss is computed."""
+
+SCORES_BYTES = 2**30
+"""Most bytes of fp32 scores over the vocabulary in one piece, where a single row does not take more."""
+
+
+def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict[str, Any]:
+    """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
+
+    `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
+    figures are means over the prompts answered, of which there are `n`. Plain texts have no prompt: where no chat is
+    held out there are none, and no other figures.
+    """
+    tag = path.stem
+    tokenizer = examples.renderer.tokenizer
+    assert examples.held_out is not None
+    log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
+    with ready_to_answer(model):
+        loss = held_out_loss(model, examples.held_out, tokenizer.pad_token_id)
+        chats = spread(examples.held_out_chats, cfg.eval.limit)
+        speaker = Speaker(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
+        answers = answer_chats(speaker, examples.renderer, chats, cfg.eval) if chats else []
+    references = [reference_of(chat, examples.renderer) for chat in chats]
+    means, correct = score_answers(answers, references, cfg.eval.metrics) if chats else ({}, [])
+    figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
+    write_text(path, json.dumps(figures, indent=1) + "\n")
+    rows = (
+        {
+            "row": n,
+            "prompt": chat.prompt[-1].content if chat.prompt else "",
+            "reference": references[n],
+            "prediction": answers[n],
+            "correct": correct[n],
+        }
+        for n, chat in enumerate(chats)
+    )
+    write_text(path.with_suffix(".jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    told = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
+    log.say(f"{tag}: {told}  (n {figures['n']})", "eval")
+    return figures
+
+
+def reference_of(chat: Chat, renderer: Renderer) -> str:
+    """What the model should have answered in the chat's last turn, in the form in which its answers are read.
+
+    Calls are what the template writes for them, without special tokens, which answers are read without too.
+    """
+    last = chat.messages[-1]
+    if not last.calls:
+        return last.content
+    ids = renderer.tokenizer(renderer.answer_text(chat), add_special_tokens=False)["input_ids"]
+    return str(renderer.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
+    """At most `limit` of the rows, evenly spread over them."""
+    if limit is None or len(chats) <= limit:
+        return list(chats)
+    return [chats[i * len(chats) // limit] for i in range(limit)]
+
+
+def answer_chats(speaker: Speaker, renderer: Renderer, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
+    """The model's greedy answer in place of each row's last turn."""
+    prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
+    return answer_all(
+        speaker,
+        prompts,
+        batch_size=how.batch_size,
+        progress=lambda done: log.status(f"answered {done}/{len(prompts)}", "eval"),
+    )
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, rows: Any, pad_token_id: int) -> float:
+    """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
+    total, count = 0.0, 0
+    room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
+    portions = Portions(len(rows), "the held-out loss")
+    for batch in _by_length(rows["input_ids"], rows["labels"], room):
+        for loss, labels in portions.each(len(batch), partial(_summed_loss, model, pad_token_id, batch)):
+            total, count = total + loss, count + labels
+    return total / count if count else math.nan
+
+
+def _summed_loss(
+    model: Any, pad_token_id: int, batch: Sequence[tuple[list[int], list[int]]], part: slice
+) -> tuple[float, int]:
+    """The sum of the label tokens' losses of a part of the rows, and their number."""
+    batch, device = batch[part], next(model.parameters()).device
+    width = max(len(ids) for ids, _ in batch)
+    ids = torch.full((len(batch), width), pad_token_id)
+    labels = torch.full((len(batch), width), -100)
+    mask = torch.zeros_like(ids)
+    for i, (row, targets) in enumerate(batch):
+        ids[i, : len(row)] = torch.tensor(row)
+        labels[i, : len(targets)] = torch.tensor(targets)
+        mask[i, : len(row)] = 1
+    scores = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits[:, :-1]
+    wanted = labels[:, 1:].to(device)
+    loss = functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten(), reduction="sum")
+    return float(loss), int((wanted != -100).sum())
+
+
+def _by_length(
+    all_ids: Sequence[list[int]], all_labels: Sequence[list[int]], room: int
+) -> Iterator[list[tuple[Any, Any]]]:
+    pairs = sorted(zip(all_ids, all_labels, strict=True), key=lambda pair: len(pair[0]), reverse=True)
+    start = 0
+    while start < len(pairs):
+        size = max(1, room // len(pairs[start][0]))
+        yield pairs[start : start + size]
+        start += size
+
+
+@contextmanager
+def ready_to_answer(model: Any) -> Iterator[None]:
+    """The model in evaluation mode with its cache on and no recomputation, restored afterwards.
+
+    A 16-bit model of which some weights train in fp32 computes under autocast, as in training.
+    """
+    was_training, had_cache = model.training, model.config.use_cache
+    recomputes = getattr(model, "is_gradient_checkpointing", False)
+    model.eval()
+    model.config.use_cache = True
+    if recomputes:
+        model.gradient_checkpointing_disable()
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.bfloat16)
+    mixed = len(dtypes) > 1
+    try:
+        with torch.autocast(next(model.parameters()).device.type, dtype=half, enabled=mixed):
+            yield
+    finally:
+        if recomputes:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.config.use_cache = had_cache
+        model.train(was_training)
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

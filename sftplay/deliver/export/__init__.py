@@ -1,0 +1,1 @@
+"""A trained model for others: merged, checked, exported, served."""

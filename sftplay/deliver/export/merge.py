@@ -1,0 +1,245 @@
+"""Merges a run's adapter into its full-precision base, and writes the whole model as plain libraries read it.
+
+Never into 4-bit weights: the base of a qlora run is opened again unquantised. It does not judge the outcome; `parity`
+does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import cached_file
+
+from sftplay import __version__, log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.deliver.export.scratch import check_target, write_folder
+from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.adapter import attach_adapter
+from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
+from sftplay.model.load import DTYPES
+from sftplay.model.merged_start import part_tied_ends, settle_tie
+from sftplay.model.source import is_hub_shaped, locate
+from sftplay.model.start_point import settle
+from sftplay.model.tokenizer import load_tokenizer
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+RECORD = "merge.json"
+"""Beside merged weights: which adapter went into them."""
+
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of one weight file, unless a single tensor is larger; the hub refuses files of 50 GB."""
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What a model that sees needs beside its tokenizer; it goes unchanged from the base into the merged model."""
+
+
+def merge(cfg: RunConfig, folder: RunFolder, out: Path, dtype: Dtype | None) -> Path:
+    """Write the run's adapter and base as one model to `out`; `dtype` None keeps the base's own.
+
+    Safetensors shards, tokenizer with the trained chat template, and a generation config that ends answers where
+    training did. `out` appears whole or not at all.
+
+    Raises:
+        ConfigError: the run has no adapter, or `out` exists.
+        MachineError: the base cannot be read, is quantised itself, or the disk is too small.
+        RunError: the adapter holds values that are not finite, or they do not fit `dtype`.
+    """
+    check_target(out)
+    model, tokenizer = merged_model(cfg, folder, dtype)
+    record = {"adapter_sha256": adapter_digest(folder), "dtype": str(model.dtype).removeprefix("torch.")}
+
+    def fill(scratch: Path) -> None:
+        save_whole(model, tokenizer, scratch)
+        carry_processor(cfg, folder, scratch)
+        (scratch / RECORD).write_text(json.dumps({**record, "kit": __version__}, indent=1) + "\n", encoding="utf-8")
+
+    return write_folder(out, size_bytes(model), fill)
+
+
+def merged_model(cfg: RunConfig, folder: RunFolder, dtype: Dtype | None) -> tuple[Any, Any]:
+    """The merged model on the CPU in evaluation mode, with the run's tokenizer.
+
+    Each layer is merged in fp32 and rounded once, to the base's dtype or to `dtype`.
+
+    Raises:
+        ConfigError: the run has no adapter.
+        MachineError: the base cannot be read.
+        RunError: a value is not finite, before or after rounding.
+    """
+    tokenizer = load_tokenizer(cfg.model, str(adapter_of(cfg, folder)))
+    model = with_adapter(load_unquantised(cfg, folder), folder)
+    log.status("merging layer by layer", "merge")
+    wanted = DTYPES[dtype] if dtype else None
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            _merge_layer(module, wanted, adapter_of(cfg, folder))
+        elif isinstance(module, ModulesToSaveWrapper):
+            module.modules_to_save.to(wanted or next(module.original_module.parameters()).dtype)
+    whole = model.unload()  # every layer is merged already; modules trained in full take their place
+    if wanted:
+        whole.to(wanted)
+    if settle_tie(whole):
+        log.say("note: head and input embedding were one weight and are two now; the merged model holds both", "merge")
+    _check_finite(whole, adapter_of(cfg, folder))
+    end_where_training_ended(whole.generation_config, tokenizer)
+    return whole.eval(), tokenizer
+
+
+def adapter_of(cfg: RunConfig, folder: RunFolder) -> Path:
+    """The run's adapter folder.
+
+    Raises:
+        ConfigError: it has none, with what to do.
+    """
+    adapter = folder.path / "adapter"
+    if adapter.is_dir():
+        return adapter
+    if cfg.tuning.mode == "full" and (folder.path / "model").is_dir():
+        what = "tuning.mode is full, so there is no adapter to merge: the result is a whole model already"
+        raise ConfigError(what, where=str(folder.path), fix=f"use {folder.path / 'model'} as it is, or `make export`")
+    raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
+
+
+def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | None = None) -> Any:
+    """The base the run's adapter belongs to, on the CPU, in `dtype` or the one it is stored in, never in 4 bits.
+
+    Raises:
+        MachineError: it cannot be read whole, or is stored quantised.
+    """
+    name, revision = base_of(cfg, folder)
+    where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
+    log.status(f"opening {name} unquantised", "merge")
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": cfg.model.trust_remote_code}
+    source["local_files_only"] = is_hub_shaped(name) and not check_reachable(name, revision, where)
+    quieten_hub()
+    try:
+        config = AutoConfig.from_pretrained(name, **source)
+        _check_not_quantised(config, where)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype or "auto", output_loading_info=True,
+            use_safetensors=None if cfg.model.allow_pickle else True, **source,
+        )  # fmt: skip
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        fix = f"check the name, the connection and the files, {FOLDER_FIX}"
+        raise MachineError(f"the base cannot be loaded ({first_line(error)})", where=where, fix=fix) from error
+    if found["missing_keys"]:
+        what = f"the base lacks {len(found['missing_keys'])} weights, {min(found['missing_keys'])} for one"
+        raise MachineError(what, where=where, fix="check its files")
+    return model
+
+
+def _check_not_quantised(config: Any, where: str) -> None:
+    if getattr(config, "quantization_config", None):
+        what = "the base is stored quantised; an adapter merged into rounded weights is not what was trained"
+        fix = "use base and adapter as they are, or train on the same model in full precision (qlora rounds it itself)"
+        raise MachineError(what, where=where, fix=fix)
+
+
+def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
+    """Name or folder of the base, and its revision: the run's own copy where it keeps one, as of a merged start."""
+    own = folder.path / "base"
+    if own.is_dir():
+        return str(own), None
+    model = settle(cfg).model
+    return locate(model.name), model.revision
+
+
+def with_adapter(base: Any, folder: RunFolder) -> Any:
+    """PEFT's model of `base` and the run's adapter, whose weights are fp32 as they were trained.
+
+    An input embedding and a head that share one weight are parted where the adapter touches either: merging into the
+    one would change the other (https://github.com/huggingface/peft/issues/2777).
+    """
+    model = attach_adapter(base, folder.path / "adapter").eval()
+    part_tied_ends(base)
+    return model
+
+
+def _merge_layer(layer: Any, wanted: torch.dtype | None, adapter: Path) -> None:
+    weight = layer.get_base_layer().weight
+    rounded_to = wanted or weight.dtype
+    weight.data = weight.data.float()  # PEFT would round the update first and then the sum
+    try:
+        layer.merge(safe_merge=True)
+    except ValueError as error:
+        raise RunError(
+            f"cannot be merged ({error})", where=str(adapter), fix="train again; look at the losses"
+        ) from error
+    merged = layer.get_base_layer().weight
+    merged.data = merged.data.to(rounded_to)
+
+
+def _check_finite(model: nn.Module, adapter: Path) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            what = f"{name} holds values that {kind} cannot hold, or that are not finite"
+            raise RunError(what, where=str(adapter), fix="merge with the base's own dtype, or in bf16")
+
+
+def end_where_training_ended(config: GenerationConfig, tokenizer: Any) -> None:
+    """Add the chat template's end tokens to those at which generation with plain transformers stops."""
+    shipped = config.eos_token_id if config.eos_token_id is not None else []
+    ends = {shipped} if isinstance(shipped, int) else set(shipped)
+    if tokenizer.chat_template:
+        ends |= set(Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids)
+    elif tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    config.eos_token_id = min(ends) if len(ends) == 1 else sorted(ends)
+    config.pad_token_id = tokenizer.pad_token_id
+    sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+    if not config.do_sample and any(getattr(config, key, None) is not None for key in sampling):
+        # Several shipped configs name a temperature without sampling; transformers reads that and refuses to write it.
+        for key in sampling:
+            setattr(config, key, None)
+
+
+def save_whole(model: Any, tokenizer: Any, target: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Weights in safetensors shards of at most `shard_bytes`, configs, tokenizer and chat template."""
+    model.config.use_cache = True
+    model.save_pretrained(target, max_shard_size=shard_bytes)
+    tokenizer.save_pretrained(target)
+
+
+def carry_processor(cfg: RunConfig, folder: RunFolder, target: Path) -> None:
+    """Copy what the base has beside a tokenizer to read pictures with."""
+    for name in PROCESSOR_FILES:
+        if found := file_of_base(cfg, folder, name):
+            shutil.copyfile(found, target / name)
+
+
+def file_of_base(cfg: RunConfig, folder: RunFolder, name: str) -> Path | None:
+    """A file that lies beside the base's weights, None where there is none or it cannot be had."""
+    base, revision = base_of(cfg, folder)
+    try:
+        found = cached_file(
+            base, name, revision=revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
+        )  # fmt: skip
+    except OSError:  # a folder that is gone
+        return None
+    return Path(found) if found else None
+
+
+def size_bytes(model: nn.Module) -> int:
+    """Bytes of the weights in a file, each counted once."""
+    return sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
+
+
+def adapter_digest(folder: RunFolder) -> str:
+    """sha256 of the run's adapter weights."""
+    with (folder.path / "adapter" / "adapter_model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,256 @@
+"""Compares a merged model with the adapter it came from: weights, scores and greedy texts.
+
+The reference is PEFT with the adapter beside the unquantised base, everything in fp32; what is left between the two is
+the rounding of the merged weights, and anything beyond that is an error. It repairs nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.data.pipeline import load_examples
+from sftplay.data.records import Message
+from sftplay.deliver.export.merge import adapter_of, load_unquantised, size_bytes, with_adapter
+from sftplay.deliver.infer.generate import Speaker
+from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.load import load_result
+from sftplay.model.tokenizer import load_tokenizer
+
+PROMPTS = 8
+PROMPT_TOKENS = 256
+"""Of a longer prompt the end is taken."""
+
+ANSWER_TOKENS = 32
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "Count from one to five.",
+    "Translate 'good morning' into German.",
+)
+"""Asked where a run has no held-out rows."""
+
+UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Largest relative error of one rounding: half a unit in the last place."""
+
+ROUNDINGS = {torch.float32: 2.0**10, torch.bfloat16: 32.0, torch.float16: 32.0}
+"""How many such errors, of the largest score, two scores may be apart. 16-bit weights are each rounded once, and these
+errors mostly cancel (up to 9 were seen on `builtin:tiny`); in fp32 the sums differ, being added in another order."""
+
+WEIGHT_NOISE = 1e-5
+"""Of a tensor's largest value: two machines may add the products of an update in another order."""
+
+
+@dataclass
+class Spoken:
+    """What a model makes of the prompts: greedy answers (token ids), and scores at the places of some answers."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+    """fp32 [answer tokens + 1, vocabulary] each."""
+
+
+def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any]:
+    """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and what else there is to say.
+
+    Two texts also count as equal that part where the reference finds both tokens as good within the tolerance
+    (`parted_at_ties`). For a qlora run, `quantised` tells how far the 4-bit base with the adapter is from the merged
+    model; that is information, and no error.
+
+    Raises:
+        ConfigError: there is no adapter, or nothing at `merged`.
+        MachineError: the base cannot be read.
+        RunError: the merged model disagrees, with the figures and the tensors that differ.
+    """
+    adapter = adapter_of(cfg, folder)
+    if not merged.is_dir():
+        raise ConfigError("no merged model here", where=str(merged), fix="make merge")
+    tokenizer = load_tokenizer(cfg.model, str(adapter))
+    prompts, origin = _choose_prompts(cfg, tokenizer)
+    log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
+    reference = with_adapter(load_unquantised(cfg, folder, dtype=torch.float32), folder)
+    ends = _end_token_ids(tokenizer)
+    expected = _hear(Speaker(reference, tokenizer, ends, ANSWER_TOKENS), prompts)
+    whole = _open_merged(cfg, merged)
+    problems = _find_altered(_merged_by_peft(reference), whole)
+    del reference
+    gc.collect()
+    dtype = whole.dtype
+    found = _hear(Speaker(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, told=expected.answers)
+    figures = _compare(expected, found, dtype) | {"prompts": origin, "altered": problems}
+    if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
+        problems.append("the chat template is not the one of the run")
+    if cfg.tuning.mode == "qlora":
+        figures["quantised"] = _quantisation(cfg, folder, prompts, told=expected, whole=found)
+    _judge(figures, problems, merged)
+    return figures
+
+
+def _choose_prompts(cfg: RunConfig, tokenizer: Any) -> tuple[list[list[int]], str]:
+    """Token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
+    try:
+        held_out = load_examples(cfg, tokenizer, tokenizer.chat_template).held_out
+    except DataError as error:
+        log.say(f"note: the run's rows cannot be read any more ({error.what})", "merge")
+        held_out = None
+    if held_out is None:
+        return _built_in(tokenizer), "built-in"
+    rows = held_out.select(sorted({i * len(held_out) // PROMPTS for i in range(PROMPTS)}))
+    return [_prompt_of(row["input_ids"], row["labels"])[-PROMPT_TOKENS:] for row in rows], "held-out"
+
+
+def _built_in(tokenizer: Any) -> list[list[int]]:
+    if not tokenizer.chat_template:
+        return [list(tokenizer(question)["input_ids"]) for question in QUESTIONS]
+    renderer = Renderer.prove(tokenizer, tokenizer.chat_template, [])
+    return [renderer.prompt_ids([Message("user", question)]) for question in QUESTIONS]
+
+
+def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
+    first = next((place for place, label in enumerate(labels) if label != -100), len(ids))
+    return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # of plain text, all of it learned, one half
+
+
+def _end_token_ids(tokenizer: Any) -> list[int]:
+    if not tokenizer.chat_template:
+        return [tokenizer.eos_token_id]
+    return Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids
+
+
+@torch.no_grad()
+def _hear(speaker: Speaker, prompts: Sequence[list[int]], told: Sequence[list[int]] | None = None) -> Spoken:
+    """The model's answers, and its scores for them, or for the answers `told` where given."""
+    model, spoken = speaker.model, Spoken()
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
+        model.to("cuda")
+    device = next(model.parameters()).device
+    for n, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        answer = speaker.generate(ids, torch.ones_like(ids))[0, len(prompt) :].tolist()
+        spoken.answers.append(answer)
+        sequence = torch.tensor([prompt + (told[n] if told else answer)], device=device)
+        spoken.scores.append(model(input_ids=sequence).logits[0, len(prompt) - 1 :].float().cpu())
+        log.status(f"answered {n + 1}/{len(prompts)}", "merge")
+    model.to("cpu")
+    return spoken
+
+
+def _open_merged(cfg: RunConfig, merged: Path) -> Any:
+    try:
+        whole, found = AutoModelForCausalLM.from_pretrained(
+            merged, dtype="auto", output_loading_info=True, trust_remote_code=cfg.model.trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RunError(f"cannot be opened ({first})", where=str(merged), fix="remove it, and merge again") from error
+    lost = sorted(found["missing_keys"])
+    if lost:
+        raise RunError(f"lacks {len(lost)} weights, {lost[0]} for one", where=str(merged), fix="merge again")
+    return whole.eval()
+
+
+def _merged_by_peft(reference: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(tied|tie_word_embeddings).*")
+        whole: nn.Module = reference.merge_and_unload()
+    return whole
+
+
+def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
+    """Names of the tensors that are further from PEFT's own fp32 merge than one rounding of each value."""
+    altered = []
+    theirs = dict(expected.named_parameters(remove_duplicate=False))
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        value = theirs.pop(name, torch.empty(0)).detach()
+        if value.shape != parameter.shape:
+            altered.append(name)
+            continue
+        limit = UNITS[parameter.dtype] * value.abs() + WEIGHT_NOISE * value.abs().max()
+        # Written so that a NaN counts as altered.
+        if not bool(((parameter.detach().float() - value).abs() <= limit).all()):
+            altered.append(name)
+    return altered + sorted(theirs)
+
+
+def _compare(expected: Spoken, found: Spoken, dtype: torch.dtype) -> dict[str, Any]:
+    scale = max(float(scores.abs().max()) for scores in expected.scores)
+    tolerance = ROUNDINGS[dtype] * UNITS[dtype] * scale
+    fates = [parting(expected, found, n, tolerance) for n in range(len(expected.answers))]
+    pairs = zip(expected.scores, found.scores, strict=True)
+    return {
+        "max_abs_logit_diff": max(float((a - b).abs().max()) for a, b in pairs),
+        "tolerance": tolerance,
+        "dtype": str(dtype).removeprefix("torch."),
+        "texts_equal": "apart" not in fates,
+        "parted_at_ties": fates.count("tie"),
+        "n": len(fates),
+    }
+
+
+def parting(expected: Spoken, found: Spoken, n: int, tolerance: float) -> str:
+    """`same`, `tie` (the reference scores both tokens alike where the answers part) or `apart`."""
+    ours, theirs = expected.answers[n], found.answers[n]
+    place = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+    if place is None:
+        return "same" if len(ours) == len(theirs) else "apart"
+    scores = expected.scores[n][place]
+    return "tie" if float(scores[ours[place]] - scores[theirs[place]]) <= 2 * tolerance else "apart"
+
+
+def _quantisation(
+    cfg: RunConfig, folder: RunFolder, prompts: Sequence[list[int]], *, told: Spoken, whole: Spoken
+) -> dict[str, float]:
+    """How far the model as it was trained, its base in 4 bits, is from the merged one, at the same places."""
+    four_bit = load_result(cfg, folder.path)
+    device = next(four_bit.parameters()).device
+    gaps, same = [], []
+    for prompt, answer, scores in zip(prompts, told.answers, whole.scores, strict=True):
+        with torch.no_grad():
+            out = four_bit(input_ids=torch.tensor([prompt + answer], device=device))
+        trained = out.logits[0, len(prompt) - 1 :].float().cpu()
+        gaps.append((trained - scores).abs().flatten())
+        same.append(trained.argmax(-1) == scores.argmax(-1))
+    gap, share = torch.cat(gaps), float(torch.cat(same).float().mean())
+    log.say(
+        f"for information: the 4-bit base with the adapter, as trained, is up to {float(gap.max()):.3g} (mean "
+        f"{float(gap.mean()):.3g}) away in its scores and prefers the same next token at {share:.0%} of the places; "
+        "that is the rounding of the base to 4 bits, which merging leaves behind, and no error of merging",
+        "merge",
+    )
+    return {
+        "max_abs_logit_diff": float(gap.max()),
+        "mean_abs_logit_diff": float(gap.mean()),
+        "same_next_token_share": share,
+    }
+
+
+def _judge(figures: dict[str, Any], problems: list[str], merged: Path) -> None:
+    diff, tolerance = figures["max_abs_logit_diff"], figures["tolerance"]
+    found = [f"altered: {', '.join(problems[:5])}"] if problems else []
+    if not diff <= tolerance:
+        found.append(f"scores differ by {diff:.3g}, {tolerance:.3g} is what {figures['dtype']} explains")
+    if not figures["texts_equal"]:
+        found.append("greedy texts differ")
+    if found:
+        what = f"the merged model is not the adapter on its base ({'; '.join(found)}; n {figures['n']})"
+        raise RunError(what, where=str(merged), fix="remove it, and merge again")
+    log.say(
+        f"agree: scores within {diff:.3g} (tolerance {tolerance:.3g} for {figures['dtype']}), "
+        f"{figures['n']} greedy texts equal"
+        + (f", {figures['parted_at_ties']} of them up to a tie" if figures["parted_at_ties"] else ""),
+        "merge",
+    )

@@ -1,0 +1,110 @@
+"""Answers every row of a file, batch by batch, each one kept on the disk as soon as it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sftplay.data.layouts.convert import Row
+from sftplay.deliver.infer.generate import Speaker, answer_batch
+from sftplay.deliver.infer.partial_answers import FIX_SPACE, Journal
+from sftplay.deliver.infer.prompts import Question, Questions
+from sftplay.errors import DataError, RunError
+from sftplay.units import format_seconds
+
+Batch = list[tuple[Question, list[int]]]
+
+
+def check_lengths(questions: Questions, renderer: Any, speaker: Speaker) -> None:
+    """Make sure that every row can be asked and has room for its answer, before any is answered.
+
+    Raises:
+        DataError: one cannot, with its place.
+    """
+    context, answer = speaker.context_tokens, speaker.max_new_tokens
+    for question in questions:
+        n_tokens = len(question.prompt(renderer))
+        if context is not None and n_tokens + answer > context:
+            what = f"has {n_tokens} tokens and leaves no room for an answer of {answer}: the model reads {context}"
+            fix = "shorten the row" + (", or the answers: MAX_NEW_TOKENS=" if n_tokens < context else "")
+            raise DataError(what, where=str(question.source), fix=fix)
+
+
+def answer_rest(
+    speaker: Speaker, renderer: Any, questions: Questions, *, batch_size: int, journal: Journal, pace: Pace
+) -> None:
+    """Answer what `journal` does not hold yet, into it.
+
+    The batches are the same every time, so that a resumed run gives the answers it would have given.
+    """
+    skipped = journal.n_batches
+    for window in questions.windows(batch_size):
+        n_batches = -(-len(window) // batch_size)
+        for batch in _by_length(window, renderer, batch_size)[skipped:] if skipped < n_batches else ():
+            numbers = [question.number for question, _ in batch]
+            answers = answer_batch(speaker, [prompt for _, prompt in batch], numbers)
+            journal.append(list(zip(numbers, answers, strict=True)))
+            pace.count(len(batch))
+        skipped = max(0, skipped - n_batches)
+
+
+def _by_length(window: list[Question], renderer: Any, batch_size: int) -> list[Batch]:
+    """The longest first: what does not fit into memory shows at once."""
+    asked = [(question, question.prompt(renderer)) for question in window]
+    asked.sort(key=lambda pair: -len(pair[1]))
+    return [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
+
+
+def write_answered(questions: Questions, journal: Journal, out: Path, batch_size: int) -> None:
+    """Write every row with its `response`, in order; `out` appears whole, and the journal goes.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    scratch = out.with_name(f".{out.name}.whole")
+    try:
+        with scratch.open("w", encoding="utf-8") as handle:
+            batches = journal.answers() if journal.n_batches else iter(())
+            for window in questions.windows(batch_size):
+                found = {n: text for _ in range(-(-len(window) // batch_size)) for n, text in next(batches)}
+                for question in window:
+                    handle.write(_line({**question.row, "response": found[question.number]}))
+            handle.flush()
+            os.fsync(handle.fileno())
+        scratch.replace(out)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        what = f"cannot be written ({error.strerror}); the answers are kept in {journal.path}"
+        raise RunError(what, where=str(out), fix=FIX_SPACE) from error
+    journal.remove()
+
+
+def _line(row: Row) -> str:
+    # A parquet file can hold values that JSON has no word for, dates among them, and JSON halves of characters.
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = json.dumps(row, default=str)
+    return f"{text}\n"
+
+
+class Pace:
+    """Tells how many of `n` rows are answered, how fast it goes and how long it will take."""
+
+    def __init__(self, n: int, done: int, tell: Callable[[str], None]) -> None:
+        self._n, self._done, self._tell = n, done, tell
+        self._fresh = 0
+        self._began = time.monotonic()
+
+    def count(self, n: int) -> None:
+        """`n` more are answered."""
+        self._fresh += n
+        self._done += n
+        per_s = self._fresh / max(time.monotonic() - self._began, 1e-9)
+        left = format_seconds((self._n - self._done) / per_s)
+        self._tell(f"answered {self._done}/{self._n}, {per_s:.1f} rows/s, {left} left")

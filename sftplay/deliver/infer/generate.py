@@ -1,0 +1,178 @@
+"""Answers of a model: batches for measuring and for files, a stream for talking; greedy unless set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from sftplay.deliver.infer.sampling import GREEDY, Sampling
+from sftplay.monitor.out_of_memory import Portions
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model with its tokenizer, the tokens that end an answer, and the longest answer in tokens."""
+
+    model: Any
+    tokenizer: Any
+    end_token_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Most tokens of prompt and answer together, None where the model has no such limit."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    def greedy(self) -> GenerationConfig:
+        """The likeliest token each time, up to an end token of the template or of the model."""
+        shipped = self.model.generation_config.eos_token_id or []
+        ends = {*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
+        return GenerationConfig(
+            do_sample=False,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=sorted(ends),
+            pad_token_id=self.tokenizer.pad_token_id,
+            bos_token_id=self.tokenizer.bos_token_id,
+        )
+
+    @torch.no_grad()
+    def generate(
+        self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int] = (), pieces: Pieces | None = None
+    ) -> Any:
+        """Continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` are the numbers of the prompts.
+
+        transformers fills what a generation config leaves open with the settings shipped with the model (a repetition
+        penalty, forbidden tokens), so these are put aside meanwhile: they must not change what is measured.
+        """
+        greedy = self.greedy()
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        shipped, inner.generation_config = inner.generation_config, GenerationConfig()
+        device = next(self.model.parameters()).device
+        try:
+            return self.model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=greedy,
+                logits_processor=self.sampling.processors(rows or range(len(ids))),
+                stopping_criteria=StoppingCriteriaList([_Asked(pieces.stop)] if pieces else []),
+                streamer=pieces,
+            )
+        finally:
+            inner.generation_config = shipped
+
+
+def answer_batch(speaker: Speaker, prompts: Sequence[list[int]], rows: Sequence[int] = ()) -> list[str]:
+    """The answer to each prompt (token ids), without special tokens, in order; `rows` are their numbers.
+
+    Prompts are padded on the left, so that all answers start at the same place.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), width), speaker.tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    out = speaker.generate(ids, mask, rows)
+    answers: list[str] = speaker.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+    return answers
+
+
+def answer_all(
+    speaker: Speaker,
+    prompts: Sequence[list[int]],
+    *,
+    batch_size: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[str]:
+    """Answers to all prompts, in order; prompts of like length go together.
+
+    `progress` hears how many are done.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers = [""] * len(prompts)
+    portions = Portions(batch_size, "answering")
+
+    def answer(portion: slice) -> int:
+        batch = order[portion]
+        for i, text in zip(batch, answer_batch(speaker, [prompts[i] for i in batch], batch), strict=True):
+            answers[i] = text
+        return portion.stop
+
+    for done in portions.each(len(order), answer):
+        progress(done)
+    return answers
+
+
+def stream_answer(speaker: Speaker, prompt: list[int], row: int = 0, stop: Event | None = None) -> Iterator[str]:
+    """Pieces of the answer to one prompt as they are made, until `stop` is set; together they are the answer."""
+    pieces = Pieces(speaker.tokenizer, stop or Event())
+    ids = torch.tensor([prompt])
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(speaker.generate, ids, torch.ones_like(ids), [row], pieces)
+        work.add_done_callback(lambda _: pieces.end())  # else a failure would leave the reader waiting
+        try:
+            yield from iter(pieces.queue.get, None)
+        finally:
+            pieces.stop.set()  # a reader that left early waits for one token, not for the whole answer
+        work.result()
+
+
+class Pieces(BaseStreamer):
+    """The text of one answer as its tokens come; a character is held back until all its bytes are there.
+
+    transformers' own streamers decode a part of the tokens at a time, which loses the space before a word with some
+    tokenizers.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Event) -> None:
+        self.queue: SimpleQueue[str | None] = SimpleQueue()
+        self.stop = stop
+        self._tokenizer = tokenizer
+        self._ids: list[int] | None = None
+        self._told = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take new tokens; the first are the prompt."""
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids.extend(value.flatten().tolist())
+        text = self._text().rstrip("\N{REPLACEMENT CHARACTER}")
+        if text.startswith(self._told):
+            self._tell(text)
+
+    def end(self) -> None:
+        """Hand out what is left, and the end."""
+        self._tell(self._text())
+        self.queue.put(None)
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._ids or [], skip_special_tokens=True))
+
+    def _tell(self, text: str) -> None:
+        # A tokenizer that tidies white space may write what it wrote before in another way.
+        changed = (place for place, (old, new) in enumerate(zip(self._told, text)) if old != new)
+        known = next(changed, min(len(self._told), len(text)))
+        if text[known:]:
+            self.queue.put(text[known:])
+            self._told = text
+
+
+class _Asked(StoppingCriteria):
+    """Ends an answer once somebody asks for it."""
+
+    def __init__(self, stop: Event) -> None:
+        self._stop = stop
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._stop.is_set(), dtype=torch.bool, device=input_ids.device)

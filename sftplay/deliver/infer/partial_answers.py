@@ -1,0 +1,163 @@
+"""Answers given so far, in a file beside the one they are for, so that a killed `infer-batch` goes on where it was.
+
+Its first line says what the answers are of, each further line holds one batch. It knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.launch.run_folder import RunFolder
+
+OPENING = '{"answers of": '
+"""How a journal begins; whatever begins otherwise is not one and is left alone."""
+
+FIX_SPACE = "make room, and start the same command again: it goes on where it stopped"
+
+Fingerprint = dict[str, Any]
+"""What the answers follow from: name -> value."""
+
+
+def fingerprint_run(folder: RunFolder) -> str:
+    """Hex digest of a run's config and of the names, sizes and times of its weights' files."""
+    digest = hashlib.blake2b(folder.resolved.read_bytes(), digest_size=16)
+    for part in (folder.result, folder.path / "base"):
+        for file in sorted(part.rglob("*")) if part and part.is_dir() else ():
+            facts = file.stat()
+            digest.update(f"{file.relative_to(folder.path)} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+class Journal:
+    """The side file of `out`: `<out>.part`."""
+
+    def __init__(self, out: Path, fingerprint: Fingerprint) -> None:
+        self.path = out.with_name(f"{out.name}.part")
+        self.n_batches = 0
+        self.n_answers = 0
+        self._fingerprint = fingerprint
+        self._handle: BinaryIO | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[Journal]:
+        """Keep the file for this process, with what an earlier one left in it; a torn last line is cut off.
+
+        Raises:
+            ConfigError: another process holds it, it is no such file, or its answers are of something else.
+            MachineError: it cannot be made.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = self.path.open("a+b")
+        except OSError as error:
+            what = f"cannot be written ({error.strerror})"
+            raise MachineError(what, where=str(self.path), fix="choose another file with OUT=") from error
+        with handle:
+            self._lock(handle)
+            self._handle = handle
+            try:
+                self._read()
+                yield self
+            finally:
+                self._handle = None
+                if self.path.exists() and not self.path.stat().st_size:
+                    self.path.unlink()
+
+    def append(self, answers: list[tuple[int, str]]) -> None:
+        """Add one batch, (row number, answer) each; it is on the disk when this returns.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        head = "" if self.n_batches else OPENING + json.dumps(self._fingerprint) + "}\n"
+        data = (head + json.dumps(answers) + "\n").encode()
+        file = self._open().fileno()
+        try:
+            while data:
+                data = data[os.write(file, data) :]
+            os.fsync(file)
+        except OSError as error:
+            what = f"cannot be written ({error.strerror}); {self.n_answers} answers are kept in it"
+            raise RunError(what, where=str(self.path), fix=FIX_SPACE) from error
+        self.n_batches += 1
+        self.n_answers += len(answers)
+
+    def answers(self) -> Iterator[list[tuple[int, str]]]:
+        """Every batch, one after another."""
+        with self.path.open("rb") as lines:
+            next(lines, None)
+            for line in lines:
+                yield [(number, text) for number, text in json.loads(line)]
+
+    def remove(self) -> None:
+        """Remove the file: what was in it stands elsewhere."""
+        self.path.unlink(missing_ok=True)
+
+    def _lock(self, handle: BinaryIO) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with this process
+            if os.path.samestat(os.fstat(handle.fileno()), self.path.stat()):
+                return
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        what = "another process is answering into it"
+        raise ConfigError(what, where=str(self.path), fix="wait for it to end, or choose another file with OUT=")
+
+    def _open(self) -> BinaryIO:
+        assert self._handle is not None, "a journal is written while it is held"
+        return self._handle
+
+    def _read(self) -> None:
+        handle = self._open()
+        handle.seek(0)
+        head = handle.readline()
+        if head and head.endswith(b"\n"):
+            self._compare(head)
+        elif not OPENING.encode().startswith(head[: len(OPENING)]):
+            raise self._foreign()
+        good = handle.tell() if head.endswith(b"\n") else 0
+        for line in handle:
+            if (n := _count(line)) is None:
+                break
+            good += len(line)
+            self.n_batches, self.n_answers = self.n_batches + 1, self.n_answers + n
+        # Without a batch the head is written anew, with the first one.
+        handle.truncate(good if self.n_batches else 0)
+
+    def _compare(self, head: bytes) -> None:
+        try:
+            told = json.loads(head)["answers of"] if head.startswith(OPENING.encode()) else None
+        except (ValueError, KeyError):
+            told = None
+        if not isinstance(told, dict):
+            raise self._foreign()
+        mine = self._fingerprint
+        different = [
+            f"{name} was {told.get(name)!r} and is {mine.get(name)!r} now"
+            for name in [*mine, *(name for name in told if name not in mine)]
+            if told.get(name) != mine.get(name)
+        ]
+        if different:
+            what = f"it holds answers of something else: {'; '.join(different)}"
+            fix = "ask as before, or remove that file to begin anew"
+            raise ConfigError(what, where=str(self.path), fix=fix)
+
+    def _foreign(self) -> ConfigError:
+        what = "is in the way: not a file of answers that was left half done"
+        return ConfigError(what, where=str(self.path), fix="move it away, or choose another file with OUT=")
+
+
+def _count(line: bytes) -> int | None:
+    """Answers in a line, None for one that was not written to its end."""
+    try:
+        return len(json.loads(line)) if line.endswith(b"\n") else None
+    except ValueError:
+        return None

@@ -1,0 +1,287 @@
+"""What lies in a run folder, read for people: every file may be missing, broken or half written.
+
+It judges nothing; what could not be read is listed in `troubles`. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sftplay.config.read import yaml12
+from sftplay.config.read.resolved import flow
+from sftplay.deliver.report.history import History, Point, as_number, read_history
+from sftplay.errors import ConfigError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.monitor.checkpoints import MARKER, list_checkpoints, step_of
+
+MOST_STATE_BYTES = 2**25
+"""A trainer_state.json above this is left unread: it takes seconds and gigabytes."""
+
+MOST_LOG_BYTES = 2**26
+MOST_SAMPLES = 5
+SAID = ("passed over", "is not continued", "] note: ")
+"""Parts of the kit's own log lines that a reader of the report must not miss."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One config value: its dotted key, the value, and where it was set (empty for a default)."""
+
+    key: str
+    value: Any
+    origin: str
+
+    @property
+    def text(self) -> str:
+        """The value as the YAML has it."""
+        return flow(self.value)
+
+
+@dataclass
+class Evidence:
+    """Everything the report tells, with empty values where nothing could be read."""
+
+    folder: RunFolder
+    plan: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    sample: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
+    evals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a file in eval/, without .json -> its figures."""
+
+    history: History = field(default_factory=History)
+    held_out: list[Point] = field(default_factory=list)
+    """(step, held-out loss) measured while the run trained."""
+
+    launch: str = ""
+    samples: list[tuple[str, str]] = field(default_factory=list)
+    """(name, text) of the first texts in samples/."""
+
+    said: list[str] = field(default_factory=list)
+    """Notes of the run itself, from its log."""
+
+    set_aside: list[str] = field(default_factory=list)
+    """Checkpoints that were moved to checkpoints/incomplete."""
+
+    unmarked: list[str] = field(default_factory=list)
+    """Checkpoints that are not marked complete."""
+
+    is_held: bool = False
+    """Some process holds the run at this moment."""
+
+    troubles: list[str] = field(default_factory=list)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The config value at a dotted key."""
+        setting = self.settings.get(key)
+        return default if setting is None else setting.value
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """The attempts of status.json, oldest first."""
+        return mappings(self.status.get("attempts"))
+
+    @property
+    def state(self) -> str:
+        """running, done, stopped or failed; interrupted when no process is left of a running one; else unknown."""
+        state = self.status.get("state")
+        if state == "running" and not self.is_held:
+            return "interrupted"
+        return state if isinstance(state, str) and state else "unknown"
+
+    @property
+    def step(self) -> int:
+        """The last step that is known of."""
+        known = [as_number(self.status.get("step")) or 0.0, *(steps[-1] for steps in self.history.steps.values())]
+        return int(max((value for value in known if abs(value) < 2**53), default=0))
+
+    @property
+    def steps(self) -> int | None:
+        """The steps the run was to have."""
+        planned = as_number(self.manifest.get("steps")) or as_number(self.value("train.max_steps"))
+        return int(planned) if planned and abs(planned) < 2**53 else None
+
+
+def read_evidence(folder: RunFolder) -> Evidence:
+    """Everything in the folder. Never raises for what it finds there."""
+    found = Evidence(folder)
+    found.plan = _json(found, "plan.json")
+    found.manifest = _json(found, "manifest.json")
+    found.status = _json(found, "status.json")
+    found.data = _json(found, "data_report.json")
+    found.sample = _json(found, "samples/masked.json", is_optional=True)
+    found.settings = _settings(found)
+    for path in _listed(folder.eval, "*.json"):
+        found.evals[path.stem] = _json(found, f"eval/{path.name}")
+    found.launch = _text(found, "launch.txt")
+    texts_there = [p.name for p in _listed(folder.path / "samples", "*.txt")][:MOST_SAMPLES]
+    found.samples = [(name, _text(found, f"samples/{name}")) for name in texts_there]
+    found.is_held = _is_held(folder)
+    try:
+        found.history = read_history(folder.metrics)
+    except OSError as error:
+        found.troubles.append(f"metrics.jsonl cannot be read ({error.strerror})")
+    if not folder.metrics.exists():
+        found.troubles.append("metrics.jsonl is not there: no step was logged yet")
+    _read_checkpoints(found)
+    found.said = _said(found)
+    return found
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """The value if it is an object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings(value: object) -> list[dict[str, Any]]:
+    """The objects in a list; none when it is no list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def texts(value: object) -> list[str]:
+    """The texts in a list; none when it is no list."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def answer_rows(folder: RunFolder, tag: str) -> Iterator[dict[str, Any]]:
+    """The rows of eval/<tag>.jsonl that can be read, one after another; none when the file cannot."""
+    try:
+        with (folder.eval / f"{tag}.jsonl").open("rb") as handle:
+            for raw in handle:
+                try:
+                    row = json.loads(raw)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict):
+                    yield row
+    except OSError:
+        return
+
+
+def _json(found: Evidence, name: str, *, is_optional: bool = False) -> dict[str, Any]:
+    try:
+        content = json.loads((found.folder.path / name).read_bytes())
+    except FileNotFoundError:
+        if not is_optional:
+            found.troubles.append(f"{name} is not there")
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        found.troubles.append(f"{name} cannot be read ({_short(error)})")
+        return {}
+    if not isinstance(content, dict):
+        found.troubles.append(f"{name} holds no object")
+        return {}
+    return content
+
+
+def _text(found: Evidence, name: str) -> str:
+    try:
+        return (found.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
+    except OSError as error:
+        found.troubles.append(f"{name} is not there" if isinstance(error, FileNotFoundError) else _short(error))
+        return ""
+
+
+def _short(error: Exception) -> str:
+    lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _settings(found: Evidence) -> dict[str, Setting]:
+    path = found.folder.resolved
+    try:
+        document = yaml12.read(path, path.name)
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except ConfigError as error:
+        found.troubles.append(f"{path.name} cannot be read ({error.what})")
+        return {}
+    settings = {}
+    for parts, value in _leaves(document.values, ()):
+        number = document.lines.get(parts, 0)
+        line = lines[number - 1] if 0 < number <= len(lines) else ""
+        key = ".".join(parts)
+        settings[key] = Setting(key, value, _origin(line, value))
+    return settings
+
+
+def _leaves(tree: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _origin(line: str, value: Any) -> str:
+    """The comment behind a value, as `dump_resolved` writes it; a `#` inside the value is no comment."""
+    return line.partition(f": {flow(value)}  # ")[2]
+
+
+def _listed(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _is_held(folder: RunFolder) -> bool:
+    # A shared lock: two readers do not disturb each other, and it is given back at once.
+    try:
+        with (folder.path / ".lock").open("r") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _read_checkpoints(found: Evidence) -> None:
+    checkpoints = list_checkpoints(found.folder.checkpoints)
+    found.unmarked = [path.name for path in checkpoints if not (path / MARKER).is_file()]
+    found.set_aside = [path.name for path in _listed(found.folder.checkpoints / "incomplete", "checkpoint-*")]
+    values = {step: loss for path in checkpoints[-1:] for step, loss in _logged_losses(found, path)}
+    for name, figures in found.evals.items():
+        step, loss = name.removeprefix("step-"), as_number(figures.get("loss"))
+        if name.startswith("step-") and step.isdecimal() and len(step) < 16 and loss is not None:
+            values[float(step)] = loss
+    found.held_out = sorted(values.items())
+
+
+def _logged_losses(found: Evidence, checkpoint: Path) -> Iterator[Point]:
+    """Held-out losses in the newest checkpoint's log; the Trainer keeps them nowhere else."""
+    path = checkpoint / "trainer_state.json"
+    name = str(path.relative_to(found.folder.path))
+    if not path.is_file():
+        return
+    if path.stat().st_size > MOST_STATE_BYTES:
+        found.troubles.append(f"{name} is too large to look for held-out losses in")
+        return
+    for entry in mappings(_json(found, name).get("log_history")):
+        step, loss = as_number(entry.get("step")), as_number(entry.get("eval_loss"))
+        if step is not None and loss is not None and abs(step) <= max(step_of(checkpoint), 0):
+            yield step, loss
+
+
+def _said(found: Evidence) -> list[str]:
+    path = found.folder.logs / "rank0.log"
+    lines: dict[str, None] = {}
+    try:
+        if path.stat().st_size > MOST_LOG_BYTES:
+            found.troubles.append("logs/rank0.log is too large to look for notes in")
+            return []
+        with path.open("rb") as handle:
+            for raw in handle:
+                line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
+                if any(part in line for part in SAID):
+                    lines[line.partition("] ")[2].removeprefix("note: ")] = None
+    except OSError:
+        return []
+    return list(lines)[:50]

@@ -1,0 +1,62 @@
+"""One training row as tokens with what is learned of them: samples/masked.json, which the report shows.
+
+The file holds `{"row": int, "source": "path:line", "tokens": [[text, learned], ...]}`; the texts of all tokens together
+are the row's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sftplay.launch.run_folder import RunFolder
+
+FILE = "samples/masked.json"
+IGNORED = -100
+"""Label of a token that is only read (torch.nn.functional.cross_entropy's ignore_index)."""
+
+HALF = "\ufffd"
+"""What a decoder writes for bytes that are no whole character yet."""
+
+LONGEST_CHARACTER = 4
+"""Bytes UTF-8 takes for one character at most, so at most as many tokens."""
+
+
+def masked_sample(tokenizer: Any, example: dict[str, Any], source: str = "") -> dict[str, Any]:
+    """The content of samples/masked.json for an example with `input_ids`, `labels` and maybe `row`.
+
+    Of a character that several tokens spell, the last one has the text and those before it are empty.
+    """
+    ids = [int(token) for token in example["input_ids"]]
+    learned = [int(label) != IGNORED for label in example["labels"]]
+    pieces = token_texts(tokenizer, ids)
+    tokens = [[text, flag] for text, flag in zip(pieces, learned, strict=True)]
+    return {"row": int(example.get("row", 0)), "source": source, "tokens": tokens}
+
+
+def write_masked_sample(folder: RunFolder, tokenizer: Any, example: dict[str, Any], source: str = "") -> None:
+    """Write samples/masked.json."""
+    folder.write_json(FILE, masked_sample(tokenizer, example, source))
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text each token adds to those before it; joined they are the decoded row, special tokens included."""
+    pieces: list[str] = []
+    # Tokens from `anchor` on are decoded together, because some decoders drop a space at the very beginning; the text
+    # of those before `told` has been given out.
+    anchor = told = 0
+    known = ""
+    for end in range(1, len(ids) + 1):
+        whole = _decoded(tokenizer, ids[anchor:end])
+        piece = whole[len(known) :] if whole.startswith(known) else _decoded(tokenizer, ids[told:end])
+        if piece.endswith(HALF) and end < len(ids) and end - told < LONGEST_CHARACTER:
+            pieces.append("")
+            continue
+        pieces.append(piece)
+        anchor, told = told, end
+        known = _decoded(tokenizer, ids[anchor:told])
+    return pieces
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,0 +1,287 @@
+"""Reads a user's DeepSpeed file and refuses, with line numbers, what DeepSpeed 0.19 would ignore, reject late or undo.
+
+JSON with `//` and `/* */` comments. The table below follows `deepspeed/runtime/config.py` and `zero/config.py`; values
+are DeepSpeed's own business, apart from those that the run's config decides as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, ConfigErrors, nearest_names
+
+ZERO = "zero_optimization"
+
+SECTIONS: dict[str, str] = {
+    "": (
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
+        "steps_per_print dump_state disable_python_gc disable_allgather communication_data_type "
+        "seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor gradient_allreduce_op "
+        "zero_optimization activation_checkpointing comms_logger tensorboard csv_monitor wandb comet gradient_clipping "
+        "fp16 bf16 torch_autocast optimizer scheduler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+        "flops_profiler wall_clock_breakdown memory_breakdown autotuning use_data_before_expert_parallelism "
+        "hybrid_engine pipeline data_efficiency checkpoint data_types aio dataloader_drop_last log_level "
+        "weight_quantization compile timers tensor_parallel expert_parallel vocabulary_size"
+    ),
+    ZERO: (
+        "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
+        "elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size stage3_prefetch_bucket_size "
+        "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
+        "stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters legacy_stage1 "
+        "round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights "
+        "zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear "
+        "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks "
+        "save_muon_momentum_buffer_in_memory leaf_module"
+    ),
+    f"{ZERO}.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    f"{ZERO}.offload_optimizer": (
+        "device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
+        "cpuadam_cores_perc"
+    ),
+    "fp16": (
+        "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+        "min_loss_scale fp16_master_weights_and_grads"
+    ),
+    "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
+    "activation_checkpointing": (
+        "partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
+        "synchronize_checkpoint_boundary profile"
+    ),
+    "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+    "optimizer": "type params legacy_fusion",
+    "scheduler": "type params",
+}
+"""Section -> the names DeepSpeed reads in it. What a section that is not listed here holds is not looked at."""
+
+OUTDATED = {
+    "bfloat16": "bf16",
+    "max_grad_norm": "gradient_clipping",
+    "fp32_allreduce": 'communication_data_type: "fp32"',
+    "allgather_size": f"{ZERO}.allgather_bucket_size",
+    f"{ZERO}.cpu_offload": f'{ZERO}.offload_optimizer: {{"device": "cpu"}}',
+    f"{ZERO}.cpu_offload_param": f'{ZERO}.offload_param: {{"device": "cpu"}}',
+    f"{ZERO}.cpu_offload_params": f'{ZERO}.offload_param: {{"device": "cpu"}}',
+    f"{ZERO}.cpu_offload_use_pin_memory": "pin_memory in offload_optimizer or offload_param",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+    f"{ZERO}.prefetch_bucket_size": f"{ZERO}.stage3_prefetch_bucket_size",
+    f"{ZERO}.param_persistence_threshold": f"{ZERO}.stage3_param_persistence_threshold",
+    f"{ZERO}.max_live_parameters": f"{ZERO}.stage3_max_live_parameters",
+    f"{ZERO}.max_reuse_distance": f"{ZERO}.stage3_max_reuse_distance",
+    "fp16.dynamic_loss_scale": "fp16.loss_scale: 0, which is dynamic",
+    "fp16.static_loss_scale": "fp16.loss_scale",
+    "fp16.init_scale_power": "fp16.initial_scale_power",
+    "fp16.scale_window": "fp16.loss_scale_window",
+    "fp16.min_scale": "fp16.min_loss_scale",
+    "fp16.opt_level": "fp16.auto_cast",
+    "bf16.check_overflow": "bf16.check_grad_overflow",
+}
+"""Names of earlier releases, or that are often taken for today's -> today's."""
+
+REMOVED = (
+    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue", "sparse_attention",
+    "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop", f"{ZERO}.mics_shard_size",
+    f"{ZERO}.mics_hierarchical_params_gather", f"{ZERO}.zeropp_loco_param",
+)  # fmt: skip
+"""What DeepSpeed 0.19 no longer has and refuses."""
+
+DECOUPLED = "checkpoint.writer.decoupled"
+"""Lets DeepSpeed say that a checkpoint is saved and go on writing it (`runtime/checkpoint_engine/`)."""
+
+FILLED_IN = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16.enabled "
+    "fp16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay "
+    "scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr scheduler.params.warmup_num_steps "
+    "scheduler.params.total_num_steps zero_optimization.reduce_bucket_size "
+    "zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold "
+    "zero_optimization.stage zero_optimization.offload_optimizer.device zero_optimization.offload_param.device "
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+)
+"""Where "auto" is understood (transformers 5.17 `integrations/deepspeed.py`, accelerate 1.15 `DeepSpeedPlugin`)."""
+
+SCHEDULERS = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
+
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_TOKEN = re.compile(rf"({_STRING})(\s*:)?|[{{}}\[\]\n]")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the run has already decided about a key, and the key of its config that did."""
+
+    value: Any
+    key: str
+
+
+def read_deepspeed(path: Path, wishes: Mapping[str, Wish] | None = None) -> dict[str, Any]:
+    """The file's content, comments gone. `wishes` (see `wishes_of`): dotted name -> what it must be, or "auto".
+
+    Raises:
+        ConfigErrors: everything that is wrong with it, in the order of the lines.
+        ConfigError: it cannot be read, or is not JSON.
+    """
+    text = _text(path)
+    plain = strip_comments(text)
+    try:
+        values = json.loads(plain, object_pairs_hook=_refuse_twice)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"no JSON: {error.msg}", where=f"{path}:{error.lineno}", fix="correct that line") from error
+    except ValueError as error:
+        raise ConfigError(f"{error} is written twice in one place", where=str(path), fix="keep one of them") from error
+    if not isinstance(values, dict):
+        raise ConfigError("holds no object", where=str(path), fix="start from deepspeed_configs/custom_example.json")
+    lines = _lines(plain)
+    found = [*_unknown(values), *_contradictions(values, wishes or {}), *_missing(values)]
+    found.sort(key=lambda one: lines.get(one[0], 0))
+    if found:
+        raise ConfigErrors(
+            [ConfigError(what, where=f"{path}:{lines.get(name, 1)} {name}", fix=fix) for name, what, fix in found]
+        )
+    return values
+
+
+def write_plain(values: Mapping[str, Any], path: Path) -> None:
+    """The content as JSON without comments, which is what accelerate can read."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def wishes_of(cfg: RunConfig, *, world_size: int, stage: int | None = None) -> dict[str, Wish]:
+    """What a config (with numbers where it had `auto`, as far as known) decides about a DeepSpeed file."""
+    train = cfg.train
+    wishes = {
+        "train_batch_size": Wish(train.effective_batch_size, "train.effective_batch_size"),
+        "train_micro_batch_size_per_gpu": Wish(train.batch_size, "train.batch_size"),
+        "gradient_accumulation_steps": Wish(train.grad_accum, "train.grad_accum"),
+        "gradient_clipping": Wish(train.max_grad_norm, "train.max_grad_norm"),
+        "optimizer.params.lr": Wish(train.peak_rate, "train.learning_rate"),
+        "optimizer.params.weight_decay": Wish(train.weight_decay, "train.weight_decay"),
+        "scheduler.params.warmup_max_lr": Wish(train.peak_rate, "train.learning_rate"),
+        "optimizer.type": Wish("AdamW" if "adam" in train.optim or train.optim == "auto" else None, "train.optim"),
+        "scheduler.type": Wish(SCHEDULERS.get(train.lr_scheduler), "train.lr_scheduler"),
+        # Its default climbs by a logarithm, where the run's own schedules climb straight.
+        "scheduler.params.warmup_type": Wish("linear", "train.lr_scheduler"),
+    }
+    if train.precision != "auto":
+        for name in ("bf16", "fp16"):
+            wishes[f"{name}.enabled"] = Wish(train.precision == name, "train.precision")
+    if stage is not None:
+        wishes[f"{ZERO}.stage"] = Wish(stage, "cluster.strategy")
+    if isinstance(train.batch_size, int) and isinstance(train.grad_accum, int):
+        wishes["train_batch_size"] = Wish(train.batch_size * train.grad_accum * world_size, "train.batch_size")
+    return {name: wish for name, wish in wishes.items() if wish.value != "auto"}
+
+
+def strip_comments(text: str) -> str:
+    """The text with comments blanked and every line where it was; what looks like one inside a string stays."""
+    return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        fix = "correct cluster.deepspeed; deepspeed_configs/ holds examples"
+        raise ConfigError(f"cannot be read: {reason}", where=str(path), fix=fix) from error
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(twice)
+    return dict(pairs)
+
+
+def _lines(plain: str) -> dict[str, int]:
+    """Dotted name -> the line it is written on."""
+    found: dict[str, int] = {}
+    path: list[str] = []
+    name, line = "", 1
+    for token in _TOKEN.finditer(plain):
+        if token[2]:
+            name = json.loads(token[1])
+            found[".".join([*path[1:], name])] = line
+        elif token[0] in "{[":
+            path.append(name)
+        elif token[0] in "}]" and path:
+            path.pop()
+        line += token[0].count("\n")
+    return found
+
+
+def _leaves(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Section, dotted name and value of every name, sections themselves too."""
+    for name, value in values.items():
+        dotted = f"{inside}.{name}".lstrip(".")
+        yield inside, dotted, value
+        if isinstance(value, dict):
+            yield from _leaves(value, dotted)
+
+
+def _unknown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Dotted name, what is wrong, one action."""
+    for section, dotted, value in _leaves(values):
+        name = dotted.rsplit(".", 1)[-1]
+        if dotted in OUTDATED:
+            yield dotted, "is an outdated name", f"write {OUTDATED[dotted]}"
+        elif dotted == DECOUPLED and value:
+            yield dotted, "a checkpoint would count as complete while it is still written", "remove it"
+        elif dotted in REMOVED:
+            yield dotted, "is no longer part of DeepSpeed", "remove it"
+        elif section in SECTIONS and name not in SECTIONS[section].split():
+            near = nearest_names(name, SECTIONS[section].split())
+            home = next((home for home, names in SECTIONS.items() if name in names.split()), None)
+            at_top = "write it at the top, outside of any section"
+            fix = f"did you mean {near[0]!r}?" if near else "remove it"
+            fix = fix if home is None else f"it belongs to {home}" if home else at_top
+            yield dotted, f"DeepSpeed has no key {name!r} {f'in {section}' if section else 'at the top'}", fix
+        elif dotted in SECTIONS and not isinstance(value, dict):
+            yield dotted, f"{json.dumps(value)} stands where a section belongs", f'write "{name}": {{ ... }}'
+        elif value == "auto" and dotted not in FILLED_IN.split():
+            yield (
+                dotted,
+                '"auto" is not filled in here by anyone',
+                "write a value, or remove it for DeepSpeed's default",
+            )
+
+
+def _contradictions(values: Mapping[str, Any], wishes: Mapping[str, Wish]) -> Iterator[tuple[str, str, str]]:
+    for _, dotted, value in _leaves(values):
+        wish = wishes.get(dotted)
+        if wish is None or value == "auto" or _is_equal(value, wish.value):
+            continue
+        if wish.value is None:
+            what = f"{json.dumps(value)} takes the place of {wish.key}, and DeepSpeed has no such kind"
+            yield dotted, what, f"remove {dotted.partition('.')[0]}; the run's own is used"
+        else:
+            what = f"{json.dumps(value)} contradicts {wish.key}, which makes it {json.dumps(wish.value)}"
+            yield dotted, what, f'write "auto", or set {wish.key}' if "type" not in dotted else f"set {wish.key}"
+
+
+def _is_equal(value: Any, wished: Any) -> bool:
+    if isinstance(value, str) and isinstance(wished, str):
+        return value.lower() == wished.lower() or {value.lower(), wished.lower()} == {"adam", "adamw"}
+    return bool(value == wished) and isinstance(value, bool) == isinstance(wished, bool)
+
+
+def _missing(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    zero = values.get(ZERO)
+    if zero is None:
+        yield ZERO, "is missing, so nothing would be shared out", f'add "{ZERO}": {{"stage": 2}}'
+    for name in ("offload_param", "offload_optimizer"):
+        moved = zero.get(name) if isinstance(zero, dict) else None
+        if isinstance(moved, dict) and moved.get("device") == "nvme" and not moved.get("nvme_path"):
+            yield f"{ZERO}.{name}", "nvme needs a folder", 'add "nvme_path": "/folder/on/the/disk"'
+    scheduler = values.get("scheduler")
+    if isinstance(scheduler, dict) and "warmup_type" not in (scheduler.get("params") or {}):
+        what = "climbs by a logarithm unless told otherwise, which the run's own schedules do not"
+        yield "scheduler", what, 'add "warmup_type": "linear" to its params, or remove scheduler'

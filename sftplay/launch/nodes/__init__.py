@@ -1,0 +1,1 @@
+"""Several nodes: they meet, compare themselves and join one run."""

@@ -1,0 +1,92 @@
+"""In what the nodes of a run differ, and which of them is the odd one, by the reports that they have exchanged.
+
+It compares and words; what a report holds is collected where the nodes meet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
+from sftplay.launch.nodes.rendezvous import error_of
+
+SHOWN = 12
+"""Differences that an error lists."""
+
+MISSING = "missing"
+
+FIXES = {
+    "config": "give every node the same config file, command line and NNODES, NPROC",
+    "data": "give every node the same files, or one folder that all share",
+    "machine": "make the nodes alike (`make install` by the same requirements.lock, the same commit of the kit)",
+}
+SECTIONS = {"launch": "config", "config": "config", "files": "data", "versions": "machine", "gpus": "machine"}
+"""Part of a report -> what kind of error a difference in it is, in the order in which they are told."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one node has otherwise than the others."""
+
+    node: int
+    kind: str
+    what: str
+
+
+def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """Every value that a node has otherwise than most, or than node 0 where there is no most; empty when all agree.
+
+    `reports` are by node number: `host`, and by SECTIONS a mapping of names to values that can be compared. A node that
+    could not read its config has no such sections, and is judged by the others only.
+    """
+    found = []
+    for section, kind in SECTIONS.items():
+        told = {node: report[section] for node, report in enumerate(reports) if section in report}
+        for name in sorted({name for values in told.values() for name in values}):
+            values = {node: each.get(name, MISSING) for node, each in told.items()}
+            found += [Difference(node, kind, what) for node, what in _odd_ones(section, name, values)]
+    return found
+
+
+def _odd_ones(section: str, name: str, values: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
+    shown = {node: str(value) for node, value in values.items()}
+    counts = Counter(shown.values())
+    usual = max(counts, key=lambda text: (counts[text], text == shown[min(shown)]))
+    holders = [node for node in shown if shown[node] == usual]
+    whose = f"node {holders[0]}" if len(holders) == 1 else f"nodes {', '.join(map(str, holders))}"
+    for node, text in shown.items():
+        if text == usual:
+            continue
+        if section != "files":
+            yield node, f"{name} is {text}, on {whose} {usual}"
+        elif MISSING in (text, usual):
+            yield node, f"what {name} names is {'missing' if text == MISSING else 'there'}, on {whose} it is not"
+        else:
+            yield node, f"what {name} names has another content than on {whose}"
+
+
+def check_alike(reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raise what every node shall say where nodes differ, or where one of them has met an error of its own.
+
+    Raises:
+        SftplayError: of the kind of the first problem; it names every node that is not as the others.
+    """
+    names = [f"node {node} ({report['host']})" for node, report in enumerate(reports)]
+    errors = {node: error_of(report["error"]) for node, report in enumerate(reports) if report.get("error")}
+    if errors:
+        first = next(iter(errors.values()))
+        told = [
+            f"{names[node]}: {error.where + ': ' if error.where else ''}{error.what}" for node, error in errors.items()
+        ]
+        raise type(first)("; ".join(told), where="nodes", fix=first.fix)
+    differences = find_differences(reports)
+    if not differences:
+        return
+    lines = [f"{names[each.node]}: {each.what}" for each in differences]
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    kinds = {each.kind: None for each in differences}
+    kind: type[SftplayError] = {"config": ConfigError, "data": DataError}.get(next(iter(kinds)), MachineError)
+    raise kind("; ".join(lines[:SHOWN]) + more, where="nodes", fix="; ".join(FIXES[each] for each in kinds))

@@ -1,0 +1,91 @@
+"""How node 0 lets the other nodes join the folder of a run that it has made, and waits until they are ready."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from sftplay.errors import MachineError, SftplayError
+from sftplay.launch.nodes.compare import check_alike
+from sftplay.launch.nodes.rendezvous import Meeting
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise.follow import Parted
+
+SHARED_S = 10.0
+"""How long a shared file system may take to show on one node what another has written (NFS keeps attributes 3 s)."""
+
+LOOK_S = 0.2
+
+GOING_S = 5.0
+"""How long node 0's ranks may take to end by what a rank elsewhere has written to status.json."""
+
+LEAVING_S = 30.0
+"""How long another node's ranks may take to end behind those of node 0."""
+
+
+def invite(meeting: Meeting | None, folder: RunFolder) -> None:
+    """On node 0: tell the others of the run's folder, which is complete now."""
+    if meeting is not None:
+        meeting.gather({"folder": str(folder.path), "resolved": _digest(folder)})
+
+
+def accept(meeting: Meeting) -> tuple[RunFolder, str]:
+    """On another node: wait for the run's folder; also the digest of its resolved config on node 0.
+
+    Raises:
+        SftplayError: node 0 has ended with it.
+    """
+    told = meeting.gather({})[0]
+    return RunFolder(Path(told["folder"])), told["resolved"]
+
+
+def await_ready(meeting: Meeting | None, error: SftplayError | None = None) -> None:
+    """Wait until every node is ready to start its processes, or has met an `error`, which all raise then."""
+    if meeting is not None:
+        mine = {"host": socket.gethostname(), **({"error": error.as_json()} if error else {})}
+        check_alike(meeting.gather(mine))
+
+
+def watch_nodes(meeting: Meeting | None, folder: RunFolder) -> Callable[[], None] | None:
+    """What looks, while the run's processes run, whether the other nodes still do; None where there are none.
+
+    Once the ranks have met, one that loses another notices by itself, and node 0 may go on alone to save the result.
+    Before that, and on other nodes once node 0 has ended, nothing else would end the processes for a long time.
+    """
+    if meeting is None:
+        return None
+    ended_at = [0.0]
+
+    def look() -> None:
+        if not (endings := meeting.endings()):
+            return
+        ended_at[0] = ended_at[0] or time.monotonic()
+        is_due = time.monotonic() > ended_at[0] + (GOING_S if meeting.is_host else LEAVING_S)
+        if is_due and not (meeting.is_host and folder.read_json("status.json").get("ranks")):
+            told = "; ".join(f"node {node}: {how}" for node, how in endings.items())
+            raise Parted(told, where=str(folder.path), fix="look there for why, then start all nodes again")
+
+    return look
+
+
+def check_folder(folder: RunFolder, digest: str) -> None:
+    """Raise MachineError where this node does not see the folder of node 0, by its resolved config's `digest`."""
+    deadline = time.monotonic() + SHARED_S
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if _digest(folder) == digest:
+                return
+        time.sleep(LOOK_S)
+    raise MachineError(
+        f"{folder.path.absolute()} is not the folder that node 0 has made",
+        where="output_dir",
+        fix="give output_dir a folder that all nodes share, as an absolute path",
+    )
+
+
+def _digest(folder: RunFolder) -> str:
+    return hashlib.sha256(folder.resolved.read_bytes()).hexdigest()

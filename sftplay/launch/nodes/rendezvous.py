@@ -1,0 +1,252 @@
+"""Where the nodes of a run meet before any of its processes starts: each tells what it has to say, all hear all of it.
+
+Plain TCP and JSON lines between the nodes' parents, at the address and port that the processes use afterwards. What is
+said means nothing here; only who is missing or has gone is an error of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.launch.command.command import Scale
+from sftplay.launch.nodes.peer import Peer
+
+PATIENCE_S = 120.0
+"""How long nodes wait for each other to come: they may be started by hand, in one terminal after another."""
+
+ANSWER_S = 5.0
+"""How long a welcome may take where somebody listens; a stranger on that port never gives one."""
+
+LOOK_S = 0.1
+LOOPBACKS = {False: socket.AF_INET, True: socket.AF_INET6}
+WELCOME = "sftplay"
+KINDS = {kind.code: kind for kind in (ConfigError, MachineError, DataError, RunError)}
+
+
+class Over(Exception):
+    """Node 0 has ended the meeting with the run's exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Meeting:
+    """The nodes of one run. Enter it on each node; node 0 is the host, at `scale.master_addr`."""
+
+    def __init__(self, scale: Scale, *, patience_s: float = PATIENCE_S) -> None:
+        self.scale, self.patience_s = scale, patience_s
+        self.is_host = scale.node_rank == 0
+        self._peers: dict[int, Peer] = {}
+        self._is_over = False
+
+    def __enter__(self) -> Meeting:
+        """Wait until all nodes are there.
+
+        Raises:
+            MachineError: one has not come in time, or nobody can come to node 0.
+            ConfigError: a node's number is given twice.
+        """
+        try:
+            self._await_guests() if self.is_host else self._find_host()
+        except SftplayError as error:
+            self._part(error)
+            raise
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._part(error)
+
+    def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each node has said, by node number; every node must ask.
+
+        Raises:
+            RunError: a node has gone.
+            SftplayError: node 0 has ended with this error.
+            Over: node 0 has ended without one.
+        """
+        if not self.is_host:
+            self._peers[0].send({"said": mine})
+            heard: list[dict[str, Any]] = self._from_host()["all"]
+            return heard
+        said = [mine]
+        for node, peer in sorted(self._peers.items()):
+            try:
+                said.append(peer.read()["said"])
+            except (EOFError, LookupError):
+                raise RunError(f"node {node} has gone", where="nodes", fix="look there for why") from None
+        self._tell({"all": said})
+        return said
+
+    def end(self, code: int, cause: str = "") -> int:
+        """End it with the run's exit code, which is that of node 0: elsewhere it tells `code` and `cause`, and waits
+        for node 0."""
+        if self.is_host:
+            self._tell({"code": code})
+            self._is_over = True
+            return code
+        self._peers[0].send({"ended": {"code": code, "cause": cause}})
+        try:
+            self._from_host()
+        except Over as over:
+            return over.code
+        raise AssertionError("node 0 gathers nothing more")
+
+    def endings(self) -> dict[int, str]:
+        """How other nodes have ended that did not end well, as far as is known now: node -> why.
+
+        Elsewhere than on node 0 it knows of node 0 only, however that has ended.
+        """
+        for peer in self._peers.values():
+            peer.poll()
+        if not self.is_host:
+            host = self._peers[0]
+            return {0: "has ended"} if host.has_gone or host.messages else {}
+        found = {}
+        for node, peer in sorted(self._peers.items()):
+            ended = next((each["ended"] for each in peer.messages if "ended" in each), None)
+            if ended and ended["code"]:
+                found[node] = ended["cause"] or f"has ended with code {ended['code']}"
+            elif not ended and peer.has_gone:
+                found[node] = "has gone"
+        return found
+
+    def own_address(self) -> str:
+        """This node's address on the network over which node 0 is reached; of node 0, the one it is reached at."""
+        if not self._peers:
+            return self.scale.master_addr
+        address = str(next(iter(self._peers.values())).connection.getsockname()[0])
+        return address.removeprefix("::ffff:")
+
+    def _await_guests(self) -> None:
+        deadline, pending = time.monotonic() + self.patience_s, list[Peer]()
+        expected = set(range(1, self.scale.nnodes))
+        with _listen(self.scale) as listener:
+            listener.settimeout(LOOK_S)
+            while missing := expected - set(self._peers):
+                if time.monotonic() > deadline:
+                    raise _absent(missing, self.patience_s)
+                with suppress(TimeoutError):
+                    pending.append(Peer(listener.accept()[0]))
+                pending = [peer for peer in pending if self._is_pending(peer)]
+        for peer in pending:
+            peer.close()
+
+    def _is_pending(self, peer: Peer) -> bool:
+        """Answer what has come from somebody at the door; False once it is a guest, or has gone."""
+        peer.poll()
+        while peer.messages:
+            message = peer.messages.popleft()
+            node = message.get("node") if isinstance(message, dict) else None
+            if not isinstance(node, int):
+                peer.has_gone = True
+            elif "is_here" not in message:
+                peer.send({"welcome": WELCOME})
+            else:  # it has heard the welcome: one that has given up waiting for it will come again
+                self._seat(node, peer)
+                return False
+        if peer.has_gone:
+            peer.close()
+        return not peer.has_gone
+
+    def _seat(self, node: int, peer: Peer) -> None:
+        before = self._peers.get(node)
+        if before:
+            before.poll()
+        if (before and not before.has_gone) or not 0 < node < self.scale.nnodes:
+            taken = "is given twice" if 0 <= node < self.scale.nnodes else f"is not among 0..{self.scale.nnodes - 1}"
+            fix = "number the nodes from 0, each once"
+            error = ConfigError(f"node rank {node} {taken}", where="--node-rank", fix=fix)
+            peer.send({"error": error.as_json()})
+            peer.close()
+            raise error
+        if before:
+            before.close()
+        self._peers[node] = peer
+
+    def _find_host(self) -> None:
+        deadline = time.monotonic() + self.patience_s
+        address, why = (self.scale.master_addr, self.scale.master_port), "nobody answered"
+        while time.monotonic() < deadline:
+            try:
+                peer = Peer(socket.create_connection(address, timeout=ANSWER_S))
+            except OSError as error:
+                why = error.strerror or str(error)
+                time.sleep(LOOK_S)
+                continue
+            peer.send({"node": self.scale.node_rank})
+            try:
+                if peer.read(ANSWER_S) == {"welcome": WELCOME}:
+                    peer.send({"node": self.scale.node_rank, "is_here": True})
+                    self._peers[0] = peer
+                    return
+            except (TimeoutError, EOFError):  # a stranger on that port, or an earlier run's
+                pass
+            why = "what listens there is no run of this kit"
+            peer.close()
+            time.sleep(LOOK_S)
+        raise MachineError(
+            f"node 0 was not found at {address[0]}:{address[1]} within {self.patience_s:.0f} s ({why})",
+            where=f"node {self.scale.node_rank}",
+            fix="start node 0 with the same MASTER_ADDR and MASTER_PORT, and let the firewall pass that port",
+        )
+
+    def _from_host(self) -> dict[str, Any]:
+        try:
+            message: dict[str, Any] = self._peers[0].read()
+        except EOFError:
+            raise RunError("node 0 has gone", where="nodes", fix="look there for why") from None
+        if error := message.get("error"):
+            raise error_of(error)
+        if "code" in message:
+            raise Over(int(message["code"]))
+        return message
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for peer in self._peers.values():
+            peer.send(message)
+
+    def _part(self, error: BaseException | None) -> None:
+        if self.is_host and not self._is_over and error is not None:
+            fix = "look there for why"
+            told = error if isinstance(error, SftplayError) else RunError(f"node 0: {type(error).__name__}", fix=fix)
+            self._tell({"error": told.as_json()})
+        for peer in self._peers.values():
+            peer.close()
+        self._peers = {}
+
+
+def error_of(told: dict[str, Any]) -> SftplayError:
+    """The error that another node has told of, as `SftplayError.as_json` writes it."""
+    kind = KINDS.get(str(told.get("code")), RunError)
+    return kind(str(told["what"]), where=str(told.get("where", "")), fix=str(told.get("fix", "")))
+
+
+def _listen(scale: Scale) -> socket.socket:
+    here = "127.0.0.1" if scale.master_addr == "localhost" else scale.master_addr
+    try:
+        if here == "::1" or here.startswith("127."):
+            return socket.create_server((here, scale.master_port), family=LOOPBACKS[here == "::1"])
+        # Not only the named address: a host's own name often leads to its loopback.
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", scale.master_port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise MachineError(
+            f"cannot listen on port {scale.master_port} ({error.strerror})",
+            where="--master-port",
+            fix="give all nodes another MASTER_PORT",
+        ) from None
+
+
+def _absent(missing: set[int], patience_s: float) -> MachineError:
+    names = ", ".join(f"node {node}" for node in sorted(missing))
+    return MachineError(
+        f"{names} did not come within {patience_s:.0f} s",
+        where="nodes",
+        fix="start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and its own NODE_RANK",
+    )

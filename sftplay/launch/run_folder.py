@@ -1,0 +1,205 @@
+"""A run's folder: its name, its lock, and the small files by which processes tell each other how the run stands.
+
+It knows where things lie and how to write them safely, not what a checkpoint or a result contains.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from sftplay.atomic import write_text
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, MachineError
+
+RESOLVED = "config.resolved.yaml"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`outputs/<run_name>/` and the paths in it."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / RESOLVED
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def eval(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def result(self) -> Path | None:
+        """The folder of the tuned weights, None while there are none."""
+        return next((self.path / kind for kind in ("adapter", "model") if (self.path / kind).is_dir()), None)
+
+    def create(self) -> None:
+        """Make the folder and point `latest` beside it here. Call it under the run's lock.
+
+        Raises:
+            ConfigError: a run has begun here, perhaps since its name was found free.
+        """
+        if self.resolved.exists():
+            raise _taken(self.name, str(self.path))
+        self.logs.mkdir(parents=True, exist_ok=True)
+        latest = self.path.parent / "latest"
+        if latest.is_symlink() or not latest.exists():
+            scratch = latest.with_name(f".latest-{os.getpid()}")
+            scratch.symlink_to(self.name)
+            scratch.replace(latest)
+
+    def write_json(self, name: str, content: Any) -> None:
+        write_text(self.path / name, json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The file's object; empty when it does not exist."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        return content
+
+    def update_status(self, **changes: Any) -> None:
+        """Merge `changes` into status.json. Only one process at a time calls this: the main rank, then the parent."""
+        self.write_json("status.json", {**self.read_json("status.json"), **changes})
+
+    def close_attempt(self, cause: str, *, again: bool = False) -> None:
+        """Note where the running attempt ended and why, once; `again` when more is known of it now."""
+        status = self.read_json("status.json")
+        attempts = status.get("attempts", [])
+        if attempts and (again or attempts[-1]["cause"] is None):
+            attempts[-1] |= {"to_step": status.get("step", 0), "cause": cause}
+            self.update_status(attempts=attempts)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for this process; the kernel lets go when it dies.
+
+        Raises:
+            ConfigError: another process holds it.
+            MachineError: the folder cannot be made or written.
+        """
+        with self._open_lock() as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = self.read_json("status.json").get("pid", "unknown")
+                raise ConfigError(
+                    f"run {self.name!r} is running (process {pid})",
+                    where=str(self.path),
+                    fix="wait for it to end, or choose another run_name",
+                ) from None
+            yield
+
+    def _open_lock(self) -> TextIO:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return (self.path / ".lock").open("a")
+        except OSError as error:
+            raise _not_writable(self.path, error) from error
+
+
+def choose_name(cfg: RunConfig, config_path: str) -> str:
+    """The run's name: as configured, else the config's stem and the local time."""
+    return cfg.run_name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFolder:
+    """The folder of a run that has not started yet. With `claim` a name made up from the time is taken for good.
+
+    Raises:
+        ConfigError: a run of that name exists.
+        MachineError: the folder cannot be made.
+    """
+    name = choose_name(cfg, config_path)
+    folder = RunFolder(Path(cfg.output_dir) / name)
+    if cfg.run_name is None:
+        return _first_free(folder, claim=claim)
+    if folder.resolved.exists():
+        raise _taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+    return folder
+
+
+def _first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
+    path, n = folder.path, 2
+    while path.exists() or (claim and not _made(path)):  # two runs of one config within a second
+        path, n = folder.path.with_name(f"{folder.name}-{n}"), n + 1
+    return RunFolder(path)
+
+
+def _made(path: Path) -> bool:
+    """True when this process made the folder, False when another was faster."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    return True
+
+
+def find_run(cfg: RunConfig, config_path: str, run: str | None = None) -> RunFolder:
+    """The run a verb means: `run` (a name or folder), else the config's fixed name, else its newest run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    output = Path(cfg.output_dir)
+    if run or cfg.run_name:
+        candidates = [Path(run), output / run] if run else [output / str(cfg.run_name)]
+        found = next((path for path in candidates if (path / RESOLVED).is_file()), None)
+        if found is None:
+            raise ConfigError(
+                f"no run {run or cfg.run_name!r}", where=str(output), fix="train first, or check the name"
+            )
+        return RunFolder(found)
+    runs = _runs_of(config_path, output)
+    if not runs:
+        raise ConfigError(f"no run of {config_path} yet", where=str(output), fix="train first, or name one with RUN=")
+    return RunFolder(max(runs, key=lambda path: (path / RESOLVED).stat().st_mtime_ns))
+
+
+def has_run(cfg: RunConfig, config_path: str) -> bool:
+    """True when `find_run` would find one."""
+    output = Path(cfg.output_dir)
+    return (output / cfg.run_name / RESOLVED).is_file() if cfg.run_name else bool(_runs_of(config_path, output))
+
+
+def _runs_of(config_path: str, output: Path) -> list[Path]:
+    # Of `run.yaml`, not of `run-long.yaml`: only what choose_name makes of this very stem.
+    made = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
+    return [path for path in output.glob("*") if made.fullmatch(path.name) and (path / RESOLVED).is_file()]
+
+
+def _taken(name: str, where: str) -> ConfigError:
+    fix = "continue it with `make resume`, or choose another run_name"
+    return ConfigError(f"a run called {name!r} exists", where=where, fix=fix)
+
+
+def _not_writable(path: Path, error: OSError) -> MachineError:
+    return MachineError(f"cannot be written ({error.strerror})", where=str(path), fix="choose another output_dir")

@@ -1,0 +1,1 @@
+"""What would go wrong on this machine, each finding with its remedy."""

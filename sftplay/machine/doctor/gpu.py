@@ -1,0 +1,183 @@
+"""What the doctor says of GPUs, their driver and the torch that is to run on them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from itertools import chain
+
+from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.gpu import Gpu
+from sftplay.machine.gpu_info import holders, label
+from sftplay.machine.probe import Machine
+from sftplay.units import GIB, format_bytes
+
+DRIVERS = {11: "450", 12: "525", 13: "580"}
+"""First driver branch for each major CUDA; a driver runs every minor one of its major (CUDA release notes, table of
+minor version compatibility)."""
+
+HOT_C = 85
+"""Data centre cards slow themselves down between 85 and 90 C (nvidia-smi -q, slowdown temperature)."""
+
+HELD_SHARE = 0.05
+"""Of a GPU's memory: what others hold beyond it changes the batch."""
+
+LEAST_BYTES = GIB
+"""Below this nothing can be trained: a CUDA context and cuBLAS take half of it."""
+
+PROHIBITED, EXCLUSIVE = 2, 3
+"""NVML_COMPUTEMODE_*."""
+
+
+def look_at_gpus(machine: Machine) -> list[Finding]:
+    """Findings in the order in which they matter."""
+    if not machine.gpus:
+        return _none(machine)
+    parts = (_presence, _driver, _torch, _memory, _errors, _heat, _modes, _mixture, _slices, _peers)
+    return list(chain.from_iterable(part(machine) for part in parts))
+
+
+def _none(machine: Machine) -> list[Finding]:
+    if "CUDA_VISIBLE_DEVICES" in machine.gpu_reason:
+        return [Finding("warn", "gpu", machine.gpu_reason, "unset CUDA_VISIBLE_DEVICES")]
+    silent = [note for note in machine.notes if note.startswith("an NVIDIA GPU")]
+    if silent or "MIG" in machine.gpu_reason:
+        fix = "get `nvidia-smi` to list it: load the driver, or start the container with --gpus all"
+        return [Finding("stop", "gpu", f"{machine.gpu_reason}; {'; '.join(silent)}".rstrip("; "), fix)]
+    return [Finding("ok", "gpu", f"none ({machine.gpu_reason}); training runs on the CPU")]
+
+
+def _presence(machine: Machine) -> list[Finding]:
+    names = Counter(gpu.name for gpu in machine.gpus)
+    found = [Finding("ok", "gpu", ", ".join(f"{n} x {name}" for name, n in names.items()))]
+    fix = "look into `dmesg` for its Xid error; a restart of the machine often brings it back"
+    return found + [Finding("stop", "gpu", note, fix) for note in machine.notes if note.endswith("does not answer")]
+
+
+def _driver(machine: Machine) -> list[Finding]:
+    needs = machine.torch.newest_cuda() if machine.torch else None
+    if needs is None or machine.cuda_driver is None:
+        return []
+    told = f"{machine.driver} runs CUDA up to {machine.cuda_driver[0]}.{machine.cuda_driver[1]}"
+    if machine.cuda_driver[0] >= needs[0]:
+        return [Finding("ok", "driver", f"{told}; torch is built for {needs[0]}.{needs[1]}")]
+    branch = DRIVERS.get(needs[0], "newer")
+    fix = f"install driver {branch} or later, or a torch for CUDA {machine.cuda_driver[0]} (make install TORCH_INDEX=)"
+    return [Finding("stop", "driver", f"{told}; torch is built for {needs[0]}.{needs[1]}", fix)]
+
+
+def _torch(machine: Machine) -> list[Finding]:
+    build = machine.torch
+    if build is None:
+        return []
+    if build.cuda is None:
+        what = f"{build.version} is not built for CUDA; the GPU would stay idle"
+        return [Finding("stop", "torch", what, "make install TORCH_INDEX=<an index with a CUDA build of torch>")]
+    lacking = {gpu.capability: gpu for gpu in machine.gpus if build.runs_on(gpu.capability) is False}
+    fix = "make install TORCH_INDEX=<an index with a build for it>; CUDA 12.6 is the last with Pascal and Volta"
+    found = [
+        Finding(
+            "stop",
+            "torch",
+            f"{build.version} has no code for {gpu.name} (sm_{major}{minor}), only for {' '.join(build.archs)}",
+            fix,
+        )
+        for (major, minor), gpu in lacking.items()
+    ]
+    return found or [Finding("ok", "torch", f"{build.version} has code for every GPU here")]
+
+
+def _memory(machine: Machine) -> list[Finding]:
+    found = []
+    empty = [gpu for gpu in machine.gpus if not _is_shared(gpu)]
+    elsewhere = ",".join(str(gpu.machine_index) for gpu in empty)
+    fix = f"train on the free ones: CUDA_VISIBLE_DEVICES={elsewhere}" if empty else "end them, or wait for them"
+    for gpu in machine.gpus:
+        if not _is_shared(gpu):
+            continue
+        names = [label(process) for process in holders(gpu)]
+        told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
+        what = f"GPU {gpu.index} has {free} of {total} free; in use by {told or 'unknown processes'}"
+        found.append(Finding("stop" if gpu.free_bytes < LEAST_BYTES else "warn", "gpu memory", what, fix))
+    return found or [Finding("ok", "gpu memory", "nobody else holds any")]
+
+
+def _is_shared(gpu: Gpu) -> bool:
+    return gpu.used_bytes > HELD_SHARE * gpu.total_bytes
+
+
+def _errors(machine: Machine) -> list[Finding]:
+    found = []
+    for gpu in machine.gpus:
+        if gpu.memory_errors:
+            what = f"GPU {gpu.index} had {gpu.memory_errors} uncorrected memory errors since the driver was loaded"
+            found.append(Finding("stop", "ecc", what, f"nvidia-smi --gpu-reset -i {gpu.machine_index}"))
+        if gpu.is_failing:
+            what = f"GPU {gpu.index} could not replace broken memory rows"
+            found.append(Finding("stop", "ecc", what, "leave it out with CUDA_VISIBLE_DEVICES, and have it exchanged"))
+        elif gpu.needs_reset:
+            what = f"GPU {gpu.index} waits for a reset to replace broken memory rows"
+            found.append(Finding("warn", "ecc", what, f"nvidia-smi --gpu-reset -i {gpu.machine_index}"))
+    if found or all(gpu.memory_errors is None for gpu in machine.gpus):
+        return found
+    return [Finding("ok", "ecc", "no uncorrected memory errors")]
+
+
+def _heat(machine: Machine) -> list[Finding]:
+    hot = [gpu for gpu in machine.gpus if gpu.temperature_c is not None and gpu.temperature_c >= HOT_C]
+    fix = "look after its cooling; it runs slower now"
+    return [Finding("warn", "heat", f"GPU {gpu.index} is at {gpu.temperature_c} C", fix) for gpu in hot]
+
+
+def _modes(machine: Machine) -> list[Finding]:
+    found = []
+    for gpu in machine.gpus:
+        fix = f"nvidia-smi -i {gpu.machine_index} -c DEFAULT"
+        if gpu.compute_mode == PROHIBITED:
+            found.append(Finding("stop", "compute mode", f"GPU {gpu.index} takes no process (prohibited)", fix))
+        elif gpu.compute_mode == EXCLUSIVE and gpu.processes:
+            what = f"GPU {gpu.index} takes one process, and has one"
+            found.append(Finding("stop", "compute mode", what, fix))
+    return found
+
+
+def _mixture(machine: Machine) -> list[Finding]:
+    """Unlike GPUs: the smallest decides, and CUDA's numbers are not nvidia-smi's."""
+    kinds = {(gpu.name, gpu.total_bytes) for gpu in machine.gpus}
+    if len(kinds) < 2:
+        return []
+    smallest = min(machine.gpus, key=lambda gpu: gpu.total_bytes)
+    alike = max((_alike(machine, kind) for kind in sorted(kinds)), key=len)
+    chosen = ",".join(str(gpu.machine_index) for gpu in alike)
+    what = f"they differ: every process is planned for the smallest ({smallest.name})"
+    found = [Finding("warn", "gpu", what, f"train on like ones: CUDA_VISIBLE_DEVICES={chosen}")]
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        what = (
+            "they differ, and CUDA numbers the fastest first: its numbers may not be those of nvidia-smi and gpu-info"
+        )
+        found.append(Finding("warn", "gpu", what, "export CUDA_DEVICE_ORDER=PCI_BUS_ID"))
+    return found
+
+
+def _alike(machine: Machine, kind: tuple[str, int]) -> list[Gpu]:
+    return [gpu for gpu in machine.gpus if (gpu.name, gpu.total_bytes) == kind]
+
+
+def _slices(machine: Machine) -> list[Finding]:
+    if not any(gpu.is_mig for gpu in machine.gpus):
+        return []
+    own, n = machine.gpus[0], len(machine.mig_instances)
+    what = f"a process sees one of {n} instances, this one {own.name}; several processes of a run cannot use others"
+    fix = "choose another with CUDA_VISIBLE_DEVICES=<its UUID>, see `make gpu-info`"
+    return [Finding("warn" if n > 1 else "ok", "mig", what, fix if n > 1 else "")]
+
+
+def _peers(machine: Machine) -> list[Finding]:
+    if len(machine.gpus) < 2:
+        return []
+    missing = ", ".join(f"{a}-{b}" for a, b in machine.without_peer_access)
+    if missing:
+        what = f"GPUs {missing} have no peer access: NCCL copies through the host's memory, which is slower"
+        return [Finding("warn", "nccl", what, "export NCCL_P2P_DISABLE=1 if a start hangs; prefer NVLink pairs")]
+    return [Finding("ok", "nccl", "every pair of GPUs has peer access")]

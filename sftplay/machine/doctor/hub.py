@@ -1,0 +1,118 @@
+"""What the doctor says of the model hub: reachable or offline, the token, what lies in the cache here.
+
+A token is never shown, only whether there is one and whether the hub takes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from sftplay.machine.doctor.finding import Finding
+
+WAIT_S = 4.0
+"""Longest wait for the hub's answer."""
+
+YES = ("1", "ON", "YES", "TRUE")
+"""What huggingface_hub takes for true in a variable."""
+
+LOGIN = "hf auth login, or export HF_TOKEN="
+
+
+def look_at_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Offline settings, cache and token; unless `is_fast`, also whether the hub answers. `model`: a run's hub name."""
+    cached = model is not None and is_cached(model, environ)
+    offline = next((n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if environ.get(n, "").upper() in YES), "")
+    found = _cache(environ)
+    if offline:
+        if model is None or cached:
+            return [*found, Finding("ok", "hub", f"{offline} is set: nothing is asked of it")]
+        what = f"{offline} is set, and {model} is not in the cache here"
+        return [*found, Finding("stop", "hub", what, f"unset {offline}, then make download-model MODEL={model}")]
+    if is_fast:
+        word = "is set" if find_token(environ) else "is not set; gated models need one"
+        return [*found, Finding("ok", "hub token", f"{word} (whether the hub takes it was not asked)")]
+    return [*found, *_ask(model, is_cached=cached, environ=environ)]
+
+
+def find_token(environ: Mapping[str, str] = os.environ) -> str:
+    """The hub's token as its client finds it, empty when there is none."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if environ.get(name):
+            return environ[name].strip()
+    path = Path(environ.get("HF_TOKEN_PATH") or _home(environ) / "token")
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def is_cached(model: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """True when a config.json of the hub's model lies in the cache here."""
+    folder = _cache_folder(environ) / f"models--{model.replace('/', '--')}"
+    return any(folder.glob("snapshots/*/config.json"))
+
+
+def _home(environ: Mapping[str, str]) -> Path:
+    base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(environ.get("HF_HOME") or base / "huggingface").expanduser()
+
+
+def _cache_folder(environ: Mapping[str, str]) -> Path:
+    return Path(
+        environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or _home(environ) / "hub"
+    ).expanduser()
+
+
+def _cache(environ: Mapping[str, str]) -> list[Finding]:
+    folder = _cache_folder(environ)
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    if os.access(above, os.W_OK):
+        return []
+    return [Finding("warn", "hub cache", f"{folder} cannot be written", "export HF_HOME=<a folder of yours>")]
+
+
+def _ask(model: str | None, *, is_cached: bool, environ: Mapping[str, str]) -> list[Finding]:
+    token, endpoint = find_token(environ), _endpoint(environ)
+    code, error = _request(f"{endpoint}/api/whoami-v2" if token else endpoint, token)
+    if error:
+        fix = "check the network and HTTPS_PROXY, or work offline: export HF_HUB_OFFLINE=1"
+        what = f"does not answer ({error})"
+        if is_cached:
+            return [Finding("ok", "hub", f"{what}; {model} is in the cache here")]
+        return [Finding("warn", "hub", what, fix)]
+    found = [Finding("ok", "hub", "answers")]
+    if token and code in (401, 403):
+        return [*found, Finding("warn", "hub token", "the hub does not take it", LOGIN)]
+    word = "the hub takes it" if token else f"is not set; gated models need one ({LOGIN})"
+    return [*found, Finding("ok", "hub token", word)]
+
+
+def _endpoint(environ: Mapping[str, str]) -> str:
+    if environ.get("HF_ENDPOINT"):
+        return environ["HF_ENDPOINT"].rstrip("/")
+    if find_spec("huggingface_hub") is None:
+        return ""
+    endpoint: str = import_module("huggingface_hub.constants").ENDPOINT
+    return endpoint
+
+
+def _request(url: str, token: str) -> tuple[int, str]:
+    """Status code, and why there is none; any answer at all shows that the hub is there."""
+    import urllib.error  # these two take as long to import as all the rest of the doctor
+    import urllib.request
+
+    headers = {"User-Agent": "sftplay-doctor", **({"Authorization": f"Bearer {token}"} if token else {})}
+    try:
+        request = urllib.request.Request(url, headers=headers, method="GET" if token else "HEAD")
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return answer.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+    except urllib.error.URLError as error:
+        return 0, str(error.reason)
+    except (OSError, ValueError) as error:
+        return 0, str(error) or type(error).__name__

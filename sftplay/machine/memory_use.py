@@ -1,0 +1,177 @@
+"""Who holds which memory now: processes on each GPU, and the runs of this kit with what was planned for them.
+
+It reads what runs write and the kernel tells; nothing is asked of a run itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sftplay.machine.gpu import Gpu
+from sftplay.machine.gpu_info import headline, holders, label
+from sftplay.machine.probe import Machine
+from sftplay.machine.ram import resident_bytes
+from sftplay.units import format_bytes
+
+LAST_LINE_BYTES = 1 << 16
+"""The end of metrics.jsonl that surely holds a whole line."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One process of a run. None: not known yet."""
+
+    rank: int
+    pid: int
+    gpu: int | None
+    """Number of its GPU; None on a CPU, or where the driver does not show pids of this container."""
+    held_bytes: int | None
+    """What the driver, or on a CPU the kernel, says it holds now."""
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    peak_bytes: int | None
+    headroom_bytes: int | None
+    """Room between the most it needed and what it may use."""
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """A run that says it is running."""
+
+    name: str
+    step: int
+    is_alive: bool
+    """False: its process has gone without a word."""
+    planned_bytes: int | None
+    budget_bytes: int | None
+    ranks: tuple[RankMemory, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_runs(output: Path, machine: Machine) -> list[RunMemory]:
+    """The runs below `output` whose status.json says `running`, by name."""
+    folders = sorted(path.parent for path in output.glob("*/status.json") if not path.parent.is_symlink())
+    states = ((folder, _read_json(folder / "status.json")) for folder in folders)
+    return [_read_run(folder, status, machine) for folder, status in states if status.get("state") == "running"]
+
+
+def describe_gpus(machine: Machine) -> list[str]:
+    """Each GPU with who holds its memory, most first."""
+    lines = []
+    for gpu in machine.gpus:
+        lines.append(headline(gpu))
+        for process in holders(gpu):
+            owner = owner_of(process.pid) if process.pid else ""
+            size = "?" if process.used_bytes is None else format_bytes(process.used_bytes)
+            lines.append(f"  {size:>10}  {label(process)}{owner and f' of {owner}'}")
+        if not holders(gpu):
+            lines.append("  nobody holds any")
+    return lines
+
+
+def describe_run(run: RunMemory) -> list[str]:
+    """What was planned for a run and what each of its processes holds."""
+    if not run.is_alive:
+        return [
+            f"run {run.name}: says it is running at step {run.step}, but its process has gone; `make resume` goes on"
+        ]
+    lines = [
+        f"run {run.name}: running, step {run.step}; planned {_size(run.planned_bytes)} of {_size(run.budget_bytes)}"
+    ]
+    for rank in run.ranks:
+        place = f"GPU {rank.gpu}" if rank.gpu is not None else "memory"
+        parts = {
+            "allocated": rank.allocated_bytes,
+            "reserved": rank.reserved_bytes,
+            "peak": rank.peak_bytes,
+            "headroom": rank.headroom_bytes,
+        }
+        told = "".join(f", {name} {_size(value)}" for name, value in parts.items() if value is not None)
+        lines.append(f"  rank {rank.rank} (process {rank.pid}): {place}, holds {_size(rank.held_bytes)}{told}")
+    return lines
+
+
+def owner_of(pid: int) -> str:
+    """Name of the user a process belongs to; empty where it cannot be seen."""
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116 - a path of the kernel's, not of a file
+    except OSError:
+        return ""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _read_run(folder: Path, status: dict[str, Any], machine: Machine) -> RunMemory:
+    plan, metrics = _read_json(folder / "plan.json"), _last_line(folder / "metrics.jsonl")
+    pids = [rank["pid"] for rank in status.get("ranks") or []] or [status["pid"]] * bool(status.get("pid"))
+    budget = plan.get("budget_bytes")
+    ranks = tuple(_read_rank(n, pid, (metrics, budget, machine)) for n, pid in enumerate(pids))
+    alive = not pids or any(resident_bytes(pid) for pid in pids)
+    return RunMemory(folder.name, status.get("step") or 0, alive, plan.get("peak_bytes"), budget, ranks)
+
+
+def _read_rank(rank: int, pid: int, known: tuple[dict[str, Any], int | None, Machine]) -> RankMemory:
+    metrics, budget, machine = known
+    every = metrics.get("ranks_memory") or [metrics]  # one entry a rank, or the main rank's fields alone
+    own = every[rank] if rank < len(every) else {}
+    gpu, held = _place(pid, machine)
+    resident = resident_bytes(pid)
+    on_cpu = not machine.gpus
+    peak = own.get("peak_bytes") or own.get("peak_rss_bytes") or (resident[1] if resident and on_cpu else None)
+    held = held if held is not None or not on_cpu else (resident[0] if resident else None)
+    most = max((size for size in (own.get("reserved_bytes"), peak, held) if size is not None), default=None)
+    limit = budget or (machine.ram_bytes if on_cpu else gpu.total_bytes if gpu else None)
+    headroom = None if most is None or limit is None else limit - most
+    index = gpu.index if gpu else None
+    return RankMemory(
+        rank, pid, index, held, own.get("allocated_bytes"), own.get("reserved_bytes"), peak, headroom
+    )  # fmt: skip
+
+
+def _place(pid: int, machine: Machine) -> tuple[Gpu | None, int | None]:
+    """The GPU on which a process holds memory, and how much."""
+    for gpu in machine.gpus:
+        for process in gpu.processes:
+            if process.pid == pid:
+                return gpu, process.used_bytes
+    return None, None
+
+
+def _size(size: int | None) -> str:
+    return "?" if size is None else format_bytes(size) if size >= 0 else f"-{format_bytes(-size)}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The file's object; empty when it is absent or not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _last_line(path: Path) -> dict[str, Any]:
+    """The last whole object of a jsonl file; a run may be writing the next."""
+    try:
+        with path.open("rb") as handle:
+            handle.seek(max(0, path.stat().st_size - LAST_LINE_BYTES))
+            lines = handle.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            return content
+    return {}

@@ -1,0 +1,177 @@
+"""What a run starts from: names of earlier runs and of adapters, turned into the folders and bases they mean.
+
+It loads no weights and imports no heavy library, so that a wrong name is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sftplay.config.load import load_config
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError
+from sftplay.launch.run_folder import RESOLVED, RunFolder
+from sftplay.model.source import ADAPTER_CONFIG, BUILTIN, check_pickles, is_downloaded, is_hub_shaped
+
+NAME, ADAPTER, MERGE = "model.name", "model.adapter", "model.merge_adapter"
+
+
+def settle(cfg: RunConfig) -> RunConfig:
+    """`cfg` with names of runs replaced: model.name by the base or model, model.adapter by the adapter's folder.
+
+    A finished run as model.name means its `model/`, or its base and its adapter. Settling twice changes nothing.
+
+    Raises:
+        ConfigError: a name means two things, or a run without a result; the adapter belongs to another base, has
+            another shape than the config says, or cannot be used in this mode.
+    """
+    cfg = _settle_adapter(_settle_name(cfg))
+    model, mode = cfg.model, cfg.tuning.mode
+    if model.adapter is None:
+        if model.merge_adapter:
+            fix = f"name one with {ADAPTER}, or leave {MERGE} out"
+            raise ConfigError("there is no adapter to merge", where=place(cfg, MERGE), fix=fix)
+        return cfg
+    folder = Path(model.adapter)
+    check_pickles(folder, place(cfg, ADAPTER), allow_pickle=model.allow_pickle)
+    if not model.merge_adapter:
+        if mode == "full":
+            what = "tuning.mode full trains every weight, not an adapter"
+            raise ConfigError(what, where=place(cfg, ADAPTER), fix=f"set {MERGE}: true, which merges it first, or lora")
+        _check_shape(cfg, folder)
+    return cfg
+
+
+def place(cfg: RunConfig, key: str) -> str:
+    """Where a key was written, for an error."""
+    return f"{cfg.origins.get(key, 'default')} {key}"
+
+
+def base_of(adapter: Path) -> tuple[str, str | None]:
+    """Name or folder of the base that an adapter belongs to, and its revision."""
+    told = read_adapter(adapter)
+    own = adapter.parent / "base"
+    if (adapter.parent / RESOLVED).is_file() and own.is_dir():
+        model = load_config(adapter.parent / RESOLVED).model
+        is_builtin = model.name.startswith(BUILTIN) and not model.merge_adapter
+        return (model.name if is_builtin else str(own.resolve())), None
+    return str(told.get("base_model_name_or_path")), told.get("revision")
+
+
+def read_adapter(folder: Path) -> dict[str, Any]:
+    """The settings of an adapter."""
+    content: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return content
+
+
+def _settle_name(cfg: RunConfig) -> RunConfig:
+    name = cfg.model.name
+    found = None if name.startswith(BUILTIN) else _find(cfg, NAME, name)
+    if found is None or not (found / RESOLVED).is_file():
+        return cfg
+    result = _result_of(found, cfg, NAME)
+    if cfg.model.revision is not None:
+        fix = "leave model.revision out; the run knows its base's"
+        raise ConfigError(f"model.name {name} is a run, which has no revision", where=place(cfg, NAME), fix=fix)
+    origin = f"{cfg.origins.get(NAME, 'default')} (the run {found})"
+    if result.name == "model":
+        return cfg.with_values({NAME: str(result.resolve())}, origin)
+    if cfg.model.adapter is not None:
+        what = f"{name} is a run with an adapter, and model.adapter names a second one"
+        raise ConfigError(what, where=place(cfg, NAME), fix=f"leave {ADAPTER} out, or name the base as {NAME}")
+    base, revision = base_of(result)
+    return cfg.with_values({NAME: base, "model.revision": revision, ADAPTER: str(result.resolve())}, origin)
+
+
+def _settle_adapter(cfg: RunConfig) -> RunConfig:
+    name = cfg.model.adapter
+    if name is None:
+        return cfg
+    found = _find(cfg, ADAPTER, name)
+    if found is None:
+        fix = "name a finished run, its folder, or a folder with adapter_config.json"
+        raise ConfigError(f"there is no run or adapter {name!r}", where=place(cfg, ADAPTER), fix=fix)
+    if (found / RESOLVED).is_file():
+        found = _result_of(found, cfg, ADAPTER)
+        if found.name == "model":
+            what = f"{name} trained every weight, so it has a model and no adapter"
+            raise ConfigError(what, where=place(cfg, ADAPTER), fix=f"start from it with {NAME}: {name}")
+    if not (found / ADAPTER_CONFIG).is_file():
+        fix = "name a finished run, its folder, or a folder with adapter_config.json"
+        raise ConfigError(f"{found} holds no adapter", where=place(cfg, ADAPTER), fix=fix)
+    _check_base(cfg, found)
+    absolute = str(found.resolve())
+    if absolute == name:
+        return cfg
+    return cfg.with_values({ADAPTER: absolute}, f"{cfg.origins.get(ADAPTER, 'default')} ({name})")
+
+
+def _find(cfg: RunConfig, key: str, name: str) -> Path | None:
+    """The folder a name means: one at that path, or the run of that name below output_dir."""
+    here, run = Path(name), Path(cfg.output_dir) / name
+    found = [here] if here.is_dir() else []
+    # A run may be called like the model it starts from; it does not start from itself.
+    if "/" not in name and name != cfg.run_name and (run / RESOLVED).is_file():
+        found += [] if found and run.samefile(here) else [run]
+    meanings = [f"the {'run' if (path / RESOLVED).is_file() else 'folder'} {path}" for path in found]
+    if found and key == NAME and is_hub_shaped(name) and is_downloaded(name):
+        meanings.append(f"the hub's model {name}, which was downloaded")
+    if len(meanings) > 1:
+        fix = f"write ./{found[0]} for that folder, or rename it" if not found[0].is_absolute() else "write its path"
+        raise ConfigError(f"{name!r} could be {' or '.join(meanings)}", where=place(cfg, key), fix=fix)
+    if found and (found[0] / RESOLVED).is_file() and (found[0] / "config.json").is_file():
+        fix = f"write {found[0]}/model or {found[0]}/adapter, or move config.json away"
+        raise ConfigError(f"{found[0]} holds both a run and a model", where=place(cfg, key), fix=fix)
+    return found[0] if found else None
+
+
+def _result_of(run: Path, cfg: RunConfig, key: str) -> Path:
+    result = RunFolder(run).result
+    if result is None:
+        fix = "finish it with `make resume`, or name a run that is finished"
+        raise ConfigError(f"the run {run} has no result yet", where=place(cfg, key), fix=fix)
+    return result
+
+
+def _check_base(cfg: RunConfig, adapter: Path) -> None:
+    base, revision = base_of(adapter)
+    name = cfg.model.name
+    if name == base or (Path(name).is_dir() and Path(base).is_dir() and Path(name).samefile(base)):
+        if revision == cfg.model.revision or Path(base).is_dir():
+            return
+        what = f"the adapter {adapter} belongs to revision {revision} of {base}, not to {cfg.model.revision}"
+        fix = f"write model.revision: {revision or 'null'}"
+        raise ConfigError(what, where=place(cfg, "model.revision"), fix=fix)
+    what = f"the adapter {adapter} belongs to {base}, not to {name}"
+    fix = f"write model.name: {base}; if that model only moved, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+    raise ConfigError(what, where=place(cfg, NAME), fix=fix)
+
+
+def _check_shape(cfg: RunConfig, adapter: Path) -> None:
+    """Compare what can be compared without the model; `adapter.continue_adapter` looks at the layers."""
+    told, lora = read_adapter(adapter), cfg.tuning.lora
+    if told.get("peft_type") != "LORA":
+        what = f"{adapter} is an adapter of the kind {told.get('peft_type')}"
+        raise ConfigError(what, where=place(cfg, ADAPTER), fix=f"only LoRA is continued; set {MERGE}: true")
+    wanted = {
+        "r": (lora.r, told.get("r")),
+        "alpha": (float(lora.alpha or 2 * lora.r), float(told.get("lora_alpha") or 0)),
+        "dora": (lora.dora, bool(told.get("use_dora"))),
+        "rslora": (lora.rslora, bool(told.get("use_rslora"))),
+        "modules_to_save": (sorted(lora.modules_to_save), sorted(told.get("modules_to_save") or [])),
+    }
+    for key, (mine, its) in wanted.items():
+        if mine != its:
+            what = f"{_word(mine)} here, but the adapter {adapter} that is continued has {_word(its)}"
+            fix = f"write tuning.lora.{key}: {_word(its)}, or {MERGE}: true, which trains a new adapter of any shape"
+            raise ConfigError(what, where=place(cfg, f"tuning.lora.{key}"), fix=fix)
+    for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"):
+        if told.get(key):
+            what = f"the adapter {adapter} has a {key}, which the config cannot say"
+            raise ConfigError(what, where=place(cfg, ADAPTER), fix=f"set {MERGE}: true")
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)

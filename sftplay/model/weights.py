@@ -1,0 +1,120 @@
+"""Opens a model's weights exactly as asked, or says why not: whole, from safetensors, without code of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from sftplay import log
+from sftplay.config.schema.cluster import SPLIT_WEIGHTS
+from sftplay.config.schema.run import ModelConfig, RunConfig
+from sftplay.errors import ConfigError, MachineError, SftplayError
+from sftplay.log import local_rank
+from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
+from sftplay.model.source import PICKLE_FIX, is_local
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def open_model(
+    cfg: RunConfig, name: str, *, dtype: torch.dtype | None, revision: str | None = None, is_plain: bool = False
+) -> Any:
+    """The model in the folder or of the hub name `name`, in `dtype`, None for the one it is stored in.
+
+    On this process's device and, for qlora, in 4 bits; `is_plain` leaves it on the CPU and never quantises it.
+
+    Raises:
+        MachineError: the weights cannot be read, or some are missing.
+        ConfigError: it needs code that ships with it, which is not trusted.
+    """
+    where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
+    options: dict[str, Any] = {
+        "revision": revision,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "dtype": dtype or "auto",
+        "attn_implementation": cfg.model.attn,
+    }
+    if not is_plain:
+        options["quantization_config"] = quantization(cfg) if cfg.tuning.mode == "qlora" else None
+        options["device_map"] = {"": local_rank()} if torch.cuda.is_available() else None
+    if not cfg.model.allow_pickle:
+        options["use_safetensors"] = True
+    if not check_reachable(name, revision, where):
+        log.say(f"note: the hub does not answer; {name} is opened as it lies in the cache", "model")
+        options["local_files_only"] = True
+    announce_trust(cfg.model, f"the model {name}")
+    quieten_hub()
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise explain_failure(error, cfg.model, where) from error
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers fills them with random numbers and goes on
+        lack = f"{len(missing)} weights are missing, {missing[0]} for one"
+        raise MachineError(f"the model cannot be loaded ({lack})", where=where, fix="check its files")
+    keep_four_bit_exact(model)
+    return model
+
+
+def explain_failure(error: Exception, model: ModelConfig, where: str) -> SftplayError:
+    """The refusal that a library's `error` while opening `model` stands for, with what to do."""
+    if refusal := refused_code(error, model):
+        return refusal
+    fix = f"check the name, the connection and the files, {FOLDER_FIX}; the run's log says more"
+    if "safetensors" in str(error) and not is_local(model.name):
+        fix = f"if it has pickled weights only: {PICKLE_FIX}"
+    return MachineError(f"the model cannot be loaded ({first_line(error)})", where=where, fix=fix)
+
+
+def refused_code(error: Exception, model: ModelConfig) -> ConfigError | None:
+    """The refusal of a model that runs only with its own code, None for any other error."""
+    if model.trust_remote_code or "trust_remote_code" not in str(error):
+        return None
+    return ConfigError(
+        f"{model.name} runs only with Python code that ships with it, which could do anything you can",
+        where="model.trust_remote_code",
+        fix="read that code; if you trust it, set model.trust_remote_code: true",
+    )
+
+
+def announce_trust(model: ModelConfig, what: str) -> None:
+    """Say aloud that foreign code may run, where it was allowed."""
+    if model.trust_remote_code:
+        log.say(f"warning: model.trust_remote_code is true: Python code that ships with {what} may run here", "model")
+
+
+def keep_four_bit_exact(model: Any) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights in evaluation mode on CPUs with AVX512-BF16.
+
+    Repacking rounds the scales to bf16 for good, so that a run with evaluations would train on other weights than one
+    without, and it fails where a layer's input width is no multiple of 64 (bitsandbytes 0.50, `Linear4bit.forward`).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def quantization(cfg: RunConfig) -> BitsAndBytesConfig:
+    """How a qlora base is held: 4-bit codes, computed in the run's precision.
+
+    What splits weights over processes must find them in the type that it computes in: two codes to a byte, and bytes
+    packed into such numbers.
+    """
+    splits = cfg.cluster.strategy in SPLIT_WEIGHTS
+    return BitsAndBytesConfig(
+        bnb_4bit_quant_storage=frozen_dtype(cfg) if splits else torch.uint8,
+        load_in_4bit=True,
+        bnb_4bit_quant_type=cfg.tuning.quant_type,
+        bnb_4bit_use_double_quant=cfg.tuning.double_quant,
+        bnb_4bit_compute_dtype=frozen_dtype(cfg),
+    )
+
+
+def frozen_dtype(cfg: RunConfig) -> torch.dtype:
+    """In what a base is held that does not train: the run's precision."""
+    # fp16 bases overflow in the norm layers of several families; with autocast the weights can stay fp16 only if
+    # nothing but the adapter trains, which is the only case that reaches here.
+    return DTYPES[str(cfg.train.precision)]

@@ -1,0 +1,147 @@
+"""Room on the disk: reckoned ahead for the whole run, looked at before a checkpoint begins, and told in bytes when a
+write has failed.
+
+It removes only what was half written when the disk took no more.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.errors import RunError
+from sftplay.monitor.checkpoints import MARKER, list_checkpoints
+
+TORCH_WRITE_FAILED = ("PytorchStreamWriter", "unexpected pos", "iostream error")
+"""What torch.save's errors say when the disk takes no more (caffe2/serialize/inline_container.cc)."""
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+SMALL_FILES_BYTES = 1 << 16
+"""Room for status.json, metrics.jsonl and logs beside a checkpoint."""
+
+HALF_RESULTS = (".adapter.part", ".model.part")
+
+FIX = "make room, then continue with `make resume`; the last complete checkpoint is untouched"
+
+
+def folder_bytes(folder: Path) -> int:
+    """What the files below `folder` take."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def checkpoint_bytes(checkpoints: Path, model: Any, optimizer: Any) -> int:
+    """What the next checkpoint will take: as much as the newest complete one, before that as much as its tensors."""
+    for checkpoint in reversed(list_checkpoints(checkpoints)):
+        if (checkpoint / MARKER).is_file():
+            return folder_bytes(checkpoint)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    states = [t for state in optimizer.state.values() for t in state.values() if hasattr(t, "nbytes")]
+    return sum(int(tensor.nbytes) for tensor in (*weights, *states))
+
+
+def demand_room(checkpoints: Path, needed_bytes: int) -> None:
+    """Look for room before a checkpoint begins, so that no half one is left.
+
+    Raises:
+        RunError: less is free than `needed_bytes` and a little for the small files.
+    """
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(checkpoints).free
+    if free < needed_bytes + SMALL_FILES_BYTES:
+        raise RunError(
+            f"the disk is too full for the next checkpoint: {needed_bytes + SMALL_FILES_BYTES:,} bytes needed,"
+            f" {free:,} free",
+            where=str(checkpoints),
+            fix=FIX,
+        )
+
+
+@contextmanager
+def report_full_disk(folder: Path) -> Iterator[None]:
+    """Turn a write that fails into a RunError with its remedy, and free what was half written in the run's `folder`.
+
+    A full disk has three faces: OSError, safetensors' own error, and a RuntimeError of torch.save.
+
+    Raises:
+        RunError: something could not be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in TORCH_WRITE_FAILED):
+            raise
+        full = not isinstance(error, OSError) or error.errno in DISK_ERRORS
+        told = _room_told(folder) if full else ""
+        if full:
+            _remove_halves(folder)
+        where = getattr(error, "filename", None) or folder
+        raise RunError(f"writing failed ({str(error).splitlines()[0]}){told}", where=str(where), fix=FIX) from error
+
+
+class WarnOfFullDisk(TrainerCallback):
+    """Says once, while there is time, that the disk will not last until the end of the run.
+
+    Reckons with the checkpoints that will be kept at once, the result, and what else has taken room since the first
+    look, at that rate. Looks behind the first step, when the optimizer's states are there, and behind each checkpoint;
+    comes behind the callback that removes old ones. `limit` is how many of them stay.
+    """
+
+    def __init__(self, checkpoints: Path, limit: int) -> None:
+        self.checkpoints, self.limit = checkpoints, limit
+        self._first: tuple[int, int] | None = None
+        self._warned = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if self._first is None and not control.should_save:
+            self._look(state, more["model"], more["optimizer"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._look(state, more["model"], more["optimizer"])
+
+    def _look(self, state: Any, model: Any, optimizer: Any) -> None:
+        if self._warned or not log.is_main():
+            return
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        free, own = shutil.disk_usage(self.checkpoints).free, folder_bytes(self.checkpoints)
+        step, steps_left = state.global_step, state.max_steps - state.global_step
+        self._first = self._first or (step, free + own)
+        others = max(0, self._first[1] - free - own) * steps_left // max(1, step - self._first[0])
+        each = checkpoint_bytes(self.checkpoints, model, optimizer)
+        there = sum((c / MARKER).is_file() for c in list_checkpoints(self.checkpoints))
+        saves = math.ceil(steps_left / state.save_steps)
+        # A new one is whole before an old one goes.
+        own_growth = each * max(min(saves, self.limit + 1 - there), min(saves, 1))
+        result = sum(int(p.nbytes) for p in model.parameters() if p.requires_grad)
+        needed = own_growth + result + others + SMALL_FILES_BYTES
+        if free < needed:
+            self._warned = True
+            log.say(
+                f"warning: the disk will be full before step {state.max_steps}: {free:,} bytes free, {needed:,} needed"
+                f" (checkpoints {own_growth:,} at {each:,} each, result {result:,}, what else grows {others:,});"
+                f" make room on {self.checkpoints}, or lower train.save_total_limit"
+            )
+
+
+def _room_told(folder: Path) -> str:
+    """Free bytes, and those a checkpoint needs, as far as they are known."""
+    free = shutil.disk_usage(folder).free
+    complete = [each for each in list_checkpoints(folder / "checkpoints") if (each / MARKER).is_file()]
+    needed = f"a checkpoint needs {folder_bytes(complete[-1]):,} bytes, " if complete else ""
+    return f": {needed}{free:,} bytes free"
+
+
+def _remove_halves(folder: Path) -> None:
+    halves = [each for each in list_checkpoints(folder / "checkpoints") if not (each / MARKER).is_file()]
+    for half in (*halves, *(folder / name for name in HALF_RESULTS)):
+        with suppress(OSError):
+            shutil.rmtree(half)

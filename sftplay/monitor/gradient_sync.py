@@ -1,0 +1,117 @@
+"""Gradients on their way between the ranks of plain data parallelism: how they are sent, and what part of a step only
+waits for them.
+
+Where they travel behind the window, all of that is `communication` on the rank's pulse already. Where DDP sends them
+while it computes, its own log says how long sending took and how much of that computing covered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import DDPCommunicationHookType
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.config.schema.cluster import SHARDED, CommConfig
+from sftplay.config.schema.run import RunConfig
+from sftplay.heartbeat import Pulse
+
+NS = 1e-9
+
+POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
+"""Steps before the third send gradients whole: DDP still settles its buckets in the first two (torch 2.13,
+powerSGD_hook.py)."""
+
+
+def wants_overlap(cfg: RunConfig) -> bool:
+    """True where DDP itself must send the gradients, within the last backward pass of a step.
+
+    A hook and a static graph are DDP's own; full tuning on GPUs has gradients as large as the model.
+    """
+    comm = cfg.cluster.comm
+    is_large = cfg.tuning.mode == "full" and torch.cuda.is_available()
+    return comm.hook != "none" or comm.static_graph or is_large
+
+
+def choose_hook(handler: Any, comm: CommConfig) -> None:
+    """Have accelerate's DDP handler compress as `comm.hook` says; before the trainer wraps the model."""
+    kinds = {
+        "fp16": DDPCommunicationHookType.FP16,
+        "bf16": DDPCommunicationHookType.BF16,
+        "powersgd": DDPCommunicationHookType.POWER_SGD,
+    }
+    if comm.hook in kinds:
+        handler.comm_hook = kinds[comm.hook]
+    if comm.hook == "powersgd":
+        handler.comm_state_option = dict(POWERSGD)
+
+
+def exposed_s(told: dict[str, Any]) -> float:
+    """Seconds of the last step in which gradients travelled and nothing was computed. `told` is DDP's log.
+
+    Nothing is told before the second step; times are nanoseconds (torch 2.13, logger.hpp).
+    """
+    sending, covered = (told.get(key, 0) for key in ("backward_comm_time", "backward_compute_comm_overlap_time"))
+    return max(0, sending - covered) * NS
+
+
+class Traffic(TrainerCallback):
+    """Sets up how gradients travel, and measures what of it nothing else covers."""
+
+    def __init__(self, cfg: RunConfig, pulse: Pulse) -> None:
+        self.comm, self.pulse = cfg.cluster.comm, pulse
+        self._is_ddp = log.world_size() > 1 and cfg.cluster.strategy not in SHARDED
+        """What is split meets all the time, and tells nothing of it."""
+
+        self._trainer: Any = None
+        self._exposed_s = self._all_s = 0.0
+        self._logged_step = 0
+
+    def attend(self, trainer: Any) -> None:
+        """Know the trainer; it has not wrapped its model yet."""
+        self._trainer = trainer
+        if self._is_ddp:
+            choose_hook(trainer.accelerator.ddp_handler, self.comm)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._logged_step = state.global_step
+        if self._overlaps():
+            self._trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(1)
+            self._say_price()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._overlaps():
+            told = self._trainer.model_wrapped._get_ddp_logging_data()
+            self.pulse.recount(exposed_s(told), "backward", "communication")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "exposed_communication_share" not in logs:
+            return
+        stretch_s = logs["step_s"] * (state.global_step - self._logged_step)
+        self._logged_step = state.global_step
+        self._all_s += stretch_s
+        self._exposed_s += logs["exposed_communication_share"] * stretch_s
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._is_ddp and self._all_s:
+            how = "beside DDP's overlap" if self._overlaps() else "behind each step's computing"
+            share = f"{self._exposed_s / self._all_s:.1%} of the time"
+            log.say(f"communication: {share} went to exchanging gradients and waiting for other ranks, {how}")
+
+    def _overlaps(self) -> bool:
+        return self._is_ddp and not (self._trainer.replay and self._trainer.replay.sends_afterwards)
+
+    def _say_price(self) -> None:
+        comm = self.comm
+        if comm.hook == "none" and not comm.static_graph:
+            return
+        asked = f"cluster.comm.hook {comm.hook}" if comm.hook != "none" else "cluster.comm.static_graph"
+        log.say(f"{asked}: DDP sends gradients within the last piece's backward pass of each step")
+        if self._trainer.replay:
+            log.say("  memory that runs out in that piece restarts the run; in any other one it is run again, smaller")
+        if comm.hook == "powersgd":
+            log.say(
+                "  PowerSGD is lossy, keeps one more copy of the gradients, and what it remembers is in no checkpoint"
+            )

@@ -1,0 +1,138 @@
+"""Ends a run in good order: on a signal with a full checkpoint, on a step that is not finite without one.
+
+Recovery from running out of memory is not here, a full disk is `disk`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from sftplay import log
+from sftplay.errors import RunError
+from sftplay.heartbeat import Pulse
+from sftplay.monitor.gradient_norm import gradient_norm
+from sftplay.monitor.metrics import gather, write_figures
+from sftplay.signals import StopAtOnce, catch_signals
+
+FP16_PATIENCE = 16
+"""Steps in a row an fp16 run may skip: the gradient scaler halves its first scale, 2^16, once a step."""
+
+SHOWN_ROWS = 8
+"""Row ids that an error names; all of them are in its file."""
+
+
+class StopOnSignal(TrainerCallback):
+    """After a stop signal: finishes the step, writes a checkpoint, ends. A second one ends at once.
+
+    Ranks agree at the step's edge, so that none waits in a collective for one that has left. `outside` answers before
+    the first step and behind the last; without it this process's signals are not touched.
+    """
+
+    def __init__(self, outside: StopAtOnce | None = None) -> None:
+        self.received = 0
+        self.pulse = Pulse()
+        self._came_here = False
+        self._outside = outside
+
+    def install(self) -> None:
+        """Take over the stop signals of this process."""
+        catch_signals(self._on_signal)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._outside:
+            self.received = self._outside.received
+            self.install()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._outside:
+            self._outside.install()
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if self._came_here:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        # Not `received`: the others may have told of the first signal before it arrived here.
+        self._came_here = True
+        self.received = number
+        log.say(f"{signal.Signals(number).name}: the step is finished, a checkpoint is written, then the run ends")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        if self.agree():
+            control.should_log = True  # what was trained since the last line would be counted nowhere
+            control.should_save = True
+            control.should_training_stop = True
+        return control
+
+    def agree(self) -> bool:
+        """True on every rank when one of them has got a signal; every rank must ask."""
+        agreed = max(gather(self.received, self.pulse))
+        if agreed:  # never set back to 0: a signal may have come while the ranks were agreeing
+            self.received = agreed
+        return bool(agreed)
+
+
+class StopOnBadStep(TrainerCallback):
+    """Ends the run before the optimizer takes a step whose loss or gradient is not finite on some rank.
+
+    Looks in on_pre_optimizer_step, where all ranks meet, so all stop together and none waits in a collective; a check
+    on logs would come after the weights are spoilt. In fp16 the gradient scaler skips such steps by itself and lowers
+    its scale; there only a run of them that no scale can cure is an end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.window: Any = None
+        """The trainer, which knows the rows of its step (`last_rows`, `rows_not_finite`)."""
+
+        self.in_a_row = 0
+        """Steps skipped since the last one that was taken."""
+
+        self._path = path
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        ranks = gather((float(self.window.last_loss), float(gradient_norm(model.parameters()))), self.window.pulse)
+        bad = [rank for rank, pair in enumerate(ranks) if not all(map(math.isfinite, pair))]
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+        if self.in_a_row > (FP16_PATIENCE if args.fp16 else 0):
+            raise self._explain(state.global_step + 1, ranks)
+
+    def look_at_loss(self, loss: torch.Tensor) -> None:
+        """For what steps within its backward pass, as DeepSpeed does: behind each forward pass, on every rank."""
+        ranks = gather((float(loss), 0.0), self.window.pulse)
+        if not all(math.isfinite(each) for each, _ in ranks):
+            raise self._explain(self.window.state.global_step + 1, ranks)
+
+    def _explain(self, step: int, ranks: list[tuple[float, float]]) -> RunError:
+        """The error every rank ends with; the main one writes down which rows the step had."""
+        rows = gather((self.window.last_rows, self.window.rows_not_finite()), self.window.pulse)
+        found = [
+            {"rank": n, "loss": loss, "gradient_norm": norm, "row_ids": ids, "rows_not_finite": suspects}
+            for n, ((loss, norm), (ids, suspects)) in enumerate(zip(ranks, rows, strict=True))
+        ]
+        if log.is_main():
+            write_figures(self._path, {"step": step, "ranks": found})
+        # A loss is a rank's own; gradients are everybody's once they have travelled.
+        lost = [n for n, (loss, _) in enumerate(ranks) if not math.isfinite(loss)]
+        whose = f"loss of step {step} is not finite on rank {', '.join(map(str, lost))}"
+        suspects = [row for each in found for row in each["rows_not_finite"]]
+        named = f"; alone, too, not finite: rows {', '.join(map(str, suspects[:SHOWN_ROWS]))}" if suspects else ""
+        return RunError(
+            f"the {whose if lost else f'gradient of step {step} is not finite'}{named}",
+            where=str(self._path),
+            fix="look at the step's rows, which this file lists (`make inspect`), or lower train.learning_rate; the "
+            "last checkpoint is from before",
+        )
+
+
+class StopWithoutProgress(EarlyStoppingCallback):
+    """transformers' early stopping whose count goes on after a resume; its own starts again at zero."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)

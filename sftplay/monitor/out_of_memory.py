@@ -1,0 +1,156 @@
+"""Running out of memory: told from every other error, agreed on by all ranks, undone, and explained.
+
+What is run again, and in which pieces, is the window's business (`tasks.window`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from sftplay import log
+from sftplay.errors import MachineError
+from sftplay.heartbeat import Pulse
+from sftplay.monitor.metrics import gather, memory_fields
+from sftplay.units import format_bytes
+
+CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
+"""All that tells a failed allocation on a CPU from other RuntimeErrors (c10/core/impl/alloc_cpu.cpp)."""
+
+T = TypeVar("T")
+
+
+class OutOfMemory(MachineError):
+    """Memory did not suffice where the step cannot be run again, or for a single row."""
+
+    code = "memory"
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", batch_size: int | None = None) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.batch_size = batch_size
+        """Rows a piece with which the run may go on from its last checkpoint; None when there are none fewer."""
+
+    def as_json(self) -> dict[str, object]:
+        return {**super().as_json(), "batch_size": self.batch_size}
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """True for a failed allocation, on a GPU or a CPU, and for nothing else."""
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and CPU_REFUSED in str(error))
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Where memory did not suffice. Holds no tensor: what failed must be free before it is tried again."""
+
+    rows: int
+    tokens: int
+    """Of the piece, padding included."""
+
+    phase: str
+    held_bytes: int
+    """The most this process had held when it failed: by torch's allocator on a GPU, resident on a CPU."""
+
+    reason: str
+    """The allocator's first line."""
+
+
+class RandomState:
+    """The random numbers of this rank from a moment on: torch's on the CPU and on this process's GPU.
+
+    The gradient scaler needs no such memory: it moves only when gradients are unscaled, behind a step's last piece.
+    """
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+
+
+class Agreement:
+    """Lets all ranks know that one of them ran out of memory; its few bytes are there before that happens."""
+
+    def __init__(self, device: Any) -> None:
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def all_shortages(self, mine: Shortage | None, pulse: Pulse) -> list[Shortage | None]:
+        """Of every rank, in rank order; empty when no rank has one. Every rank must ask."""
+        if log.world_size() == 1:
+            return [mine] if mine else []
+        with pulse.within("communication"):
+            self._flag.fill_(mine is not None)
+            torch.distributed.all_reduce(self._flag, torch.distributed.ReduceOp.MAX)
+            if not int(self._flag):
+                return []
+        free_memory()
+        return gather(mine, pulse)
+
+
+def held_bytes() -> int:
+    """The most memory this process has held so far."""
+    held = memory_fields()
+    return held["peak_bytes"] if "peak_bytes" in held else held["peak_rss_bytes"]
+
+
+def free_memory() -> None:
+    """Give back what a failed piece has left behind: reference cycles first, then the allocator's blocks."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def describe(shortages: list[Shortage | None], planned_bytes: int | None) -> str:
+    """Who ran out of memory and where, beside what the plan had foreseen."""
+    short = [(rank, each) for rank, each in enumerate(shortages) if each]
+    _, first = short[0]
+    ranks = "" if len(shortages) == 1 else f" on rank {', '.join(str(number) for number, _ in short)}"
+    planned = f", {format_bytes(planned_bytes)} planned" if planned_bytes else ""
+    return (
+        f"out of memory in {first.phase}{ranks}: {first.rows} rows, {first.tokens} tokens at once; "
+        f"{format_bytes(first.held_bytes)} held{planned} ({first.reason})"
+    )
+
+
+class Portions:
+    """Works on rows in portions, which are halved for good once memory does not suffice for one.
+
+    For evaluation, where portions change nothing but speed.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self.most = most
+        self._what = what
+
+    def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
+        """What `work` gives for one portion of range(`rows`) after the other.
+
+        Raises:
+            torch.OutOfMemoryError: a single row is too much. Other errors of `work` pass through.
+        """
+        done = 0
+        while done < rows:
+            portion = slice(done, min(rows, done + self.most))
+            results = self._attempt(work, portion)
+            if not results:
+                self.most = max(1, (portion.stop - portion.start) // 2)
+                free_memory()
+                log.show_error(f"[eval] out of memory in {self._what}: it goes on with {self.most} rows at a time")
+                continue
+            yield results[0]
+            done = portion.stop
+
+    def _attempt(self, work: Callable[[slice], T], portion: slice) -> list[T]:
+        try:
+            return [work(portion)]
+        except RuntimeError as error:
+            if portion.stop - portion.start == 1 or not ran_out_of_memory(error):
+                raise
+        return []

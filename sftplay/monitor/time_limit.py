@@ -1,0 +1,139 @@
+"""The time a run may take: it stops early enough to leave a checkpoint, as after SIGUSR1.
+
+It kills nothing: a step that takes longer than all that is left is not interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.errors import ConfigError
+from sftplay.monitor.disk import checkpoint_bytes
+from sftplay.monitor.guards import StopOnSignal
+from sftplay.units import format_seconds, parse_seconds
+
+JOB_END = "SLURM_JOB_END_TIME"
+"""When the job will be ended, in seconds of the epoch. SLURM sets it since 23.02 (its CHANGELOG/slurm-23.02.md)."""
+
+MARGIN = 2.0
+"""Times the longest step and checkpoint so far: the next ones may take longer on a shared disk or card."""
+
+LEAST_S, LEAST_SHARE = 60.0, 0.1
+"""Kept free whatever was measured: a minute, or a tenth of all the time there is where that is less."""
+
+SLOW_DISK_BYTES_PER_S = 100e6
+"""What the first checkpoint is reckoned with, before one was timed: a share that others write to as well."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When a run must have ended."""
+
+    at_s: float
+    """Seconds of the epoch."""
+
+    origin: str
+    """Who says so."""
+
+
+def find_deadline(
+    limit: str | int | None, environment: Mapping[str, str], *, started_s: float, now_s: float
+) -> Deadline | None:
+    """The earlier one of `train.time_limit`, counted from `started_s`, and the SLURM job's end; None without both.
+
+    Raises:
+        ConfigError: it is over already.
+    """
+    found = []
+    if limit is not None:
+        found.append(Deadline(started_s + parse_seconds(str(limit)), f"train.time_limit {limit}"))
+    end = environment.get(JOB_END, "")
+    if end.isdecimal():
+        found.append(Deadline(float(end), f"the end of the SLURM job ({JOB_END})"))
+    elif end:
+        log.say(f"{JOB_END} {end!r} is no number of seconds: the end of the job is not known")
+    deadline = min(found, key=lambda each: each.at_s, default=None)
+    if deadline is not None and deadline.at_s <= now_s:
+        over, is_ours = format_seconds(now_s - deadline.at_s), deadline.origin.startswith("train.")
+        raise ConfigError(
+            f"the time is over: {deadline.origin} was {over} ago, before the first step",
+            where="train.time_limit" if is_ours else JOB_END,
+            fix="allow more time" if is_ours else f"start it in a job that still runs, or unset {JOB_END}",
+        )
+    return deadline
+
+
+def process_start_s() -> float:
+    """When this process began, in seconds of the epoch; now, where the system does not say.
+
+    Source: proc_pid_stat(5), field 22, in ticks since the machine was started.
+    """
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return time.time()
+    ticks = int(stat.read_text().rsplit(")", 1)[1].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class StopInTime(TrainerCallback):
+    """Sets `stop.received` to SIGUSR1 when another step might leave too little time for the checkpoint behind it.
+
+    Decides on the main rank before the step's edge, where all ranks ask `stop`. Comes behind the callback that marks
+    checkpoints complete, whose work belongs to a save. Until a checkpoint was timed, its bytes say how long it takes.
+    """
+
+    def __init__(self, deadline: Deadline, stop: StopOnSignal, *, clock: Callable[[], float] = time.time) -> None:
+        self.deadline, self.stop, self._clock = deadline, stop, clock
+        self.longest_s = {"step": 0.0, "evaluation": 0.0, "save": 0.0}
+        self._since_s, self._least_s, self._untimed_save_s = clock(), LEAST_S, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._since_s = self._clock()
+        left = self.deadline.at_s - self._since_s
+        self._least_s = min(LEAST_S, LEAST_SHARE * left)
+        log.say(f"{self.deadline.origin} leaves {format_seconds(max(0.0, left))}: the run stops in time, resumable")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._end("step")
+        step = state.global_step + 1  # the Trainer counts it only behind this event
+        if not log.is_main() or self.stop.received or step >= state.max_steps:
+            return
+        if not self._untimed_save_s:
+            size = checkpoint_bytes(Path(args.output_dir), more["model"], more["optimizer"])
+            self._untimed_save_s = size / SLOW_DISK_BYTES_PER_S
+        needed, left = self._needed_s(args, state, step), self.deadline.at_s - self._clock()
+        if left < max(needed, self._least_s):
+            self.stop.received = int(signal.SIGUSR1)
+            log.say(
+                f"{self.deadline.origin} is {format_seconds(max(0.0, left))} away, and another step with its checkpoint"
+                f" may need {format_seconds(needed)}: stopping as after SIGUSR1"
+            )
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._end("evaluation")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._end("save")
+
+    def _needed_s(self, args: Any, state: Any, step: int) -> float:
+        """Seconds to the end of the checkpoint behind the step after `step`, with all that is due before it."""
+        save_s = self.longest_s["save"] or self._untimed_save_s
+        saves = 2 if step % state.save_steps == 0 else 1
+        evaluations = 0
+        if args.eval_strategy == "steps":
+            evaluations = sum(each % state.eval_steps == 0 for each in (step, step + 1))
+        return MARGIN * (self.longest_s["step"] + saves * save_s + evaluations * self.longest_s["evaluation"])
+
+    def _end(self, part: str) -> None:
+        now = self._clock()
+        self.longest_s[part] = max(self.longest_s[part], now - self._since_s)
+        self._since_s = now

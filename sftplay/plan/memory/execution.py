@@ -1,0 +1,131 @@
+"""Which code a training step runs, as far as that decides bytes: dtypes, loss head, kernels, optimizer.
+
+The largest differences between two kits on the same model are not hyper-parameters but code paths: here, fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sftplay.plan.shape.model_shape import Linear, ModelShape
+
+Head = Literal["standard", "chunked", "liger"]
+Attention = Literal["flash", "efficient", "eager"]
+Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
+
+STATE_BYTES: dict[Optimizer, float] = {"adamw": 2.0, "adamw_8bit": 0.0, "adafactor": 0.0, "sgd": 0.0}
+"""Optimizer state per trained weight, in units of the weight's own bytes."""
+
+STATE_BYTES_8BIT = 2.03
+"""Two 8-bit moments and their block maxima (blocks of 256 with an fp32 maximum each): 2 * (1 + 4/256)."""
+
+NF4_BYTES = 0.5 + 4 / 64
+"""A 4-bit code, and an fp32 scale for each 64 of them (QLoRA, Dettmers 2023, section 3)."""
+
+NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""The same with the scales in 8 bits, and an fp32 scale for each 256 of those (double quantisation, ibid.)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A LoRA pair on some of a layer's linears."""
+
+    rank: int
+    targets: tuple[str, ...] | None = None
+    """Names of the linears; None means all of a layer."""
+
+    weight_bytes: int = 4
+    has_dropout: bool = False
+    is_dora: bool = False
+    in_full: tuple[str, ...] = ()
+    """Modules that train in full beside the pairs; PEFT keeps the frozen one too (`ModulesToSaveWrapper`)."""
+
+    def covers(self, linear: Linear) -> bool:
+        """True when `linear` has a pair."""
+        return self.targets is None or linear.name in self.targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodePath:
+    """The code that runs; every byte of a plan follows from this, a shape and a size."""
+
+    weight_bytes: int
+    """Of a weight that is not in 4 bits: embedding, head, norms, and the linears unless `four_bit`."""
+
+    compute_bytes: int
+    """Of what goes into a matrix product."""
+
+    stream_bytes: int
+    """Of the residual stream between the layers."""
+
+    four_bit: bool = False
+    double_quant: bool = False
+    has_autocast: bool = False
+    """True when matrix products round their inputs to `compute_bytes` themselves."""
+
+    adapter: Adapter | None = None
+    """None means that everything trains."""
+
+    checkpointing: bool = True
+    attention: Attention = "flash"
+    repeats_kv: bool = False
+    """True where grouped keys and values are copied out to the heads before the product."""
+
+    is_masked: bool = False
+    """True where rows are padded and the kernel is told so by a mask over rows x tokens x tokens."""
+
+    head: Head = "standard"
+    logits_bytes: int = 2
+    """Of a score as the head writes it; the loss always works on fp32."""
+
+    holds_scores: bool = False
+    """True where the caller keeps the model's output, and so the scores, until backward has ended."""
+
+    shifts_scores: bool = False
+    """True where the loss copies the scores without the last token's (transformers before 4.46)."""
+
+    optimizer: Optimizer = "adamw"
+    is_foreach: bool = False
+    """True for torch's foreach optimizers, which hold one more copy of what trains while they step."""
+
+    @property
+    def trains_all(self) -> bool:
+        return self.adapter is None
+
+    @property
+    def linear_bytes(self) -> float:
+        """Of one weight of a layer's linears as it lies in memory."""
+        if not self.four_bit:
+            return float(self.weight_bytes)
+        return NF4_DOUBLE_BYTES if self.double_quant else NF4_BYTES
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a weight that trains, and of its gradient."""
+        return self.adapter.weight_bytes if self.adapter else self.weight_bytes
+
+    @property
+    def state_bytes(self) -> float:
+        """Optimizer state per weight that trains."""
+        if self.optimizer == "adamw_8bit":
+            return STATE_BYTES_8BIT
+        return STATE_BYTES[self.optimizer] * self.trained_bytes
+
+
+def trained_params(shape: ModelShape, path: CodePath) -> int:
+    """Weights that train: all of the model's, or the pairs (and DoRA's magnitudes) of the adapter."""
+    adapter = path.adapter
+    if adapter is None:
+        return shape.total_params
+    covered = [linear for linear in shape.linears if adapter.covers(linear)]
+    pairs = adapter.rank * sum(linear.inputs + linear.outputs for linear in covered)
+    magnitudes = sum(linear.outputs for linear in covered) if adapter.is_dora else 0
+    return shape.layers * (pairs + magnitudes) + sum(_in_full(shape, name) for name in adapter.in_full)
+
+
+def _in_full(shape: ModelShape, name: str) -> int:
+    """Weights of a module named in modules_to_save: the embedding, the head, or one linear in every layer."""
+    if any(word in name for word in ("embed", "wte", "lm_head")):
+        return shape.vocab * shape.hidden
+    return shape.layers * sum(each.inputs * each.outputs for each in shape.linears if each.name == name)

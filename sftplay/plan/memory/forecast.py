@@ -1,0 +1,133 @@
+"""One run on one kind of device: every component's bytes, the peak, the budget and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
+from sftplay.plan.memory.execution import CodePath
+from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.memory.sharding import Strategy, share_of
+from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
+from sftplay.plan.shape.model_shape import ModelShape
+
+Verdict = Literal["fits", "tight", "does_not_fit"]
+
+RUNTIME, MARGIN = "runtime", "margin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a forecast is about: a model, the code that runs, and where."""
+
+    shape: ModelShape
+    path: CodePath
+    device: Device
+    strategy: Strategy = "single"
+    world_size: int = 1
+    fit: Fit | None = None
+    """What a probe measured of this model and path on this device; None leaves the estimate as it is."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes on one device for one micro-batch size."""
+
+    setting: Setting
+    size: Size
+    footprint: Footprint
+    host_bytes: int
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of torch's allocator."""
+        return self.footprint.peak_bytes
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Component -> bytes at the peak; they add up to `peak_bytes`."""
+        setting = self.setting
+        runtime = runtime_bytes(setting.device, setting.world_size)
+        if setting.fit and setting.fit.context_bytes is not None:
+            runtime += setting.fit.context_bytes - runtime_bytes(setting.device, 1)
+        margin = margin_bytes(
+            self.allocated_bytes, setting.device, setting.strategy, is_probed=setting.fit is not None
+        ) + _unmodelled_bytes(setting.shape, self.allocated_bytes)
+        return {**self.footprint.components, RUNTIME: runtime, MARGIN: margin}
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.components.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return self.footprint.peak_phase
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.setting.device.budget_bytes
+
+    @property
+    def verdict(self) -> Verdict:
+        """tight: it fits by the estimate, but not with the margin that the estimate needs."""
+        if self.peak_bytes <= self.budget_bytes:
+            return "fits"
+        return "tight" if self.peak_bytes - self.components[MARGIN] <= self.budget_bytes else "does_not_fit"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "allocated_bytes": self.allocated_bytes,
+            "peak_phase": self.peak_phase,
+            "components": self.components,
+            "phases": {name: round(sum(parts.values())) for name, parts in self.footprint.phases.items()},
+            "host_bytes": self.host_bytes,
+        }
+
+
+def forecast(setting: Setting, size: Size) -> Forecast:
+    """Bytes of `size` in `setting`, in the steady state of training."""
+    shape, path = setting.shape, setting.path
+    standing = standing_bytes(shape, path)
+    share = share_of(shape, path, standing, strategy=setting.strategy, world_size=setting.world_size)
+    footprint = estimate(shape, path, size, standing=share.standing, buffers=share.buffers)
+    if setting.fit is not None:
+        footprint = _scaled(footprint, setting, size, setting.fit)
+    return Forecast(setting, size, footprint, round(share.host))
+
+
+def _scaled(footprint: Footprint, setting: Setting, size: Size, fit: Fit) -> Footprint:
+    """The estimate with every phase scaled by what the probe measured over what it would have been estimated at.
+
+    The probe was one process; what several add keeps its share of the whole.
+    """
+    alike = Size(rows=size.rows, seq=size.seq, accumulates=fit.accumulates)
+    estimated = estimate(setting.shape, setting.path, alike).phases
+    phases = {}
+    for name, parts in footprint.phases.items():
+        factor = fit.lines[name].at(size.tokens) / sum(estimated[name].values()) if name in fit.lines else 1.0
+        phases[name] = {part: bytes_ * factor for part, bytes_ in parts.items()}
+    return Footprint(phases)
+
+
+UNMODELLED_SHARE = 0.25
+"""Added to the margin for a model with parts that no plan accounts for."""
+
+UNTRACED_SHARE = 0.12
+"""Added to the margin for a family whose closed form nobody has held against a trace; Falcon's was 11 % too low."""
+
+TRACED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi", "gpt_neox", "gpt2", "olmo2",
+    "granite", "smollm3",
+)  # fmt: skip
+"""Families of tests/plan/test_memory_oracle.py."""
+
+
+def _unmodelled_bytes(shape: ModelShape, allocated: float) -> int:
+    """A wider margin for models of which the closed form does not know everything."""
+    if shape.unmodelled:
+        return int(UNMODELLED_SHARE * allocated)
+    return 0 if shape.family in TRACED else int(UNTRACED_SHARE * allocated)

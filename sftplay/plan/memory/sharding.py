@@ -1,0 +1,91 @@
+"""What data-parallel strategies add to a device, split over the devices, or move to the host.
+
+ZeRO: Rajbhandari et al. 2020, table 1, with DeepSpeed's mixed precision (16-bit weights and gradients, fp32 master
+weights and moments). FSDP: fp32 shards, gathered in 16 bits. Only single-GPU figures have been compared with
+measurements; `budget` plans the others with a wider margin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sftplay.plan.memory.execution import CodePath, trained_params
+from sftplay.plan.memory.step import Standing
+from sftplay.plan.shape.model_shape import ModelShape
+
+Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload"]
+
+STRATEGIES: tuple[Strategy, ...] = (
+    "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload",
+)  # fmt: skip
+
+BUCKET_ELEMENTS = 500_000_000
+"""Of DeepSpeed's reduce bucket and of its all-gather bucket (deepspeed 0.19, `zero/config.py`)."""
+
+HALF = 2
+FP32 = 4
+PINNED = 1.5
+"""Host memory that pinned buffers take over what they hold, which the allocator rounds up to powers of two."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One device's part: what stands there throughout, what communication adds, and what went to the host."""
+
+    standing: Standing
+    buffers: float = 0.0
+    host: float = 0.0
+
+
+def share_of(shape: ModelShape, path: CodePath, standing: Standing, *, strategy: Strategy, world_size: int) -> Share:
+    """The part of one of `world_size` devices under `strategy`."""
+    if strategy == "single":
+        return Share(standing)
+    if strategy == "ddp":
+        # torch copies gradients into buckets (DistributedDataParallel, gradient_as_bucket_view=False).
+        return Share(standing, buffers=standing.gradients)
+    if strategy.startswith("fsdp"):
+        return _fsdp(shape, path, standing, world_size, to_host=strategy.endswith("offload"))
+    return _zero(shape, path, standing, strategy=strategy, world_size=world_size)
+
+
+def _zero(shape: ModelShape, path: CodePath, standing: Standing, *, strategy: Strategy, world_size: int) -> Share:
+    stage, to_host = int(strategy[4]), strategy.endswith("offload")
+    trained = trained_params(shape, path)
+    weights = standing.weights * HALF / path.weight_bytes if path.trains_all else standing.weights
+    adapters = 0.0 if path.trains_all else float(trained * HALF)
+    whole = weights + adapters
+    if stage == 3:
+        gathered = min(_gathered(shape, HALF, weights), whole * (1 - 1 / world_size))
+        weights, adapters = weights / world_size, adapters / world_size
+    else:
+        gathered = 0.0
+    gradients = trained * HALF / (world_size if stage >= 2 else 1)
+    # Each stage reduces through a bucket; stages 1 and 2 gather the updated weights through another.
+    bucket = HALF * min(BUCKET_ELEMENTS, trained)
+    buffers = gathered + bucket * (1 if stage == 3 else 2)
+    optimizer = trained * (FP32 + 2 * FP32) / world_size
+    host = 0.0
+    if to_host:
+        host, optimizer = PINNED * (optimizer + trained * FP32 / world_size), 0.0
+        if stage == 3:
+            host, weights, adapters = host + PINNED * (weights + adapters), 0.0, 0.0
+    return Share(Standing(weights, adapters, gradients, optimizer), buffers, host)
+
+
+def _fsdp(shape: ModelShape, path: CodePath, standing: Standing, world_size: int, *, to_host: bool) -> Share:
+    gathered = min(_gathered(shape, path.compute_bytes, standing.weights), standing.weights * (1 - 1 / world_size))
+    parts = Standing(*(part / world_size for part in vars(standing).values()))
+    if not to_host:
+        return Share(parts, gathered)
+    host = PINNED * sum(vars(parts).values())
+    return Share(Standing(0.0, 0.0, 0.0, 0.0), gathered, host)
+
+
+def _gathered(shape: ModelShape, dtype_bytes: int, weights: float) -> float:
+    """Whole weights that lie there at a time: this layer, the next, which is fetched ahead, and the root's own."""
+    layer = (shape.total_params - shape.other_params) / shape.layers
+    root = shape.other_params * dtype_bytes
+    per_weight = min(float(dtype_bytes), (weights - root) / max(1, shape.layers * layer)) if weights > root else 0.0
+    return root + 2 * layer * per_weight

@@ -1,0 +1,1 @@
+"""A plan for people: tables, advice, comparisons, what a run costs."""

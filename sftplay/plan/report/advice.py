@@ -1,0 +1,129 @@
+"""What to change when a run does not fit: the cheapest first, each with the peak it would have.
+
+The order is that of the losses: time, then a little of the optimizer's exactness, then what is tuned at all, then
+other hardware use, then shorter rows. Nothing is ever changed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.plan.memory.budget import Device
+from sftplay.plan.memory.forecast import Forecast, Setting, forecast
+from sftplay.plan.memory.kit_execution import path_of
+from sftplay.plan.memory.sharding import Strategy
+from sftplay.plan.memory.step import Size
+from sftplay.plan.shape.model_shape import ModelShape
+
+SHORTEST = 128
+"""Tokens below which shorter rows are no advice."""
+
+ENOUGH = 5
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change, or several together, and what it leads to."""
+
+    change: str
+    peak_bytes: int
+    batch_size: int
+    fits: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run would be: the kind of device, and how many processes."""
+
+    device: Device
+    world_size: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A change of config values, or of the strategy the processes share the model by."""
+
+    change: str
+    values: dict[str, Any]
+    strategy: Strategy | None = None
+
+
+def suggest(cfg: RunConfig, shape: ModelShape, place: Place) -> list[Suggestion]:
+    """Changes that make a run fit with one row a piece; when no single one does, all of them, added up in order.
+
+    `cfg` has no `auto` besides its sizes.
+    """
+    single = [_try(cfg, shape, place, [step]) for step in _steps(cfg, place)]
+    if fitting := [each for each in single if each.fits]:
+        return fitting[:ENOUGH]
+    gathered: list[_Step] = []
+    found: list[Suggestion] = []
+    for step in _steps(cfg, place):
+        gathered = [*(one for one in gathered if not set(one.values) & set(step.values) or not step.values), step]
+        found.append(_try(cfg, shape, place, gathered))
+        if found[-1].fits:
+            return [found[-1]]
+    return found[-1:]
+
+
+def _try(cfg: RunConfig, shape: ModelShape, place: Place, steps: list[_Step]) -> Suggestion:
+    values = {key: value for step in steps for key, value in step.values.items()}
+    changed = cfg.with_values(values, "suggestion") if values else cfg
+    strategy = next((step.strategy for step in reversed(steps) if step.strategy), None)
+    seen = look_at_one_row(changed, shape, place, strategy)
+    return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, 1, seen.verdict == "fits")
+
+
+def look_at_one_row(cfg: RunConfig, shape: ModelShape, place: Place, strategy: Strategy | None = None) -> Forecast:
+    """The forecast with one row a piece, the least a run can do with."""
+    usual: Strategy = "single" if place.world_size == 1 else "ddp"
+    setting = Setting(
+        shape=shape,
+        path=path_of(cfg),
+        device=place.device,
+        strategy=strategy or usual,
+        world_size=place.world_size,
+    )
+    share = cfg.train.effective_batch_size // place.world_size
+    return forecast(setting, Size(rows=1, seq=cfg.model.max_seq_len, accumulates=share > 1))
+
+
+def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
+    train, mode = cfg.train, cfg.tuning.mode
+    if not train.gradient_checkpointing:
+        yield _step("train.gradient_checkpointing", True)
+    if train.loss_head == "standard":
+        yield _step("train.loss_head", "chunked")
+    if train.optim == "adamw_torch":
+        yield _step("train.optim", "adamw_torch_fused")
+    if train.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit") and place.device.is_gpu:
+        yield _step("train.optim", "adamw_8bit")
+    if mode == "full":
+        yield _step("tuning.mode", "lora")
+    if mode in ("full", "lora"):
+        yield _step("tuning.mode", "qlora")
+    if place.world_size > 1:
+        yield from (
+            _Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
+            for name in ("zero2", "zero3", "fsdp")
+        )
+        yield _Step(
+            "cluster.deepspeed=deepspeed_configs/zero3_offload.json: share it out and keep it on the host",
+            {},
+            "zero3_offload",
+        )
+    length = cfg.model.max_seq_len // 2
+    while length >= SHORTEST:
+        yield _step("model.max_seq_len", length)
+        length //= 2
+
+
+def _step(key: str, value: Any) -> _Step:
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return _Step(f"{key}={shown}", {key: value})

@@ -1,0 +1,79 @@
+"""Every way to tune a model on the devices at hand, side by side, and which one to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.plan.memory.budget import Device
+from sftplay.plan.memory.forecast import Forecast, Setting, forecast
+from sftplay.plan.memory.kit_execution import path_of
+from sftplay.plan.memory.sharding import STRATEGIES, Strategy
+from sftplay.plan.memory.step import Size
+from sftplay.plan.shape.model_shape import ModelShape
+
+MODES = ("full", "lora", "qlora")
+
+WITHOUT_FOUR_BIT = ("zero1", "zero2", "zero2_offload", "zero3_offload", "fsdp_offload")
+"""Strategies not offered for a 4-bit base: the first three share out an optimizer that is tiny beside an adapter,
+and bitsandbytes' codes cannot be moved to the host and back."""
+
+RANK: tuple[Strategy, ...] = (
+    "single", "ddp", "zero1", "zero2", "fsdp", "zero3", "zero2_offload", "zero3_offload", "fsdp_offload",
+)  # fmt: skip
+"""From the least communication to the most: the first that fits is the fastest."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mode under one strategy, with one row a piece."""
+
+    mode: str
+    strategy: Strategy
+    forecast: Forecast
+    is_recommended: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        seen = self.forecast
+        return {
+            "mode": self.mode,
+            "strategy": self.strategy,
+            "world_size": seen.setting.world_size,
+            "peak_bytes": seen.peak_bytes,
+            "host_bytes": seen.host_bytes,
+            "budget_bytes": seen.budget_bytes,
+            "verdict": seen.verdict,
+            "recommended": self.is_recommended,
+        }
+
+
+def compare(cfg: RunConfig, shape: ModelShape, device: Device, world_size: int) -> list[Row]:
+    """All rows that make sense here. Recommended is the config's own mode where some strategy fits it, else the nearest
+    cheaper mode, under the strategy that communicates least."""
+    rows = list(_rows(cfg, shape, device, world_size))
+    wanted = MODES[MODES.index(cfg.tuning.mode) :]
+    using_all = [row for row in rows if world_size == 1 or row.strategy != "single"]
+    best = min(
+        (row for row in using_all if row.mode in wanted and row.forecast.verdict == "fits"),
+        key=lambda row: (wanted.index(row.mode), RANK.index(row.strategy)),
+        default=None,
+    )
+    return [Row(row.mode, row.strategy, row.forecast, row is best) for row in rows]
+
+
+def _rows(cfg: RunConfig, shape: ModelShape, device: Device, world_size: int) -> Iterator[Row]:
+    for mode in MODES:
+        path = path_of(cfg.with_values({"tuning.mode": mode}, "compare"))
+        for strategy in STRATEGIES:
+            alone = strategy == "single"
+            if (not alone and world_size == 1) or (mode == "qlora" and strategy in WITHOUT_FOUR_BIT):
+                continue
+            if not device.is_gpu and strategy not in ("single", "ddp"):
+                continue
+            setting = Setting(
+                shape=shape, path=path, device=device, strategy=strategy, world_size=1 if alone else world_size
+            )
+            size = Size(rows=1, seq=cfg.model.max_seq_len, accumulates=cfg.train.effective_batch_size > world_size)
+            yield Row(mode, strategy, forecast(setting, size))

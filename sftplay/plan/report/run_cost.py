@@ -1,0 +1,94 @@
+"""How long a run is, and what it leaves on disk: steps, tokens, checkpoints, and a rough time with its basis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.plan.memory.execution import trained_params
+from sftplay.plan.memory.forecast import Setting
+
+COUNTED_BYTES = 2**28
+"""Files up to this size are counted; larger ones would keep the answer waiting."""
+
+LINE_FILES = (".jsonl", ".ndjson")
+
+USED_SHARE = 0.35
+"""Of a GPU's peak arithmetic that fine-tuning usually reaches."""
+
+CPU_FLOPS_PER_CORE = 2e10
+"""What a core does in fp32 products of a middling size; half or double is usual."""
+
+FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = 2, 2, 2
+"""Operations a weight and token: a multiplication and an addition each."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Figures of a whole run."""
+
+    steps: int | None
+    steps_reason: str
+    tokens: int | None
+    checkpoint_bytes: int
+    disk_bytes: int
+    seconds: float | None
+    time_basis: str
+
+
+def workload_of(cfg: RunConfig, setting: Setting) -> Workload:
+    """The workload of a config in which all is decided."""
+    train = cfg.train
+    steps, reason = _steps(cfg)
+    tokens = steps * train.effective_batch_size * cfg.model.max_seq_len if steps is not None else None
+    trained = trained_params(setting.shape, setting.path)
+    checkpoint = int(trained * (setting.path.trained_bytes + setting.path.state_bytes))
+    seconds, basis = _seconds(setting, tokens)
+    # One more lies there while the newest is written, and the result at the end.
+    disk = checkpoint * (train.save_total_limit + 1) + trained * setting.path.trained_bytes
+    return Workload(steps, reason, tokens, checkpoint, disk, seconds, basis)
+
+
+def _steps(cfg: RunConfig) -> tuple[int | None, str]:
+    train = cfg.train
+    if train.max_steps:
+        return train.max_steps, "train.max_steps, rows at full length"
+    rows = _count_rows(cfg)
+    if rows is None:
+        return None, "the rows are counted when the data are prepared"
+    return max(1, math.ceil(train.epochs * rows / train.effective_batch_size)), f"{rows} rows, all at full length"
+
+
+def _count_rows(cfg: RunConfig) -> int | None:
+    path = Path(cfg.data.train_path)
+    if path.suffix not in LINE_FILES or not path.is_file() or path.stat().st_size > COUNTED_BYTES:
+        return None
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _seconds(setting: Setting, tokens: int | None) -> tuple[float | None, str]:
+    device = setting.device
+    if tokens is None:
+        return None, "the number of steps is not known"
+    if device.is_gpu:
+        if device.tflops is None:
+            return None, f"the peak speed of {device.name} is not in the table"
+        speed = device.tflops * 1e12 * USED_SHARE * setting.world_size
+        basis = f"{USED_SHARE:.0%} of {device.tflops:g} TFLOP/s a GPU (data sheet), every row at full length"
+    else:
+        speed = CPU_FLOPS_PER_CORE * device.cores
+        basis = f"{CPU_FLOPS_PER_CORE / 1e9:g} GFLOP/s a core assumed, every row at full length"
+    return tokens * flops_per_token(setting) / speed, basis
+
+
+def flops_per_token(setting: Setting) -> float:
+    """Operations of one step per token in products with weights; those between queries and keys come to a few percent
+    below some thousand tokens (PaLM, Chowdhery 2022, appendix B) and are left out."""
+    shape, path = setting.shape, setting.path
+    passes = FORWARD + BACKWARD_INPUT + (FORWARD if path.checkpointing else 0)
+    passes += BACKWARD_WEIGHT if path.trains_all else 0
+    weights = shape.linear_params + shape.vocab * shape.hidden
+    return float(passes * weights)

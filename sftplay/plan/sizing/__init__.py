@@ -1,0 +1,1 @@
+"""From `auto` to numbers: each decision with its reason."""

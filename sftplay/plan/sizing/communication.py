@@ -1,0 +1,103 @@
+"""What gradients travel over: a link's nominal speed, the time an exchange takes on it, and the hooks it carries."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import MachineError
+from sftplay.machine.probe import Machine
+
+NVLINK_BYTES_PER_S = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
+"""Compute capability's first number -> bytes a second that one NVLink carries each way. Sources: NVIDIA's papers on
+the architectures Pascal to Blackwell (a V100 has 6 links and 300 GB/s both ways, an H100 18 and 900, a B200 18 and
+1800). Cards of capability 8.6 have slower ones, and are left out."""
+
+SLOWER_NVLINK = (8, 6)
+
+SIZES_BYTES = tuple(2**power for power in range(12, 27, 2))
+"""Exchanges that a check of the communication measures: 4 KiB to 64 MiB, by fours."""
+
+BUCKET_BYTES = 25 * 2**20
+"""What DDP sends at a time where `cluster.comm.bucket_cap_mb` says nothing (torch 2.13, `DistributedDataParallel`)."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One all-reduce of a size: how long its slowest rank took."""
+
+    size_bytes: int
+    latency_s: float
+
+    def algorithm_bytes_per_s(self) -> float:
+        """What a rank gives in, over the time until it has the sum."""
+        return self.size_bytes / self.latency_s
+
+    def bus_bytes_per_s(self, ranks: int) -> float:
+        """What each rank's link carries each way: a ring sends every byte 2 (n - 1) / n times. Source: the notes on
+        performance of NCCL's own tests."""
+        return self.algorithm_bytes_per_s() * 2 * (ranks - 1) / ranks
+
+    def as_dict(self, ranks: int) -> dict[str, float]:
+        rates = {"algorithm_bytes_per_s": self.algorithm_bytes_per_s(), "bus_bytes_per_s": self.bus_bytes_per_s(ranks)}
+        return {**asdict(self), **rates}
+
+
+def nominal_link(machine: Machine, nproc: int, nnodes: int) -> tuple[float | None, str]:
+    """Bytes a second each way of the slowest link between the first `nproc` GPUs; None and why where not known."""
+    if nnodes > 1:
+        return None, "the network between the nodes: its nominal speed is not known here"
+    if not machine.gpus:
+        return None, "loopback, which is this machine's memory: it has no nominal speed"
+    words = {word for i, row in enumerate(machine.links[:nproc]) for word in row[i + 1 : nproc]}
+    if not words:
+        return None, "the driver does not say how the GPUs are joined"
+    counts = [int(word[2:]) for word in words if word.startswith("NV") and word[2:].isdigit()]
+    capability = machine.gpus[0].capability
+    each = None if capability == SLOWER_NVLINK else NVLINK_BYTES_PER_S.get(capability[0])
+    if len(counts) < len(words) or each is None:
+        return None, f"{', '.join(sorted(words))}: its nominal speed is not known here"
+    return min(counts) * each, f"NVLink, {min(counts)} links of {each / 1e9:g} GB/s each way"
+
+
+def turning_bytes(sweep: Sequence[Exchange]) -> int:
+    """The size whose exchange spends as long on starting as on sending: the smallest size's time, at the best speed."""
+    return round(sweep[0].latency_s * max(each.algorithm_bytes_per_s() for each in sweep))
+
+
+def exchange_s(sweep: Sequence[Exchange], total_bytes: float, bucket_bytes: float) -> float:
+    """Seconds that `total_bytes` take in buckets, one after the other; between measured sizes on a straight line.
+
+    `sweep` has ascending sizes.
+    """
+    whole, rest = divmod(total_bytes, bucket_bytes)
+    return whole * _latency_s(sweep, bucket_bytes) + (_latency_s(sweep, rest) if rest else 0.0)
+
+
+def refuse_hook(cfg: RunConfig, machine: Machine, world_size: int) -> None:
+    """Let a run go on only where its processes' exchange carries `cluster.comm.hook`.
+
+    Raises:
+        MachineError: it does not.
+    """
+    key = "cluster.comm.hook"
+    if cfg.cluster.comm.hook == "bf16" and world_size > 1 and not machine.gpus:
+        raise MachineError(
+            "torch's bf16 hook runs on NCCL only, and without a GPU processes talk through gloo",
+            where=f"{cfg.origins.get(key, 'cluster')} {key}",
+            fix="write fp16, or none, which is faster on one machine",
+            nearest=("fp16", "none"),
+        )
+
+
+def _latency_s(sweep: Sequence[Exchange], size_bytes: float) -> float:
+    above = bisect_left([each.size_bytes for each in sweep], size_bytes)
+    if above == 0:
+        return sweep[0].latency_s
+    if above == len(sweep):
+        return sweep[-1].latency_s * size_bytes / sweep[-1].size_bytes
+    low, high = sweep[above - 1], sweep[above]
+    part = (size_bytes - low.size_bytes) / (high.size_bytes - low.size_bytes)
+    return low.latency_s + part * (high.latency_s - low.latency_s)

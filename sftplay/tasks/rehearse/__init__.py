@@ -1,0 +1,1 @@
+"""Short runs before a run: a step's memory, the speed of communication."""

@@ -1,0 +1,1 @@
+"""The ceremony every trainer shares: before, around and behind its steps."""

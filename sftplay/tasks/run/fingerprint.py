@@ -1,0 +1,116 @@
+"""What a run is, as far as its weights depend on it, and in what two such identities differ.
+
+It goes into every checkpoint's marker, so that a resume can name what has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset
+
+from sftplay import __version__, log
+from sftplay.config.rules.resume_keys import SIZES, decisive, differences, held_out_decides
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.pipeline import Examples
+from sftplay.model.digests import weights_digests
+from sftplay.model.source import locate
+
+BATCH_ROWS = 1000
+SHOWN_DIGITS = 12
+
+
+def identify(cfg: RunConfig, examples: Examples) -> dict[str, Any]:
+    """Config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON.
+
+    `cfg` is settled. Weights on a hub are not looked at: model.revision pins them.
+    """
+    recipe = examples.renderer.recipe()
+    return {
+        "kit": __version__,
+        "config": decisive(cfg),
+        "world_size": log.world_size(),
+        "data_files": examples.report["files"],
+        "rows": len(examples.train),
+        "rows_sha256": rows_digest(examples.train),
+        "held_out_sha256": rows_digest(examples.held_out) if examples.held_out is not None else None,
+        "template_sha256": examples.renderer.template_hash,
+        "tokenizer_sha256": hashlib.sha256(recipe.tokenizer.encode()).hexdigest(),
+        "weights": weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter),
+    }
+
+
+def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each file of the base, or of the adapter that is started from, that is not what it was."""
+    if "weights" not in before or "weights" not in now:
+        return []
+    old, new = before["weights"], now["weights"]
+    return [
+        f"{path} has changed (content {_short(old.get(path))} then, {_short(new.get(path))} now)"
+        for path in sorted({*old, *new})
+        if old.get(path) != new.get(path)
+    ]
+
+
+def rows_digest(rows: Dataset) -> str:
+    """Hex sha256 of all token ids and labels, row by row; the same whatever wrote them and wherever they lie."""
+    digest = hashlib.sha256()
+    for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(BATCH_ROWS):
+        for name in table.column_names:
+            for chunk in table[name].chunks:
+                digest.update(chunk.value_lengths().cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
+                digest.update(chunk.flatten().cast(pa.int64()).to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized: bool = False) -> list[str]:
+    """A line for each config key, and for the number of processes, that makes this another run.
+
+    `resized` allows other sizes and another number of processes: the launching verb keeps the first start's sizes
+    unless they do not fit this machine or that number.
+    """
+    if "config" not in before or "config" not in now:
+        return []
+    changed = [
+        f"{key} was {old!r} and is {new!r} now"
+        for key, old, new in differences(before["config"], now["config"])
+        if not (resized and key in SIZES)
+    ]
+    if before["world_size"] != now["world_size"] and not resized:
+        changed.append(f"it ran on {before['world_size']} processes and runs on {now['world_size']} now")
+    return changed
+
+
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Lines that say what makes the rows others than they were, the rows' own fingerprint last; empty when they are
+    the same token for token."""
+    if "rows_sha256" not in before or "rows_sha256" not in now:
+        return []
+    watched = {"rows_sha256": "training rows"}
+    if held_out_decides(now["config"]):
+        watched["held_out_sha256"] = "held-out rows"
+    others = [(key, what) for key, what in watched.items() if before[key] != now[key]]
+    if not others:
+        return []
+    causes = [
+        f"{path} has changed (content {_short(old)} then, {_short(now['data_files'].get(path))} now)"
+        for path, old in before["data_files"].items()
+        if now["data_files"].get(path) != old
+    ]
+    causes += [
+        f"the {what} has changed ({_short(before[key])} then, {_short(now[key])} now)"
+        for key, what in (("tokenizer_sha256", "tokenizer"), ("template_sha256", "chat template"))
+        if before[key] != now[key]
+    ]
+    if before["kit"] != now["kit"]:
+        causes.append(f"the kit was {before['kit']} and is {now['kit']} now")
+    counts = f", {before['rows']:,} then, {now['rows']:,} now" if before["rows"] != now["rows"] else ""
+    prints = [f"{what}: fingerprint {_short(before[key])} then, {_short(now[key])} now" for key, what in others]
+    return [*causes, *(line + (counts if n == 0 else "") for n, line in enumerate(prints))]
+
+
+def _short(digest: str | None) -> str:
+    return digest[:SHOWN_DIGITS] if digest else "none"

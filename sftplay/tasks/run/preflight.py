@@ -1,0 +1,157 @@
+"""Checks on every rank, before the first step, that the launch is what the plan says.
+
+A wrong launch does not fail by itself: two processes become one, or two trainings that
+never meet, all with exit code 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import RunError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.monitor.metrics import gather
+
+WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP", "hsdp": "FSDP"}
+"""How the class begins that the trainer must have wrapped the model in, by the beginning of cluster.strategy."""
+
+DISTRIBUTED = {"ddp": ("MULTI_",), "zero": ("DEEPSPEED",), "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
+"""What accelerate must say it does, or how that begins."""
+
+
+SAME = {
+    "fingerprint": "read different configs",
+    "parameters": "start from different weights",
+    "base": "start from different files of weights",
+    "rows": "train on different rows",
+}
+"""What must be equal on all ranks, and what is said where it is not."""
+
+INNER = ("parameters", "base", "rows")
+"""What is compared, but not written to status.json."""
+
+PIECE_NUMBERS = 2**22
+"""How many weights are summed at a time: their fp64 copy takes 32 MiB; that of 152,000 x 8192 would take 10 GB."""
+
+
+class Preflight(TrainerCallback):
+    """Compares plan and reality once all is built, and writes what each rank is to status.json."""
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder) -> None:
+        self.cfg, self.folder = cfg, folder
+        self.trainer: Any = None
+        self.parameters = ""
+        """`checksum` of the model as it was loaded; FSDP and ZeRO-3 give each rank a part of it later. Empty on one."""
+
+        self.rows, self.base = "", ""
+        """Digests of the rows this rank trains on, in their order, and of the files its weights come from."""
+
+    def note_weights(self, model: Any) -> None:
+        """Remember what the model holds as it was loaded, where there is another rank to compare it with."""
+        if log.world_size() > 1:
+            self.parameters = checksum(model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        ranks = gather(self._describe())
+        if log.is_main():
+            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in INNER} for r in ranks])
+        problems = find_problems(ranks, self.cfg, log.world_size())
+        if problems:
+            raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
+        planned = self.folder.read_json("plan.json")
+        others = [
+            f"rank {n}: {each}" for n, rank in enumerate(ranks) for each in find_other_sizes(planned, rank["sizes"])
+        ]
+        if others:
+            raise RunError(
+                "; ".join(others),
+                where=str(self.folder.path / "plan.json"),
+                fix="start it again with `make train`, which plans and launches together",
+            )
+
+    def _describe(self) -> dict[str, Any]:
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        per_step = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+        return {
+            "pid": os.getpid(),
+            "distributed_type": str(accelerator.distributed_type.value),
+            "world_size": accelerator.num_processes,
+            "is_main": accelerator.is_main_process,
+            "model_class": type(trainer.model_wrapped).__name__,
+            "fingerprint": hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest(),
+            "rows_per_step": per_step,
+            "sizes": read_sizes(trainer),
+            "parameters": self.parameters,
+            "rows": self.rows,
+            "base": self.base,
+        }
+
+
+def read_sizes(trainer: Any) -> dict[str, int]:
+    """Micro-batch, accumulation, effective batch and processes as trainer and cutter really have them."""
+    args, processes = trainer.args, trainer.accelerator.num_processes
+    window_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    micro_batch = trainer.cutter.micro_batch if trainer.cutter else args.per_device_train_batch_size
+    return {
+        "batch_size": micro_batch,
+        "grad_accum": -(-window_rows // micro_batch),
+        "effective_batch_size": window_rows * processes,
+        "world_size": processes,
+    }
+
+
+def find_other_sizes(planned: dict[str, Any], real: dict[str, int]) -> list[str]:
+    """A line for each size that plan.json says and the trainer does not have; empty when all agree."""
+    return [
+        f"{key} is {value} where plan.json says {planned[key]}"
+        for key, value in real.items()
+        if key in planned and planned[key] != value
+    ]
+
+
+def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) -> list[str]:
+    """What differs between the ranks, or between them and the plan; empty when all is well."""
+    problems = []
+    for n, rank in enumerate(ranks):
+        if rank["world_size"] != world_size:
+            problems.append(f"rank {n} sees {rank['world_size']} processes instead of {world_size}")
+        if world_size == 1:
+            continue
+        kind = cfg.cluster.strategy.rstrip("123")
+        if not rank["model_class"].startswith(WRAPPERS[kind]):
+            problems.append(f"rank {n} wraps the model in {rank['model_class']} instead of {WRAPPERS[kind]}")
+        if not rank["distributed_type"].startswith(DISTRIBUTED[kind]):
+            problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
+    if sum(rank["is_main"] for rank in ranks) != 1:
+        problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks believe to be the main one")
+    for key, what in SAME.items():
+        if len({rank[key] for rank in ranks}) > 1:
+            problems.append(f"ranks {what}")
+    rows = sum(rank["rows_per_step"] for rank in ranks)
+    if rows != cfg.train.effective_batch_size:
+        problems.append(f"a step takes {rows} rows instead of {cfg.train.effective_batch_size}")
+    return problems
+
+
+def is_split(trainer: Any) -> bool:
+    """True where each rank holds other weights: under FSDP and ZeRO-3, which split what the main rank loaded."""
+    plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    return bool(trainer.is_fsdp_enabled or (plugin and plugin.zero_stage == 3))
+
+
+def checksum(model: Any) -> str:
+    """Digest of the weights that train; equal on ranks that hold the same."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            pieces = parameter.detach().flatten().split(PIECE_NUMBERS)
+            sums = torch.stack([piece.double().sum() for piece in pieces])
+            digest.update(sums.cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,110 @@
+"""How the ranks of a run wait for one another: before they meet without a limit, afterwards for `cluster.timeout`.
+
+Before they meet there is no process group, so nothing ends a rank that waits while another one prepares: only its
+launcher, when one of them has failed. What is waited for are files, since nothing else connects the ranks yet.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from transformers import TrainerCallback
+
+from sftplay import log
+from sftplay.launch.command.command import PARENT
+from sftplay.launch.run_folder import RunFolder
+
+LOOK_S = 0.1
+"""Between two looks for a file."""
+
+
+@contextmanager
+def first_of_node(folder: RunFolder) -> Iterator[bool]:
+    """Let one rank of each node go through the body before its others do; True where others wait for this one.
+
+    The caches it fills may belong to the node. When the body fails the others stay outside, and end with their
+    launcher: the error is said once.
+    """
+    is_first, marker = log.local_rank() == 0, marker_path(folder.logs)
+    if is_first:
+        (folder.logs / f".ready-{log.rank()}").unlink(missing_ok=True)
+    if log.world_size() == 1:
+        yield False
+        return
+    if is_first:
+        marker.unlink(missing_ok=True)
+    else:
+        _wait_for(marker)
+    yield is_first
+    if is_first:
+        marker.touch()
+
+
+def marker_path(logs: Path) -> Path:
+    """The file by which the first rank of this node says that it is through, in this launch.
+
+    Nodes share the folder, so the name has the node's first rank, and the parent's pid, as another start must not find
+    it. Where both agree all the same, the ranks only queue for the caches' locks in any order.
+    """
+    return logs / f".prepared-{log.rank() - log.local_rank()}-{os.environ.get(PARENT) or os.getppid()}"
+
+
+def wait_for_nodes(folder: RunFolder) -> None:
+    """Wait until the ranks of every node have come here, without a limit: the first meeting of ranks has one.
+
+    Raises:
+        SystemExit: with the run's exit code, when a rank has ended before; it has said why.
+    """
+    here = log.local_ranks()
+    if len(here) == log.world_size():
+        return
+    for first in range(0, log.world_size(), len(here)):
+        marker = folder.logs / f".ready-{first}"
+        if log.rank() == first:
+            marker.touch()
+        wait_for_main(marker, folder)
+
+
+def wait_for_main(path: Path, folder: RunFolder) -> None:
+    """Wait until the main rank, or whichever writes it, has written `path`.
+
+    Raises:
+        SystemExit: with its exit code, when it has ended before; it has said why.
+    """
+    while not path.exists():
+        time.sleep(LOOK_S)
+        code = folder.read_json("status.json").get("exit_code")
+        if code is not None:  # on another node, whose launcher ends only its own
+            raise SystemExit(code)
+
+
+def _wait_for(marker: Path) -> None:
+    while not marker.exists():
+        time.sleep(LOOK_S)
+
+
+class WaitingLimit(TrainerCallback):
+    """What is left once all ranks have met, to wrap the model: limits their waiting, removes the node's marker.
+
+    The Trainer hands its `ddp_timeout` to the process group, but not on CPUs, and not to the groups that DeepSpeed and
+    FSDP make beside it, which have torch's own limits (10 minutes with NCCL).
+    """
+
+    def __init__(self, timeout_s: int, logs: Path) -> None:
+        self.timeout_s, self.logs = timeout_s, logs
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not torch.distributed.is_initialized():
+            return
+        for group in list(distributed_c10d._world.pg_map):  # torch 2.13 has no public list of groups
+            distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
+        if log.local_rank() == 0:
+            marker_path(self.logs).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""One optimizer step: the window, its micro-batches, what is run again."""

@@ -1,0 +1,209 @@
+"""The matrix and setup-accelerate verbs, the shipped accelerate configs, and DeepSpeed's builds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sftplay.cli import main
+from sftplay.commands.scale import cluster
+from sftplay.errors import MachineError
+from sftplay.launch.command.accelerate_yaml import accelerate_text
+from sftplay.machine.doctor.system import look_at_builds
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+
+RANKS = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.print("ranks", accelerator.num_processes, accelerator.state.backend)
+"""
+
+
+def loaded(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    return load_config_from_file(str(path))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_accelerate_itself_reads_a_shipped_file(path):
+    config = loaded(path)
+    assert config.num_processes >= 1
+    assert str(config.distributed_type.value) == {
+        "single": "NO", "ddp": "MULTI_GPU", "cpu_ddp": "MULTI_GPU", "multi_node": "MULTI_GPU",
+    }.get(path.stem, "FSDP")  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_sections_of_a_shipped_file_hold_only_flags_that_accelerate_launch_has(path):
+    from accelerate.commands.launch import launch_command_parser
+
+    flags = {flag for action in launch_command_parser()._actions for flag in action.option_strings}
+    config = loaded(path)
+    assert [name for name in (*config.fsdp_config, *config.parallelism_config) if f"--{name}" not in flags] == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_setting_of_a_shipped_file_is_explained(path):
+    plain = {"distributed_type", "use_cpu", "num_machines"}
+    lines = [
+        line for line in path.read_text().splitlines() if not line.startswith("#") and not line.endswith("config:")
+    ]
+    assert [line for line in lines if "#" not in line and line.split(":")[0] not in plain] == []
+
+
+def test_the_copies_and_shards_of_the_shipped_hsdp_file_make_up_its_processes():
+    config = loaded(ROOT / "accelerate_configs/hsdp.yaml")
+    mesh = config.parallelism_config
+    copies, shards = (mesh[f"parallelism_config_dp_{name}_size"] for name in ("replicate", "shard"))
+    assert copies * shards == config.num_processes
+
+
+@pytest.mark.slow
+def test_the_cpu_file_starts_two_processes_that_talk():
+    script = ROOT / ".cache" / "ranks.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(RANKS)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    command += ["--config_file", str(ROOT / "accelerate_configs/cpu_ddp.yaml"), str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert "ranks 2 gloo" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_bf16", "said"),
+    [(8, True, (8, "MULTI_GPU", "bf16")), (1, False, (1, "NO", "fp16")), (0, False, (2, "MULTI_GPU", "no"))],
+)
+def test_what_is_written_for_a_machine_is_read_by_accelerate(tmp_path, gpus, has_bf16, said):
+    path = tmp_path / "here.yaml"
+    path.write_text(accelerate_text(path, gpus=gpus, has_bf16=has_bf16, cores=4))
+    config = loaded(path)
+    assert (config.num_processes, config.distributed_type.value, config.mixed_precision) == said
+
+
+def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
+    path = tmp_path / "here.yaml"
+    assert main(["setup-accelerate", "--out", str(path)]) == 0
+    assert main(["setup-accelerate", "--out", str(path)]) == 0
+    assert str(path) in capsys.readouterr().out
+    changed = path.read_text().replace("machine_rank: 0", "machine_rank: 1")
+    path.write_text(changed)
+    assert main(["setup-accelerate", "--out", str(path)]) == 2
+    assert path.read_text() == changed
+    assert "left as it is" in capsys.readouterr().err
+
+
+def test_setup_accelerate_does_not_write_over_a_file_that_accelerate_made(tmp_path):
+    path = tmp_path / "theirs.yaml"
+    path.write_text("num_processes: 4\n")
+    assert main(["setup-accelerate", "--out", str(path)]) == 2
+
+
+def test_interactive_hands_over_to_accelerates_own_questions(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(cluster.subprocess, "call", lambda argv: started.append(argv) or 0)
+    assert main(["setup-accelerate", "--interactive", "--out", str(tmp_path / "a.yaml")]) == 0
+    assert started[0][1:4] == ["-m", "accelerate.commands.accelerate_cli", "config"]
+    assert not (tmp_path / "a.yaml").exists()
+
+
+def test_matrix_as_json_holds_every_cell(capsys):
+    assert main(["matrix", "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert len(cells) == 3 * 9 * 3
+    assert {cell["state"] for cell in cells} == {"works", "gpu", "blocked"}
+
+
+def test_a_lock_that_no_process_holds_is_found_with_the_command_that_removes_it(tmp_path):
+    lock = tmp_path / "a b" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    (found,) = look_at_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert found.level == "warn"
+    subprocess.run(found.fix, shell=True, check=True)
+    assert not lock.exists()
+    assert look_at_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+
+
+def test_a_lock_that_torch_holds_while_it_builds_is_not_stale(tmp_path):
+    from torch.utils.file_baton import FileBaton
+
+    (tmp_path / "op").mkdir()
+    baton = FileBaton(str(tmp_path / "op" / "lock"))
+    assert baton.try_acquire()
+    assert [one.level for one in look_at_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})] == ["ok"]
+    baton.release()
+
+
+@pytest.fixture
+def builds(tmp_path, monkeypatch):
+    """What would be built, in place of building it: the environment and the builders of each start."""
+    started = []
+
+    def run(argv, env, **_):
+        started.append((argv[3:], env))
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cluster.subprocess, "run", run)
+    monkeypatch.setattr(cluster, "find_spec", lambda name: object())
+    return started
+
+
+def test_a_build_is_announced_and_happens_once(builds, tmp_path, capsys):
+    cluster.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+    assert re.search("building DeepSpeed's CPU communication, about 2 min", capsys.readouterr().out)
+    ((names, env),) = builds
+    assert names == ["ShareMemCommBuilder"]
+    assert env["DS_ACCELERATOR"] == "cpu"
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / "deepspeed_shm_comm/deepspeed_shm_comm.so").touch()
+    cluster.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+    assert len(builds) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_on_a_gpu_only_the_host_optimizer_is_built(builds):
+    cluster.prebuild_deepspeed_ops(has_gpu=True, offloads=False)
+    assert builds == []
+    cluster.prebuild_deepspeed_ops(has_gpu=True, offloads=True)
+    assert builds[0][0] == ["CPUAdamBuilder"]
+
+
+def test_a_run_does_not_wait_for_a_build_that_was_killed(builds, tmp_path):
+    (tmp_path / "op").mkdir()
+    (tmp_path / "op" / "lock").touch()
+    with pytest.raises(MachineError, match="was killed"):
+        cluster.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+
+
+def test_a_build_that_fails_says_why(builds, monkeypatch):
+    failed = SimpleNamespace(returncode=1, stderr="x.cpp:3: fatal error: no header\nRuntimeError: Error building\n")
+    monkeypatch.setattr(cluster.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(MachineError, match="no header"):
+        cluster.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+
+
+def test_deepspeed_that_is_not_installed_is_named_before_the_launch(monkeypatch):
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None)
+    with pytest.raises(MachineError, match="not installed"):
+        cluster.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+
+
+def test_the_builders_and_what_they_make_are_deepspeeds_own():
+    pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
+
+    kinds = (ShareMemCommBuilder, CPUAdamBuilder)
+    assert {kind.__name__: kind.NAME for kind in kinds} == cluster.OPERATORS

@@ -1,0 +1,216 @@
+"""report and compare as commands, and the report that every run leaves at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import Inputs, StopAfter, train_in, written_config
+
+from sftplay import cli
+from sftplay.config.load import load_config
+from sftplay.control import start
+from sftplay.data.read.sources import read_rows
+from sftplay.deliver.report import report as reporting
+from sftplay.launch.command.command import Launch
+from sftplay.launch.run_folder import RunFolder
+
+pytestmark = pytest.mark.usefixtures("verbs_environment")
+
+
+def work(launch: Launch, folder: RunFolder, *, look_around: Any = None, **how: Any) -> int:
+    """Stands for the workers and their parent: the run itself, in this process."""
+    outcome = train_in(load_config(folder.resolved), folder, **how).outcome
+    ended = {"state": "done", "exit_code": 0} if not outcome.stop_signal else {"state": "stopped", "exit_code": 143}
+    folder.update_status(**ended, step=outcome.step)
+    folder.close_attempt("SIGTERM" if outcome.stop_signal else "done")
+    return ended["exit_code"]
+
+
+@pytest.fixture(scope="module")
+def config(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run that was trained by `train` to its end, and is called `run`."""
+    home = tmp_path_factory.mktemp("look place")
+    changes = {"train__eval_steps": 2, "eval__after": True, "train__dataloader_pin_memory": True}
+    path = written_config(home, inputs, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "follow", work)
+        assert cli.main(["train", "--config", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def folder(config: Path) -> RunFolder:
+    return RunFolder(config.parent / "outputs" / "run")
+
+
+def page(folder: RunFolder) -> str:
+    return (folder.path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_finished_run_has_its_report_with_plan_notes_and_a_masked_row(folder: RunFolder, inputs: Inputs):
+    text = page(folder)
+    assert "done</span> at step 4 of 4" in text
+    assert "Train.dataloader_pin_memory has no effect without a GPU." in text
+    (note,) = [n for n in folder.read_json("plan.json")["notes"] if "pin_memory" in n]
+    assert note == "train.dataloader_pin_memory has no effect without a GPU"
+    sample = folder.read_json("samples/masked.json")
+    path, _, line = sample["source"].rpartition(":")
+    assert path == str(inputs.train)
+    row = next(row for source, row in read_rows(path) if source.line == int(line))
+    question, answer = (turn["content"] for turn in row["messages"])
+    assert "".join(token for token, is_learned in sample["tokens"] if is_learned) == answer + "<|im_end|>"
+    assert question in "".join(token for token, is_learned in sample["tokens"] if not is_learned)
+
+
+def test_held_out_losses_are_kept_a_file_a_step_and_are_those_measured_afterwards(folder: RunFolder):
+    kept = {path.stem: json.loads(path.read_text()) for path in folder.eval.glob("step-*.json")}
+    assert set(kept) == {"step-2", "step-4"}
+    # `evaluate` sums the loss in its own way over the same rows.
+    assert kept["step-4"]["loss"] == pytest.approx(folder.read_json("eval/after.json")["loss"], rel=1e-5)
+    assert kept["step-2"]["step"] == 2
+
+
+def test_report_writes_the_page_anew_and_prints_its_path(
+    config: Path, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+):
+    target = folder.path / "report.html"
+    target.unlink()
+    assert cli.main(["report", "--config", str(config)]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    target.unlink()
+    assert cli.main(["report", "--config", str(config), "--run", str(folder.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(target)}
+    assert target.is_file()
+
+
+def test_report_of_a_run_that_is_not_there_is_refused(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["report", "--config", str(config), "--run", "none"]) == 2
+    assert "no run 'none'" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_an_error_of_the_machine_and_leaves_no_half_page(
+    config: Path, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def full(path: Path, text: str) -> None:
+        path.with_name(f".{path.name}.123").write_text(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(reporting, "write_text", full)
+    assert cli.main(["report", "--config", str(config)]) == 3
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(folder.path.glob(".report*"))
+
+
+def test_eval_brings_the_report_up_to_date(config: Path, folder: RunFolder, capsys: pytest.CaptureFixture[str]):
+    (folder.path / "report.html").unlink()
+    assert cli.main(["eval", "--config", str(config), "--json"]) == 0
+    told = capsys.readouterr()
+    assert f"[report] report: {folder.path / 'report.html'}" in told.err
+    before = json.loads(told.out)["before"]
+    assert f"{before['loss']:.4g}" in page(folder)
+
+
+# The end of a run
+
+
+def ended(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, *, code: int, state: str) -> int:
+    """`_start` with a run that ends at once: its exit code."""
+
+    def follow(launch: Launch, folder: RunFolder, *, look_around: Any) -> int:
+        folder.update_status(state=state, exit_code=code, step=3)
+        return code
+
+    monkeypatch.setattr(start, "follow", follow)
+    return start._start(Launch(("python",), {}), folder, None)
+
+
+@pytest.mark.parametrize(("code", "state"), [(143, "stopped"), (5, "failed"), (1, "failed"), (0, "done")])
+def test_a_run_has_its_report_however_it_ends_and_keeps_its_code(
+    code: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = RunFolder(tmp_path / "run")
+    assert ended(folder, monkeypatch, code=code, state=state) == code
+    assert f"{state}</span> at step 3" in page(folder)
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), ValueError("of the page"), RecursionError()])
+def test_a_report_that_fails_changes_no_exit_code_and_is_said(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(reporting, "render", fail)
+    assert ended(RunFolder(tmp_path / "run"), monkeypatch, code=143, state="stopped") == 143
+    said = capsys.readouterr().out
+    assert "[report] note: no report (" in said
+    assert (fault.strerror if isinstance(fault, OSError) else type(fault).__name__) in said
+
+
+def test_a_reader_that_has_left_does_not_change_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert ended(RunFolder(tmp_path / "run"), monkeypatch, code=143, state="stopped") == 143
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_stopped_run_is_reported_as_stopped(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = written_config(tmp_path, inputs, train__save_steps=2)
+    monkeypatch.setattr(start, "follow", lambda launch, folder, **_: work(launch, folder, stop=StopAfter(2)))
+    assert cli.main(["train", "--config", str(config)]) == 143
+    text = page(RunFolder(tmp_path / "outputs" / "run"))
+    assert "stopped</span> at step 2 of 4" in text
+    assert 'data-series="loss"' in text
+
+
+def test_a_dry_run_writes_no_report(config: Path, folder: RunFolder, tmp_path: Path):
+    words = [f"output_dir={tmp_path}/out", "--dry-run"]
+    assert cli.main(["train", "--config", str(config), *words]) == 0
+    assert not (tmp_path / "out").exists()
+
+
+# compare
+
+
+def test_compare_finds_runs_by_name_and_by_folder(
+    config: Path, folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(config.parent)  # names are looked for in outputs/
+    assert cli.main(["compare", "--a", "run", "--b", str(folder.path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["config"], told["same_held_out"]) == ([], True)
+    assert cli.main(["compare", "--a", "run", "--b", "latest"]) == 0
+    assert "figures" in capsys.readouterr().out
+
+
+def test_compare_takes_the_output_folder_of_a_config(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compare", "--a", "run", "--b", "run"]) == 2
+    assert "neither run nor outputs/run holds a config.resolved.yaml" in capsys.readouterr().err
+    assert cli.main(["compare", "--config", str(config), "--a", "run", "--b", "run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--a", "", "--b", "run"], "--a: no run is named"),
+        (["--a", "run"], "the following arguments are required: --b"),
+        (["--a", "run", "--b", "nowhere"], "--b: no run 'nowhere'"),
+        (["--a", "run", "--b", "run", "seed=3"], "compare has nothing to set 'seed=3' in"),
+    ],
+)
+def test_what_compare_cannot_do_is_refused(
+    words: list[str], said: str, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(config.parent)
+    assert cli.main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err

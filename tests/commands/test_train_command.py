@@ -1,0 +1,112 @@
+"""What may differ between a run and its continuation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sftplay.atomic import write_text
+from sftplay.cli import main
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.schema.run import DataConfig, ModelConfig, RunConfig
+from sftplay.control import start
+from sftplay.control.resume import find_changes
+from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.probe import probe
+from sftplay.plan.sizing.size_run import size_run
+
+
+def config(**data: object) -> RunConfig:
+    return RunConfig(model=ModelConfig(name="a"), data=DataConfig(train_path="b", **data))  # type: ignore[arg-type]
+
+
+def test_other_held_out_rows_are_no_other_run_unless_they_decide_what_is_trained():
+    assert find_changes(config(val_path="c"), config(val_path="d")) == []
+    before, after = config(val_path="c", leaks="drop"), config(val_path="d", leaks="drop")
+    assert find_changes(before, after) == [("data.val_path", "c", "d")]
+
+
+def test_whatever_changes_the_rows_makes_another_run():
+    changes = {"system": "x", "columns": {"question": "q"}, "encoding": "cp1252", "duplicates": "drop"}
+    for key, value in changes.items():
+        assert len(find_changes(config(), config(**{key: value}))) == 1, key
+
+
+def test_whether_anything_is_held_out_is_no_free_choice():
+    assert [key for key, *_ in find_changes(config(), config(val_path="d"))] == ["data.val_path"]
+
+
+def test_held_out_rows_that_choose_the_weights_are_no_free_choice():
+    before, after = config(val_path="c"), config(val_path="d")
+    seeking = [each.with_values({"train.best_metric": "loss"}, "test") for each in (before, after)]
+    assert [key for key, *_ in find_changes(*seeking)] == ["data.val_path"]
+
+
+@pytest.fixture
+def finished(write_config: Callable[..., Path], tmp_path: Path) -> Path:
+    """The config of a run that has ended well."""
+    path = write_config()
+    folder = RunFolder(tmp_path / "outputs" / "run")
+    sized = size_run(load_config(path), probe(), world_size=2, vocab_size=400).cfg
+    write_text(folder.resolved, dump_resolved(sized))
+    folder.write_json("status.json", {"state": "done", "exit_code": 0})
+    return path
+
+
+def test_finished_run_resumes_to_nothing(finished: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["resume", "--config", str(finished)]) == 0
+    assert "is finished: nothing to do" in capsys.readouterr().out
+
+
+def test_finished_run_that_is_asked_for_more_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["resume", "--config", str(finished), "train.max_steps=9", "seed=1"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "train.max_steps was 4 when the run began and is 9 now" in told
+    assert "seed was 42 when the run began and is 1 now" in told
+
+
+@pytest.fixture
+def stopped(finished: Path, tmp_path: Path) -> Path:
+    """The same run, stopped behind a checkpoint of two processes."""
+    folder = RunFolder(tmp_path / "outputs" / "run")
+    folder.write_json("status.json", {"state": "stopped"})
+    marker = folder.checkpoints / "checkpoint-2" / "COMPLETE.json"
+    write_text(marker, json.dumps({"step": 2, "world_size": 2, "files": {}}))
+    return finished
+
+
+def test_another_number_of_processes_is_taken_and_said_unless_the_effective_batch_cannot_be_split_over_it(
+    stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(start, "follow", lambda *_, **__: pytest.fail("it was started"))
+    words = ["resume", "--config", str(stopped), "--dry-run", "--nproc"]
+    assert main([*words, "1"]) == 0
+    assert "begun on 2 process(es), goes on on 1 with" in capsys.readouterr().out
+    assert main([*words, "3"]) == 2
+    assert "effective batch 8 cannot be split exactly over 3 process(es)" in capsys.readouterr().err
+
+
+def test_checkpoint_given_as_a_path_names_its_run(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    text = json.loads(stopped.read_text())
+    del text["run_name"]
+    stopped.write_text(json.dumps(text))
+    at = tmp_path / "outputs" / "run" / "checkpoints" / "checkpoint-2"
+    words = [f"train.resume={at}", "--nproc", "2", "--dry-run"]
+    assert main(["train", "--config", str(stopped), *words]) == 0
+    assert str(tmp_path / "outputs" / "run") in capsys.readouterr().out
+
+
+def test_run_without_a_checkpoint_may_start_anew_on_another_number_of_processes(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.rmtree(tmp_path / "outputs" / "run" / "checkpoints")
+    for count in ("1", "2"):
+        words = ["resume", "--config", str(stopped), "--nproc", count, "--dry-run"]
+        assert main(words) == 0, capsys.readouterr().err

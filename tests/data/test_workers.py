@@ -1,0 +1,171 @@
+"""Several processes tokenise side by side: the same result as one, nothing heavy in them, none left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import is_alive, wait_until
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.data.layouts.convert import Reading
+from sftplay.data.pipeline import load_examples
+from sftplay.data.prepare import workers
+from sftplay.data.prepare.batch import Fit, Line
+from sftplay.data.records import Source
+from sftplay.data.template.templates import CHATML
+from sftplay.errors import MachineError
+
+Config = Callable[..., RunConfig]
+Write = Callable[..., Path]
+
+
+def rows(count: int) -> list[Any]:
+    made: list[Any] = [
+        {"prompt": f"Why is boat {n} green?", "completion": "salt " * (n % 40 + 1)} for n in range(count)
+    ]
+    made[7], made[400] = {"x": 1}, "not an object"
+    made[500:502] = [made[3], made[3]]
+    return made
+
+
+def test_several_processes_write_what_one_writes(
+    tokenizer: Any, config: Config, write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_rows(rows(1500))
+    alone = load_examples(config(path, on_bad_row="skip", split=0.2), tokenizer)
+    monkeypatch.setattr(workers, "ALONE_BYTES", 0)
+    monkeypatch.setattr(workers, "usable_cores", lambda: 2)
+    cfg = config(path, on_bad_row="skip", split=0.2, processed_dir=str(tmp_path / "again"))
+    together = load_examples(cfg, tokenizer)
+    assert together.report | {"refused_rows": "", "sources": ""} == alone.report | {"refused_rows": "", "sources": ""}
+    for side in ("train", "held_out"):
+        first = Path(alone.report["refused_rows"]).with_name(f"{side}.arrow").read_bytes()
+        assert Path(together.report["refused_rows"]).with_name(f"{side}.arrow").read_bytes() == first
+    assert together.held_out_chats == alone.held_out_chats
+
+
+def batches(count: int) -> Any:
+    for n in range(count):
+        raw = b'{"prompt": "Why?", "completion": "So."}'
+        yield [Line(n, Source("a.jsonl", n + 1), raw)], 0.0
+
+
+def mapped(process: psutil.Process) -> set[str]:
+    return {each.path for each in process.memory_maps()}
+
+
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(each.cmdline())]
+
+
+def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_work(tokenizer: Any):
+    renderer = Renderer.prove(tokenizer, CHATML, [])
+    with closing(workers.treat_all(batches(50), renderer, Reading(), Fit(64, "truncate"), processes=2)) as coming:
+        next(coming)
+        started = children()
+        assert len(started) == 2
+        for process in started:
+            wait_until(lambda process=process: any("tokenizers" in path for path in mapped(process)))
+            assert not [path for path in mapped(process) if "torch" in path or "transformers" in path]
+        assert len(list(coming)) == 49
+    assert not children()
+
+
+def test_abandoned_work_leaves_no_process(tokenizer: Any):
+    renderer = Renderer.prove(tokenizer, CHATML, [])
+    coming = workers.treat_all(batches(10_000), renderer, Reading(), Fit(64, "truncate"), processes=2)
+    next(coming)
+    assert children()
+    coming.close()
+    assert not children()
+
+
+def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
+    renderer = Renderer.prove(tokenizer, CHATML, [])
+    with closing(workers.treat_all(batches(100_000), renderer, Reading(), Fit(64, "truncate"), processes=2)) as coming:
+        next(coming)
+        os.kill(children()[0].pid, signal.SIGKILL)
+        with pytest.raises(MachineError, match="a process that tokenises was killed"):
+            for _ in coming:
+                pass
+    assert not children()
+
+
+PARENT = """
+import sys, time
+from transformers import PreTrainedTokenizerFast
+from sftplay.data.prepare.batch import Fit, Line
+from sftplay.data.prepare.workers import treat_all
+from sftplay.data.layouts.convert import Reading
+from sftplay.data.records import Source
+from sftplay.data.encode.render import Renderer
+from sftplay.data.template.templates import CHATML
+
+def batches():
+    while True:
+        yield [Line(0, Source("a.jsonl", 1), b'{"prompt": "Why?", "completion": "So."}')], 0.0
+
+if __name__ == "__main__":
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
+    renderer = Renderer.prove(tokenizer, CHATML, [])
+    for _ in treat_all(batches(), renderer, Reading(), Fit(64, "truncate"), processes=2):
+        print("ready", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_processes_of_a_killed_parent_end(tokenizer: Any, tmp_path: Path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    root = Path(__file__).resolve().parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "tokenizer")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        started = [each.pid for each in psutil.Process(parent.pid).children(recursive=True)]
+        assert len(started) >= 2
+    finally:
+        parent.kill()
+        parent.communicate()
+    wait_until(lambda: not any(is_alive(pid) for pid in started), 10)
+
+
+def test_interrupt_while_processes_start_is_the_parents_alone(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    started, submit = [], ProcessPoolExecutor.submit
+
+    def submit_and_interrupt(pool: Any, *given: Any) -> Any:
+        """As a terminal's Ctrl-C, which reaches processes that have not begun yet."""
+        future = submit(pool, *given)
+        for child in children():
+            if child.pid not in started:
+                started.append(child.pid)
+                child.send_signal(signal.SIGINT)
+                child.send_signal(signal.SIGUSR1)
+        return future
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)
+    renderer = Renderer.prove(tokenizer, CHATML, [])
+    done = list(workers.treat_all(batches(20), renderer, Reading(), Fit(64, "truncate"), processes=2))
+    assert len(done) == 20
+    assert len(started) >= 2
+    assert "KeyboardInterrupt" not in capfd.readouterr().err

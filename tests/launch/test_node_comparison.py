@@ -1,0 +1,69 @@
+"""Which node is the odd one, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sftplay.errors import ConfigError, DataError, MachineError
+from sftplay.launch.nodes.compare import check_alike, find_differences
+
+
+def report(**sections: dict[str, Any]) -> dict[str, Any]:
+    same = {"versions": {"torch": "2.13.0"}, "config": {"seed": 1}, "files": {"data.train_path": "aa"}}
+    return {"host": "h", **same, **sections}
+
+
+def said(*reports: dict[str, Any]) -> list[tuple[int, str, str]]:
+    return [(each.node, each.kind, each.what) for each in find_differences(reports)]
+
+
+def test_nodes_that_agree_have_no_differences():
+    assert said(report(), report(), report()) == []
+    check_alike([report(), report()])
+
+
+def test_of_two_nodes_the_other_one_is_odd_and_of_more_the_one_that_is_alone():
+    other = report(versions={"torch": "2.12.0"})
+    assert said(report(), other) == [(1, "machine", "torch is 2.12.0, on node 0 2.13.0")]
+    assert said(other, report(), report()) == [(0, "machine", "torch is 2.12.0, on nodes 1, 2 2.13.0")]
+
+
+def test_what_a_node_lacks_is_named_as_missing():
+    assert said(report(versions={"torch": "2.13.0", "deepspeed": "0.19.8"}), report()) == [
+        (1, "machine", "deepspeed is missing, on node 0 0.19.8")
+    ]
+    assert said(report(), report(files={})) == [
+        (1, "data", "what data.train_path names is missing, on node 0 it is not")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "words"),
+    [
+        ({"config": {"seed": 2}}, ConfigError, "node 1 (b): seed is 2, on node 0 1"),
+        ({"files": {"data.train_path": "bb"}}, DataError, "node 1 (b): what data.train_path names has another content"),
+        ({"versions": {"torch": "9"}}, MachineError, "node 1 (b): torch is 9, on node 0 2.13.0"),
+        ({"versions": {"torch": "9"}, "config": {"seed": 2}}, ConfigError, "torch is 9"),
+    ],
+)
+def test_error_is_of_the_kind_of_what_differs_and_names_the_node(odd: dict[str, Any], kind: type, words: str):
+    with pytest.raises(kind) as error:
+        check_alike([report(), {**report(**odd), "host": "b"}])
+    assert words in error.value.what
+    assert error.value.fix
+
+
+def test_error_that_a_node_has_met_is_told_with_its_place_and_remedy_and_not_compared():
+    met = DataError("there is no such file", where="x.yaml:3 data.train_path", fix="write it").as_json()
+    with pytest.raises(DataError) as error:
+        check_alike([report(), {"host": "b", "versions": {"torch": "2.13.0"}, "error": met}])
+    assert error.value.what == "node 1 (b): x.yaml:3 data.train_path: there is no such file"
+    assert error.value.fix == "write it"
+
+
+def test_long_lists_of_differences_are_cut_and_counted():
+    many = {f"key{n:02}": n for n in range(20)}
+    with pytest.raises(ConfigError, match="and 8 more"):
+        check_alike([report(config=many), report(config=dict.fromkeys(many, -1))])

@@ -1,0 +1,231 @@
+"""A run's folder: whole files, one holder, names that do not collide."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sftplay.atomic import write_text
+from sftplay.config.load import load_config
+from sftplay.errors import ConfigError, MachineError
+from sftplay.launch import run_folder as folders
+from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run, has_run, new_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A config whose runs go to tmp_path/outputs, with some keys replaced."""
+    monkeypatch.chdir(ROOT)
+    cfg = load_config("configs/run_lora.yaml", [f"output_dir={tmp_path / 'outputs'}"])
+    return lambda **values: cfg.with_values({"run_name": None, **values}, "test")
+
+
+def make_run(cfg, name, *, age_s=0.0):
+    path = Path(cfg.output_dir) / name
+    write_text(path / RESOLVED, "")
+    os.utime(path / RESOLVED, (1e9 - age_s, 1e9 - age_s))
+    return path
+
+
+def test_a_reader_of_status_never_sees_half_a_file(tmp_path):
+    folder, seen = RunFolder(tmp_path / "run"), set()
+    folder.update_status(text="x" * 200_000, n=-1)
+    done = threading.Event()
+
+    def read():
+        while not done.is_set():
+            seen.add(len(json.loads((folder.path / "status.json").read_text())["text"]))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(100):
+        folder.update_status(n=n, text="x" * (200_000 + n % 2))
+    done.set()
+    reader.join()
+    assert seen <= {200_000, 200_001}
+    assert folder.read_json("status.json")["n"] == 99
+
+
+def test_writing_leaves_no_scratch_file(tmp_path):
+    write_text(tmp_path / "a" / "file.txt", "text")
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["file.txt"]
+
+
+def test_a_file_that_cannot_be_written_keeps_its_old_content(tmp_path, monkeypatch):
+    write_text(tmp_path / "file.txt", "old")
+
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_text(tmp_path / "file.txt", "new")
+    assert (tmp_path / "file.txt").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_update_keeps_what_it_does_not_mention(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.update_status(state="running", step=3)
+    folder.update_status(step=4)
+    assert folder.read_json("status.json") == {"state": "running", "step": 4}
+
+
+def test_an_attempt_is_closed_once_with_the_step_it_reached(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.update_status(step=7, attempts=[{"from_step": 0, "to_step": None, "cause": None}])
+    folder.close_attempt("SIGTERM")
+    folder.close_attempt("something later")
+    assert folder.read_json("status.json")["attempts"] == [{"from_step": 0, "to_step": 7, "cause": "SIGTERM"}]
+
+
+def test_a_name_another_run_took_in_the_meantime_is_refused_under_the_lock(config):
+    cfg = config(run_name="mine")
+    folder = new_folder(cfg, "x.yaml")
+    make_run(cfg, "mine")  # between looking and locking, by a run that has ended already
+    with folder.locked(), pytest.raises(ConfigError, match="a run called 'mine' exists"):
+        folder.create()
+
+
+def test_latest_points_at_the_run_made_last(tmp_path):
+    for name in ("one", "two"):
+        RunFolder(tmp_path / name).create()
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+    assert str((tmp_path / "latest").readlink()) == "two"  # relative, so that outputs/ can be moved
+
+
+def test_a_file_of_the_users_called_latest_is_left_alone(tmp_path):
+    (tmp_path / "latest").write_text("mine")
+    RunFolder(tmp_path / "run").create()
+    assert (tmp_path / "latest").read_text() == "mine"
+
+
+def test_a_name_without_a_run_is_free_and_one_with_a_run_is_refused(config):
+    cfg = config(run_name="mine")
+    (Path(cfg.output_dir) / "mine").mkdir(parents=True)  # left by an attempt that got nowhere
+    assert new_folder(cfg, "x.yaml").name == "mine"
+    make_run(cfg, "mine")
+    with pytest.raises(ConfigError, match="a run called 'mine' exists") as caught:
+        new_folder(cfg, "x.yaml")
+    assert "make resume" in caught.value.fix
+
+
+def test_runs_named_by_the_same_second_get_different_folders(config, monkeypatch):
+    monkeypatch.setattr(folders.time, "strftime", lambda form: "20260102-030405")
+    names = [new_folder(config(), "dir/my run.yaml").name for _ in range(3)]
+    assert names == ["my run-20260102-030405", "my run-20260102-030405-2", "my run-20260102-030405-3"]
+
+
+def test_a_dry_run_claims_no_name(config):
+    assert not new_folder(config(), "x.yaml", claim=False).path.parent.exists()
+
+
+def claim(cfg, barrier, names):
+    barrier.wait()
+    names.put(new_folder(cfg, "x.yaml").name)
+
+
+def test_runs_started_at_the_same_moment_get_different_folders(config, monkeypatch):
+    monkeypatch.setattr(folders.time, "strftime", lambda form: "20260102-030405")
+    fork = multiprocessing.get_context("fork")
+    barrier, names = fork.Barrier(4), fork.Queue()
+    processes = [fork.Process(target=claim, args=(config(), barrier, names)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert len({names.get(timeout=20) for _ in processes}) == 4
+    for process in processes:
+        process.join()
+
+
+def test_a_folder_below_a_file_cannot_be_written(tmp_path, config):
+    (tmp_path / "outputs").write_text("")
+    with pytest.raises(MachineError, match="cannot be written"):
+        new_folder(config(), "x.yaml")
+    with pytest.raises(MachineError, match="cannot be written"), RunFolder(tmp_path / "outputs" / "run").locked():
+        pass
+
+
+def test_the_run_of_a_config_is_its_newest(config):
+    cfg = config()
+    make_run(cfg, "run-20260101-000000", age_s=1)
+    newest = make_run(cfg, "run-20260101-000000-2")
+    make_run(cfg, "other-20260101-000000", age_s=-5)
+    assert find_run(cfg, "configs/run.yaml").path == newest
+
+
+def test_the_runs_of_another_config_with_a_longer_name_are_not_taken(config):
+    cfg = config()
+    own = make_run(cfg, "run-20260101-000000", age_s=9)
+    make_run(cfg, "run-long-20260102-000000")
+    make_run(cfg, "run-20260102-000000.bak")
+    assert find_run(cfg, "run.yaml").path == own
+
+
+def test_a_stem_with_pattern_characters_is_taken_literally(config):
+    cfg = config()
+    own = make_run(cfg, "run[1]-20260101-000000")
+    make_run(cfg, "run1-20260102-000000")
+    assert find_run(cfg, "run[1].yaml").path == own
+
+
+def test_a_fixed_name_is_the_run_and_a_given_one_goes_before_it(config):
+    cfg = config(run_name="fixed")
+    fixed, other = make_run(cfg, "fixed"), make_run(cfg, "other")
+    assert find_run(cfg, "x.yaml").path == fixed
+    assert find_run(cfg, "x.yaml", "other").path == other
+    assert find_run(cfg, "x.yaml", str(other)).path == other
+
+
+@pytest.mark.parametrize("run", [None, "nowhere"])
+def test_where_there_is_no_run_none_is_found(config, run):
+    for cfg in (config(), config(run_name="fixed")):
+        assert not has_run(cfg, "x.yaml")
+        with pytest.raises(ConfigError, match="no run"):
+            find_run(cfg, "x.yaml", run)
+
+
+def test_a_folder_without_a_resolved_config_is_no_run(config):
+    cfg = config()
+    (Path(cfg.output_dir) / "x-20260101-000000").mkdir(parents=True)
+    assert not has_run(cfg, "x.yaml")
+    make_run(cfg, "x-20260101-000001")
+    assert has_run(cfg, "x.yaml")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from sftplay.launch.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+with folder.locked():
+    folder.update_status(pid=4711)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_process_cannot_hold_a_run_until_the_first_has_been_killed(tmp_path):
+    argv = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    holder = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        folder = RunFolder(tmp_path / "run")
+        with pytest.raises(ConfigError, match=r"'run' is running \(process 4711\)") as caught, folder.locked():
+            pass
+        assert caught.value.exit_code == 2
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    with folder.locked():  # the kernel has let go
+        assert folder.read_json("status.json")["pid"] == 4711

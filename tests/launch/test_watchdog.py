@@ -1,0 +1,240 @@
+"""The watchdog over a launch names the rank that does not go on, and nobody else. Real processes, a clock by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import is_alive, wait_until
+
+from sftplay.heartbeat import Beat, Pulse, pulse_path, read_pulses
+from sftplay.launch.supervise import stacks
+from sftplay.launch.supervise.processes import state_of
+from sftplay.launch.supervise.stacks import Stack, ask_for_stacks
+from sftplay.launch.supervise.watchdog import GAP_S, SHOWN_LINES, Stall, Watchdog, find_culprits
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 60.0
+
+RANK = str(Path(__file__).with_name("pulsing_rank.py"))
+
+THROUGH_ANOTHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+
+
+class Clock:
+    """The real clock, put forward by hand."""
+
+    def __init__(self):
+        self.ahead_s = 0.0
+
+    def __call__(self):
+        return time.monotonic() + self.ahead_s
+
+    def pass_by(self, seconds, watchdog):
+        """Let time pass while the watchdog is called as the parent's loop would."""
+        end = self.ahead_s + seconds
+        while self.ahead_s < end:
+            self.ahead_s = min(self.ahead_s + GAP_S / 2, end)
+            watchdog.look()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def watchdog(folder, clock):
+    """One whose launcher is this process."""
+    dog = Watchdog(folder, TIMEOUT_S, clock=clock)
+    dog.attach(os.getpid())
+    return dog
+
+
+@pytest.fixture
+def start(folder, watchdog):
+    """Starts a rank that stays where it is told to; returned when it is there."""
+    started = []
+
+    def start(number, *, by=(), **told):
+        argv = [*by, sys.executable, RANK, json.dumps({"logs": str(folder.logs), **told})]
+        env = {**os.environ, "RANK": str(number), "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(argv, env=env, start_new_session=True)
+        started.append(process)
+        phase = told.get("phase", "data")
+        wait_until(lambda: any((beat.rank, beat.phase) == (number, phase) for beat in read_pulses(folder.logs)), 30)
+        return process
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def stall_of(watchdog, clock, seconds):
+    with pytest.raises(Stall) as caught:
+        clock.pass_by(seconds, watchdog)
+    return caught.value
+
+
+def test_the_rank_that_does_not_go_on_is_named_with_phase_step_and_code_and_those_that_wait_for_it(
+    folder, watchdog, clock, start
+):
+    start(0, phase="communication", place="meets")
+    start(1)
+    clock.pass_by(TIMEOUT_S - 15, watchdog)
+    stall = stall_of(watchdog, clock, 20)
+    said = r"rank 1 has been in data for 6\d s at step 5; rank 0 waits for it \(communication\)"
+    assert re.fullmatch(said, stall.what)
+    assert (stall.where, stall.exit_code) == (str(folder.path), 5)
+    for part in (str(folder.logs / "rank1.stacks"), "train.stall_timeout (60 s)", "`make resume`"):
+        assert part in stall.fix
+    assert stall.stack[0] == "rank 1, innermost call first:"
+    assert stall.stack[1].endswith(" in nobody_feeds_me")
+    assert len(stall.stack) <= 1 + SHOWN_LINES
+    assert "a_thread_beside" in (folder.logs / "rank1.stacks").read_text()
+    assert "distributed_c10d.py" in (folder.logs / "rank0.stacks").read_text()
+
+
+def test_nobody_is_asked_for_stacks_before_the_timeout(folder, watchdog, clock, start):
+    start(0)
+    clock.pass_by(TIMEOUT_S - 15, watchdog)
+    assert (folder.logs / "rank0.stacks").read_text() == ""
+
+
+def test_a_rank_between_steps_may_take_as_long_as_it_likes(folder, watchdog, clock, start):
+    start(0, phase="idle")
+    clock.pass_by(3 * TIMEOUT_S, watchdog)
+    assert (folder.logs / "rank0.stacks").read_text() == ""
+
+
+def test_a_rank_that_meets_others_is_not_blamed_though_it_is_behind(watchdog, clock, start):
+    start(0, phase="save", step=4, place="meets")
+    start(1, phase="communication", step=4)
+    start(2, phase="forward")
+    assert re.match(
+        r"rank 2 has been in forward .* ranks 0 and 1 wait for it \(communication, save\)$",
+        stall_of(watchdog, clock, TIMEOUT_S + 5).what,
+    )
+
+
+def test_where_all_wait_that_is_said_and_a_little_later(watchdog, clock, start):
+    start(0, phase="communication")
+    start(1, phase="communication")
+    clock.pass_by(TIMEOUT_S + 2, watchdog)
+    stall = stall_of(watchdog, clock, TIMEOUT_S)
+    assert re.match(
+        r"all ranks here wait for others: ranks 0 and 1 have been in communication for \d+ s at step 5$", stall.what
+    )
+    assert "network" in stall.fix
+
+
+def test_who_waits_for_a_rank_that_is_at_work_for_less_than_the_timeout_waits_on(watchdog, clock, start):
+    start(0, phase="communication")
+    start(1, phase="evaluation", later_s=TIMEOUT_S - 10)
+    clock.pass_by(TIMEOUT_S + 20, watchdog)
+    assert stall_of(watchdog, clock, TIMEOUT_S).what.startswith("rank 1 has been in evaluation")
+
+
+def test_who_goes_on_while_the_stacks_are_written_is_no_culprit(folder, watchdog, clock, start):
+    start(0, place="goes_on")
+    clock.pass_by(TIMEOUT_S + 5, watchdog)
+    assert "goes_on" in (folder.logs / "rank0.stacks").read_text()
+
+
+def test_a_rank_that_has_died_is_left_to_the_launcher(watchdog, clock, start):
+    start(0, phase="communication")
+    lost = start(1)
+    watchdog.look()
+    clock.pass_by(5, watchdog)
+    lost.kill()
+    wait_until(lambda: not is_alive(lost.pid))
+    clock.pass_by(TIMEOUT_S + 5, watchdog)
+
+
+def test_a_rank_that_another_process_of_the_launch_has_started_is_looked_at_too(watchdog, clock, start):
+    start(3, by=(sys.executable, "-c", THROUGH_ANOTHER))
+    assert "rank 3 has been in data" in str(stall_of(watchdog, clock, TIMEOUT_S + 5))
+
+
+def test_pulses_of_another_node_mean_nothing_here(folder, watchdog, clock, start):
+    foreign, mine = start(3), start(0, phase="idle")
+    watchdog.attach(mine.pid)
+    # In containers another node's processes may have the pids of ours.
+    Pulse(pulse_path(folder.logs, 4), pid=mine.pid).enter("save", step=1)
+    clock.pass_by(2 * TIMEOUT_S, watchdog)
+    assert is_alive(foreign.pid)
+    assert (folder.logs / "rank3.stacks").read_text() == ""
+
+
+def test_a_pulse_that_an_earlier_launch_has_left_is_not_looked_at(folder, clock, start):
+    start(0)
+    later = Watchdog(folder, TIMEOUT_S, clock=clock)
+    later.attach(os.getpid())
+    clock.pass_by(2 * TIMEOUT_S, later)
+
+
+def test_a_parent_that_was_away_gives_all_ranks_the_full_time_again(watchdog, clock, start):
+    start(0)
+    clock.pass_by(TIMEOUT_S - 15, watchdog)
+    clock.ahead_s += 1000
+    watchdog.look()
+    clock.pass_by(TIMEOUT_S - 15, watchdog)
+    stall_of(watchdog, clock, 20)
+
+
+def test_a_timeout_of_0_sees_nothing(folder, clock, start):
+    dog = Watchdog(folder, 0, clock=clock)
+    dog.attach(os.getpid())
+    start(0)
+    clock.pass_by(50 * TIMEOUT_S, dog)
+
+
+def test_a_rank_without_an_answer_is_named_with_the_reason_whatever_it_answered_before(
+    folder, watchdog, clock, start, monkeypatch
+):
+    process = start(0)
+    assert ask_for_stacks(folder.logs, {0: process.pid})[0].lines
+    monkeypatch.setattr(stacks, "ANSWER_S", 0.3)
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: state_of(process.pid) == "T")
+    stall = stall_of(watchdog, clock, TIMEOUT_S + 5)
+    assert stall.stack[1:] == [f"  process {process.pid} gives no stack: it is stopped by a signal"]
+
+
+def test_a_process_that_does_not_listen_yet_gets_no_signal_which_would_kill_it(watchdog, clock, start):
+    process = start(0, listens=False)
+    assert "did not answer" in stall_of(watchdog, clock, TIMEOUT_S + 5).stack[1]
+    assert is_alive(process.pid)
+
+
+# Who is behind
+
+OWN = Stack(('  File "rows.py", line 7 in read',))
+MEETING = Stack(('  File "/x/torch/distributed/distributed_c10d.py", line 7 in barrier', *OWN.lines))
+BELOW = Stack(('  File "/x/torch/autograd/graph.py", line 7 in _engine_run_backward', *OWN.lines))
+
+
+def blamed(*ranks):
+    beats = [Beat(rank, 100 + rank, step, phase, 0.0) for rank, (step, phase, _) in enumerate(ranks)]
+    return [beat.rank for beat in find_culprits(beats, {rank: each[2] for rank, each in enumerate(ranks)})]
+
+
+def test_who_is_furthest_behind_by_step_and_phase_is_blamed():
+    assert blamed((5, "backward", BELOW), (5, "data", OWN)) == [1]
+    assert blamed((5, "save", OWN), (6, "data", OWN)) == [0]
+    assert blamed((5, "optimizer", OWN), (5, "forward", OWN), (5, "forward", OWN)) == [1, 2]
+
+
+def test_in_the_same_phase_who_may_wait_in_native_code_is_blamed_only_where_all_may():
+    assert blamed((5, "backward", BELOW), (5, "backward", OWN)) == [1]
+    assert blamed((5, "backward", BELOW), (5, "backward", BELOW)) == [0, 1]
+    assert blamed((5, "backward", BELOW), (5, "optimizer", MEETING)) == [0]
+    assert blamed((5, "backward", MEETING), (5, "communication", OWN)) == []

@@ -1,0 +1,117 @@
+"""A run ends in good order: at a signal after its step, at a number that is not finite before the weights change."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+
+from sftplay.errors import RunError
+from sftplay.heartbeat import Pulse
+from sftplay.monitor.guards import FP16_PATIENCE, StopOnBadStep, StopOnSignal
+
+
+def model_with_gradient(value: float) -> Any:
+    model = torch.nn.Linear(2, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    return model
+
+
+def look(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = False) -> None:
+    guard.window = SimpleNamespace(
+        last_loss=torch.tensor(loss), pulse=Pulse(), last_rows=[8, 5, 2], rows_not_finite=lambda: [5]
+    )
+    state = TrainerState(global_step=6)
+    guard.on_pre_optimizer_step(
+        SimpleNamespace(fp16=fp16), state, TrainerControl(), model=model_with_gradient(gradient)
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_loss_or_gradient_that_is_not_finite_ends_the_run_and_is_named_with_its_rows(bad: float, tmp_path: Path):
+    path = tmp_path / "bad_step.json"
+    guard = StopOnBadStep(path)
+    look(guard, 2.0, 1.0)
+    assert not path.exists()
+    with pytest.raises(RunError, match="the loss of step 7 is not finite on rank 0; alone, too, not finite: rows 5"):
+        look(guard, bad, 1.0)
+    with pytest.raises(RunError, match="the gradient of step 7 is not finite"):
+        look(guard, 2.0, bad)
+    written = json.loads(path.read_text())
+    assert written["step"] == 7
+    assert [(each["rank"], each["row_ids"], each["rows_not_finite"]) for each in written["ranks"]] == [
+        (0, [8, 5, 2], [5])
+    ]
+
+
+def test_fp16_run_may_skip_steps_until_no_scale_can_cure_them(tmp_path: Path):
+    guard = StopOnBadStep(tmp_path / "bad_step.json")
+    for _ in range(FP16_PATIENCE):
+        look(guard, 2.0, math.inf, fp16=True)
+    look(guard, 2.0, 1.0, fp16=True)  # one good step and the count starts again
+    for _ in range(FP16_PATIENCE):
+        look(guard, math.nan, 1.0, fp16=True)
+    with pytest.raises(RunError, match="the loss of step 7"):
+        look(guard, math.nan, 1.0, fp16=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Signals):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        stop = StopOnSignal()
+        stop.install()
+        calm = stop.on_step_end(None, None, TrainerControl())
+        assert not calm.should_save
+        assert not calm.should_training_stop
+        signal.raise_signal(number)
+        control = stop.on_step_end(None, None, TrainerControl())
+        assert stop.received == number
+        assert control.should_log
+        assert control.should_save
+        assert control.should_training_stop
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[list[int]]) -> tuple[StopOnSignal, list]:
+    """A guard whose ranks answer with `others`, and in whose first agreement SIGTERM arrives."""
+    stop, asked = StopOnSignal(), []
+
+    def gather(mine: int, _pulse: Any) -> list[int]:
+        asked.append(mine)
+        if len(asked) == 1:
+            stop._on_signal(signal.SIGTERM, None)
+        return [mine, *others[len(asked) - 1]]
+
+    monkeypatch.setattr("sftplay.monitor.guards.gather", gather)
+    return stop, asked
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_is_heard_at_the_next_step(monkeypatch: pytest.MonkeyPatch):
+    stop, asked = stopping_while_ranks_agree(monkeypatch, [[0], [0]])
+    control = stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert not control.should_training_stop
+    control = stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert control.should_training_stop
+    assert asked == [0, signal.SIGTERM]
+
+
+def test_the_first_signal_is_not_taken_for_a_second_when_another_rank_told_of_it_before(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    stop = StopOnSignal()
+    monkeypatch.setattr("sftplay.monitor.guards.gather", lambda mine, _: [mine, int(signal.SIGTERM)])
+    stop.on_step_end(None, TrainerState(), TrainerControl())
+    assert stop.received == signal.SIGTERM
+    stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process
+    assert stop.received == signal.SIGTERM

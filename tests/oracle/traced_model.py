@@ -1,0 +1,144 @@
+"""Builds the model that a trace runs: transformers' own with PEFT's adapter, in the dtypes a run would hold it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from oracle.gpu_kernels import four_bit_class, replaced
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """What decides the memory of a step besides the model."""
+
+    method: Literal["full", "lora", "qlora"]
+    layers: int | None = None
+    """Depth; None is the model's own."""
+
+    batch: int = 1
+    seq: int = 2048
+    """Tokens in each of the `batch` rows."""
+
+    labels_share: float = 1.0
+    """Part of the tokens that carry a label."""
+
+    r: int = 32
+    targets: tuple[str, ...] | None = None
+    """Names of the adapted layers; None is every matrix inside the layers."""
+
+    dropout: float = 0.0
+    base: Precision | None = None
+    """Of weights that are not quantised; None is fp32 where everything trains, else bf16."""
+
+    adapter: Precision = "fp32"
+    autocast: Precision = "bf16"
+    """The precision of products; fp32 is no autocast."""
+
+    checkpointing: bool = True
+    head: Literal["standard", "plain", "chunked"] = "standard"
+    """standard: scores only where a label waits (tasks/label_head); plain: scores of all tokens; chunked: TRL's."""
+
+    optimizer: Literal["adamw_fused", "adamw", "none"] = "adamw_fused"
+    pieces: int = 1
+    """Micro-batches of the step; from the second on all gradients exist while a piece is computed."""
+
+    padded: bool = False
+    """Rows of unlike length: attention needs a mask."""
+
+    fp32_output: bool = True
+    """Under autocast, 16-bit outputs become fp32: accelerate does it, a loop of one's own does not."""
+
+    keeps_output: bool = False
+    """The model's output, logits and all, lives until backward has ended, as in a loop that holds on to it."""
+
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    double_quant: bool = True
+    kbit_prepared: bool = False
+    """PEFT's prepare_model_for_kbit_training has run; the kit does not call it."""
+
+
+def build_causal(config: Mapping[str, Any], how: TraceSettings) -> Any:
+    """transformers' causal model of `config`, its matrices in 4 bits for qlora, on the tensors of the mode in force."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = _text_config(config)
+    if how.layers is not None:
+        content = _at_depth(content, how.layers)
+    described = AutoConfig.for_model(content.pop("model_type"), **content)
+    base = how.base or ("fp32" if how.method == "full" else "bf16")
+    causal = AutoModelForCausalLM.from_config(described, dtype=DTYPES[base], attn_implementation=how.attention)
+    causal.config.use_cache = False
+    if how.method == "qlora":
+        _quantise(causal, how.double_quant)
+    if how.kbit_prepared:
+        from peft import prepare_model_for_kbit_training
+
+        return prepare_model_for_kbit_training(causal, use_gradient_checkpointing=False)
+    return causal
+
+
+def adapt(causal: Any, how: TraceSettings) -> Any:
+    """`causal` with a LoRA pair on every target, or itself where everything trains."""
+    if how.method == "full":
+        return causal
+    from peft import LoraConfig, get_peft_model
+
+    targets = list(how.targets) if how.targets else "all-linear"
+    lora = LoraConfig(
+        r=how.r, lora_alpha=2 * how.r, lora_dropout=how.dropout, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    # Module.to swaps tensors, which fake ones refuse; the dtype is set below.
+    with replaced(nn.Module, "to", lambda module, *_args, **_more: module), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # of GPT-2's layers; PEFT sees to it
+        model = get_peft_model(causal, lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[how.adapter])
+    return model
+
+
+def _quantise(causal: Any, double_quant: bool) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    layer_class = four_bit_class()
+    head = causal.get_output_embeddings()
+    for module in list(causal.modules()):
+        for name, child in module.named_children():
+            if child is head or not isinstance(child, (nn.Linear, Conv1D)):
+                continue
+            inputs, outputs = child.weight.shape if isinstance(child, Conv1D) else child.weight.T.shape
+            setattr(module, name, layer_class(inputs, outputs, child.bias, double_quant))
+    causal.is_loaded_in_4bit = True
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part that describes the text model, as a copy."""
+    return dict(config.get("text_config") or config)
+
+
+def _at_depth(content: dict[str, Any], layers: int) -> dict[str, Any]:
+    content["n_layer" if "n_layer" in content else "num_hidden_layers"] = layers
+    for name, value in content.items():
+        if name in ("layer_types", "no_rope_layers") and value:
+            content[name] = list(value)[:layers]
+    return content
+
+
+def pattern_length(config: Mapping[str, Any]) -> int:
+    """After how many layers the kinds of layers repeat; 1 where all are alike."""
+    from transformers import AutoConfig
+
+    content = _text_config(config)
+    model_type = content.pop("model_type")
+    kinds = list(getattr(AutoConfig.for_model(model_type, **content), "layer_types", None) or [0])
+    fits = (n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
+    return next(fits)
