@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sftplay.plan.memory.execution import Adapter, CodePath, Optimizer
+from sftplay.plan.memory.execution import Adapter, Execution, Optimizer
 from sftplay.plan.memory.step import Size, estimate
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.model_shape import ModelShape
@@ -202,10 +202,10 @@ def _card_bytes(gpu: str) -> float:
     return sizes[0] * 1e9 if sizes else float("inf")
 
 
-def _paths(row: Mapping[str, str]) -> list[CodePath]:
+def _paths(row: Mapping[str, str]) -> list[Execution]:
     """The code paths that may have run, the harness's own stock path first."""
     harness = HARNESSES.get(row["harness"], GENERIC)
-    common = CodePath(
+    common = Execution(
         weight_bytes=2,
         compute_bytes=2,
         stream_bytes=2,

@@ -1,5 +1,6 @@
-"""A rank's pulse: what it is doing, at which step, since when. The rank writes it, its parent reads it, and the time
-each phase took is added up on the way.
+"""A rank's heartbeat: what it is doing, at which step, since when.
+
+The rank writes it and its parent reads it. On the way it adds up the time that each phase took.
 
 It lies in a small file that is mapped into memory, so that a beat costs a microsecond and is there whatever happens to
 the process. It judges nothing.
@@ -36,7 +37,7 @@ class Beat:
     """On the clock of `time.monotonic`, which all processes of a machine share."""
 
 
-class Pulse:
+class Heartbeat:
     """Written by one rank. Without a file it only adds up times."""
 
     def __init__(self, path: Path | None = None, *, pid: int = 0) -> None:
@@ -91,15 +92,15 @@ class Pulse:
             _LAYOUT.pack_into(self._map, 0, self._pid, self.step, PHASES.index(self.phase), self._since_s)
 
 
-def pulse_path(logs: Path, rank: int) -> Path:
-    """Where rank `rank` of a run writes its pulse; `logs` is the run's folder of logs."""
-    return logs / f"rank{rank}.pulse"
+def heartbeat_path(logs: Path, rank: int) -> Path:
+    """Where rank `rank` of a run writes its heartbeat; `logs` is the run's folder of logs."""
+    return logs / f"rank{rank}.heartbeat"
 
 
-def read_pulses(logs: Path) -> list[Beat]:
-    """The pulses of all ranks that have one, in rank order."""
+def read_heartbeats(logs: Path) -> list[Beat]:
+    """The heartbeats of all ranks that have one, in rank order."""
     beats = []
-    for path in logs.glob("rank*.pulse"):
+    for path in logs.glob("rank*.heartbeat"):
         content = path.read_bytes()
         if len(content) == _LAYOUT.size:
             pid, step, place, since_s = _LAYOUT.unpack(content)

@@ -34,7 +34,7 @@ from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, make_ready, with_deepspeed
 from sftplay.data.order import training_order
-from sftplay.deliver.infer.generate import Speaker
+from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.command.network import nccl_environment
@@ -42,7 +42,7 @@ from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
 from sftplay.machine.probe import Gpu, Machine, probe
-from sftplay.monitor.gradient_sync import Traffic
+from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.signals import StopAtOnce
@@ -173,7 +173,7 @@ def window(run: Finished) -> dict[str, torch.Tensor]:
 
 
 def pieces(run: Finished) -> list[dict[str, torch.Tensor]]:
-    return list(run.trainer.cutter.cut(window(run)))
+    return list(run.trainer.micro_batcher.cut(window(run)))
 
 
 def largest_piece(run: Finished) -> int:
@@ -351,7 +351,7 @@ def check_hook(bench: Bench) -> None:
         trainer = SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=DistributedDataParallelKwargs()))
         with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
             trainer.replay = TrainRun(cfg, bench.plain.folder, StopOnSignal()).replay
-            Traffic(cfg, trainer.replay).attend(trainer)
+            GradientSync(cfg, trainer.replay).attend(trainer)
         assert trainer.accelerator.ddp_handler.comm_hook.value == kind
         assert trainer.replay.sends_afterwards == sends_afterwards
 
@@ -592,14 +592,14 @@ def measured(bench: Bench) -> dict[str, Any]:
     """A run that measures before and after in a way of its own, one after as usual, and all batches they answered:
     prompts, and tokens of the longest answer."""
     batches: list[tuple[int, int]] = []
-    real = Speaker.generate
+    real = Generator.generate
 
-    def generate(self: Speaker, ids: torch.Tensor, *rest: Any) -> Any:
+    def generate(self: Generator, ids: torch.Tensor, *rest: Any) -> Any:
         out = real(self, ids, *rest)
         batches.append((len(ids), out.shape[1] - ids.shape[1]))
         return out
 
-    with patch.object(Speaker, "generate", generate):
+    with patch.object(Generator, "generate", generate):
         run = train(
             bench.home / "measured", bench.inputs, train__max_steps=1, eval__before=True, eval__after=True,
             eval__limit=5, eval__max_new_tokens=3, eval__batch_size=2, eval__metrics=["rouge_l", "chrf"],

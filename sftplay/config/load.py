@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from sftplay.config.explain.problems import offending_keys, translated
 from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
-from sftplay.config.read.precision import settle_precision
+from sftplay.config.read.precision import resolve_precision
 from sftplay.config.read.resolved import dump_resolved, read_origins
 from sftplay.config.read.yaml12 import KeyPath
 from sftplay.config.rules.general import broken_rules
@@ -38,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = os.fspath(path)
     override_layer, problems = read_overrides(overrides)
-    layers, found = settle_precision([*read_layers(path), override_layer])
+    layers, found = resolve_precision([*read_layers(path), override_layer])
     problems += found
     merged = merge(layers)
     merged.values = _with_empty_sections(merged.values, RunConfig)

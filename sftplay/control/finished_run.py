@@ -53,7 +53,7 @@ def prepare_environment(cfg: RunConfig) -> None:
     quiet_libraries()
 
 
-def open_tongue(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
+def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
     """The tokenizer that lies with the result, and the renderer of the chat template there."""
     from sftplay.data.encode.render import Renderer
     from sftplay.model.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from sftplay.data.read.sources import Dialect, files_of, is_hub_name, read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import DataError, MachineError
 from sftplay.model.source import check_source, is_local
-from sftplay.model.start_point import settle
+from sftplay.model.start_point import resolve_names
 
 SAMPLED_ROWS = 32
 NAMED_ROWS = 5
@@ -22,7 +22,7 @@ NAMED_ROWS = 5
 def needs_no_hub(cfg: RunConfig) -> bool:
     """True when model and data all lie on this machine."""
     data = (cfg.data.train_path, cfg.data.val_path, cfg.data.test_path)
-    return is_local(settle(cfg).model.name) and all(Path(path).exists() for path in data if path)
+    return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for path in data if path)
 
 
 def check_inputs(cfg: RunConfig) -> RunConfig:
@@ -33,7 +33,7 @@ def check_inputs(cfg: RunConfig) -> RunConfig:
         DataError: a data file is missing or of an unknown kind, or none of the first training rows can be read.
         MachineError: a tracker is not installed.
     """
-    cfg = settle(cfg)
+    cfg = resolve_names(cfg)
     where = f"{cfg.origins.get('model.name', 'model')} model.name"
     check_source(cfg.model.name, where, allow_pickle=cfg.model.allow_pickle)
     for key in ("train_path", "val_path", "test_path"):

@@ -20,7 +20,7 @@ from typing import Any
 from sftplay import __version__, log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved
-from sftplay.config.rules.resume_keys import decisive
+from sftplay.config.rules.resume_keys import values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import needs_no_hub
 from sftplay.data.cache import ensure_folder, fingerprint
@@ -143,7 +143,7 @@ def make_request(sized: SizedRun, seen: Forecast) -> dict[str, Any]:
 def identity(sized: SizedRun, bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
     """All that a measurement depends on, as JSON values."""
     assert sized.forecast is not None
-    gpu, values = bench.gpu, decisive(sized.cfg)
+    gpu, values = bench.gpu, values_that_decide_weights(sized.cfg)
     return {
         "kit": __version__,
         "model": asdict(sized.forecast.setting.shape),

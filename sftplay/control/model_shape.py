@@ -6,7 +6,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.machine.probe import probe
 from sftplay.model.source import BUILTIN_CONFIGS
-from sftplay.model.start_point import settle
+from sftplay.model.start_point import resolve_names
 from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.shape.find import find_shape, nearest_names
 from sftplay.plan.shape.model_shape import ModelShape
@@ -38,7 +38,7 @@ def require_shape(cfg: RunConfig) -> ModelShape:
 
 def checkpoint_bytes(cfg: RunConfig) -> int | None:
     """Bytes of one checkpoint of a config on this machine, None where the model's shape is not known here."""
-    cfg = settle(cfg)
+    cfg = resolve_names(cfg)
     shape = known_shape(cfg)
     if shape is None:
         return None

@@ -25,9 +25,9 @@ from sftplay.control.strategy_setup import make_ready, with_deepspeed
 from sftplay.data.read.sources import content_digest, is_hub_name
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
-from sftplay.launch.nodes.compare import check_alike
-from sftplay.launch.nodes.join import accept, await_ready, check_folder, watch_nodes
-from sftplay.launch.nodes.rendezvous import Meeting, Over
+from sftplay.launch.nodes.compare import check_nodes_match
+from sftplay.launch.nodes.join import await_ready, check_folder, join_run, watch_nodes
+from sftplay.launch.nodes.rendezvous import Over, Rendezvous
 from sftplay.launch.supervise.exit_cause import find_death
 from sftplay.launch.supervise.follow import follow, log_name
 from sftplay.machine.probe import Machine, library_versions, probe
@@ -41,7 +41,7 @@ ENDING_S = 10.0
 """How long node 0 waits to hear how the other nodes have ended, once it has failed."""
 
 
-def among_nodes(args: Namespace, work: Callable[[Meeting | None], int]) -> int:
+def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> int:
     """Do `work` on the only node, or on node 0 of several that are alike; the others join the run it starts.
 
     Raises:
@@ -54,49 +54,49 @@ def among_nodes(args: Namespace, work: Callable[[Meeting | None], int]) -> int:
     log.say(
         f"node {scale.node_rank} of {scale.nnodes}: waiting for the others at {scale.master_addr}:{scale.master_port}"
     )
-    with Meeting(scale) as meeting:
+    with Rendezvous(scale) as rendezvous:
         report = describe_node(args, scale, machine)
         try:
-            check_alike(meeting.gather({**describe_network(meeting, machine, report), **report}))
-            if not meeting.is_host:
-                return _join(meeting, machine)
+            check_nodes_match(rendezvous.gather({**describe_network(rendezvous, machine, report), **report}))
+            if not rendezvous.is_host:
+                return _join(rendezvous, machine)
         except Over as over:
             return over.code
-        code = work(meeting)
+        code = work(rendezvous)
         if code in (SftplayError.exit_code, RunError.exit_code):
-            _tell_endings(meeting)
-        return meeting.end(code)
+            _tell_endings(rendezvous)
+        return rendezvous.end(code)
 
 
-def _tell_endings(meeting: Meeting) -> None:
+def _tell_endings(rendezvous: Rendezvous) -> None:
     """Say how other nodes have ended, some of which may have begun it."""
     deadline = time.monotonic() + ENDING_S
-    while len(endings := meeting.endings()) < meeting.scale.nnodes - 1 and time.monotonic() < deadline:
+    while len(endings := rendezvous.endings()) < rendezvous.scale.nnodes - 1 and time.monotonic() < deadline:
         time.sleep(0.1)
     for node, how in endings.items():
         log.say(f"node {node}: {how}")
 
 
-def _join(meeting: Meeting, machine: Machine) -> int:
+def _join(rendezvous: Rendezvous, machine: Machine) -> int:
     """Start this node's processes of the run that node 0 has begun; the run's exit code."""
-    folder, digest = accept(meeting)
+    folder, digest = join_run(rendezvous)
     command, problem = None, None
     try:
         check_folder(folder, digest)
         cfg = load_config(folder.resolved)
-        command = build_command(cfg, folder, meeting.scale, machine)
-        make_ready(cfg, folder, command, node=meeting.scale.node_rank)
+        command = build_command(cfg, folder, rendezvous.scale, machine)
+        make_ready(cfg, folder, command, node=rendezvous.scale.node_rank)
     except SftplayError as error:
         problem = error
-    await_ready(meeting, problem)
+    await_ready(rendezvous, problem)
     assert command is not None, "every problem is raised on all nodes"
     log.say(f"joined {folder.path}; node 0 shows how it goes on")
-    node = meeting.scale.node_rank
+    node = rendezvous.scale.node_rank
     account = folder.logs / log_name(node)
     begins_at = account.stat().st_size if account.exists() else 0
-    code = follow(command, folder, node=node, look_around=watch_nodes(meeting, folder))
+    code = follow(command, folder, node=node, look_around=watch_nodes(rendezvous, folder))
     lines = account.read_bytes()[begins_at:].decode("utf-8", "replace").splitlines()
-    return meeting.end(code, find_death(lines))
+    return rendezvous.end(code, find_death(lines))
 
 
 def describe_node(args: Namespace, scale: Scale, machine: Machine) -> dict[str, Any]:
@@ -145,14 +145,14 @@ def kit_version() -> str:
     return f"{__version__} (source {digest.hexdigest()[:12]})"
 
 
-def describe_network(meeting: Meeting, machine: Machine, report: Mapping[str, Any]) -> dict[str, Any]:
+def describe_network(rendezvous: Rendezvous, machine: Machine, report: Mapping[str, Any]) -> dict[str, Any]:
     """An error where gloo would offer the other nodes an address that only this one can reach; empty otherwise.
 
     gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice), which many
     systems give to the loopback. On GPUs it is used by FSDP only (accelerate's `state.py`); NCCL looks for an interface
     itself.
     """
-    mine = meeting.own_address()
+    mine = rendezvous.own_address()
     config = report.get("config", {})
     is_named = "GLOO_SOCKET_IFNAME" in os.environ or config.get("cluster.nccl.socket_ifname")
     is_unused = machine.gpus and config.get("cluster.strategy") not in ("fsdp", "hsdp", "auto")

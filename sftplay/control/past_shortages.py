@@ -15,7 +15,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules.resume_keys import decisive
+from sftplay.config.rules.resume_keys import values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.memory_probe import NO_MEMORY_KEYS
 from sftplay.data.cache import fingerprint
@@ -98,7 +98,7 @@ def sizes_of(cfg: RunConfig, rows: int, world_size: int) -> dict[str, Any]:
 def _place(sized: SizedRun) -> Path:
     """Of the lesson about all that decides what a piece takes."""
     assert sized.forecast is not None
-    setting, values = sized.forecast.setting, decisive(sized.cfg)
+    setting, values = sized.forecast.setting, values_that_decide_weights(sized.cfg)
     key = fingerprint(
         {
             "model": asdict(setting.shape),

@@ -11,7 +11,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules.resume_keys import SIZES, decisive, differences
+from sftplay.config.rules.resume_keys import SIZES, differences, values_that_decide_weights
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
@@ -19,14 +19,14 @@ from sftplay.control.past_shortages import sizes_of
 from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, size
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.command.command import Scale
-from sftplay.launch.nodes.rendezvous import Meeting
+from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.monitor.checkpoints import list_checkpoints, read_marker
 from sftplay.plan.sizing.size_run import SizedRun
 
 
-def continue_run(args: Namespace, cfg: RunConfig, meeting: Meeting | None = None) -> int:
+def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None = None) -> int:
     """Continue the run that `cfg` or `--run` names; nothing is done where it is finished.
 
     Raises:
@@ -67,7 +67,7 @@ def continue_run(args: Namespace, cfg: RunConfig, meeting: Meeting | None = None
         if starts_anew:
             history = {"resized": resized, "shortages": plan.get("shortages", [])}
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized), **history})
-        return run_workers(command, (sized, folder), args, meeting)
+        return run_workers(command, (sized, folder), args, rendezvous)
 
 
 def _kept_sizes(cfg: RunConfig, stored: RunConfig, plan: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _run_of(cfg: RunConfig) -> str | None:
 
 def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, Any]]:
     """Keys whose values differ and would make a resumed run another run: (dotted key, before, after)."""
-    return differences(decisive(before), decisive(after))
+    return differences(values_that_decide_weights(before), values_that_decide_weights(after))
 
 
 def _refuse_changes(stored: RunConfig, cfg: RunConfig, folder: RunFolder) -> None:
@@ -191,7 +191,7 @@ def draws_at_random(cfg: RunConfig) -> bool:
 
 
 def _left_open(cfg: RunConfig) -> list[str]:
-    return [key for key, value in decisive(cfg).items() if value in (None, "auto")]
+    return [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]
 
 
 def _value(cfg: RunConfig, key: str) -> Any:

@@ -24,8 +24,8 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.command.ports import free_port
-from sftplay.launch.nodes.join import await_ready, invite, watch_nodes
-from sftplay.launch.nodes.rendezvous import Meeting
+from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
+from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import follow
@@ -41,7 +41,7 @@ MEETING_PORT = 29511
 
 
 def run_workers(
-    command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace, meeting: Meeting | None = None
+    command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace, rendezvous: Rendezvous | None = None
 ) -> int:
     """Start the workers; again with smaller pieces where memory has run out for good, and from the last checkpoint
     where a process has died, `cluster.max_restarts` times; the last exit code.
@@ -54,10 +54,10 @@ def run_workers(
         from sftplay.control.tensorboard import start_board
 
         start_board(folder.path.parent, 6006)
-    invite(meeting, folder)
+    announce_run(rendezvous, folder)
     make_ready(sized.cfg, folder, command)
-    await_ready(meeting)
-    look = watch_nodes(meeting, folder)
+    await_ready(rendezvous)
+    look = watch_nodes(rendezvous, folder)
     code, restarts, most = _start(command, folder, look), 0, sized.cfg.cluster.max_restarts
     while True:
         if rows := smaller_start(folder, args):

@@ -18,7 +18,7 @@ CPU_BASE_BYTES = 3 * GIB // 2
 """What torch, the libraries and a small batch take beside the model."""
 
 
-def describe(machine: Machine) -> list[str]:
+def describe_machine(machine: Machine) -> list[str]:
     """The lines of `gpu-info`, without those of the processor."""
     lines = [f"Number of GPUs: {len(machine.gpus)}"]
     if not machine.gpus:

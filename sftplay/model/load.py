@@ -16,7 +16,7 @@ from sftplay.log import local_rank
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
 from sftplay.model.merged_start import keep_merged, merged_start
 from sftplay.model.source import locate
-from sftplay.model.start_point import settle
+from sftplay.model.start_point import resolve_names
 from sftplay.model.unsloth_model import adapt_by_unsloth, open_by_unsloth
 from sftplay.model.weights import DTYPES as DTYPES
 from sftplay.model.weights import frozen_dtype, open_model
@@ -28,7 +28,7 @@ def load_start(cfg: RunConfig, *, source: str | None = None) -> Any:
     """`load_base` by the backend that the run of `cfg` trains with; what answers or measures uses the plain one."""
     if cfg.tuning.backend != "unsloth":
         return load_base(cfg, source=source)
-    cfg = settle(cfg)
+    cfg = resolve_names(cfg)
     if source is not None:
         return open_by_unsloth(cfg, source)
     return open_by_unsloth(cfg, locate(cfg.model.name), revision=cfg.model.revision)
@@ -56,7 +56,7 @@ def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
     """
     if source is not None:
         return open_model(cfg, source, dtype=frozen_dtype(cfg))
-    cfg = settle(cfg)
+    cfg = resolve_names(cfg)
     if cfg.model.adapter is None or not cfg.model.merge_adapter:
         base = _open_named(cfg)
         return base if cfg.model.adapter is None else _continued(base, cfg)
@@ -72,7 +72,7 @@ def stored_base(cfg: RunConfig, folder: Path) -> str | None:
 
     A merged base is kept, so that the adapter trained on it has one that plain PEFT can load.
     """
-    cfg = settle(cfg)
+    cfg = resolve_names(cfg)
     if not cfg.model.merge_adapter or cfg.tuning.mode == "full":
         return None
     return str(keep_merged(cfg, folder, frozen_dtype(cfg)).resolve())
@@ -83,7 +83,7 @@ def load_result(cfg: RunConfig, folder: Path) -> Any:
     if (folder / "model").is_dir():
         return load_base(cfg, source=str(folder / "model")).eval()
     own = folder / "base"
-    base = load_base(cfg, source=str(own)) if own.is_dir() else _open_named(settle(cfg))
+    base = load_base(cfg, source=str(own)) if own.is_dir() else _open_named(resolve_names(cfg))
     return attach_adapter(base, folder / "adapter").eval()
 
 

@@ -63,7 +63,7 @@ def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:
             _merge_layer(module, dtype, adapter)
     whole = attached.unload().to(dtype)  # modules that trained in full take their place
     whole.requires_grad_(True)  # PEFT has frozen it
-    settle_tie(whole)
+    resolve_tie(whole)
     for name, parameter in whole.named_parameters():
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
             what = f"merged, {name} holds values that are not finite or that {dtype} cannot hold"
@@ -83,7 +83,7 @@ def part_tied_ends(base: Any) -> None:
             last.weight = nn.Parameter(last.weight.detach().clone())
 
 
-def settle_tie(model: Any) -> bool:
+def resolve_tie(model: Any) -> bool:
     """Tie head and input embedding again where they are still equal, else say in the config that they are two.
 
     True when they were one and are two now.

@@ -18,7 +18,7 @@ from sftplay.model.source import ADAPTER_CONFIG, BUILTIN, check_pickles, is_down
 NAME, ADAPTER, MERGE = "model.name", "model.adapter", "model.merge_adapter"
 
 
-def settle(cfg: RunConfig) -> RunConfig:
+def resolve_names(cfg: RunConfig) -> RunConfig:
     """`cfg` with names of runs replaced: model.name by the base or model, model.adapter by the adapter's folder.
 
     A finished run as model.name means its `model/`, or its base and its adapter. Settling twice changes nothing.

@@ -1,8 +1,8 @@
 """Gradients on their way between the ranks of plain data parallelism: how they are sent, and what part of a step only
 waits for them.
 
-Where they travel behind the window, all of that is `communication` on the rank's pulse already. Where DDP sends them
-while it computes, its own log says how long sending took and how much of that computing covered.
+Where they travel behind the window, all of that is `communication` on the rank's heartbeat already. Where DDP sends
+them while it computes, its own log says how long sending took and how much of that computing covered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from sftplay import log
 from sftplay.config.schema.cluster import SHARDED, CommConfig
 from sftplay.config.schema.run import RunConfig
-from sftplay.heartbeat import Pulse
+from sftplay.heartbeat import Heartbeat
 
 NS = 1e-9
 
@@ -57,11 +57,11 @@ def exposed_s(told: dict[str, Any]) -> float:
     return max(0, sending - covered) * NS
 
 
-class Traffic(TrainerCallback):
+class GradientSync(TrainerCallback):
     """Sets up how gradients travel, and measures what of it nothing else covers."""
 
-    def __init__(self, cfg: RunConfig, pulse: Pulse) -> None:
-        self.comm, self.pulse = cfg.cluster.comm, pulse
+    def __init__(self, cfg: RunConfig, heartbeat: Heartbeat) -> None:
+        self.comm, self.heartbeat = cfg.cluster.comm, heartbeat
         self._is_ddp = log.world_size() > 1 and cfg.cluster.strategy not in SHARDED
         """What is split meets all the time, and tells nothing of it."""
 
@@ -84,7 +84,7 @@ class Traffic(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._overlaps():
             told = self._trainer.model_wrapped._get_ddp_logging_data()
-            self.pulse.recount(exposed_s(told), "backward", "communication")
+            self.heartbeat.recount(exposed_s(told), "backward", "communication")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "exposed_communication_share" not in logs:

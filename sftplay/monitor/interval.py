@@ -17,7 +17,7 @@ PARTS = {
     "evaluation_s": ("evaluation",),
     "save_s": ("save",),
 }
-"""Part of a step -> phases of the pulse; what is left over is `other_s`.
+"""Part of a step -> phases of the heartbeat; what is left over is `other_s`.
 
 The clock is the host's. A GPU works behind it, so that its time falls to whatever waits for it: that of forward and
 backward to `forward_backward_s`, at whose end the gradient's norm is read; that of the optimizer's own kernels to the
@@ -47,7 +47,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankShare:
     """What one rank did since the last line, in plain numbers that travel."""
 
     tokens: int
@@ -58,7 +58,7 @@ class Share:
     flops: float | None
     peak_flops: float | None
     seconds: Mapping[str, float]
-    """Phase of the pulse -> seconds; together they are the whole time since the last line."""
+    """Phase of the heartbeat -> seconds; together they are the whole time since the last line."""
 
     @property
     def wall_s(self) -> float:
@@ -74,7 +74,7 @@ class Share:
         return round(1 - self.tokens / self.padded_tokens, 4) if self.padded_tokens else 0.0
 
 
-def mean_loss(shares: Sequence[Share]) -> float | None:
+def mean_loss(shares: Sequence[RankShare]) -> float | None:
     """Mean over the label tokens of all ranks; None where the ranks' sums are not known."""
     label_tokens = sum(share.label_tokens for share in shares)
     if not label_tokens or any(share.loss_sum is None for share in shares):
@@ -82,7 +82,7 @@ def mean_loss(shares: Sequence[Share]) -> float | None:
     return sum(share.loss_sum or 0.0 for share in shares) / label_tokens
 
 
-def describe_speed(shares: Sequence[Share], steps: int) -> dict[str, Any]:
+def describe_speed(shares: Sequence[RankShare], steps: int) -> dict[str, Any]:
     """Rates of all ranks together over rank 0's wall time, and how that divides up; seconds are means of a step.
 
     `mfu` is model FLOPs over what the GPUs could have done in that time; None where one of the two is not known.
@@ -106,7 +106,7 @@ def describe_speed(shares: Sequence[Share], steps: int) -> dict[str, Any]:
     }
 
 
-def describe_ranks(shares: Sequence[Share]) -> list[dict[str, Any]]:
+def describe_ranks(shares: Sequence[RankShare]) -> list[dict[str, Any]]:
     """Each rank's own figures, in rank order."""
     return [
         {

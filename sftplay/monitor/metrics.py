@@ -1,6 +1,6 @@
 """Measures a run while it trains: one line of metrics.jsonl a logged step, eval/step-N.json, and the progress line.
 
-Rate and gradient norm are the Trainer's own numbers; counts and losses come from the window, times from the pulse.
+Rate and gradient norm are the Trainer's own numbers; counts and losses come from the window, times from the heartbeat.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from transformers import TrainerCallback
 
 from sftplay import log
-from sftplay.heartbeat import Pulse
-from sftplay.monitor.interval import Facts, Share, describe_ranks, describe_speed, mean_loss, scalars
+from sftplay.heartbeat import Heartbeat
+from sftplay.monitor.interval import Facts, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.units import format_bytes, format_count, format_seconds
 
 PROGRESS_EVERY_S = 1.0
@@ -48,7 +48,7 @@ class Meters(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started = self._shown_at = time.monotonic()
         self._logged_step = state.global_step
-        self.window.pulse.take_seconds()  # what came before is no part of the first line
+        self.window.heartbeat.take_seconds()  # what came before is no part of the first line
         self._cpu_started = time.process_time()
         # Metrics of earlier, unfinished steps must not survive beside those about to be trained again.
         if log.is_main():
@@ -68,7 +68,7 @@ class Meters(TrainerCallback):
         if "loss" not in logs:
             return
         held = memory_fields()
-        everyone = gather((*self._take(), {**held, **self.facts.predicted_bytes}), self.window.pulse)
+        everyone = gather((*self._take(), {**held, **self.facts.predicted_bytes}), self.window.heartbeat)
         shares = [share for share, _, _ in everyone]
         line = self._line(logs, state, shares)
         line |= {**held, "ranks_memory": [memory for _, _, memory in everyone]}
@@ -83,10 +83,10 @@ class Meters(TrainerCallback):
                 handle.write(json.dumps(line) + "\n")
             self._say(line, state)
 
-    def _take(self) -> tuple[Share, list[int]]:
+    def _take(self) -> tuple[RankShare, list[int]]:
         """This rank's share since the last line, and the ids of its rows where they are kept."""
         counts, facts = self.window.take_counts(), self.facts
-        share = Share(
+        share = RankShare(
             tokens=counts.tokens,
             padded_tokens=counts.padded_tokens,
             label_tokens=counts.label_tokens,
@@ -94,11 +94,11 @@ class Meters(TrainerCallback):
             loss_sum=None if counts.loss_sum is None else float(counts.loss_sum),
             flops=facts.count_flops(counts.lengths, counts.label_tokens) if facts.count_flops else None,
             peak_flops=facts.peak_flops,
-            seconds=self.window.pulse.take_seconds(),
+            seconds=self.window.heartbeat.take_seconds(),
         )
         return share, counts.rows if self.keep_row_ids else []
 
-    def _line(self, logs: dict[str, Any], state: Any, shares: list[Share]) -> dict[str, Any]:
+    def _line(self, logs: dict[str, Any], state: Any, shares: list[RankShare]) -> dict[str, Any]:
         tokens, label_tokens = (sum(getattr(share, key) for share in shares) for key in ("tokens", "label_tokens"))
         self.seen = {
             "tokens_seen": self.seen["tokens_seen"] + tokens,
@@ -119,7 +119,7 @@ class Meters(TrainerCallback):
 
     def _say(self, line: dict[str, Any], state: Any) -> None:
         reached = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
-        tell(
+        print_progress(
             state,
             state.logging_steps,
             f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
@@ -131,7 +131,7 @@ class Meters(TrainerCallback):
             figures = {"step": state.global_step, "loss": metrics["eval_loss"]}
             write_figures(self.path.parent / "eval" / f"step-{state.global_step}.json", figures)
         text = f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}"
-        tell(state, state.eval_steps, text)
+        print_progress(state, state.eval_steps, text)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.train_seconds = time.monotonic() - self._started
@@ -141,7 +141,7 @@ class Meters(TrainerCallback):
             log.say(compared)
 
 
-def tell(state: Any, every: float, text: str) -> None:
+def print_progress(state: Any, every: float, text: str) -> None:
     """Say what comes every `every` steps, but no more than some twenty times a run; the rest is progress only."""
     stride = max(1, int(state.max_steps // (TOLD_TIMES * max(1, every)))) * max(1, int(every))
     if state.global_step % stride and state.global_step != state.max_steps:
@@ -150,12 +150,12 @@ def tell(state: Any, every: float, text: str) -> None:
         log.say(text)
 
 
-def gather(mine: Any, pulse: Pulse | None = None) -> list[Any]:
-    """`mine` of every rank, in rank order; a list of one without a process group. `pulse` shows the waiting."""
+def gather(mine: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
+    """`mine` of every rank, in rank order; a list of one without a process group. `heartbeat` shows the waiting."""
     if log.world_size() == 1:
         return [mine]
     everyone: list[Any] = [None] * log.world_size()
-    with pulse.within("communication") if pulse else nullcontext():
+    with heartbeat.within("communication") if heartbeat else nullcontext():
         torch.distributed.all_gather_object(everyone, mine)
     return everyone
 

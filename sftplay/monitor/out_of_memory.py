@@ -14,7 +14,7 @@ import torch
 
 from sftplay import log
 from sftplay.errors import MachineError
-from sftplay.heartbeat import Pulse
+from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather, memory_fields
 from sftplay.units import format_bytes
 
@@ -81,17 +81,17 @@ class Agreement:
     def __init__(self, device: Any) -> None:
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def all_shortages(self, mine: Shortage | None, pulse: Pulse) -> list[Shortage | None]:
+    def all_shortages(self, mine: Shortage | None, heartbeat: Heartbeat) -> list[Shortage | None]:
         """Of every rank, in rank order; empty when no rank has one. Every rank must ask."""
         if log.world_size() == 1:
             return [mine] if mine else []
-        with pulse.within("communication"):
+        with heartbeat.within("communication"):
             self._flag.fill_(mine is not None)
             torch.distributed.all_reduce(self._flag, torch.distributed.ReduceOp.MAX)
             if not int(self._flag):
                 return []
         free_memory()
-        return gather(mine, pulse)
+        return gather(mine, heartbeat)
 
 
 def held_bytes() -> int:
@@ -107,7 +107,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def describe(shortages: list[Shortage | None], planned_bytes: int | None) -> str:
+def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | None) -> str:
     """Who ran out of memory and where, beside what the plan had foreseen."""
     short = [(rank, each) for rank, each in enumerate(shortages) if each]
     _, first = short[0]

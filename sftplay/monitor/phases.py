@@ -1,4 +1,4 @@
-"""Tells the rank's pulse which part of a step the Trainer is in, as far as its callbacks show it.
+"""Tells the rank's heartbeat which part of a step the Trainer is in, as far as its callbacks show it.
 
 Forward, backward, evaluation pieces and meetings of ranks are marked where they happen, in the window and in `gather`.
 """
@@ -9,27 +9,27 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from sftplay.heartbeat import Pulse
+from sftplay.heartbeat import Heartbeat
 
 
 class PhaseMarks(TrainerCallback):
     """Must be the last callback: what the others do in an event still belongs to the phase before."""
 
-    def __init__(self, pulse: Pulse) -> None:
-        self.pulse = pulse
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.pulse.enter("data", step=state.global_step + 1)
+        self.heartbeat.enter("data", step=state.global_step + 1)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.pulse.enter("forward", step=state.global_step + 1)
+        self.heartbeat.enter("forward", step=state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.pulse.enter("optimizer")
+        self.heartbeat.enter("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if control.should_evaluate:
-            self.pulse.enter("evaluation")
+            self.heartbeat.enter("evaluation")
         else:
             self._end_step(state, control)
 
@@ -37,13 +37,13 @@ class PhaseMarks(TrainerCallback):
         self._end_step(state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.pulse.enter("data", step=state.global_step + 1)
+        self.heartbeat.enter("data", step=state.global_step + 1)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.pulse.enter("idle")
+        self.heartbeat.enter("idle")
 
     def _end_step(self, state: Any, control: Any) -> None:
         if control.should_save:
-            self.pulse.enter("save")
+            self.heartbeat.enter("save")
         else:
-            self.pulse.enter("data", step=state.global_step + 1)
+            self.heartbeat.enter("data", step=state.global_step + 1)

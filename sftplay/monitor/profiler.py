@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from sftplay import log
 from sftplay.config.schema.run import ProfileConfig
-from sftplay.heartbeat import Pulse
+from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.profile_summary import PHASE_MARK, STEP_MARK, Holders, summarise
 from sftplay.units import format_bytes
 
@@ -28,14 +28,14 @@ TAG = "profile"
 
 
 class ProfileSteps(TrainerCallback):
-    """Profiles steps `wanted.start` and following into `folder`; `pulse` tells where each phase begins.
+    """Profiles steps `wanted.start` and following into `folder`; `heartbeat` tells where each phase begins.
 
     Ends early before an evaluation, which would bury the steps. A disk that takes no more costs the profile, not the
     run.
     """
 
-    def __init__(self, wanted: ProfileConfig, folder: Path, pulse: Pulse) -> None:
-        self.wanted, self.folder, self.pulse = wanted, folder, pulse
+    def __init__(self, wanted: ProfileConfig, folder: Path, heartbeat: Heartbeat) -> None:
+        self.wanted, self.folder, self.heartbeat = wanted, folder, heartbeat
         self._profile: Any = None
         self._ranges: dict[str, Any] = {}
         self._now = (0, "")
@@ -47,7 +47,7 @@ class ProfileSteps(TrainerCallback):
         elif state.max_steps < self.wanted.start:
             log.say(f"nothing is profiled: the run ends with step {state.max_steps}, before {self.wanted.start}", TAG)
         else:
-            self.pulse.listener = self._hear
+            self.heartbeat.listener = self._hear
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self._profile is not None and not self._holders.weights_bytes:
@@ -62,8 +62,8 @@ class ProfileSteps(TrainerCallback):
             return
         is_last = state.global_step >= self.wanted.start + self.wanted.steps - 1
         if is_last or control.should_training_stop or control.should_evaluate:
-            self.pulse.listener = None
-            with self.pulse.within("save"):
+            self.heartbeat.listener = None
+            with self.heartbeat.within("save"):
                 self._end(state.global_step)
 
     def _hear(self, phase: str, step: int) -> None:

@@ -21,7 +21,7 @@ from sftplay.model.adapter import describe_parameters, freeze_beside_text, train
 from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
 from sftplay.model.source import locate
-from sftplay.model.start_point import settle
+from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.unsloth import check_arguments
 from sftplay.monitor.guards import StopOnSignal
@@ -57,7 +57,7 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         MachineError: model or tokenizer cannot be opened.
         RunError: the run could not go on.
     """
-    cfg = settle(cfg)
+    cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
         tokenizer, examples = prepare(cfg, fetches=is_first)
         own_base = stored_base(cfg, folder.path)
@@ -181,7 +181,7 @@ def build_trainer(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) ->
             callbacks=[*train_run.callbacks(), WaitingLimit(cfg.cluster.timeout, train_run.folder.logs)],
         )
     per_row = _labels_per_row(held_out)
-    trainer.prepare(train_run.cutter(), held_out_labels_per_row=per_row, replay=train_run.replay)
+    trainer.prepare(train_run.micro_batcher(), held_out_labels_per_row=per_row, replay=train_run.replay)
     return trainer
 
 

@@ -61,7 +61,7 @@ def main(run_folder: str) -> int:
         for each in STOP_SIGNALS:  # torchrun stops those whose neighbour has ended; this one ends anyway
             signal.signal(each, signal.SIG_IGN)
         if gone := gone_rank(folder) or lost_node(error):
-            return _mourn(folder, gone)
+            return end_after_lost_rank(folder, gone)
         return _fail(folder, BUG, (f"{type(error).__name__}: {error}", traceback.format_exc()))
 
 
@@ -124,7 +124,7 @@ def lost_node(error: Exception) -> str:
     return "" if is_alone or not any(sign in str(error) for sign in BROKEN) else "a process on another node has gone"
 
 
-def _mourn(folder: RunFolder, gone: str) -> int:
+def end_after_lost_rank(folder: RunFolder, gone: str) -> int:
     """End because another rank has; the reason is that one's, if it left one."""
     told = folder.read_json("status.json").get("exit_code")
     if told is not None:

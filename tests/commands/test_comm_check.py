@@ -198,12 +198,14 @@ def test_a_link_without_a_known_speed_is_said_to_have_none(machine: Machine, nno
 
 def test_the_verdict_says_whether_compression_could_pay():
     for plain_s, fp16_s, said in ((0.030, 0.020, "could pay: 50% faster"), (0.020, 0.030, "does not pay")):
-        report = comm_check.describe(FOUND | {"plain_s": plain_s, "fp16_s": fp16_s}, TWO, (None, "loopback"), None)
+        report = comm_check.describe_exchanges(
+            FOUND | {"plain_s": plain_s, "fp16_s": fp16_s}, TWO, (None, "loopback"), None
+        )
         assert any(said in line for line in report["verdict"])
 
 
 def test_the_table_stands_beside_what_the_link_should_do():
-    report = comm_check.describe(FOUND, TWO, (1e9, "NVLink"), (2 * 2**20, 2**20))
+    report = comm_check.describe_exchanges(FOUND, TWO, (1e9, "NVLink"), (2 * 2**20, 2**20))
     lines = comm_check.as_lines(report)
     assert lines[0] == "2 ranks over gloo on cpu; link: NVLink"
     # 1 MiB in 1 ms is 1.049 GB/s, 105 % of a link of 1 GB/s.

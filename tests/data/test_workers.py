@@ -22,7 +22,7 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading
 from sftplay.data.pipeline import load_examples
 from sftplay.data.prepare import workers
-from sftplay.data.prepare.batch import Fit, Line
+from sftplay.data.prepare.batch import Fit, RowReport
 from sftplay.data.records import Source
 from sftplay.data.template.templates import CHATML
 from sftplay.errors import MachineError
@@ -59,7 +59,7 @@ def test_several_processes_write_what_one_writes(
 def batches(count: int) -> Any:
     for n in range(count):
         raw = b'{"prompt": "Why?", "completion": "So."}'
-        yield [Line(n, Source("a.jsonl", n + 1), raw)], 0.0
+        yield [RowReport(n, Source("a.jsonl", n + 1), raw)], 0.0
 
 
 def mapped(process: psutil.Process) -> set[str]:

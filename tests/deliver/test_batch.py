@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from sftplay import cli
 from sftplay.deliver.infer import batch
 from sftplay.deliver.infer import prompts as questions
-from sftplay.deliver.infer.generate import Speaker, answer_all, answer_batch
-from sftplay.deliver.infer.partial_answers import Journal
-from sftplay.deliver.infer.prompts import Questions
+from sftplay.deliver.infer.generate import Generator, answer_all, answer_batch
+from sftplay.deliver.infer.partial_answers import PartialAnswers
+from sftplay.deliver.infer.prompts import PromptFile
 from sftplay.deliver.infer.sampling import Sampling
 from sftplay.errors import ConfigError, RunError
 
@@ -84,19 +84,19 @@ def test_greedy_answers_are_those_of_plain_transformers_to_each_prompt_alone(
             )  # fmt: skip
         expected.append(tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True))
     assert len(set(expected)) == len(prompts)
-    assert answer_all(Speaker(model, tokenizer, [END], 12), prompts, batch_size=batch_size) == expected
+    assert answer_all(Generator(model, tokenizer, [END], 12), prompts, batch_size=batch_size) == expected
 
 
 def test_what_is_drawn_for_a_row_does_not_depend_on_its_neighbours(
     llama: Any, tokenizer: Any, prompts: list[list[int]]
 ):
     def answers(seed: int, batch_size: int) -> list[str]:
-        speaker = Speaker(llama, tokenizer, [END], 12, Sampling(temperature=1.5, top_p=0.9, seed=seed))
-        return answer_all(speaker, prompts, batch_size=batch_size)
+        generator = Generator(llama, tokenizer, [END], 12, Sampling(temperature=1.5, top_p=0.9, seed=seed))
+        return answer_all(generator, prompts, batch_size=batch_size)
 
     first = answers(7, 10)
     assert answers(7, 1) == answers(7, 3) == first
-    greedy = answer_all(Speaker(llama, tokenizer, [END], 12), prompts, batch_size=10)
+    greedy = answer_all(Generator(llama, tokenizer, [END], 12), prompts, batch_size=10)
     assert sum(a == b for a, b in zip(answers(8, 10), first, strict=True)) <= 1
     assert sum(a == b for a, b in zip(greedy, first, strict=True)) <= 1
 
@@ -127,8 +127,8 @@ def test_tokens_are_drawn_as_often_as_temperature_and_top_p_say(
 FINGERPRINT = {"input": "abc", "temperature": 0.5}
 
 
-def journal(tmp_path: Path, **changes: Any) -> Journal:
-    return Journal(tmp_path / "out.jsonl", FINGERPRINT | changes)
+def journal(tmp_path: Path, **changes: Any) -> PartialAnswers:
+    return PartialAnswers(tmp_path / "out.jsonl", FINGERPRINT | changes)
 
 
 def test_a_journal_gives_back_what_was_appended_and_goes_on_after_a_torn_line(tmp_path: Path):
@@ -208,7 +208,7 @@ def test_only_a_window_of_rows_is_read_at_a_time(tmp_path: Path, monkeypatch: py
     real = questions.read_prompt
     monkeypatch.setattr(questions, "read_prompt", lambda *of: read.append(0) or real(*of))
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 2)
-    windows = Questions(str(rows)).windows(3)
+    windows = PromptFile(str(rows)).windows(3)
     assert [question.number for question in next(windows)] == list(range(6))
     assert len(read) == 6
     assert sum(len(window) for window in windows) == 94
@@ -238,9 +238,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the rows that the model is asked from here on, in small windows."""
     seen: list[int] = []
 
-    def answer_and_note(speaker: Speaker, prompts: list[list[int]], numbers: list[int]) -> list[str]:
+    def answer_and_note(generator: Generator, prompts: list[list[int]], numbers: list[int]) -> list[str]:
         seen.extend(numbers)
-        return answer_batch(speaker, prompts, numbers)
+        return answer_batch(generator, prompts, numbers)
 
     monkeypatch.setattr(batch, "answer_batch", answer_and_note)
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 4)

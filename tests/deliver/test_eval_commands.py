@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from sftplay import cli
 from sftplay.commands.use import evaluate
-from sftplay.deliver.infer.generate import Speaker
+from sftplay.deliver.infer.generate import Generator
 
 Command = Callable[..., CompletedProcess[str]]
 
@@ -145,13 +145,13 @@ def styled(run: Finished, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict
 def asked(run: Finished, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The prompts that models are given from here on, as token ids, the longest of a batch first."""
     prompts: list[list[int]] = []
-    real = Speaker.generate
+    real = Generator.generate
 
-    def generate(self: Speaker, ids: torch.Tensor, mask: torch.Tensor, *rest: Any) -> Any:
+    def generate(self: Generator, ids: torch.Tensor, mask: torch.Tensor, *rest: Any) -> Any:
         prompts.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True))
         return real(self, ids, mask, *rest)
 
-    monkeypatch.setattr(Speaker, "generate", generate)
+    monkeypatch.setattr(Generator, "generate", generate)
     return prompts
 
 

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from sftplay import cli
 from sftplay.commands.use import infer
 from sftplay.data.encode.render import Renderer
-from sftplay.deliver.infer.chat import HELP, Dialogue, obey
-from sftplay.deliver.infer.generate import Pieces, Speaker
+from sftplay.deliver.infer.chat import HELP, Conversation, run_command
+from sftplay.deliver.infer.generate import Generator, Pieces
 from sftplay.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
@@ -48,25 +48,25 @@ def renderer(tokenizer: Any) -> Renderer:
 
 
 @pytest.fixture
-def dialogue(model: Any, tokenizer: Any, renderer: Renderer) -> Dialogue:
-    return Dialogue(Speaker(model, tokenizer, [END], 8), renderer)
+def dialogue(model: Any, tokenizer: Any, renderer: Renderer) -> Conversation:
+    return Conversation(Generator(model, tokenizer, [END], 8), renderer)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> list[str]:
     """The prompts the model gets from here on, as text."""
     prompts: list[str] = []
-    real = Speaker.generate
+    real = Generator.generate
 
-    def generate(self: Speaker, ids: torch.Tensor, *rest: Any) -> Any:
+    def generate(self: Generator, ids: torch.Tensor, *rest: Any) -> Any:
         prompts.append(tokenizer.decode(ids[0]))
         return real(self, ids, *rest)
 
-    monkeypatch.setattr(Speaker, "generate", generate)
+    monkeypatch.setattr(Generator, "generate", generate)
     return prompts
 
 
-def say(dialogue: Dialogue, words: str) -> tuple[str, list[str]]:
+def say(dialogue: Conversation, words: str) -> tuple[str, list[str]]:
     """The answer, and what was noted."""
     notes: list[str] = []
     return "".join(dialogue.ask(words, Event(), notes.append)), notes
@@ -78,10 +78,10 @@ def rendered(tokenizer: Any, turns: list[tuple[str, str]]) -> str:
     return text
 
 
-def test_a_conversation_is_remembered_until_it_is_reset(dialogue: Dialogue, asked: list[str], tokenizer: Any):
+def test_a_conversation_is_remembered_until_it_is_reset(dialogue: Conversation, asked: list[str], tokenizer: Any):
     first, _ = say(dialogue, "the river")
     say(dialogue, "why")
-    assert obey(dialogue, "/reset") == "what was said is forgotten"
+    assert run_command(dialogue, "/reset") == "what was said is forgotten"
     say(dialogue, "why")
     assert asked == [
         rendered(tokenizer, turns)
@@ -93,35 +93,35 @@ def test_a_conversation_is_remembered_until_it_is_reset(dialogue: Dialogue, aske
     ]
 
 
-def test_system_prompt_is_set_shown_and_removed(dialogue: Dialogue, asked: list[str], tokenizer: Any):
-    assert obey(dialogue, "/system") == "there is no system prompt"
-    assert obey(dialogue, "/system old  boats") == "system prompt: old  boats"
+def test_system_prompt_is_set_shown_and_removed(dialogue: Conversation, asked: list[str], tokenizer: Any):
+    assert run_command(dialogue, "/system") == "there is no system prompt"
+    assert run_command(dialogue, "/system old  boats") == "system prompt: old  boats"
     say(dialogue, "why")
-    assert obey(dialogue, "/reset")
-    assert obey(dialogue, "/system") == "system prompt: old  boats"
-    assert obey(dialogue, "/system -") == "there is no system prompt"
+    assert run_command(dialogue, "/reset")
+    assert run_command(dialogue, "/system") == "system prompt: old  boats"
+    assert run_command(dialogue, "/system -") == "there is no system prompt"
     say(dialogue, "why")
     turns = [("user", "why")]
     assert asked == [rendered(tokenizer, [("system", "old  boats"), *turns]), rendered(tokenizer, turns)]
 
 
-def test_longest_answer_and_temperature_are_set_and_shown(dialogue: Dialogue, tokenizer: Any):
+def test_longest_answer_and_temperature_are_set_and_shown(dialogue: Conversation, tokenizer: Any):
     greedy, _ = say(dialogue, "why")
-    assert obey(dialogue, "/max 3") == obey(dialogue, "/max") == "answers of at most 3 tokens"
-    assert obey(dialogue, "/reset")
+    assert run_command(dialogue, "/max 3") == run_command(dialogue, "/max") == "answers of at most 3 tokens"
+    assert run_command(dialogue, "/reset")
     short, _ = say(dialogue, "why")
     assert greedy.startswith(short)
     assert len(tokenizer(short)["input_ids"]) <= 3 < len(tokenizer(greedy)["input_ids"])
-    assert obey(dialogue, "/temperature") == "temperature 0: the likeliest words"
-    assert obey(dialogue, "/temperature 5") == obey(dialogue, "/temperature") == "temperature 5"
-    assert obey(dialogue, "/max 8")
+    assert run_command(dialogue, "/temperature") == "temperature 0: the likeliest words"
+    assert run_command(dialogue, "/temperature 5") == run_command(dialogue, "/temperature") == "temperature 5"
+    assert run_command(dialogue, "/max 8")
     answers = set()
     for _ in range(6):
-        assert obey(dialogue, "/reset")
+        assert run_command(dialogue, "/reset")
         answers.add(say(dialogue, "why")[0])
     assert len(answers) == 6
-    assert obey(dialogue, "/temperature 0")
-    assert obey(dialogue, "/reset")
+    assert run_command(dialogue, "/temperature 0")
+    assert run_command(dialogue, "/reset")
     assert say(dialogue, "why")[0] == greedy
 
 
@@ -139,23 +139,23 @@ def test_longest_answer_and_temperature_are_set_and_shown(dialogue: Dialogue, to
         ("/help", HELP),
     ],
 )
-def test_a_command_that_cannot_be_done_is_answered_and_changes_nothing(dialogue: Dialogue, line: str, said: str):
-    speaker = dialogue.speaker
+def test_a_command_that_cannot_be_done_is_answered_and_changes_nothing(dialogue: Conversation, line: str, said: str):
+    generator = dialogue.generator
     say(dialogue, "why")
     turns = list(dialogue.turns)
-    assert said in str(obey(dialogue, line))
-    assert (dialogue.speaker, dialogue.turns) == (speaker, turns)
+    assert said in str(run_command(dialogue, line))
+    assert (dialogue.generator, dialogue.turns) == (generator, turns)
 
 
-def test_help_lists_every_command(dialogue: Dialogue):
+def test_help_lists_every_command(dialogue: Conversation):
     from sftplay.deliver.infer.chat import COMMANDS
 
     assert [line.split()[0] for line in HELP.splitlines() if line.startswith("/")] == [*COMMANDS, "/quit"]
-    assert obey(dialogue, "/quit") is None
+    assert run_command(dialogue, "/quit") is None
 
 
 def test_turns_that_no_longer_fit_are_forgotten_aloud_the_oldest_first(
-    dialogue: Dialogue, asked: list[str], tokenizer: Any
+    dialogue: Conversation, asked: list[str], tokenizer: Any
 ):
     dialogue.system = "asks"
     said: list[tuple[str, str]] = []
@@ -175,7 +175,7 @@ def test_turns_that_no_longer_fit_are_forgotten_aloud_the_oldest_first(
     assert forgotten >= 4
 
 
-def test_words_that_do_not_fit_alone_are_refused_and_not_remembered(dialogue: Dialogue, asked: list[str]):
+def test_words_that_do_not_fit_alone_are_refused_and_not_remembered(dialogue: Conversation, asked: list[str]):
     say(dialogue, "why")
     before = list(dialogue.turns)
     with pytest.raises(DataError, match="and the model reads 120"):
@@ -184,9 +184,11 @@ def test_words_that_do_not_fit_alone_are_refused_and_not_remembered(dialogue: Di
     assert len(asked) == 1
 
 
-def test_an_answer_is_as_long_as_there_is_room_and_that_is_said(dialogue: Dialogue, asked: list[str], tokenizer: Any):
-    assert obey(dialogue, "/max 500")
-    dialogue.speaker = Speaker(dialogue.speaker.model, tokenizer, [], 500)
+def test_an_answer_is_as_long_as_there_is_room_and_that_is_said(
+    dialogue: Conversation, asked: list[str], tokenizer: Any
+):
+    assert run_command(dialogue, "/max 500")
+    dialogue.generator = Generator(dialogue.generator.model, tokenizer, [], 500)
     _, notes = say(dialogue, "why")
     n_prompt = len(tokenizer(asked[0])["input_ids"])
     assert notes == [f"the model reads 120 tokens: there is room for an answer of {120 - n_prompt}"]
@@ -208,10 +210,10 @@ class Interrupting(io.StringIO):
 
 
 def test_ctrl_c_ends_the_answer_and_what_came_of_it_is_remembered(
-    dialogue: Dialogue, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    dialogue: Conversation, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ):
     handler = signal.getsignal(signal.SIGINT)
-    dialogue.speaker = Speaker(dialogue.speaker.model, tokenizer, [], 90)
+    dialogue.generator = Generator(dialogue.generator.model, tokenizer, [], 90)
     whole, _ = say(dialogue, "why")
     dialogue.turns.clear()
     shown = Interrupting(1)
@@ -224,8 +226,8 @@ def test_ctrl_c_ends_the_answer_and_what_came_of_it_is_remembered(
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_second_ctrl_c_ends_the_program(dialogue: Dialogue, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
-    dialogue.speaker = Speaker(dialogue.speaker.model, tokenizer, [], 90)
+def test_a_second_ctrl_c_ends_the_program(dialogue: Conversation, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    dialogue.generator = Generator(dialogue.generator.model, tokenizer, [], 90)
     monkeypatch.setattr("sys.stdout", Interrupting(2))
     with pytest.raises(KeyboardInterrupt):
         infer._answer(dialogue, "why")
@@ -246,10 +248,10 @@ def test_pieces_of_an_answer_hold_whole_characters_and_make_up_its_text(tokenize
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in told)
 
 
-def test_a_model_without_a_limit_is_given_the_whole_conversation(dialogue: Dialogue, tokenizer: Any):
+def test_a_model_without_a_limit_is_given_the_whole_conversation(dialogue: Conversation, tokenizer: Any):
     open_end = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace()))
-    assert Speaker(open_end, tokenizer, [END], 8).context_tokens is None
-    assert dialogue.speaker.context_tokens == 120
+    assert Generator(open_end, tokenizer, [END], 8).context_tokens is None
+    assert dialogue.generator.context_tokens == 120
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from sftplay.data.pipeline import load_examples
 from sftplay.deliver.evaluate.evaluate import evaluate, held_out_loss, ready_to_answer, spread
 from sftplay.deliver.evaluate.evaluate import evaluate as measuring
 from sftplay.deliver.evaluate.metrics import score_answers
-from sftplay.deliver.infer.generate import Speaker, answer_all, stream_answer
+from sftplay.deliver.infer.generate import Generator, answer_all, stream_answer
 
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""
@@ -63,7 +63,7 @@ def test_answers_come_in_order_and_do_not_depend_on_their_neighbours(
     expected = [plain_answer(model, tokenizer, prompt, 12, {END}) for prompt in prompts]
     assert len(set(expected)) == len(prompts)
     heard: list[int] = []
-    found = answer_all(Speaker(model, tokenizer, [END], 12), prompts, batch_size=batch_size, progress=heard.append)
+    found = answer_all(Generator(model, tokenizer, [END], 12), prompts, batch_size=batch_size, progress=heard.append)
     assert found == expected
     assert heard[-1] == len(prompts)
 
@@ -72,9 +72,9 @@ def test_answer_ends_at_any_of_the_end_tokens(model: Any, tokenizer: Any, prompt
     with torch.no_grad():
         out = model.generate(torch.tensor([prompts[2]]), max_new_tokens=12, do_sample=False, eos_token_id=399)
     third = int(out[0, len(prompts[2]) + 2])
-    ended = answer_all(Speaker(model, tokenizer, [END, third], 12), prompts[2:3], batch_size=1)
+    ended = answer_all(Generator(model, tokenizer, [END, third], 12), prompts[2:3], batch_size=1)
     assert ended == [plain_answer(model, tokenizer, prompts[2], 12, {END, third})]
-    assert ended != answer_all(Speaker(model, tokenizer, [END], 12), prompts[2:3], batch_size=1)
+    assert ended != answer_all(Generator(model, tokenizer, [END], 12), prompts[2:3], batch_size=1)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_answer_ends_at_any_of_the_end_tokens(model: Any, tokenizer: Any, prompt
 def test_settings_shipped_with_a_model_change_no_answer(
     shipped: dict[str, Any], model: Any, tokenizer: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    speaker = Speaker(model, tokenizer, [END, *range(300, 400)], 12)
-    plain = answer_all(speaker, prompts, batch_size=4)
+    generator = Generator(model, tokenizer, [END, *range(300, 400)], 12)
+    plain = answer_all(generator, prompts, batch_size=4)
     for key, value in shipped.items():
         monkeypatch.setattr(model.generation_config, key, value)
     mine = model.generation_config
-    assert answer_all(speaker, prompts, batch_size=4) == plain
-    assert ["".join(stream_answer(speaker, prompt)) for prompt in prompts] == plain
+    assert answer_all(generator, prompts, batch_size=4) == plain
+    assert ["".join(stream_answer(generator, prompt)) for prompt in prompts] == plain
     assert model.generation_config is mine
 
 
@@ -106,19 +106,19 @@ def test_end_tokens_shipped_with_a_model_end_an_answer(model: Any, tokenizer: An
         out = model.generate(torch.tensor([prompts[0]]), max_new_tokens=6, do_sample=False, eos_token_id=399)
     second = int(out[0, len(prompts[0]) + 1])
     other = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[second, 7]))
-    assert Speaker(other, tokenizer, [END], 6).greedy().eos_token_id == sorted({END, 7, second})
+    assert Generator(other, tokenizer, [END], 6).greedy().eos_token_id == sorted({END, 7, second})
 
 
 def test_stream_gives_the_same_answer_in_pieces(model: Any, tokenizer: Any, prompts: list[list[int]]):
-    speaker = Speaker(model, tokenizer, [END], 12)
-    pieces = list(stream_answer(speaker, prompts[2]))
+    generator = Generator(model, tokenizer, [END], 12)
+    pieces = list(stream_answer(generator, prompts[2]))
     assert len([piece for piece in pieces if piece]) > 1
-    assert "".join(pieces) == answer_all(speaker, [prompts[2]], batch_size=1)[0]
+    assert "".join(pieces) == answer_all(generator, [prompts[2]], batch_size=1)[0]
 
 
 def test_stream_that_fails_ends_with_the_error_instead_of_waiting(model: Any, tokenizer: Any):
     with pytest.raises(IndexError):
-        list(stream_answer(Speaker(model, tokenizer, [END], 4), [10_000]))
+        list(stream_answer(Generator(model, tokenizer, [END], 4), [10_000]))
 
 
 def plain_loss(model: Any, rows: Any) -> float:
@@ -271,9 +271,9 @@ def test_a_call_is_compared_with_what_the_template_writes_for_it(
     prompts: list[list[int]] = []
     real = measuring.answer_all
 
-    def answer_all_and_keep(speaker: Speaker, asked: list[list[int]], **options: Any) -> list[str]:
+    def answer_all_and_keep(generator: Generator, asked: list[list[int]], **options: Any) -> list[str]:
         prompts.extend(asked)
-        return real(speaker, asked, **options)
+        return real(generator, asked, **options)
 
     monkeypatch.setattr(measuring, "answer_all", answer_all_and_keep)
     evaluate(model, examples, cfg, tmp_path / "eval" / "after.json")
@@ -307,8 +307,8 @@ def test_adapter_answers_without_the_settings_shipped_with_its_base(
     from peft import LoraConfig, get_peft_model
 
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    speaker = Speaker(get_peft_model(base, LoraConfig(target_modules="all-linear")).eval(), tokenizer, [END], 8)
-    plain = answer_all(speaker, prompts, batch_size=4)
+    generator = Generator(get_peft_model(base, LoraConfig(target_modules="all-linear")).eval(), tokenizer, [END], 8)
+    plain = answer_all(generator, prompts, batch_size=4)
     base.generation_config.no_repeat_ngram_size = 1
-    assert answer_all(speaker, prompts, batch_size=4) == plain
+    assert answer_all(generator, prompts, batch_size=4) == plain
     assert base.generation_config.no_repeat_ngram_size == 1

@@ -24,13 +24,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import Finished, Inputs, StopAfter, train, train_in
 
-from sftplay.deliver.report.charts import Chart, Line, draw, linear_axis, value_axis
+from sftplay.deliver.report.charts import Chart, Curve, draw, linear_axis, value_axis
 from sftplay.deliver.report.findings import find
 from sftplay.deliver.report.history import read_history, thin
 from sftplay.deliver.report.report import write_report
-from sftplay.deliver.report.run_files import read_evidence
+from sftplay.deliver.report.run_files import read_run_files
 from sftplay.deliver.report.sample import FILE, masked_sample, write_masked_sample
-from sftplay.deliver.report.wording import change, escaped, interval, shown
+from sftplay.deliver.report.wording import change, escaped, format_figure, interval
 from sftplay.launch.run_folder import RunFolder
 
 CURVES = {
@@ -95,7 +95,7 @@ def page_of(folder: RunFolder) -> Reader:
 
 
 def sentences(folder: RunFolder) -> str:
-    return "\n".join(f"{finding.weight}: {finding.text}" for finding in find(read_evidence(folder)))
+    return "\n".join(f"{finding.weight}: {finding.text}" for finding in find(read_run_files(folder)))
 
 
 # The page of a finished run
@@ -134,7 +134,7 @@ def test_config_values_that_were_set_are_shown_with_where(run: Finished):
 
 def test_a_hash_sign_inside_a_value_is_no_origin(folder: RunFolder):
     folder.resolved.write_text('run_name: "a  # b"  # run.yaml:3\noutput_dir: "c  # d"\n')
-    found = read_evidence(folder).settings
+    found = read_run_files(folder).settings
     assert (found["run_name"].value, found["run_name"].origin) == ("a  # b", "run.yaml:3")
     assert (found["output_dir"].value, found["output_dir"].origin) == ("c  # d", "")
 
@@ -158,7 +158,7 @@ def test_a_run_that_was_resumed_has_its_attempts_marked(run: Finished):
 def test_held_out_losses_are_those_the_trainer_measured(run: Finished):
     logged = {e["step"]: e["eval_loss"] for e in run.trainer.state.log_history if "eval_loss" in e}
     assert set(logged) == {2, 4, 6, 8}
-    assert dict(read_evidence(run.folder).held_out) == pytest.approx(logged)
+    assert dict(read_run_files(run.folder).held_out) == pytest.approx(logged)
 
 
 def test_writing_takes_well_under_a_second_and_no_heavy_library(run: Finished):
@@ -382,13 +382,13 @@ def escaped_by_hand(text: str) -> str:
 
 def test_a_curve_lies_where_its_values_are():
     # An axis of 0 to 10 in steps of 5 over 300, steps of 0 to 10 over 1000, the origin at the lower left.
-    page = draw(Chart("Loss", "tokens", [Line("k", "name", [(0, 0.0), (5, 10.0), (10, 5.0)])], last_step=10))
+    page = draw(Chart("Loss", "tokens", [Curve("k", "name", [(0, 0.0), (5, 10.0), (10, 5.0)])], last_step=10))
     assert 'data-series="k" d="M0 300L500 0L1000 150"' in page
     assert "name: 0 at step 0 → 5 at step 10; highest 10 at 5" in page
 
 
 def test_a_curve_over_powers_of_ten_has_its_middle_at_the_geometric_mean():
-    page = draw(Chart("Loss", "loss", [Line("k", "name", [(0, 100.0), (5, 1.0), (10, 0.01)])], 10, may_be_log=True))
+    page = draw(Chart("Loss", "loss", [Curve("k", "name", [(0, 100.0), (5, 1.0), (10, 0.01)])], 10, may_be_log=True))
     assert 'd="M0 0L500 150L1000 300"' in page
     assert "(logarithmic)" in page
 
@@ -489,7 +489,7 @@ def test_intervals_are_those_of_the_published_table():
     ],
 )
 def test_figures_are_rounded_for_people(key: str, value: float, text: str):
-    assert shown(key, value) == text
+    assert format_figure(key, value) == text
 
 
 def test_a_change_is_signed_and_in_points_for_shares():

@@ -1,4 +1,4 @@
-"""A rank of a run for tests: writes its pulse, answers with its stacks, and stays where it is told to.
+"""A rank of a run for tests: writes its heartbeat, answers with its stacks, and stays where it is told to.
 
 Started as a process, with one argument: a JSON object of what is to differ from the fields of `Rank`.
 """
@@ -28,7 +28,7 @@ class Rank:
     listens = True
     place = "nobody_feeds_me"
     later_s = 0.0
-    """By how much the pulse says to have begun later than it did."""
+    """By how much the heartbeat says to have begun later than it did."""
 
     def __init__(self, told):
         vars(self).update(told)
@@ -37,8 +37,8 @@ class Rank:
         if self.listens:
             answer_with_stacks(self.folder, NUMBER)
         beating.time = SimpleNamespace(monotonic=lambda: time.monotonic() + self.later_s)
-        self.pulse = beating.Pulse(beating.pulse_path(self.folder, NUMBER), pid=os.getpid())
-        self.pulse.enter(self.phase, step=self.step)
+        self.heartbeat = beating.Heartbeat(beating.heartbeat_path(self.folder, NUMBER), pid=os.getpid())
+        self.heartbeat.enter(self.phase, step=self.step)
 
     def a_thread_beside(self):
         time.sleep(600)
@@ -48,7 +48,7 @@ class Rank:
 
     def goes_on(self):
         while True:
-            self.pulse.enter(self.phase, step=self.step)
+            self.heartbeat.enter(self.phase, step=self.step)
             time.sleep(0.01)
 
     def notes_signals(self):

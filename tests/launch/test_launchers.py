@@ -26,7 +26,7 @@ from sftplay.launch.command.command import Launch, Scale, build_launch
 from sftplay.launch.command.strategy import strategy_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import find_death
-from sftplay.launch.supervise.follow import follow, settle
+from sftplay.launch.supervise.follow import final_exit_code, follow
 from sftplay.launch.supervise.processes import descends_from, end_launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,7 +241,7 @@ def test_death_is_read_from_what_deepspeed_says(folder: RunFolder, code: int, fo
     assert find_death(lines) == found
     # The other rank was stopped by the launcher.
     folder.update_status(state="stopped", exit_code=143, signal="SIGTERM", ranks=[{"pid": 1}, {"pid": 2}])
-    assert settle(folder, 1, 0, lines) == 5
+    assert final_exit_code(folder, 1, 0, lines) == 5
     assert folder.read_json("status.json")["error"]["what"] == found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sftplay.errors import ConfigError, DataError, MachineError
-from sftplay.launch.nodes.compare import check_alike, find_differences
+from sftplay.launch.nodes.compare import check_nodes_match, find_differences
 
 
 def report(**sections: dict[str, Any]) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def said(*reports: dict[str, Any]) -> list[tuple[int, str, str]]:
 
 def test_nodes_that_agree_have_no_differences():
     assert said(report(), report(), report()) == []
-    check_alike([report(), report()])
+    check_nodes_match([report(), report()])
 
 
 def test_of_two_nodes_the_other_one_is_odd_and_of_more_the_one_that_is_alone():
@@ -50,7 +50,7 @@ def test_what_a_node_lacks_is_named_as_missing():
 )
 def test_error_is_of_the_kind_of_what_differs_and_names_the_node(odd: dict[str, Any], kind: type, words: str):
     with pytest.raises(kind) as error:
-        check_alike([report(), {**report(**odd), "host": "b"}])
+        check_nodes_match([report(), {**report(**odd), "host": "b"}])
     assert words in error.value.what
     assert error.value.fix
 
@@ -58,7 +58,7 @@ def test_error_is_of_the_kind_of_what_differs_and_names_the_node(odd: dict[str, 
 def test_error_that_a_node_has_met_is_told_with_its_place_and_remedy_and_not_compared():
     met = DataError("there is no such file", where="x.yaml:3 data.train_path", fix="write it").as_json()
     with pytest.raises(DataError) as error:
-        check_alike([report(), {"host": "b", "versions": {"torch": "2.13.0"}, "error": met}])
+        check_nodes_match([report(), {"host": "b", "versions": {"torch": "2.13.0"}, "error": met}])
     assert error.value.what == "node 1 (b): x.yaml:3 data.train_path: there is no such file"
     assert error.value.fix == "write it"
 
@@ -66,4 +66,4 @@ def test_error_that_a_node_has_met_is_told_with_its_place_and_remedy_and_not_com
 def test_long_lists_of_differences_are_cut_and_counted():
     many = {f"key{n:02}": n for n in range(20)}
     with pytest.raises(ConfigError, match="and 8 more"):
-        check_alike([report(config=many), report(config=dict.fromkeys(many, -1))])
+        check_nodes_match([report(config=many), report(config=dict.fromkeys(many, -1))])

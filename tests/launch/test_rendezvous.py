@@ -14,9 +14,9 @@ from processes import wait_until
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
 from sftplay.launch.command.ports import free_port
-from sftplay.launch.nodes.rendezvous import Meeting, Over
+from sftplay.launch.nodes.rendezvous import Over, Rendezvous
 
-Work = Callable[[Meeting], Any]
+Work = Callable[[Rendezvous], Any]
 
 
 def meet(
@@ -33,8 +33,8 @@ def meet(
     def live(place: int, work: Work) -> None:
         scale = Scale(1, nodes or len(works), ranks[place], address, port)
         try:
-            with Meeting(scale, patience_s=patience_s) as meeting:
-                ends[place] = work(meeting)
+            with Rendezvous(scale, patience_s=patience_s) as rendezvous:
+                ends[place] = work(rendezvous)
         except SftplayError as error:
             ends[place] = error
 
@@ -48,7 +48,7 @@ def meet(
 
 
 def tell(what: str) -> Work:
-    return lambda meeting: [each["say"] for each in meeting.gather({"say": what})]
+    return lambda rendezvous: [each["say"] for each in rendezvous.gather({"say": what})]
 
 
 def test_every_node_hears_what_all_have_said_in_the_order_of_nodes():
@@ -56,11 +56,11 @@ def test_every_node_hears_what_all_have_said_in_the_order_of_nodes():
 
 
 def test_the_exit_code_of_node_0_is_everybodys():
-    assert meet(lambda meeting: meeting.end(143), lambda meeting: meeting.end(0)) == [143, 143]
+    assert meet(lambda rendezvous: rendezvous.end(143), lambda rendezvous: rendezvous.end(0)) == [143, 143]
 
 
 def test_an_error_of_node_0_is_raised_on_all_nodes_with_its_kind_and_remedy():
-    def fail(_meeting: Meeting) -> None:
+    def fail(_rendezvous: Rendezvous) -> None:
         raise DataError("no rows", where="a.jsonl", fix="write some")
 
     ends = meet(fail, tell("one"), tell("two"))
@@ -87,19 +87,19 @@ def test_a_number_that_two_nodes_have_is_an_error_on_all():
 
 
 def test_node_0_sees_how_others_have_ended_and_what_well_ended_is_no_trouble():
-    def watch(meeting: Meeting) -> dict[int, str]:
-        tell("zero")(meeting)
-        before = meeting.endings()
-        wait_until(lambda: len(meeting.endings()) == 2, 20)
+    def watch(rendezvous: Rendezvous) -> dict[int, str]:
+        tell("zero")(rendezvous)
+        before = rendezvous.endings()
+        wait_until(lambda: len(rendezvous.endings()) == 2, 20)
         assert before.keys() <= {2, 3}
-        seen = meeting.endings()
-        meeting.end(5)
+        seen = rendezvous.endings()
+        rendezvous.end(5)
         return seen
 
     def end(code: int, cause: str = "") -> Work:
-        def work(meeting: Meeting) -> Any:
-            tell("other")(meeting)
-            return meeting.end(code, cause)
+        def work(rendezvous: Rendezvous) -> Any:
+            tell("other")(rendezvous)
+            return rendezvous.end(code, cause)
 
         return work
 
@@ -109,26 +109,26 @@ def test_node_0_sees_how_others_have_ended_and_what_well_ended_is_no_trouble():
 
 
 def test_other_nodes_see_that_node_0_has_ended():
-    def work(meeting: Meeting) -> bool:
-        assert meeting.endings() == {}
-        tell("one")(meeting)
-        wait_until(meeting.endings, 20)
-        return meeting.end(0) == 4
+    def work(rendezvous: Rendezvous) -> bool:
+        assert rendezvous.endings() == {}
+        tell("one")(rendezvous)
+        wait_until(rendezvous.endings, 20)
+        return rendezvous.end(0) == 4
 
-    assert meet(lambda meeting: (tell("zero")(meeting), meeting.end(4)), work)[1] is True
+    assert meet(lambda rendezvous: (tell("zero")(rendezvous), rendezvous.end(4)), work)[1] is True
 
 
 def test_node_that_waits_for_more_hears_the_code_where_node_0_has_nothing_more_to_do():
-    def work(meeting: Meeting) -> int:
+    def work(rendezvous: Rendezvous) -> int:
         with pytest.raises(Over) as over:
-            meeting.gather({})
+            rendezvous.gather({})
         return over.value.code
 
-    assert meet(lambda meeting: meeting.end(0), work)[1] == 0
+    assert meet(lambda rendezvous: rendezvous.end(0), work)[1] == 0
 
 
 def test_a_node_that_leaves_is_named_on_the_others():
-    ends = meet(tell("zero"), lambda _meeting: "left", tell("two"))
+    ends = meet(tell("zero"), lambda _rendezvous: "left", tell("two"))
     assert ends[1] == "left"
     assert [type(ends[0]), type(ends[2])] == [RunError, RunError]
     assert all("node 1 has gone" in str(end) for end in (ends[0], ends[2]))
@@ -139,8 +139,8 @@ def host(nodes: int) -> tuple[threading.Thread, int, list[Any]]:
     port, heard = free_port(0), list[Any]()
 
     def live() -> None:
-        with Meeting(Scale(1, nodes, 0, "127.0.0.1", port), patience_s=20) as meeting:
-            heard.append(tell("zero")(meeting))
+        with Rendezvous(Scale(1, nodes, 0, "127.0.0.1", port), patience_s=20) as rendezvous:
+            heard.append(tell("zero")(rendezvous))
 
     thread = threading.Thread(target=live)
     thread.start()
@@ -163,8 +163,8 @@ def test_strangers_at_the_port_neither_join_nor_hinder():
     for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": "x"}\n', b"[]\n", b""):
         with knock(port) as stranger:
             stranger.sendall(noise)
-    with Meeting(Scale(1, 2, 1, "127.0.0.1", port), patience_s=20) as meeting:
-        assert tell("one")(meeting) == ["zero", "one"]
+    with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), patience_s=20) as rendezvous:
+        assert tell("one")(rendezvous) == ["zero", "one"]
     thread.join(20)
     assert ends == [["zero", "one"]]
 
@@ -173,7 +173,7 @@ def test_a_port_that_is_taken_on_node_0_is_said():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(MachineError, match=f"cannot listen on port {port}"):
-            Meeting(Scale(1, 2, 0, "127.0.0.1", port)).__enter__()
+            Rendezvous(Scale(1, 2, 0, "127.0.0.1", port)).__enter__()
 
 
 def test_what_listens_at_the_port_and_is_none_of_ours_is_not_taken_for_node_0():
@@ -187,32 +187,32 @@ def test_what_listens_at_the_port_and_is_none_of_ours_is_not_taken_for_node_0():
 
         threading.Thread(target=talk, daemon=True).start()
         with pytest.raises(MachineError, match=r"no run of this kit|nobody answered|timed out"):
-            Meeting(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), patience_s=0.3).__enter__()
+            Rendezvous(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), patience_s=0.3).__enter__()
 
 
 def test_node_that_is_started_again_while_others_are_awaited_takes_its_own_place():
     thread, port, ends = host(3)
 
-    def join(node: int) -> Meeting:
-        return Meeting(Scale(1, 3, node, "127.0.0.1", port), patience_s=20).__enter__()
+    def join(node: int) -> Rendezvous:
+        return Rendezvous(Scale(1, 3, node, "127.0.0.1", port), patience_s=20).__enter__()
 
     first = join(1)
     first._peers[0].send({"said": {"say": "what is never read"}})
     first.__exit__(None, None, None)
     again, other = join(1), join(2)
-    for meeting, say in ((again, "one"), (other, "two")):
-        meeting._peers[0].send({"said": {"say": say}})
+    for rendezvous, say in ((again, "one"), (other, "two")):
+        rendezvous._peers[0].send({"said": {"say": say}})
     thread.join(20)
     assert ends == [["zero", "one", "two"]]
-    for meeting in (again, other):
-        meeting.__exit__(None, None, None)
+    for rendezvous in (again, other):
+        rendezvous.__exit__(None, None, None)
 
 
 def test_silent_strangers_do_not_keep_a_node_waiting():
     thread, port, ends = host(2)
     silent = [knock(port) for _ in range(3)]
-    with Meeting(Scale(1, 2, 1, "127.0.0.1", port), patience_s=4) as meeting:
-        assert tell("one")(meeting) == ["zero", "one"]
+    with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), patience_s=4) as rendezvous:
+        assert tell("one")(rendezvous) == ["zero", "one"]
     thread.join(20)
     for each in silent:
         each.close()

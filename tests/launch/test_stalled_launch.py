@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from processes import is_alive, wait_until
 
-from sftplay.heartbeat import read_pulses
+from sftplay.heartbeat import read_heartbeats
 from sftplay.launch.command.command import Launch
 from sftplay.launch.supervise.follow import follow
 from sftplay.launch.supervise.processes import end_launch
@@ -85,7 +85,7 @@ def test_a_second_stop_signal_ends_a_run_that_stands_still_and_is_given_time(fol
         follower.wait()
     status = folder.read_json("status.json")
     assert (status["state"], status["signal"]) == ("stopped", "SIGTERM")
-    assert not is_alive(read_pulses(folder.logs)[0].pid)
+    assert not is_alive(read_heartbeats(folder.logs)[0].pid)
 
 
 def test_a_rank_that_stalls_behind_an_end_that_was_told_leaves_it_as_it_is(folder, capfd):

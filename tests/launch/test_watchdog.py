@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import is_alive, wait_until
 
-from sftplay.heartbeat import Beat, Pulse, pulse_path, read_pulses
+from sftplay.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
 from sftplay.launch.supervise import stacks
 from sftplay.launch.supervise.processes import state_of
 from sftplay.launch.supervise.stacks import Stack, ask_for_stacks
@@ -69,7 +69,7 @@ def start(folder, watchdog):
         process = subprocess.Popen(argv, env=env, start_new_session=True)
         started.append(process)
         phase = told.get("phase", "data")
-        wait_until(lambda: any((beat.rank, beat.phase) == (number, phase) for beat in read_pulses(folder.logs)), 30)
+        wait_until(lambda: any((beat.rank, beat.phase) == (number, phase) for beat in read_heartbeats(folder.logs)), 30)
         return process
 
     yield start
@@ -168,7 +168,7 @@ def test_pulses_of_another_node_mean_nothing_here(folder, watchdog, clock, start
     foreign, mine = start(3), start(0, phase="idle")
     watchdog.attach(mine.pid)
     # In containers another node's processes may have the pids of ours.
-    Pulse(pulse_path(folder.logs, 4), pid=mine.pid).enter("save", step=1)
+    Heartbeat(heartbeat_path(folder.logs, 4), pid=mine.pid).enter("save", step=1)
     clock.pass_by(2 * TIMEOUT_S, watchdog)
     assert is_alive(foreign.pid)
     assert (folder.logs / "rank3.stacks").read_text() == ""

@@ -20,12 +20,12 @@ from in_process import Inputs, written_config
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.cluster import CommConfig
-from sftplay.heartbeat import Pulse
+from sftplay.heartbeat import Heartbeat
 from sftplay.launch.command.ports import free_port
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.monitor import gradient_sync
-from sftplay.monitor.gradient_sync import Traffic, choose_hook, exposed_s
+from sftplay.monitor.gradient_sync import GradientSync, choose_hook, exposed_s
 from sftplay.monitor.interval import exposed_share
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks.step import gradient_average
@@ -179,14 +179,14 @@ def test_share_is_communication_over_all_time():
 def test_exposed_time_is_taken_from_backward_and_never_more_than_that(monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=10.0)
     monkeypatch.setattr("sftplay.heartbeat.time", SimpleNamespace(monotonic=lambda: clock.now))
-    pulse = Pulse()
-    pulse.enter("backward")
+    heartbeat = Heartbeat()
+    heartbeat.enter("backward")
     clock.now += 3
-    pulse.enter("optimizer")
-    pulse.recount(1.0, "backward", "communication")
-    assert pulse.take_seconds()["communication"] == 1.0
-    pulse.recount(1.0, "backward", "communication")
-    assert pulse.take_seconds()["communication"] == 0.0
+    heartbeat.enter("optimizer")
+    heartbeat.recount(1.0, "backward", "communication")
+    assert heartbeat.take_seconds()["communication"] == 1.0
+    heartbeat.recount(1.0, "backward", "communication")
+    assert heartbeat.take_seconds()["communication"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_the_line_at_the_end_weighs_each_stretch_by_its_time(monkeypatch: pytest
     said: list[str] = []
     monkeypatch.setattr(gradient_sync.log, "say", said.append)
     monkeypatch.setattr(gradient_sync.log, "world_size", lambda: 2)
-    watcher = Traffic(SimpleNamespace(cluster=SimpleNamespace(comm=CommConfig(), strategy="ddp")), Pulse())
+    watcher = GradientSync(SimpleNamespace(cluster=SimpleNamespace(comm=CommConfig(), strategy="ddp")), Heartbeat())
     behind = SimpleNamespace(sends_afterwards=True)
     watcher.attend(SimpleNamespace(replay=behind, accelerator=SimpleNamespace(ddp_handler=None)))
     watcher.on_train_begin(None, SimpleNamespace(global_step=0), None)

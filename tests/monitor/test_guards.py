@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from sftplay.errors import RunError
-from sftplay.heartbeat import Pulse
+from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.guards import FP16_PATIENCE, StopOnBadStep, StopOnSignal
 
 
@@ -27,7 +27,7 @@ def model_with_gradient(value: float) -> Any:
 
 def look(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = False) -> None:
     guard.window = SimpleNamespace(
-        last_loss=torch.tensor(loss), pulse=Pulse(), last_rows=[8, 5, 2], rows_not_finite=lambda: [5]
+        last_loss=torch.tensor(loss), heartbeat=Heartbeat(), last_rows=[8, 5, 2], rows_not_finite=lambda: [5]
     )
     state = TrainerState(global_step=6)
     guard.on_pre_optimizer_step(
@@ -87,7 +87,7 @@ def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[lis
     """A guard whose ranks answer with `others`, and in whose first agreement SIGTERM arrives."""
     stop, asked = StopOnSignal(), []
 
-    def gather(mine: int, _pulse: Any) -> list[int]:
+    def gather(mine: int, _heartbeat: Any) -> list[int]:
         asked.append(mine)
         if len(asked) == 1:
             stop._on_signal(signal.SIGTERM, None)

@@ -14,12 +14,12 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from sftplay.config.load import load_resolved
-from sftplay.heartbeat import Pulse
-from sftplay.monitor.interval import Facts, Share, describe_ranks, describe_speed, mean_loss, scalars
+from sftplay.heartbeat import Heartbeat
+from sftplay.monitor.interval import Facts, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.monitor.metrics import Meters, compare_memory, memory_fields
 from sftplay.monitor.out_of_memory import held_bytes
 from sftplay.monitor.phases import PhaseMarks
-from sftplay.tasks.step.micro_batches import Collator, Cutter
+from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
 from sftplay.tasks.step.window import StepCounts
 
 GIB = 2**30
@@ -77,7 +77,7 @@ def line_of(meters: Meters, state: Any, loss: float = 9.0) -> tuple[dict[str, An
 def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: Path, clock: Clock):
     trainer = built(tmp_path, inputs, tuning__mode="full", data__split=None).trainer
     trainer.model.double()
-    trainer.cutter = Cutter(2)
+    trainer.micro_batcher = MicroBatcher(2)
     facts = Facts(lambda lengths, labels: sum(1000 * n for n in lengths) + 10 * labels, 20_100.0)
     state = TrainerState(global_step=0, max_steps=4, logging_steps=1)
     meters = meters_at(tmp_path / "metrics.jsonl", trainer, state, facts)
@@ -105,9 +105,11 @@ def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: P
 
 
 def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path: Path, clock: Clock):
-    pulse = Pulse()
-    window = SimpleNamespace(pulse=pulse, take_counts=lambda: StepCounts(tokens=3, padded_tokens=3, label_tokens=1))
-    state, control, marks = TrainerState(global_step=6, max_steps=8), TrainerControl(), PhaseMarks(pulse)
+    heartbeat = Heartbeat()
+    window = SimpleNamespace(
+        heartbeat=heartbeat, take_counts=lambda: StepCounts(tokens=3, padded_tokens=3, label_tokens=1)
+    )
+    state, control, marks = TrainerState(global_step=6, max_steps=8), TrainerControl(), PhaseMarks(heartbeat)
     clock.now += 50.0  # before training begins
     meters = meters_at(tmp_path / "metrics.jsonl", window, state)
     clock.now += 0.25
@@ -116,9 +118,9 @@ def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path
         clock.now += 1.0  # data
         marks.on_step_begin(None, state, control)
         clock.now += 2.0
-        pulse.enter("backward")
+        heartbeat.enter("backward")
         clock.now += 4.0
-        with pulse.within("communication"):
+        with heartbeat.within("communication"):
             clock.now += 0.5
         marks.on_pre_optimizer_step(None, state, control)
         clock.now += 8.0
@@ -143,10 +145,10 @@ def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path
     assert later["step_split"]["data_s"] == later["step_s"] == 3.0
 
 
-def share(**values: Any) -> Share:
+def share(**values: Any) -> RankShare:
     given = {"tokens": 0, "padded_tokens": 0, "label_tokens": 0, "samples": 0, "loss_sum": 0.0, "flops": None,
              "peak_flops": None, "seconds": {"forward": 2.0}}  # fmt: skip
-    return Share(**(given | values))
+    return RankShare(**(given | values))
 
 
 def test_ranks_have_losses_of_their_own_which_weigh_as_many_labels_as_they_have():

@@ -15,7 +15,7 @@ import torch
 from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 
 from sftplay.config.schema.run import ProfileConfig
-from sftplay.heartbeat import Pulse
+from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.profile_summary import Holders, highest, idle_share
 from sftplay.monitor.profiler import ProfileSteps, write_trace
 
@@ -117,13 +117,13 @@ def test_highest_memory_is_that_of_torchs_own_running_count(run: Finished, said:
 
 def test_profile_leaves_nothing_half_written_behind(run: Finished):
     assert [path.name for path in (run.folder.path / "profile").iterdir()] == ["rank0.trace.json.gz"]
-    assert run.trainer.pulse.listener is None
+    assert run.trainer.heartbeat.listener is None
 
 
 def test_weights_and_losses_are_the_same_with_and_without_a_profile(run: Finished, tmp_path: Path, inputs: Inputs):
     plain = train(tmp_path, inputs, train__batch_size=4)
     assert not (plain.folder.path / "profile").exists()
-    assert plain.trainer.pulse.listener is None
+    assert plain.trainer.heartbeat.listener is None
     assert plain.losses == run.losses
     expected = plain.trainer.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in run.trainer.model.state_dict().items())
@@ -170,11 +170,11 @@ def test_profile_ends_before_an_evaluation_that_falls_between_its_steps(tmp_path
 
 
 def test_start_behind_the_last_step_is_said(capsys: Any):
-    pulse = Pulse()
-    profile = ProfileSteps(ProfileConfig(start=9, steps=1), Path("nowhere"), pulse)
+    heartbeat = Heartbeat()
+    profile = ProfileSteps(ProfileConfig(start=9, steps=1), Path("nowhere"), heartbeat)
     profile.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=4), None)
     assert "nothing is profiled: the run ends with step 4, before 9" in capsys.readouterr().out
-    assert pulse.listener is None
+    assert heartbeat.listener is None
 
 
 def test_folder_that_cannot_be_made_costs_the_profile_and_not_the_run(tmp_path: Path, inputs: Inputs, capsys: Any):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from sftplay.plan.memory.execution import Adapter, CodePath
+from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.memory.step import WORKSPACE_BYTES, Size, estimate
 from sftplay.plan.shape.find import shape_from_config
 
@@ -95,7 +95,7 @@ def config_of(family: str, vocab: int | None) -> dict[str, Any]:
     return FAMILIES[family] | ({"vocab_size": vocab} if vocab else {})
 
 
-def path_of(how: Any, **more: Any) -> CodePath:
+def path_of(how: Any, **more: Any) -> Execution:
     """The code path that a trace of these settings runs."""
     sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
     weights = sizes[how.base or ("fp32" if how.method == "full" else "bf16")]
@@ -120,7 +120,7 @@ def path_of(how: Any, **more: Any) -> CodePath:
         "is_foreach": how.optimizer == "adamw",
         "holds_scores": how.keeps_output,
     }
-    return CodePath(**(fields | more))
+    return Execution(**(fields | more))
 
 
 def compare(family: str, how: Any, vocab: int | None = None, **more: Any) -> Compared:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.memory.probe_fit import Fit, Line, Point, Refusal, fit
+from sftplay.plan.memory.probe_fit import Fit, MemoryLine, Point, Refusal, fit
 from sftplay.plan.memory.step import Size, estimate
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import size_run
@@ -104,14 +104,14 @@ def test_points_that_make_no_line_are_refused_with_the_reason(measured: list[Poi
 def test_one_point_takes_the_slopes_of_the_estimate():
     found = fit([Point(1, SEQ, {"head": 6 * GIB, "step": 4 * GIB})], {"head": 2.0**20, "step": 0.0})
     assert isinstance(found, Fit)
-    assert found.lines["head"] == Line(6 * GIB - SEQ * 2**20, 2**20)
+    assert found.lines["head"] == MemoryLine(6 * GIB - SEQ * 2**20, 2**20)
     assert found.at(2 * SEQ) == 6.5 * GIB
 
 
 def test_noise_in_a_lower_phase_makes_no_falling_line():
     found = fit([Point(1, SEQ, {"head": GIB, "step": 9}), Point(2, 2 * SEQ, {"head": 2 * GIB, "step": 8})])
     assert isinstance(found, Fit)
-    assert found.lines["step"] == Line(8, 0.0)
+    assert found.lines["step"] == MemoryLine(8, 0.0)
 
 
 L4 = Gpu(0, "NVIDIA L4", 22 * GIB, 22 * GIB, (8, 9))
@@ -157,6 +157,6 @@ def test_a_step_of_one_micro_batch_holds_no_gradients_while_it_runs():
     setting, size = seen.setting, Size(rows=1, seq=SEQ)
     several, one = (estimate(shape, setting.path, replace(size, accumulates=many)) for many in (True, False))
     sums = {name: sum(parts.values()) for name, parts in several.phases.items()}
-    doubled = Fit({name: Line(2 * total, 0.0) for name, total in sums.items()}, "head")
+    doubled = Fit({name: MemoryLine(2 * total, 0.0) for name, total in sums.items()}, "head")
     again = size_run(cfg, MACHINE, shape=shape, fit=doubled).forecast
     assert again.allocated_bytes == pytest.approx(2 * one.peak_bytes, rel=1e-6)

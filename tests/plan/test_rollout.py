@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from sftplay.plan.memory.execution import Adapter, CodePath
+from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.memory.rollout import Rollout, cache_bytes, estimate_grpo
 from sftplay.plan.memory.step import Size, estimate
 from sftplay.plan.shape.find import find_shape
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")
-LORA = CodePath(weight_bytes=2, compute_bytes=2, stream_bytes=2, has_autocast=True, adapter=Adapter(rank=16))
-FULL = CodePath(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
+LORA = Execution(weight_bytes=2, compute_bytes=2, stream_bytes=2, has_autocast=True, adapter=Adapter(rank=16))
+FULL = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
 SHORT = Rollout(answers=16, prompt_tokens=512, answer_tokens=512, learned_at_a_time=2)
 
 

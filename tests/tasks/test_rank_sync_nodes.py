@@ -1,4 +1,4 @@
-"""Ranks of several nodes wait for one another before their first meeting, which has a limit."""
+"""Ranks of several nodes wait for one another before their first rendezvous, which has a limit."""
 
 from __future__ import annotations
 

@@ -16,16 +16,16 @@ from in_process import Inputs, built, train
 
 from sftplay.monitor.out_of_memory import OutOfMemory, Portions, ran_out_of_memory
 from sftplay.tasks.run.train_run import TrainRun
-from sftplay.tasks.step.micro_batches import Collator, Cutter
+from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
 @dataclass(frozen=True)
-class SameAgain(Cutter):
+class SameAgain(MicroBatcher):
     """Cuts the second attempt as the first, so that it must come out bit for bit."""
 
-    def smaller(self, window_rows: int) -> Cutter | None:
+    def smaller(self, window_rows: int) -> MicroBatcher | None:
         return self
 
 
@@ -47,15 +47,15 @@ def train_failing(home: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch, h
 
     def train_hooked(self: TrainRun, trainer: Any) -> Any:
         handle = trainer.model.register_forward_pre_hook(hook) if hook else None
-        if cutter := changes.get("cutter"):
-            trainer.cutter = cutter
+        if micro_batcher := changes.get("micro_batcher"):
+            trainer.micro_batcher = micro_batcher
         try:
             return real(self, trainer)
         finally:
             if handle:
                 handle.remove()
 
-    keys = {key: value for key, value in changes.items() if key != "cutter"}
+    keys = {key: value for key, value in changes.items() if key != "micro_batcher"}
     with monkeypatch.context() as patch:
         patch.setattr(TrainRun, "train", train_hooked)
         return train(home, inputs, data__split=None, **keys)
@@ -67,7 +67,7 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 
 def test_an_attempt_that_failed_leaves_nothing_behind(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With dropout, and pieces cut as before: random numbers, gradients and counts are those of a step never tried."""
-    how = {"cutter": SameAgain(4), "tuning__lora__dropout": 0.3, "train__batch_size": 4}
+    how = {"micro_batcher": SameAgain(4), "tuning__lora__dropout": 0.3, "train__batch_size": 4}
     spoil = failing(NO_MEMORY, {2, 6}, after=lambda: torch.rand(7))
     plain = train_failing(tmp_path / "plain", inputs, monkeypatch, None, **how)
     tried = train_failing(tmp_path / "tried", inputs, monkeypatch, spoil, **how)
@@ -170,16 +170,18 @@ def test_ever_smaller_cuts_end_at_single_rows_and_lose_none(
 ):
     divisors = [n for n in range(1, share + 1) if share % n == 0]
     rows = divisors[pick % len(divisors)]
-    cutter: Cutter | None = Cutter(rows, packs and not by_tokens, 40, rows * 40 if by_tokens else None)
+    micro_batcher: MicroBatcher | None = MicroBatcher(
+        rows, packs and not by_tokens, 40, rows * 40 if by_tokens else None
+    )
     window = Collator(0)([{"input_ids": [7] * n, "labels": [7] * n, "row": i} for i, n in enumerate(lengths)])
     most = None
-    while cutter is not None:
-        pieces = list(cutter.cut(window))
+    while micro_batcher is not None:
+        pieces = list(micro_batcher.cut(window))
         assert sum(int((piece["input_ids"] == 7).sum()) for piece in pieces) == sum(lengths)
-        assert share % cutter.micro_batch == 0
+        assert share % micro_batcher.micro_batch == 0
         size = max(piece["input_ids"].numel() for piece in pieces)
         assert most is None or size <= most
-        most, last, cutter = size, pieces, cutter.smaller(share)
+        most, last, micro_batcher = size, pieces, micro_batcher.smaller(share)
     assert all(len(piece["input_ids"]) == 1 for piece in last)
     assert len(last) == len(lengths)
 

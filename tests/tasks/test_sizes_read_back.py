@@ -11,7 +11,7 @@ from in_process import Inputs, new_run, train_in
 
 from sftplay.errors import RunError
 from sftplay.tasks.run.preflight import find_other_sizes
-from sftplay.tasks.step.micro_batches import Cutter
+from sftplay.tasks.step.micro_batches import MicroBatcher
 from sftplay.tasks.step.window import Window
 
 SIZES = {"batch_size": 2, "grad_accum": 4, "effective_batch_size": 8, "world_size": 1}
@@ -54,7 +54,7 @@ def test_a_plan_that_says_another_size_stops_the_run_before_its_first_step(key: 
 
 
 def test_a_cutter_that_is_not_the_plans_is_noticed(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sftplay.tasks.run.train_run.TrainRun.cutter", lambda self: Cutter(4))
+    monkeypatch.setattr("sftplay.tasks.run.train_run.TrainRun.micro_batcher", lambda self: MicroBatcher(4))
     cfg, folder = planned_run(tmp_path, inputs)
     with pytest.raises(RunError, match=r"batch_size is 4 where plan.json says 2; rank 0: grad_accum is 2"):
         train_in(cfg, folder)

@@ -19,7 +19,7 @@ from sftplay.config.load import load_config
 from sftplay.control.inputs import check_inputs
 from sftplay.errors import ConfigError, RunError
 from sftplay.model.load import load_base, load_result
-from sftplay.model.start_point import settle
+from sftplay.model.start_point import resolve_names
 
 IDS = torch.arange(3, 40)[None]
 N_ROWS = 12
@@ -114,10 +114,10 @@ def test_run_as_model_name_means_its_base_and_its_adapter(first: Any, other: Inp
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "earlier").symlink_to(start.folder.path)
     cfg, _ = new_run(tmp_path, other, model__name="earlier")
-    settled = settle(cfg)
+    settled = resolve_names(cfg)
     assert settled.model.name == str(other.model.resolve())
     assert settled.model.adapter == str((start.folder.path / "adapter").resolve())
-    assert settle(settled) == settled
+    assert resolve_names(settled) == settled
     assert check_inputs(cfg) == settled
     assert logits(load_base(cfg)).equal(logits(load_result(start.cfg, start.folder.path)))
 
@@ -249,14 +249,14 @@ def test_other_layers_than_the_adapters_are_refused(first: Any, other: Inputs, t
 def test_adapter_of_another_base_is_refused_naming_both(first: Any, other: Inputs, tmp_path: Path):
     cfg, _ = new_run(tmp_path, other, model__name="org/model", model__adapter=str(first().folder.path))
     with pytest.raises(ConfigError, match=f"belongs to {other.model}, not to org/model") as caught:
-        settle(cfg)
+        resolve_names(cfg)
     assert f"model.name: {other.model}" in caught.value.fix
 
 
 def test_adapter_in_mode_full_needs_merging(first: Any, other: Inputs, tmp_path: Path):
     cfg, _ = new_run(tmp_path, other, model__adapter=str(first().folder.path), tuning__mode="full")
     with pytest.raises(ConfigError, match="full trains every weight"):
-        settle(cfg)
+        resolve_names(cfg)
 
 
 @pytest.mark.parametrize(
@@ -285,18 +285,18 @@ def test_name_that_could_be_two_things_is_refused_naming_both(
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "twin").symlink_to(first().folder.path)
     cfg, _ = new_run(tmp_path, other, model__name="twin")
-    assert settle(cfg).model.adapter
+    assert resolve_names(cfg).model.adapter
     # A downloaded model of that name, and a folder.
     (tmp_path / "hf" / "hub" / "models--twin").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"the run .*outputs/twin or the hub's model twin"):
-        settle(cfg)
+        resolve_names(cfg)
     (tmp_path / "hf" / "hub" / "models--twin").rmdir()
     (tmp_path / "twin").mkdir()
     with pytest.raises(ConfigError, match=r"the folder twin or the run .*outputs/twin"):
-        settle(cfg)
+        resolve_names(cfg)
     (tmp_path / "twin").rmdir()
     # A run may be called like its model without meaning itself.
-    assert settle(cfg.with_values({"run_name": "twin"}, "test")).model.adapter is None
+    assert resolve_names(cfg.with_values({"run_name": "twin"}, "test")).model.adapter is None
 
 
 def test_values_that_are_not_finite_are_never_merged(first: Any, other: Inputs, tmp_path: Path):

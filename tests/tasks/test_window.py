@@ -19,7 +19,7 @@ from sftplay.errors import RunError
 from sftplay.tasks.run.train_run import TrainRun
 from sftplay.tasks.sft import even_out
 from sftplay.tasks.step.label_head import find_label_head
-from sftplay.tasks.step.micro_batches import Collator, Cutter, first_fit
+from sftplay.tasks.step.micro_batches import Collator, MicroBatcher, first_fit
 
 PAD = 0
 LABELS = [1, 40, 2, 17, 1, 3, 60, 5]
@@ -76,8 +76,8 @@ def trainers(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return made
 
 
-def step(trainer: Any, cutter: Cutter, rows: list[dict[str, Any]]) -> tuple[float, torch.Tensor]:
-    trainer.cutter = cutter
+def step(trainer: Any, micro_batcher: MicroBatcher, rows: list[dict[str, Any]]) -> tuple[float, torch.Tensor]:
+    trainer.micro_batcher = micro_batcher
     trainer.model.zero_grad()
     windows, count = trainer.get_batch_samples(iter([Collator(PAD)(rows)]), 1, torch.device("cpu"))
     loss = trainer.training_step(trainer.model, windows[0], count)
@@ -86,21 +86,21 @@ def step(trainer: Any, cutter: Cutter, rows: list[dict[str, Any]]) -> tuple[floa
 
 @pytest.mark.parametrize("head", ["standard", "chunked"])
 @pytest.mark.parametrize(
-    "cutter",
+    "micro_batcher",
     [
-        Cutter(8),
-        Cutter(1),
-        Cutter(3),
-        Cutter(1, packs=True, max_tokens=128),
-        Cutter(2, packs=True, max_tokens=90),
-        Cutter(1, budget_tokens=90),
+        MicroBatcher(8),
+        MicroBatcher(1),
+        MicroBatcher(3),
+        MicroBatcher(1, packs=True, max_tokens=128),
+        MicroBatcher(2, packs=True, max_tokens=90),
+        MicroBatcher(1, budget_tokens=90),
     ],
     ids=["one piece", "single rows", "threes", "packed", "packed in pairs", "by tokens"],
 )
 def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_cut(
-    cutter: Cutter, head: str, trainers: dict[str, Any], reference: tuple[float, torch.Tensor]
+    micro_batcher: MicroBatcher, head: str, trainers: dict[str, Any], reference: tuple[float, torch.Tensor]
 ):
-    loss, found = step(trainers[head], cutter, make_rows())
+    loss, found = step(trainers[head], micro_batcher, make_rows())
     assert loss == pytest.approx(reference[0], rel=1e-6)
     assert difference(found, reference[1]) <= 1e-6
 
@@ -111,8 +111,8 @@ def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(train
     losses = torch.cat([token_losses(model, row) for row in rows])
     assert len(losses) == sum(len(row["input_ids"]) - 1 for row in rows)
     losses.mean().backward()
-    for cutter in (Cutter(3), Cutter(1, packs=True, max_tokens=128)):
-        loss, found = step(trainers["standard"], cutter, rows)
+    for micro_batcher in (MicroBatcher(3), MicroBatcher(1, packs=True, max_tokens=128)):
+        loss, found = step(trainers["standard"], micro_batcher, rows)
         assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
         assert difference(found, gradients(model)) <= 1e-6
 
@@ -123,7 +123,7 @@ def test_each_packed_row_has_the_losses_it_has_alone(tiny_llama: Path):
     window = Collator(PAD)(rows)
     seen = 0
     with torch.no_grad():
-        for piece in Cutter(2, packs=True, max_tokens=100).cut(window):
+        for piece in MicroBatcher(2, packs=True, max_tokens=100).cut(window):
             assert piece["input_ids"].shape[1] <= 100
             scores = model(input_ids=piece["input_ids"], position_ids=piece["position_ids"], use_cache=False).logits
             for packed, ids, labels in zip(scores, piece["input_ids"], piece["labels"]):
@@ -150,7 +150,7 @@ def test_packing_never_overfills_and_holds_every_row_once(seed: int):
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert max(sum(lengths[row] for row in group) for group in groups) <= room
     rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
-    pieces = list(Cutter(3, packs=True, max_tokens=room).cut(Collator(PAD)(rows)))
+    pieces = list(MicroBatcher(3, packs=True, max_tokens=room).cut(Collator(PAD)(rows)))
     assert max(piece["input_ids"].shape[1] for piece in pieces) <= room
     held = torch.cat([piece["input_ids"].flatten() for piece in pieces])
     assert [int((held == i + 1).sum()) for i in range(len(lengths))] == lengths
@@ -186,7 +186,7 @@ def test_row_longer_than_the_room_gets_a_group_of_its_own():
 @given(st.lists(st.integers(1, 48), min_size=1, max_size=40), st.integers(1, 300))
 def test_pieces_by_tokens_stay_within_their_budget_and_hold_every_row_once(lengths: list[int], budget: int):
     rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
-    pieces = list(Cutter(1, budget_tokens=budget).cut(Collator(PAD)(rows)))
+    pieces = list(MicroBatcher(1, budget_tokens=budget).cut(Collator(PAD)(rows)))
     for piece in pieces:
         count, width = piece["input_ids"].shape
         assert count * width <= budget or count == 1
@@ -202,7 +202,9 @@ def test_pieces_by_tokens_stay_within_their_budget_and_hold_every_row_once(lengt
 def test_a_budget_of_full_rows_gives_full_rows_the_pieces_that_a_count_gives():
     rows = [{"input_ids": [5] * 32, "labels": [5] * 32, "row": i} for i in range(8)]
     window = Collator(PAD)(rows)
-    by_count, by_tokens = (list(cutter.cut(window)) for cutter in (Cutter(4), Cutter(4, budget_tokens=4 * 32)))
+    by_count, by_tokens = (
+        list(micro_batcher.cut(window)) for micro_batcher in (MicroBatcher(4), MicroBatcher(4, budget_tokens=4 * 32))
+    )
     assert [piece["input_ids"].shape for piece in by_tokens] == [(4, 32)] * 2
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(by_count, by_tokens, strict=True))
 
@@ -224,7 +226,7 @@ def test_batches_by_tokens_train_to_the_weights_of_batches_by_examples_with_less
 
 def test_pieces_come_longest_first_with_their_padding_trimmed():
     window = Collator(PAD)(make_rows([5, 30, 1, 9]))
-    pieces = list(Cutter(2).cut(window))
+    pieces = list(MicroBatcher(2).cut(window))
     lengths = sorted(window["attention_mask"].sum(1).tolist(), reverse=True)
     assert [piece["attention_mask"].sum(1).tolist() for piece in pieces] == [lengths[:2], lengths[2:]]
     assert [piece["input_ids"].shape[1] for piece in pieces] == [lengths[0], lengths[2]]
@@ -282,7 +284,7 @@ def test_counts_of_a_window_by_hand(trainers: dict[str, Any]):
         {"input_ids": [5, 6], "labels": [5, 6], "row": 9},
     ]
     trainer.take_counts()
-    step(trainer, Cutter(2), rows)
+    step(trainer, MicroBatcher(2), rows)
     counts = trainer.take_counts()
     assert counts.tokens == 3 + 5 + 2
     assert counts.label_tokens == 2 + 2 + 1  # the first token of a row is never predicted

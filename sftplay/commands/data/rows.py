@@ -33,7 +33,7 @@ def process(args: Namespace) -> int:
 def inspect(args: Namespace) -> int:
     """`inspect`: the data report, and training rows evenly spread over all with what is learned of them."""
     examples = _load(load_config(args.config, args.overrides))
-    from sftplay.data.inspect.display import decoded, has_colours, legend, shown
+    from sftplay.data.inspect.display import decoded, has_colours, legend, mark_learned
     from sftplay.data.inspect.rows import n_learned, spread_rows
 
     tokenizer, rows = examples.renderer.tokenizer, list(spread_rows(examples, args.n))
@@ -49,7 +49,7 @@ def inspect(args: Namespace) -> int:
     for row in rows:
         n_tokens = len(row["input_ids"])
         log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {n_learned(row):,} learned")
-        log.show(shown(tokenizer, row["input_ids"], row["labels"], colours=colours))
+        log.show(mark_learned(tokenizer, row["input_ids"], row["labels"], colours=colours))
     return 0
 
 

@@ -29,7 +29,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 def gpu_info(args: Namespace) -> int:
     """`gpu-info`: GPUs with all the driver tells, or why there are none; processor, memory, disk, library versions."""
-    from sftplay.machine.gpu_info import describe, describe_host
+    from sftplay.machine.gpu_info import describe_host, describe_machine
 
     machine = probe(in_detail=True)
     asked = _ask_torch() if args.torch else {}
@@ -38,7 +38,7 @@ def gpu_info(args: Namespace) -> int:
             json.dumps({"n_gpus": len(machine.gpus), **machine.as_dict(), **({"torch_says": asked} if asked else {})})
         )
         return 0
-    for line in (*describe(machine), *describe_host(machine)):
+    for line in (*describe_machine(machine), *describe_host(machine)):
         log.show(line)
     for name, value in asked.items():
         log.show(f"torch says {name}: {value}")

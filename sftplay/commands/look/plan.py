@@ -11,7 +11,7 @@ from sftplay.config.load import load_config
 from sftplay.control.model_shape import require_shape
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine, probe
-from sftplay.model.start_point import settle
+from sftplay.model.start_point import resolve_names
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.cards import Card, find_card, parse_fleet
 from sftplay.plan.report.advice import Place, suggest
@@ -33,7 +33,7 @@ DOES_NOT_FIT = 3
 
 def plan(args: Namespace) -> int:
     """`plan`: bytes of every component, the sizes, the verdict, and what would fit; exit code 3 when it does not."""
-    cfg = settle(load_config(args.config, args.overrides))
+    cfg = resolve_names(load_config(args.config, args.overrides))
     shape = require_shape(cfg)
     machine, world_size = _where(args)
     sized = size_run(cfg, machine, world_size=world_size, shape=shape)

@@ -23,8 +23,8 @@ from sftplay.launch.command.command import WORKER, Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.supervise.processes import end_launch
 from sftplay.machine.probe import Machine, probe
-from sftplay.model.start_point import settle
-from sftplay.plan.memory.kit_execution import path_of
+from sftplay.model.start_point import resolve_names
+from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.step import standing_bytes
 from sftplay.plan.sizing.communication import (
     BUCKET_BYTES,
@@ -69,7 +69,7 @@ def comm_check(args: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="comm-check-") as name:
         launch = _with_ways(build_check(Path(name), scale, machine, limit_s), args, machine)
         found = run_check(launch, Path(name), (scale, limit_s))
-    report = describe(found, scale, nominal_link(machine, scale.nproc, scale.nnodes), gradients)
+    report = describe_exchanges(found, scale, nominal_link(machine, scale.nproc, scale.nnodes), gradients)
     if args.json:
         print(json.dumps(report))
     elif args.node_rank == 0:
@@ -128,7 +128,7 @@ def run_check(launch: Launch, folder: Path, bounds: tuple[Scale, float]) -> dict
     raise _failure(notes, ending, told[-1] if told and code is not None else "", kept)
 
 
-def describe(
+def describe_exchanges(
     found: dict[str, Any], scale: Scale, nominal: tuple[float | None, str], gradients: tuple[float, float] | None
 ) -> dict[str, Any]:
     """The report: figures by size, and what they mean. `gradients` are the bytes of a config's, and of its buckets."""
@@ -207,13 +207,13 @@ def _gradients(args: Namespace, machine: Machine, scale: Scale) -> tuple[float, 
     """Bytes of the gradients that a step of the config exchanges, and of its buckets; None where they are not known."""
     if not args.config:
         return None
-    cfg = settle(load_config(args.config, args.overrides))
+    cfg = resolve_names(load_config(args.config, args.overrides))
     shape = known_shape(cfg)
     if shape is None:
         return None
     sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc)
     cap_mb = sized.cfg.cluster.comm.bucket_cap_mb
-    return standing_bytes(shape, path_of(sized.cfg)).gradients, cap_mb * 2**20 if cap_mb else BUCKET_BYTES
+    return standing_bytes(shape, execution_of(sized.cfg)).gradients, cap_mb * 2**20 if cap_mb else BUCKET_BYTES
 
 
 def _read(path: Path) -> dict[str, Any]:

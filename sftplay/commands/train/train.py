@@ -14,7 +14,7 @@ from sftplay.control.nodes import among_nodes
 from sftplay.control.resume import continue_run
 from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, say_sizing, size
 from sftplay.control.strategy_setup import with_deepspeed
-from sftplay.launch.nodes.rendezvous import Meeting
+from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RunFolder, has_run, new_folder
 from sftplay.machine.probe import probe
 
@@ -24,11 +24,11 @@ def train(args: Namespace) -> int:
     return among_nodes(args, partial(_train, args))
 
 
-def _train(args: Namespace, meeting: Meeting | None) -> int:
+def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_run(cfg, args.config)):
-        return launch(args, cfg, meeting=meeting)
-    return continue_run(args, cfg, meeting)
+        return launch(args, cfg, rendezvous=rendezvous)
+    return continue_run(args, cfg, rendezvous)
 
 
 def resume(args: Namespace) -> int:
@@ -36,14 +36,16 @@ def resume(args: Namespace) -> int:
     return among_nodes(args, partial(_resume, args))
 
 
-def _resume(args: Namespace, meeting: Meeting | None) -> int:
+def _resume(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never":
         cfg = cfg.with_values({"train.resume": "auto"}, "resume")
-    return continue_run(args, cfg, meeting)
+    return continue_run(args, cfg, rendezvous)
 
 
-def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None, *, meeting: Meeting | None = None) -> int:
+def launch(
+    args: Namespace, cfg: RunConfig, folder: RunFolder | None = None, *, rendezvous: Rendezvous | None = None
+) -> int:
     """Size, create the folder (a new one, if none is given), start the workers and follow them."""
     machine = probe()
     scale = read_scale(args, machine)
@@ -60,4 +62,4 @@ def launch(args: Namespace, cfg: RunConfig, folder: RunFolder | None = None, *, 
         say_sizing(sized, machine, folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
         folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})
-        return run_workers(command, (sized, folder), args, meeting)
+        return run_workers(command, (sized, folder), args, rendezvous)

@@ -17,10 +17,10 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.finished_run import open_run, open_tongue, prepare_environment
+from sftplay.control.finished_run import load_renderer, open_run, prepare_environment
 from sftplay.data.read.sources import content_digest
-from sftplay.deliver.infer.partial_answers import Journal, fingerprint_run
-from sftplay.deliver.infer.prompts import Questions
+from sftplay.deliver.infer.partial_answers import PartialAnswers, fingerprint_run
+from sftplay.deliver.infer.prompts import PromptFile
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.console import Console, Screen
@@ -29,18 +29,18 @@ from sftplay.launch.supervise.console import Console, Screen
 def infer(args: Namespace) -> int:
     """`infer`: a dialogue on standard input and output, one line a turn; an empty line or end of input ends it."""
     cfg, folder = open_run(args)
-    speaker, renderer = _open_speaker(cfg, folder, args)
-    from sftplay.deliver.infer.chat import Dialogue, obey
+    generator, renderer = _open_generator(cfg, folder, args)
+    from sftplay.deliver.infer.chat import Conversation, run_command
 
     whom = f"{'the base of ' if args.base else ''}{folder.path}"
     log.say(f"talking to {whom}; an empty line ends it, /help lists commands", "infer")
-    dialogue = Dialogue(speaker, renderer, cfg.data.system)
+    dialogue = Conversation(generator, renderer, cfg.data.system)
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while line := _next_line():
         if not line.startswith("/"):
             _answer(dialogue, line.strip())
-        elif (said := obey(dialogue, line)) is not None:
+        elif (said := run_command(dialogue, line)) is not None:
             log.say(said, "infer")
         else:
             return 0
@@ -97,10 +97,10 @@ def infer_batch(args: Namespace) -> int:
     """
     cfg, folder = open_run(args)
     out = _check_paths(args)
-    questions = Questions(args.input, cfg.data.system)
+    questions = PromptFile(args.input, cfg.data.system)
     n = sum(1 for _ in questions)
     digest = content_digest(args.input)
-    journal = Journal(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
+    journal = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
     with journal.held():
         if n_kept := journal.n_answers:
             log.say(f"{journal.path} holds {n_kept} of {n} answers: going on from there", "infer")
@@ -119,17 +119,17 @@ def infer_batch(args: Namespace) -> int:
 
 
 def _answer_file(
-    args: Namespace, run: tuple[RunConfig, RunFolder], questions: Questions, *, journal: Journal, n: int
+    args: Namespace, run: tuple[RunConfig, RunFolder], questions: PromptFile, *, journal: PartialAnswers, n: int
 ) -> None:
     cfg, folder = run
-    speaker, renderer = _open_speaker(cfg, folder, args)
+    generator, renderer = _open_generator(cfg, folder, args)
     from sftplay.deliver.infer.batch import Pace, answer_rest, check_lengths
 
     if not journal.n_batches:
-        check_lengths(questions, renderer, speaker)
+        check_lengths(questions, renderer, generator)
     pace = Pace(n, journal.n_answers, _teller())
     try:
-        answer_rest(speaker, renderer, questions, batch_size=cfg.eval.batch_size, journal=journal, pace=pace)
+        answer_rest(generator, renderer, questions, batch_size=cfg.eval.batch_size, journal=journal, pace=pace)
     except KeyboardInterrupt:
         log.say(f"stopped; {journal.n_answers} answers are kept, the same command goes on from there", "infer")
         raise
@@ -171,16 +171,16 @@ def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
     return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
 
 
-def _open_speaker(cfg: RunConfig, folder: RunFolder, args: Namespace) -> tuple[Any, Any]:
+def _open_generator(cfg: RunConfig, folder: RunFolder, args: Namespace) -> tuple[Any, Any]:
     prepare_environment(cfg)
-    from sftplay.deliver.infer.generate import Speaker
+    from sftplay.deliver.infer.generate import Generator
     from sftplay.deliver.infer.sampling import Sampling
     from sftplay.model.load import load_base, load_result
 
-    tokenizer, renderer = open_tongue(cfg, folder)
+    tokenizer, renderer = load_renderer(cfg, folder)
     model = load_base(cfg).eval() if getattr(args, "base", False) else load_result(cfg, folder.path)
     sampling = Sampling(args.temperature, _top_p(args), _seed(args, cfg))
-    return Speaker(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), sampling), renderer
+    return Generator(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), sampling), renderer
 
 
 def _longest(args: Namespace, cfg: RunConfig) -> int:

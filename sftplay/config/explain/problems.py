@@ -45,7 +45,7 @@ def offending_keys(problems: Iterable[Problem]) -> set[str]:
     return found
 
 
-def shown(value: Any) -> str:
+def as_yaml_value(value: Any) -> str:
     """A value as the YAML file spells it, cut to a readable length."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -121,7 +121,7 @@ def _wrong_value(path: KeyPath, merged: Layer) -> Problem:
     if outer in all_keys():
         return _wrong_entry((place, dotted), outer, (inner, value))
     if key not in all_keys():
-        what = f"{shown(value)} stands where a section belongs"
+        what = f"{as_yaml_value(value)} stands where a section belongs"
         fix = f"write its keys below it, indented: {', '.join(_names_in(key))}"
         return _problem((place, dotted), what, fix)
     node = node_at(key)
@@ -133,7 +133,7 @@ def _wrong_value(path: KeyPath, merged: Layer) -> Problem:
         return _problem((place, dotted), f"{value!r} {refused[0]}", refused[1])
     if isinstance(value, str) and choices_of(node):
         return _wrong_word((place, dotted), key, value)
-    what = f"{shown(value)} is not {described(node)}"
+    what = f"{as_yaml_value(value)} is not {described(node)}"
     return _problem((place, dotted), what, _value_fix(value, node))
 
 
@@ -143,7 +143,7 @@ def _wrong_entry(at: _At, key: str, entry: tuple[str, Any]) -> Problem:
     names = node.get("propertyNames", {}).get("enum", [])
     if not names or name in names:
         form = node.get("additionalProperties", {})
-        return _problem(at, f"{shown(value)} is not {described(form)}", _value_fix(value, form))
+        return _problem(at, f"{as_yaml_value(value)} is not {described(form)}", _value_fix(value, form))
     near = _nearest(name, names)
     fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names)}"
     return _problem(at, f"{key} has no field called {name!r}", fix, [f"{key}.{one}" for one in near])

@@ -33,7 +33,7 @@ class _Reading:
     name: str
 
 
-def settle_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
+def resolve_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
     """The layers with both spellings replaced by `train.precision`, and the contradictions found, lowest first."""
     settled, problems = [], []
     decided: Any = None

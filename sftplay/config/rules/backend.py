@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sftplay.config.rules.violation import Finding
+from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.run import RunConfig
 
 KEY = "tuning.backend"
 
 
-def broken_backend_rules(cfg: RunConfig) -> Iterator[Finding]:
+def broken_backend_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Every key that an unsloth run would not follow; none when another backend, or auto, is asked for."""
     if cfg.tuning.backend == "unsloth":
         yield from unsloth_conflicts(cfg)
 
 
-def unsloth_conflicts(cfg: RunConfig) -> Iterator[Finding]:
+def unsloth_conflicts(cfg: RunConfig) -> Iterator[Violation]:
     """The same whatever backend is asked for. Read in the source of unsloth and unsloth_zoo 2026.10.9."""
     for key, conflicts, what, word in _conflicts(cfg):
         if conflicts:
-            yield Finding((key, KEY), f"{what}, with {KEY} unsloth", f"write {word}, or {KEY}: bnb")
+            yield Violation((key, KEY), f"{what}, with {KEY} unsloth", f"write {word}, or {KEY}: bnb")
 
 
 def _conflicts(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from encodings.aliases import aliases
 from pathlib import Path
 
-from sftplay.config.rules.violation import Finding
+from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.data import DataConfig
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import nearest_names
@@ -23,7 +23,7 @@ _NOT_OF_FILES = ("undefined", "idna", "punycode", "unicode_escape", "raw_unicode
 _NO_CELLS = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
-def broken_data_rules(cfg: RunConfig) -> Iterator[Finding]:
+def broken_data_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Every rule that the section `data` breaks by itself."""
     yield from _folders(cfg)
     yield from _columns(cfg.data)
@@ -40,7 +40,7 @@ def idle_data_keys(data: DataConfig) -> Iterator[tuple[str, str, str]]:
         yield "data.leaks", "data.train_path", "there is no data.val_path and no data.test_path to compare with"
 
 
-def _folders(cfg: RunConfig) -> Iterator[Finding]:
+def _folders(cfg: RunConfig) -> Iterator[Violation]:
     """Folders of rows are read with all that is below them, except what is hidden."""
     written = (("data.processed_dir", cfg.data.processed_dir), ("output_dir", cfg.output_dir))
     for name in ("train_path", "val_path", "test_path"):
@@ -48,7 +48,7 @@ def _folders(cfg: RunConfig) -> Iterator[Finding]:
             path = getattr(cfg.data, name)
             if path and _is_read_with(path, folder):
                 what = f"{folder!r} lies in the folder of rows {path!r}: what is written there would be read as rows"
-                yield Finding((key, f"data.{name}"), what, "name a folder outside of it, or one that is hidden")
+                yield Violation((key, f"data.{name}"), what, "name a folder outside of it, or one that is hidden")
 
 
 def _is_read_with(path: str, folder: str) -> bool:
@@ -56,20 +56,20 @@ def _is_read_with(path: str, folder: str) -> bool:
     return below.is_relative_to(above) and not any(part.startswith(".") for part in below.relative_to(above).parts)
 
 
-def _columns(data: DataConfig) -> Iterator[Finding]:
+def _columns(data: DataConfig) -> Iterator[Violation]:
     first: dict[str, str] = {}
     for name, column in data.columns.items():
         key = f"data.columns.{name}"
         if not column.strip():
-            yield Finding((key,), "is empty", "name a column of your file, or leave the key out")
+            yield Violation((key,), "is empty", "name a column of your file, or leave the key out")
         elif column in first:
             what = f"the column {column!r} is given to {first[column]!r} already"
-            yield Finding((key, f"data.columns.{first[column]}"), what, "keep it in one of the two")
+            yield Violation((key, f"data.columns.{first[column]}"), what, "keep it in one of the two")
         else:
             first[column] = name
 
 
-def _encoding(name: str) -> Iterator[Finding]:
+def _encoding(name: str) -> Iterator[Violation]:
     if name == "auto" or not name.strip():
         return
     near = _near_encodings(name)
@@ -82,7 +82,7 @@ def _encoding(name: str) -> Iterator[Finding]:
     except (LookupError, ValueError):
         what = f"Python knows no encoding called {name!r}"
     fix = f"did you mean {near[0]!r}?" if near else "write auto, or a name such as utf-8, cp1252 or shift_jis"
-    yield Finding(("data.encoding",), what, fix, tuple(near))
+    yield Violation(("data.encoding",), what, fix, tuple(near))
 
 
 def _near_encodings(name: str) -> list[str]:
@@ -91,15 +91,15 @@ def _near_encodings(name: str) -> list[str]:
     return nearest_names(plain, sorted(known))
 
 
-def _delimiter(text: str) -> Iterator[Finding]:
+def _delimiter(text: str) -> Iterator[Violation]:
     if text == "auto" or (len(text) == 1 and text not in '"\r\n\0'):
         return
     key = ("data.delimiter",)
     if text.lower() in _SPELT:
-        yield Finding(key, f"{text!r} is not one character", f'write it in double quotes: "{_SPELT[text.lower()]}"')
+        yield Violation(key, f"{text!r} is not one character", f'write it in double quotes: "{_SPELT[text.lower()]}"')
     elif len(text) == 1:
-        yield Finding(key, f"{text!r} cannot stand between cells", "write another character, or auto")
+        yield Violation(key, f"{text!r} cannot stand between cells", "write another character, or auto")
     else:
         near = tuple(nearest_names(text, ["auto"]))
         fix = "did you mean 'auto'?" if near else "write the one character between two cells, or auto"
-        yield Finding(key, f"{text!r} is {'no' if not text else 'not one'} character", fix, near)
+        yield Violation(key, f"{text!r} is {'no' if not text else 'not one'} character", fix, near)

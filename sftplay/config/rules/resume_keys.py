@@ -40,7 +40,7 @@ SIZES = ("train.batch_size", "train.grad_accum")
 """How a step is cut. Sums are rounded and dropout is drawn in another order with other sizes."""
 
 
-def decisive(cfg: RunConfig) -> dict[str, Any]:
+def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> value, as JSON has it, of every key that decides which weights come out."""
     flat = flatten(cfg)
     return {
@@ -51,7 +51,10 @@ def decisive(cfg: RunConfig) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Keys of two `decisive` configs that would make a resumed run another run: (dotted key, before, after)."""
+    """Keys in which a resumed run would be another run: (dotted key, before, after).
+
+    Both mappings are those of `values_that_decide_weights`.
+    """
     free = () if held_out_decides(after) else OTHER_ROWS
     return [
         (key, before.get(key), after.get(key))

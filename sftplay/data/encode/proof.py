@@ -15,9 +15,9 @@ from sftplay.data.encode.labels import IGNORE, Placed, labelled
 from sftplay.data.encode.writer import Writer
 from sftplay.data.records import Chat
 from sftplay.data.template.masks import Marked, Method, TurnFinder, squeezed
-from sftplay.data.template.probe_chats import OPENINGS, dialogues, tool_dialogues
+from sftplay.data.template.probe_chats import OPENINGS, probe_chats, tool_probe_chats
 from sftplay.data.template.sentinels import Unproven
-from sftplay.data.template.templates import ChatTemplate, Manner
+from sftplay.data.template.templates import ChatTemplate, TemplateTraits
 from sftplay.data.template.tool_checks import uses_tools
 from sftplay.data.template.traits import closings_of, content_forms
 from sftplay.data.template.typed_specials import GUARD, unguarded
@@ -30,7 +30,7 @@ SHOWN_CHARACTERS = 600
 class Proven:
     """What was found out about a template."""
 
-    manner: Manner
+    traits: TemplateTraits
     ends: tuple[str, ...]
     """Texts that end an assistant's turn, the longest first."""
 
@@ -58,7 +58,7 @@ def prove_masks(writer: Writer, template: ChatTemplate, samples: Sequence[Chat])
             if proven:
                 return proven
             faults = faults or why
-    raise trials[0].refusal((list(samples) or dialogues(template, ""))[0], faults)
+    raise trials[0].refusal((list(samples) or probe_chats(template, ""))[0], faults)
 
 
 class _Trial:
@@ -70,8 +70,8 @@ class _Trial:
 
     def outcome(self, opening: str, samples: Sequence[Chat]) -> tuple[Proven | None, list[str]]:
         """What holds with answers that begin with `opening`, or what is wrong with each method."""
-        probes = [probe for probe in self._guarded(dialogues(self._template, opening)) if self._accepts(probe)]
-        calls = [probe for probe in self._guarded(tool_dialogues()) if self._accepts(probe)]
+        probes = [probe for probe in self._guarded(probe_chats(self._template, opening)) if self._accepts(probe)]
+        calls = [probe for probe in self._guarded(tool_probe_chats()) if self._accepts(probe)]
         guarded = self._guarded(samples)
         self._learn_ends([*probes, *calls, *guarded])
         rewrites = any(self._finder.rewrites(probe) for probe in probes)
@@ -80,7 +80,7 @@ class _Trial:
             return None, why
         with_calls = "prefixes" if not calls or self._fault("markers", calls, [], rewrites=rewrites) else "markers"
         tool_method: Method = with_calls if self._template.has_marks else "prefixes"  # type: ignore[assignment]
-        return Proven(self._finder.template.manner, self._finder.ends, method, tool_method, rewrites), []
+        return Proven(self._finder.template.traits, self._finder.ends, method, tool_method, rewrites), []
 
     def refusal(self, sample: Chat, faults: list[str]) -> DataError:
         """The error for a template that no method holds for."""
@@ -134,7 +134,7 @@ class _Trial:
         special = self._writer.vocabulary.special_tokens
         if self._finder.ends or not any(closings := closings_of(self._template, chats, special)):
             return
-        self._template = self._template.in_manner(replace(self._template.manner, closings=closings))
+        self._template = self._template.in_traits(replace(self._template.traits, closings=closings))
         self._finder = TurnFinder(self._template, special)
         self._finder.learn_ends([*chats, *called])
 

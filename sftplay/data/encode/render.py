@@ -56,7 +56,7 @@ class Renderer:
         if template is not None:
             compiled = ChatTemplate(template, vocabulary.marks.named)
             proven = samples if isinstance(samples, Proven) else prove_masks(self._writer, compiled, samples or ())
-            compiled = compiled.in_manner(proven.manner)
+            compiled = compiled.in_traits(proven.traits)
             self._finder = TurnFinder(compiled, vocabulary.special_tokens, proven.ends)
             self._proven = proven
 

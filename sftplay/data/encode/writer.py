@@ -12,7 +12,7 @@ from sftplay.data.encode.vocabulary import Vocabulary
 from sftplay.data.records import Chat, Message, Source, Text
 from sftplay.data.template.masks import Marked, TurnFinder
 from sftplay.data.template.sentinels import Unproven
-from sftplay.data.template.typed_specials import Literals, unguarded, without_guards
+from sftplay.data.template.typed_specials import TypedSpecials, unguarded, without_guards
 
 NOWHERE = Source("(prompt)", 1)
 
@@ -22,7 +22,7 @@ class Writer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.literals = Literals(vocabulary.control_tokens)
+        self.literals = TypedSpecials(vocabulary.control_tokens)
 
     def needs_spelling(self, n_typed: int) -> bool:
         """Whether a text must be spelled that types so many special tokens: control could come of it otherwise."""

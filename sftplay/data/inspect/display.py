@@ -34,7 +34,7 @@ def legend(*, colours: bool) -> str:
     return f"what stands between {OPEN} and {CLOSE} is learned, all else is only read"
 
 
-def shown(tokenizer: Any, ids: Sequence[int], labels: Sequence[int], *, colours: bool) -> str:
+def mark_learned(tokenizer: Any, ids: Sequence[int], labels: Sequence[int], *, colours: bool) -> str:
     """The row's text, special tokens included, with its learned stretches painted or between marks."""
     return painted(tokenizer, ids, labels) if colours else marked(tokenizer, ids, labels)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sftplay.data.prepare.batch import Piece
+from sftplay.data.prepare.batch import Example
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("labels", pa.list_(pa.int64())), ("row", pa.int64())])
 PLACES = pa.schema([("path", pa.string()), ("line", pa.int64())])
@@ -30,7 +30,7 @@ class RowWriter:
         self._rows.close()
         self._places.close()
 
-    def write(self, pieces: Sequence[Piece], rows: Sequence[int], places: Sequence[tuple[str, int]]) -> None:
+    def write(self, pieces: Sequence[Example], rows: Sequence[int], places: Sequence[tuple[str, int]]) -> None:
         """Append the examples; `rows` and `places` (path, line) are those of their records."""
         if not pieces:
             return

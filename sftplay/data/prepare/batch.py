@@ -27,7 +27,7 @@ KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RowReport:
     """A raw row and its place."""
 
     row: int
@@ -38,7 +38,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Piece:
+class Example:
     """One training example that fits."""
 
     ids: bytes
@@ -67,7 +67,7 @@ class Outcome:
     keys: tuple[int, int, int] = (0, 0, 0)
     """Of its content, of its content's normal form, of its prompt's normal form."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Example] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each example before cutting, also of those that are not kept."""
 
@@ -100,7 +100,7 @@ class Treatment:
         self._renderer, self._reading, self._fit = renderer, reading, fit
         self._ends = set(renderer.end_token_ids)
 
-    def treat(self, lines: Sequence[Line], share: float) -> list[Outcome]:
+    def treat(self, lines: Sequence[RowReport], share: float) -> list[Outcome]:
         """One outcome for each line; `share` of all prompts is held out (0 none, 1 all)."""
         outcomes, waiting, records = [], [], []
         for line in lines:
@@ -118,7 +118,7 @@ class Treatment:
             self._fill(outcome, group)
         return outcomes
 
-    def _record(self, line: Line, outcome: Outcome) -> Record | None:
+    def _record(self, line: RowReport, outcome: Outcome) -> Record | None:
         row = parsed(line.raw)
         if isinstance(row, Refused):
             outcome.refused = row.reason
@@ -150,12 +150,12 @@ class Treatment:
             outcome.typed_specials += example.typed_specials
             outcome.lengths.append(len(example.input_ids))
             piece = self._piece(example)
-            if isinstance(piece, Piece):
+            if isinstance(piece, Example):
                 outcome.pieces.append(piece)
             else:
                 outcome.dropped = piece
 
-    def _piece(self, example: Rendered) -> Piece | str:
+    def _piece(self, example: Rendered) -> Example | str:
         """The example as far as it fits, or why it is left out."""
         limit = self._fit.max_tokens
         is_long = len(example.input_ids) > limit
@@ -168,7 +168,7 @@ class Treatment:
         if not n_labels:
             return "no_trainable_token_after_cut" if is_long else "no_trainable_token"
         last = next(label for label in reversed(labels) if label != IGNORE)
-        return Piece(array("i", ids).tobytes(), array("i", labels).tobytes(), n_labels, is_long, last in self._ends)
+        return Example(array("i", ids).tobytes(), array("i", labels).tobytes(), n_labels, is_long, last in self._ends)
 
 
 def short(key: bytes) -> int:

@@ -1,7 +1,7 @@
 """One pass over the files: rows in, token rows on disk, every record counted.
 
-Only a few batches of records are in memory at a time. What becomes of a row is decided in `batch` and `ledger`; this
-file moves rows between reader, processes and disk.
+Only a few batches of records are in memory at a time. `batch` and `policies` decide what becomes of a row; this file
+moves rows between reader, processes and disk.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sftplay.config.schema.run import DataConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading, to_record
 from sftplay.data.prepare.arrow import RowWriter
-from sftplay.data.prepare.batch import Fit, Line, Outcome, Piece, short
-from sftplay.data.prepare.policies import SIDES, Ledger, Side
+from sftplay.data.prepare.batch import Example, Fit, Outcome, RowReport, short
+from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
-from sftplay.data.prepare.workers import Work, crew_size, treat_all
+from sftplay.data.prepare.workers import Work, n_workers, treat_all
 from sftplay.data.read.sources import Dialect, other_files, read_raw, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.errors import DataError
@@ -57,7 +57,7 @@ class Preparation:
     def __init__(self, data: DataConfig, renderer: Renderer, max_tokens: int) -> None:
         self._data, self._renderer, self._max_tokens = data, renderer, max_tokens
         self._reading, self._dialect = reading_of(data), dialect_of(data)
-        self._ledger = Ledger(data, max_tokens)
+        self._row_policies = RowPolicies(data, max_tokens)
         self._began = self._said = time.monotonic()
 
     def run(self, inputs: Sequence[Input], folder: Path, guarded: Sequence[str] = ()) -> None:
@@ -74,7 +74,7 @@ class Preparation:
         self._began = self._said = time.monotonic()
         with ExitStack() as files:
             self._open(folder, files)
-            processes = crew_size([given.path for given in inputs])
+            processes = n_workers([given.path for given in inputs])
             fit = Fit(self._max_tokens, self._data.too_long)
             # Held-out rows go first: whether a training row is one of them must be known when it is met.
             batches = self._batches(list(reversed(inputs)))
@@ -85,7 +85,7 @@ class Preparation:
                 n_read += len(outcomes)
                 self._take(outcomes)
                 self._show_progress(n_read)
-        self._ledger.check()
+        self._row_policies.check()
         self._check_ends(inputs[0].path)
         (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
 
@@ -94,7 +94,7 @@ class Preparation:
             if isinstance(row, Refused):
                 continue
             try:
-                self._ledger.guard(short(keys_of(to_record(row, source, self._reading)).normal), source)
+                self._row_policies.guard(short(keys_of(to_record(row, source, self._reading)).normal), source)
             except DataError:  # it is counted where that file is measured on
                 continue
 
@@ -108,10 +108,10 @@ class Preparation:
 
     def _batches(self, inputs: Sequence[Input]) -> Iterator[Work]:
         for given in inputs:
-            batch: list[Line] = []
+            batch: list[RowReport] = []
             size = 0
             for row, (source, raw) in enumerate(read_raw(given.path, self._dialect)):
-                batch.append(Line(row, source, raw))
+                batch.append(RowReport(row, source, raw))
                 size += _size(raw)
                 if len(batch) == BATCH_ROWS or size > BATCH_CHARACTERS:
                     yield batch, given.share
@@ -120,11 +120,11 @@ class Preparation:
                 yield batch, given.share
 
     def _take(self, outcomes: Sequence[Outcome]) -> None:
-        """Write what the ledger keeps of one batch."""
-        kept: dict[Side, list[tuple[Outcome, Piece]]] = {side: [] for side in SIDES}
+        """Write what the row_policies keeps of one batch."""
+        kept: dict[Side, list[tuple[Outcome, Example]]] = {side: [] for side in SIDES}
         for outcome in outcomes:
             side: Side = "held_out" if outcome.held_out else "train"
-            pieces = self._ledger.keep(outcome, side)
+            pieces = self._row_policies.keep(outcome, side)
             kept[side] += [(outcome, piece) for piece in pieces]
             if outcome.refused:
                 line = {"path": outcome.source.path, "line": outcome.source.line, "reason": outcome.refused}
@@ -137,18 +137,18 @@ class Preparation:
 
     def _check_ends(self, path: str) -> None:
         """A model that never learns to end its turn would never stop."""
-        tally = self._ledger.tallies["train"]
-        if tally.chat_examples and not tally.ends_learned:
+        row_counts = self._row_policies.tallies["train"]
+        if row_counts.chat_examples and not row_counts.ends_learned:
             raise DataError(
-                f"the end-of-turn token is in the loss of none of {tally.chat_examples:,} examples: all are cut at"
-                f" {self._max_tokens:,} tokens, the longest has {tally.longest:,}",
+                f"the end-of-turn token is in the loss of none of {row_counts.chat_examples:,} examples: all are cut at"
+                f" {self._max_tokens:,} tokens, the longest has {row_counts.longest:,}",
                 where=path,
                 fix="raise model.max_seq_len, or leave longer rows out with data.too_long: drop",
             )
 
     def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:
         paths = {"train": inputs[0].path, "held_out": inputs[-1].path}
-        tallies = self._ledger.tallies
+        tallies = self._row_policies.tallies
         used = [side for side in SIDES if tallies[side].read]
         return {
             **total(tallies.values()).as_json(),
@@ -162,10 +162,10 @@ class Preparation:
     def _notes(self, inputs: Sequence[Input]) -> list[str]:
         notes = []
         share = inputs[-1].share
-        if share and not self._ledger.tallies["held_out"].examples:
+        if share and not self._row_policies.tallies["held_out"].examples:
             few = (
                 "there is only one prompt"
-                if self._ledger.n_prompts < 2
+                if self._row_policies.n_prompts < 2
                 else f"too few prompts for a share of {share:g}"
             )
             notes.append(f"nothing is held out: {few}; raise data.split or give data.val_path")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from sftplay.config.schema.run import DataConfig
-from sftplay.data.prepare.batch import Outcome, Piece
-from sftplay.data.prepare.report import Tally
+from sftplay.data.prepare.batch import Example, Outcome
+from sftplay.data.prepare.report import RowCounts
 from sftplay.data.records import Source
 from sftplay.errors import DataError
 
@@ -21,12 +21,12 @@ NAMED_COLUMNS, OTHERS = 100, "(others)"
 """Rows may have keys of their own each; the report names only so many."""
 
 
-class Ledger:
+class RowPolicies:
     """Decides for each outcome what is kept, and counts it once."""
 
     def __init__(self, data: DataConfig, max_tokens: int) -> None:
         self._data, self._max_tokens = data, max_tokens
-        self.tallies: dict[Side, Tally] = {side: Tally() for side in SIDES}
+        self.tallies: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
         self.n_bad = 0
         self._bad: list[str] = []
         self._exact: dict[Side, set[int]] = {side: set() for side in SIDES}
@@ -47,19 +47,19 @@ class Ledger:
         """Remember a row that must not be trained on."""
         self._guarded.setdefault(normal_key, str(source))
 
-    def keep(self, outcome: Outcome, side: Side) -> Sequence[Piece]:
+    def keep(self, outcome: Outcome, side: Side) -> Sequence[Example]:
         """What of a record goes on; empty when it was refused or dropped, and then it is known why."""
-        tally = self.tallies[side]
+        row_counts = self.tallies[side]
         if outcome.refused:
-            tally.refused += 1
+            row_counts.refused += 1
             self._note_bad(outcome, outcome.refused)
             return []
-        is_seen = self._count_content(outcome, side, tally)
+        is_seen = self._count_content(outcome, side, row_counts)
         reason = self._reason_to_leave(outcome, side, is_seen=is_seen)
         if reason:
-            tally.dropped[reason] += 1
+            row_counts.dropped[reason] += 1
             return []
-        tally.add_record(outcome)
+        row_counts.add_record(outcome)
         return outcome.pieces
 
     def check(self) -> None:
@@ -75,28 +75,28 @@ class Ledger:
             " for rows of the held-out set data.leaks: drop",
         )
 
-    def _count_content(self, outcome: Outcome, side: Side, tally: Tally) -> bool:
+    def _count_content(self, outcome: Outcome, side: Side, row_counts: RowCounts) -> bool:
         """Whether an earlier record of this side has the same content, in its normal form at least."""
         exact, normal, prompt = outcome.keys
         is_exact = exact in self._exact[side]
         is_seen = is_exact or normal in self._normal[side]
         self._exact[side].add(exact)
         self._normal[side].add(normal)
-        tally.duplicates += is_exact
-        tally.near_duplicates += is_seen and not is_exact
+        row_counts.duplicates += is_exact
+        row_counts.near_duplicates += is_seen and not is_exact
         if side == "held_out":
             self.guard(normal, outcome.source)
         elif outcome.is_chat and self._answers.setdefault(prompt, normal) != normal:
             self._several.add(prompt)
-            tally.prompts_with_several_answers = len(self._several)
+            row_counts.prompts_with_several_answers = len(self._several)
         for length in outcome.lengths:
-            tally.add_length(length)
+            row_counts.add_length(length)
         for column in outcome.unused:
-            is_named = column in tally.unused_columns or len(tally.unused_columns) < NAMED_COLUMNS
-            tally.unused_columns[column if is_named else OTHERS] += 1
-        tally.typed_specials += outcome.typed_specials > 0
+            is_named = column in row_counts.unused_columns or len(row_counts.unused_columns) < NAMED_COLUMNS
+            row_counts.unused_columns[column if is_named else OTHERS] += 1
+        row_counts.typed_specials += outcome.typed_specials > 0
         if self._data.system is not None and outcome.is_chat:
-            tally.with_system += outcome.has_system == self._data.system
+            row_counts.with_system += outcome.has_system == self._data.system
         return is_seen
 
     def _reason_to_leave(self, outcome: Outcome, side: Side, *, is_seen: bool) -> str:

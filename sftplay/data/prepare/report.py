@@ -19,7 +19,7 @@ BAR_WIDTH = 30
 
 
 @dataclass
-class Tally:
+class RowCounts:
     """Counts of one source, or of several added up."""
 
     kept: int = 0
@@ -109,11 +109,11 @@ class Tally:
         }
 
 
-def total(tallies: Iterable[Tally]) -> Tally:
+def total(tallies: Iterable[RowCounts]) -> RowCounts:
     """The sum of several sources."""
-    whole = Tally()
-    for tally in tallies:
-        for name, value in vars(tally).items():
+    whole = RowCounts()
+    for row_counts in tallies:
+        for name, value in vars(row_counts).items():
             so_far = getattr(whole, name)
             setattr(whole, name, max(so_far, value) if name == "longest" else so_far + value)
     return whole

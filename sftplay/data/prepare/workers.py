@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sftplay.data.encode.render import Recipe, Renderer
 from sftplay.data.layouts.convert import Reading
-from sftplay.data.prepare.batch import Fit, Line, Outcome, Treatment
+from sftplay.data.prepare.batch import Fit, Outcome, RowReport, Treatment
 from sftplay.data.read.sources import files_of, is_hub_name
 from sftplay.errors import MachineError
 from sftplay.machine.probe import usable_cores
@@ -36,7 +36,7 @@ AHEAD = 2
 UNPACKED = {".gz": 5, ".parquet": 4}
 """About how much larger the rows are than a file of that kind."""
 
-Work = tuple[list[Line], float]
+Work = tuple[list[RowReport], float]
 """A batch and the share of its prompts that is held out."""
 
 OURS = (signal.SIGINT, signal.SIGUSR1)
@@ -46,7 +46,7 @@ _treatment: list[Treatment] = []
 """What a started process works with; empty in every other process."""
 
 
-def crew_size(paths: Iterable[str]) -> int:
+def n_workers(paths: Iterable[str]) -> int:
     """How many processes are worth starting for these inputs; 1 means none beside the caller."""
     named = list(paths)
     if any(is_hub_name(path) for path in named):
@@ -111,7 +111,7 @@ def _begin(recipe: Recipe, reading: Reading, fit: Fit, parent: int) -> None:
     _treatment.append(Treatment(Renderer.from_recipe(recipe), reading, fit))
 
 
-def _treat(lines: list[Line], share: float) -> list[Outcome]:
+def _treat(lines: list[RowReport], share: float) -> list[Outcome]:
     return _treatment[0].treat(lines, share)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sftplay.data.records import Chat, Message
-from sftplay.data.template.sentinels import Skeleton, Unproven, read_skeleton
+from sftplay.data.template.sentinels import SentinelLayout, Unproven, read_sentinel_layout
 from sftplay.data.template.templates import ChatTemplate, Span
 from sftplay.data.template.tool_checks import check_results, check_tools, end_of_calls, has_text, uses_tools
 from sftplay.errors import DataError
@@ -43,7 +43,7 @@ class TurnFinder:
         special = list(special_tokens)
         self._special = _pattern(special, "+")
         self._closing = _pattern(special, r"+\s*\Z")
-        self._skeletons: dict[tuple[str, ...], Skeleton] = {}
+        self._skeletons: dict[tuple[str, ...], SentinelLayout] = {}
         self._set_ends(ends)
 
     def learn_ends(self, chats: Iterable[Chat]) -> None:
@@ -148,7 +148,7 @@ class TurnFinder:
         if uses_tools(chat):
             raise Unproven("calls have no text of their own that a mark could stand for")
         text = self.text_of(chat)
-        expected, spans = self._skeleton(tuple(turn.role for turn in chat.messages)).assemble(chat.messages)
+        expected, spans = self._sentinel_layout(tuple(turn.role for turn in chat.messages)).assemble(chat.messages)
         if text != expected:
             raise Unproven("the template writes this chat's texts otherwise than it writes unique marks in their place")
         return Marked(text, tuple(spans[turn] for turn in chat.learned_turns()))
@@ -180,9 +180,9 @@ class TurnFinder:
         tail = self._end_match(text, at + len(content)) if at >= 0 else ""
         return at + len(content) + len(tail) if tail else len(text.rstrip())
 
-    def _skeleton(self, roles: tuple[str, ...]) -> Skeleton:
+    def _sentinel_layout(self, roles: tuple[str, ...]) -> SentinelLayout:
         if roles not in self._skeletons:
-            self._skeletons[roles] = read_skeleton(self.template, roles, self._end)
+            self._skeletons[roles] = read_sentinel_layout(self.template, roles, self._end)
         return self._skeletons[roles]
 
     def _check(self, piece: str, message: Message, prompt: str) -> None:

@@ -22,7 +22,7 @@ _TOOLS = json.dumps([{"type": "function", "function": _TOOL}])
 _CALL = Call("find_stone", '{"stone": "grey slate"}', "callstone")  # nine letters: Mistral's templates insist on that
 
 
-def dialogues(template: ChatTemplate, opening: str) -> list[Chat]:
+def probe_chats(template: ChatTemplate, opening: str) -> list[Chat]:
     """Chats without tools; all answers begin with `opening`."""
     words = ["Ping one?", "Pong one.", "Ping two?", "Pong two.", "Ping three?", "Pong one."]
     words = [opening + word if word.startswith("Pong") else word for word in words]
@@ -34,7 +34,7 @@ def dialogues(template: ChatTemplate, opening: str) -> list[Chat]:
     return [plain, _by_turns([f"Read {header} again", *words[1:4]]), _by_turns(words[:2])]
 
 
-def tool_dialogues() -> list[Chat]:
+def tool_probe_chats() -> list[Chat]:
     """Chats with a call: one that goes on after it, and its beginning, which ends with the call."""
     turns = (
         Message("user", "Where is it?"),

@@ -1,6 +1,6 @@
 """What a chat template writes around the texts of a chat, read off a rendering with unique marks in their place.
 
-A skeleton belongs to a sequence of roles and says what the text of any such chat must be; `masks` checks that it is.
+A layout belongs to a sequence of roles and says what the text of any such chat must be; `masks` checks that it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Unproven(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Skeleton:
+class SentinelLayout:
     """What a template writes around the texts of a chat with given roles."""
 
     gaps: tuple[str, ...]
@@ -52,8 +52,8 @@ class Skeleton:
         return "".join(parts), spans
 
 
-def read_skeleton(template: ChatTemplate, roles: Sequence[str], end: re.Pattern[str]) -> Skeleton:
-    """The skeleton of chats with these roles; `end` matches an end-of-turn token and white space before it.
+def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], end: re.Pattern[str]) -> SentinelLayout:
+    """The sentinel_layout of chats with these roles; `end` matches an end-of-turn token and white space before it.
 
     Raises:
         Unproven: a text is missing, doubled or out of order, inference would prompt otherwise, or a turn has no end.
@@ -76,7 +76,7 @@ def read_skeleton(template: ChatTemplate, roles: Sequence[str], end: re.Pattern[
         edge = len(EDGE) if keeps_left[index] else 0
         heads.append(_head(text[: text.index(marks[index])], prompt, gaps[index], edge=edge) if answers else 0)
         tails.append(_tail(gaps[index + 1], end) if role == "assistant" else 0)
-    return Skeleton(tuple(gaps), keeps_left, keeps_right, tuple(heads), tuple(tails))
+    return SentinelLayout(tuple(gaps), keeps_left, keeps_right, tuple(heads), tuple(tails))
 
 
 def _gaps(text: str, marks: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ari
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class TemplateTraits:
     """How a template wants to be given chats, found by trying (see `forms`); it says so nowhere itself."""
 
     arguments_as_text: bool = False
@@ -51,7 +51,7 @@ class Manner:
     that begins the next turn, at which such a model is made to stop."""
 
 
-PLAIN = Manner()
+PLAIN = TemplateTraits()
 
 
 def resolve_template(setting: str, tokenizer: Any) -> str:
@@ -120,9 +120,9 @@ class GenerationBlocks(jinja2.ext.Extension):
 class ChatTemplate:
     """One compiled template. `tokens` are the special tokens it may name, such as `eos_token`."""
 
-    def __init__(self, text: str, tokens: Mapping[str, Any], manner: Manner = PLAIN) -> None:
-        self.text, self.manner = text, manner
-        self._is_plain = not (manner.arguments_as_text or manner.content_in_parts)
+    def __init__(self, text: str, tokens: Mapping[str, Any], traits: TemplateTraits = PLAIN) -> None:
+        self.text, self.traits = text, traits
+        self._is_plain = not (traits.arguments_as_text or traits.content_in_parts)
         self._tokens = dict(tokens)
         try:
             self._template = _environment().from_string(text)
@@ -150,21 +150,21 @@ class ChatTemplate:
         except FAULTS as error:
             raise DataError(f"the chat template refuses it: {error}") from error
         if not prompts and messages[-1].role == "assistant":
-            text += self.manner.closings[bool(messages[-1].calls)]
+            text += self.traits.closings[bool(messages[-1].calls)]
         return _without_marks(text) if self.has_marks else (text, [])
 
-    def in_manner(self, manner: Manner) -> ChatTemplate:
-        """The same template, given chats in another manner."""
-        return ChatTemplate(self.text, self._tokens, manner)
+    def in_traits(self, traits: TemplateTraits) -> ChatTemplate:
+        """The same template, given chats in another traits."""
+        return ChatTemplate(self.text, self._tokens, traits)
 
     def _turn(self, message: Message) -> dict[str, Any]:
         turn = message.as_json()
         if self._is_plain:
             return turn
-        if self.manner.arguments_as_text:
+        if self.traits.arguments_as_text:
             for call, written in zip(message.calls, turn.get("tool_calls", ()), strict=True):
                 written["function"]["arguments"] = call.arguments
-        if self.manner.content_in_parts:
+        if self.traits.content_in_parts:
             turn["content"] = [{"type": "text", "text": message.content}]
         return turn
 

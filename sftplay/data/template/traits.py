@@ -1,4 +1,4 @@
-"""Finding out by trying how a chat template wants its chats: see `templates.Manner`.
+"""Finding out by trying how a chat template wants its chats: see `templates.TemplateTraits`.
 
 A template states none of this. What transformers documents is tried first, and kept where it works.
 """
@@ -11,17 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from sftplay.data.records import Chat, Message
-from sftplay.data.template.probe_chats import NEXT, tool_dialogues
-from sftplay.data.template.templates import ChatTemplate, Manner
+from sftplay.data.template.probe_chats import NEXT, tool_probe_chats
+from sftplay.data.template.templates import ChatTemplate, TemplateTraits
 from sftplay.errors import DataError
 
 
 def content_forms(template: ChatTemplate) -> list[ChatTemplate]:
     """The template given texts, and given parts where it looks at the type of one."""
-    plain = template.in_manner(replace(Manner(), arguments_as_text=_wants_text(template)))
+    plain = template.in_traits(replace(TemplateTraits(), arguments_as_text=_wants_text(template)))
     if not re.search(r"""['"]type['"]|\.type\b""", template.text):
         return [plain]
-    return [plain, template.in_manner(replace(plain.manner, content_in_parts=True))]
+    return [plain, template.in_traits(replace(plain.traits, content_in_parts=True))]
 
 
 def closings_of(template: ChatTemplate, chats: Sequence[Chat], special: Iterable[str]) -> tuple[str, str]:
@@ -30,7 +30,7 @@ def closings_of(template: ChatTemplate, chats: Sequence[Chat], special: Iterable
     Only a token of that turn's own will do, one with which no answer begins (GLM-4 has <|user|> and <|observation|>);
     where all turns begin alike, or white space comes first, the template has forgotten its end token.
     """
-    called = tool_dialogues()[0]
+    called = tool_probe_chats()[0]
     said = next((_next_token(template, chat, NEXT, special) for chat in chats), "")
     calls = _next_token(template, replace(called, messages=called.messages[:2]), called.messages[2], special)
     return said, calls or said
@@ -53,16 +53,16 @@ def _next_token(template: ChatTemplate, chat: Chat, following: Message, special:
 
 def _wants_text(template: ChatTemplate) -> bool:
     """True when a call is written only, or only as JSON, with its arguments as text."""
-    (call,) = tool_dialogues()[1].messages[1].calls
+    (call,) = tool_probe_chats()[1].messages[1].calls
     as_object = _written(template)
     if as_object is not None and str(json.loads(call.arguments)) not in as_object:
         return False
-    as_text = _written(template.in_manner(replace(Manner(), arguments_as_text=True)))
+    as_text = _written(template.in_traits(replace(TemplateTraits(), arguments_as_text=True)))
     return as_text is not None and call.arguments in as_text
 
 
 def _written(template: ChatTemplate) -> str | None:
-    chat = tool_dialogues()[1]
+    chat = tool_probe_chats()[1]
     try:
         return template.render(chat.messages, tools=chat.tools)[0]
     except DataError:

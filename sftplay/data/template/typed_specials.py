@@ -28,7 +28,7 @@ GUARD = "\ufdd2"
 THOUGHTS = ("<think>", "</think>")
 
 
-class Literals:
+class TypedSpecials:
     """Finds and guards the texts of one tokenizer's special tokens."""
 
     def __init__(self, special: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import Examples
 from sftplay.data.records import Chat
 from sftplay.deliver.evaluate.metrics import score_answers
-from sftplay.deliver.infer.generate import Speaker, answer_all
+from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.monitor.out_of_memory import Portions
 
 LOSS_TOKENS = 8192
@@ -47,8 +47,8 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
     with ready_to_answer(model):
         loss = held_out_loss(model, examples.held_out, tokenizer.pad_token_id)
         chats = spread(examples.held_out_chats, cfg.eval.limit)
-        speaker = Speaker(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
-        answers = answer_chats(speaker, examples.renderer, chats, cfg.eval) if chats else []
+        generator = Generator(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
+        answers = answer_chats(generator, examples.renderer, chats, cfg.eval) if chats else []
     references = [reference_of(chat, examples.renderer) for chat in chats]
     means, correct = score_answers(answers, references, cfg.eval.metrics) if chats else ({}, [])
     figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
@@ -88,11 +88,11 @@ def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
     return [chats[i * len(chats) // limit] for i in range(limit)]
 
 
-def answer_chats(speaker: Speaker, renderer: Renderer, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
+def answer_chats(generator: Generator, renderer: Renderer, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
     """The model's greedy answer in place of each row's last turn."""
     prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
     return answer_all(
-        speaker,
+        generator,
         prompts,
         batch_size=how.batch_size,
         progress=lambda done: log.status(f"answered {done}/{len(prompts)}", "eval"),

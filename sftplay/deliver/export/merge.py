@@ -29,9 +29,9 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import attach_adapter
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
 from sftplay.model.load import DTYPES
-from sftplay.model.merged_start import part_tied_ends, settle_tie
+from sftplay.model.merged_start import part_tied_ends, resolve_tie
 from sftplay.model.source import is_hub_shaped, locate
-from sftplay.model.start_point import settle
+from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -91,7 +91,7 @@ def merged_model(cfg: RunConfig, folder: RunFolder, dtype: Dtype | None) -> tupl
     whole = model.unload()  # every layer is merged already; modules trained in full take their place
     if wanted:
         whole.to(wanted)
-    if settle_tie(whole):
+    if resolve_tie(whole):
         log.say("note: head and input embedding were one weight and are two now; the merged model holds both", "merge")
     _check_finite(whole, adapter_of(cfg, folder))
     end_where_training_ended(whole.generation_config, tokenizer)
@@ -153,7 +153,7 @@ def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
     own = folder.path / "base"
     if own.is_dir():
         return str(own), None
-    model = settle(cfg).model
+    model = resolve_names(cfg).model
     return locate(model.name), model.revision
 
 

@@ -24,7 +24,7 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import Message
 from sftplay.deliver.export.merge import adapter_of, load_unquantised, size_bytes, with_adapter
-from sftplay.deliver.infer.generate import Speaker
+from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result
@@ -84,13 +84,13 @@ def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
     reference = with_adapter(load_unquantised(cfg, folder, dtype=torch.float32), folder)
     ends = _end_token_ids(tokenizer)
-    expected = _hear(Speaker(reference, tokenizer, ends, ANSWER_TOKENS), prompts)
+    expected = _hear(Generator(reference, tokenizer, ends, ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)
     problems = _find_altered(_merged_by_peft(reference), whole)
     del reference
     gc.collect()
     dtype = whole.dtype
-    found = _hear(Speaker(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, told=expected.answers)
+    found = _hear(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, told=expected.answers)
     figures = _compare(expected, found, dtype) | {"prompts": origin, "altered": problems}
     if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
         problems.append("the chat template is not the one of the run")
@@ -132,15 +132,15 @@ def _end_token_ids(tokenizer: Any) -> list[int]:
 
 
 @torch.no_grad()
-def _hear(speaker: Speaker, prompts: Sequence[list[int]], told: Sequence[list[int]] | None = None) -> Spoken:
+def _hear(generator: Generator, prompts: Sequence[list[int]], told: Sequence[list[int]] | None = None) -> Spoken:
     """The model's answers, and its scores for them, or for the answers `told` where given."""
-    model, spoken = speaker.model, Spoken()
+    model, spoken = generator.model, Spoken()
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
         model.to("cuda")
     device = next(model.parameters()).device
     for n, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
-        answer = speaker.generate(ids, torch.ones_like(ids))[0, len(prompt) :].tolist()
+        answer = generator.generate(ids, torch.ones_like(ids))[0, len(prompt) :].tolist()
         spoken.answers.append(answer)
         sequence = torch.tensor([prompt + (told[n] if told else answer)], device=device)
         spoken.scores.append(model(input_ids=sequence).logits[0, len(prompt) - 1 :].float().cpu())

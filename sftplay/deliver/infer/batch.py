@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.data.layouts.convert import Row
-from sftplay.deliver.infer.generate import Speaker, answer_batch
-from sftplay.deliver.infer.partial_answers import FIX_SPACE, Journal
-from sftplay.deliver.infer.prompts import Question, Questions
+from sftplay.deliver.infer.generate import Generator, answer_batch
+from sftplay.deliver.infer.partial_answers import FIX_SPACE, PartialAnswers
+from sftplay.deliver.infer.prompts import Prompt, PromptFile
 from sftplay.errors import DataError, RunError
 from sftplay.units import format_seconds
 
-Batch = list[tuple[Question, list[int]]]
+Batch = list[tuple[Prompt, list[int]]]
 
 
-def check_lengths(questions: Questions, renderer: Any, speaker: Speaker) -> None:
+def check_lengths(questions: PromptFile, renderer: Any, generator: Generator) -> None:
     """Make sure that every row can be asked and has room for its answer, before any is answered.
 
     Raises:
         DataError: one cannot, with its place.
     """
-    context, answer = speaker.context_tokens, speaker.max_new_tokens
+    context, answer = generator.context_tokens, generator.max_new_tokens
     for question in questions:
         n_tokens = len(question.prompt(renderer))
         if context is not None and n_tokens + answer > context:
@@ -35,7 +35,7 @@ def check_lengths(questions: Questions, renderer: Any, speaker: Speaker) -> None
 
 
 def answer_rest(
-    speaker: Speaker, renderer: Any, questions: Questions, *, batch_size: int, journal: Journal, pace: Pace
+    generator: Generator, renderer: Any, questions: PromptFile, *, batch_size: int, journal: PartialAnswers, pace: Pace
 ) -> None:
     """Answer what `journal` does not hold yet, into it.
 
@@ -46,20 +46,20 @@ def answer_rest(
         n_batches = -(-len(window) // batch_size)
         for batch in _by_length(window, renderer, batch_size)[skipped:] if skipped < n_batches else ():
             numbers = [question.number for question, _ in batch]
-            answers = answer_batch(speaker, [prompt for _, prompt in batch], numbers)
+            answers = answer_batch(generator, [prompt for _, prompt in batch], numbers)
             journal.append(list(zip(numbers, answers, strict=True)))
             pace.count(len(batch))
         skipped = max(0, skipped - n_batches)
 
 
-def _by_length(window: list[Question], renderer: Any, batch_size: int) -> list[Batch]:
+def _by_length(window: list[Prompt], renderer: Any, batch_size: int) -> list[Batch]:
     """The longest first: what does not fit into memory shows at once."""
     asked = [(question, question.prompt(renderer)) for question in window]
     asked.sort(key=lambda pair: -len(pair[1]))
     return [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
 
 
-def write_answered(questions: Questions, journal: Journal, out: Path, batch_size: int) -> None:
+def write_answered(questions: PromptFile, journal: PartialAnswers, out: Path, batch_size: int) -> None:
     """Write every row with its `response`, in order; `out` appears whole, and the journal goes.
 
     Raises:

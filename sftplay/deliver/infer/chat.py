@@ -12,7 +12,7 @@ from threading import Event
 from typing import Any
 
 from sftplay.data.records import Message
-from sftplay.deliver.infer.generate import Speaker, stream_answer
+from sftplay.deliver.infer.generate import Generator, stream_answer
 from sftplay.errors import DataError, nearest_names
 
 NO_SYSTEM = "-"
@@ -28,10 +28,10 @@ A line that begins with a space is said as it is. Ctrl-C ends an answer; at the 
 
 
 @dataclass
-class Dialogue:
+class Conversation:
     """One conversation and its settings; an answer draws on random numbers of its own, the nth always on the same."""
 
-    speaker: Speaker
+    generator: Generator
     renderer: Any
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
@@ -49,9 +49,9 @@ class Dialogue:
         self.turns.append(Message("user", words))
         pieces: list[str] = []
         try:
-            prompt, speaker = self._fitted(note)
+            prompt, generator = self._fitted(note)
             self.n_asked += 1
-            for piece in stream_answer(speaker, prompt, self.n_asked, stop):
+            for piece in stream_answer(generator, prompt, self.n_asked, stop):
                 pieces.append(piece)
                 yield piece
         except BaseException:
@@ -62,9 +62,9 @@ class Dialogue:
         else:
             self.turns.pop()
 
-    def _fitted(self, note: Callable[[str], None]) -> tuple[list[int], Speaker]:
-        """The prompt, and the speaker with as long an answer as has room."""
-        context, answer = self.speaker.context_tokens, self.speaker.max_new_tokens
+    def _fitted(self, note: Callable[[str], None]) -> tuple[list[int], Generator]:
+        """The prompt, and the generator with as long an answer as has room."""
+        context, answer = self.generator.context_tokens, self.generator.max_new_tokens
         n_forgotten = 0
         prompt = self._prompt()
         while context is not None and len(prompt) + answer > context and len(self.turns) > 1:
@@ -75,12 +75,12 @@ class Dialogue:
             room = f"the model reads {context} tokens, {answer} of them kept for the answer"
             note(f"{room}: the oldest {n_forgotten} turns are forgotten")
         if context is None or len(prompt) + answer <= context:
-            return prompt, self.speaker
+            return prompt, self.generator
         if len(prompt) >= context:
             what = f"this has {len(prompt)} tokens, and the model reads {context}"
             raise DataError(what, fix="say it in fewer words")
         note(f"the model reads {context} tokens: there is room for an answer of {context - len(prompt)}")
-        return prompt, replace(self.speaker, max_new_tokens=context - len(prompt))
+        return prompt, replace(self.generator, max_new_tokens=context - len(prompt))
 
     def _prompt(self) -> list[int]:
         lead = [Message("system", self.system)] if self.system else []
@@ -88,7 +88,7 @@ class Dialogue:
         return ids
 
 
-def obey(dialogue: Dialogue, line: str) -> str | None:
+def run_command(dialogue: Conversation, line: str) -> str | None:
     """Do what a line that begins with / says, and answer it; None when the conversation is to end."""
     word, _, rest = line.strip().partition(" ")
     if word == "/quit":
@@ -101,20 +101,20 @@ def obey(dialogue: Dialogue, line: str) -> str | None:
     return action(dialogue, rest.strip())
 
 
-def _reset(dialogue: Dialogue, rest: str) -> str:
+def _reset(dialogue: Conversation, rest: str) -> str:
     if rest:
         return "/reset takes nothing after it"
     dialogue.turns.clear()
     return "what was said is forgotten"
 
 
-def _system(dialogue: Dialogue, rest: str) -> str:
+def _system(dialogue: Conversation, rest: str) -> str:
     if rest:
         dialogue.system = None if rest == NO_SYSTEM else rest
     return f"system prompt: {dialogue.system}" if dialogue.system else "there is no system prompt"
 
 
-def _temperature(dialogue: Dialogue, rest: str) -> str:
+def _temperature(dialogue: Conversation, rest: str) -> str:
     if rest:
         try:
             value = float(rest)
@@ -122,26 +122,26 @@ def _temperature(dialogue: Dialogue, rest: str) -> str:
             value = math.nan
         if not 0 <= value < math.inf:
             return f"not a temperature: {rest!r} (0 or more)"
-        speaker = dialogue.speaker
-        dialogue.speaker = replace(speaker, sampling=replace(speaker.sampling, temperature=value))
-    sampling = dialogue.speaker.sampling
+        generator = dialogue.generator
+        dialogue.generator = replace(generator, sampling=replace(generator.sampling, temperature=value))
+    sampling = dialogue.generator.sampling
     cut = f", top-p {sampling.top_p:g}" if sampling.temperature and sampling.top_p < 1 else ""
     return f"temperature {sampling.temperature:g}{cut}{'' if sampling.temperature else ': the likeliest words'}"
 
 
-def _max(dialogue: Dialogue, rest: str) -> str:
+def _max(dialogue: Conversation, rest: str) -> str:
     if rest:
         if not rest.isdecimal() or int(rest) == 0:
             return f"not a number of tokens: {rest!r}"
-        dialogue.speaker = replace(dialogue.speaker, max_new_tokens=int(rest))
-    return f"answers of at most {dialogue.speaker.max_new_tokens} tokens"
+        dialogue.generator = replace(dialogue.generator, max_new_tokens=int(rest))
+    return f"answers of at most {dialogue.generator.max_new_tokens} tokens"
 
 
-def _help(dialogue: Dialogue, rest: str) -> str:
+def _help(dialogue: Conversation, rest: str) -> str:
     return HELP
 
 
-COMMANDS: dict[str, Callable[[Dialogue, str], str]] = {
+COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
     "/reset": _reset,
     "/system": _system,
     "/temperature": _temperature,

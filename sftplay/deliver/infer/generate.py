@@ -18,7 +18,7 @@ from sftplay.monitor.out_of_memory import Portions
 
 
 @dataclass(frozen=True)
-class Speaker:
+class Generator:
     """A model with its tokenizer, the tokens that end an answer, and the longest answer in tokens."""
 
     model: Any
@@ -71,24 +71,24 @@ class Speaker:
             inner.generation_config = shipped
 
 
-def answer_batch(speaker: Speaker, prompts: Sequence[list[int]], rows: Sequence[int] = ()) -> list[str]:
+def answer_batch(generator: Generator, prompts: Sequence[list[int]], rows: Sequence[int] = ()) -> list[str]:
     """The answer to each prompt (token ids), without special tokens, in order; `rows` are their numbers.
 
     Prompts are padded on the left, so that all answers start at the same place.
     """
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), speaker.tokenizer.pad_token_id)
+    ids = torch.full((len(prompts), width), generator.tokenizer.pad_token_id)
     mask = torch.zeros_like(ids)
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
-    out = speaker.generate(ids, mask, rows)
-    answers: list[str] = speaker.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+    out = generator.generate(ids, mask, rows)
+    answers: list[str] = generator.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
     return answers
 
 
 def answer_all(
-    speaker: Speaker,
+    generator: Generator,
     prompts: Sequence[list[int]],
     *,
     batch_size: int,
@@ -104,7 +104,7 @@ def answer_all(
 
     def answer(portion: slice) -> int:
         batch = order[portion]
-        for i, text in zip(batch, answer_batch(speaker, [prompts[i] for i in batch], batch), strict=True):
+        for i, text in zip(batch, answer_batch(generator, [prompts[i] for i in batch], batch), strict=True):
             answers[i] = text
         return portion.stop
 
@@ -113,12 +113,12 @@ def answer_all(
     return answers
 
 
-def stream_answer(speaker: Speaker, prompt: list[int], row: int = 0, stop: Event | None = None) -> Iterator[str]:
+def stream_answer(generator: Generator, prompt: list[int], row: int = 0, stop: Event | None = None) -> Iterator[str]:
     """Pieces of the answer to one prompt as they are made, until `stop` is set; together they are the answer."""
-    pieces = Pieces(speaker.tokenizer, stop or Event())
+    pieces = Pieces(generator.tokenizer, stop or Event())
     ids = torch.tensor([prompt])
     with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(speaker.generate, ids, torch.ones_like(ids), [row], pieces)
+        work = pool.submit(generator.generate, ids, torch.ones_like(ids), [row], pieces)
         work.add_done_callback(lambda _: pieces.end())  # else a failure would leave the reader waiting
         try:
             yield from iter(pieces.queue.get, None)

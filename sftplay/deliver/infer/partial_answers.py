@@ -36,7 +36,7 @@ def fingerprint_run(folder: RunFolder) -> str:
     return digest.hexdigest()
 
 
-class Journal:
+class PartialAnswers:
     """The side file of `out`: `<out>.part`."""
 
     def __init__(self, out: Path, fingerprint: Fingerprint) -> None:
@@ -47,7 +47,7 @@ class Journal:
         self._handle: BinaryIO | None = None
 
     @contextmanager
-    def held(self) -> Iterator[Journal]:
+    def held(self) -> Iterator[PartialAnswers]:
         """Keep the file for this process, with what an earlier one left in it; a torn last line is cut off.
 
         Raises:

@@ -17,7 +17,7 @@ BATCHES_IN_WINDOW = 64
 
 
 @dataclass(frozen=True)
-class Question:
+class Prompt:
     """One row: its number in the whole file, its place, its fields, and what of them the model is asked."""
 
     number: int
@@ -40,13 +40,13 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Questions:
+class PromptFile:
     """A file or folder of rows with `messages` or `prompt`; `system` goes before those that have none."""
 
     path: str
     system: str | None = None
 
-    def __iter__(self) -> Iterator[Question]:
+    def __iter__(self) -> Iterator[Prompt]:
         """Every row, in order.
 
         Raises:
@@ -58,10 +58,10 @@ class Questions:
             for source, row in read_rows(str(file)):
                 if isinstance(row, Refused):
                     raise DataError(row.reason, where=str(source), fix="correct the row")
-                yield Question(number, source, row, *read_prompt(row, source, reading))
+                yield Prompt(number, source, row, *read_prompt(row, source, reading))
                 number += 1
 
-    def windows(self, batch_size: int) -> Iterator[list[Question]]:
+    def windows(self, batch_size: int) -> Iterator[list[Prompt]]:
         """All rows, in order, so many at a time as are sorted by length together."""
         rows = iter(self)
         while window := list(islice(rows, BATCHES_IN_WINDOW * batch_size)):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from sftplay.deliver.report.run_files import Evidence, answer_rows
-from sftplay.deliver.report.wording import escaped, shown, table
+from sftplay.deliver.report.run_files import RunFiles, answer_rows
+from sftplay.deliver.report.wording import escaped, format_figure, table
 
 EACH = 4
 """Rows shown of each kind."""
@@ -29,7 +29,7 @@ KINDS: dict[Kind, str] = {
 }
 
 
-def show_answers(found: Evidence, prefix: str = "") -> str:
+def show_answers(found: RunFiles, prefix: str = "") -> str:
     """The answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; empty when there are none after training."""
     before = _verdicts(found, f"{prefix}before")
     after = _verdicts(found, f"{prefix}after")
@@ -39,11 +39,11 @@ def show_answers(found: Evidence, prefix: str = "") -> str:
     chosen = _choose(kinds)
     old, new = (_rows(found, f"{prefix}{name}", set(chosen)) for name in ("before", "after"))
     cards = "".join(_card(kinds[row], new[row], old.get(row)) for row in chosen if row in new)
-    shown = f"{len(chosen):,} of {len(after):,} rows: the first {EACH} of each kind."
-    return f'{_counts(kinds)}<p class="soft">{shown}</p><div class="answers">{cards}</div>'
+    format_figure = f"{len(chosen):,} of {len(after):,} rows: the first {EACH} of each kind."
+    return f'{_counts(kinds)}<p class="soft">{format_figure}</p><div class="answers">{cards}</div>'
 
 
-def _verdicts(found: Evidence, tag: str) -> dict[Any, bool | None]:
+def _verdicts(found: RunFiles, tag: str) -> dict[Any, bool | None]:
     verdicts: dict[Any, bool | None] = {}
     for row in answer_rows(found.folder, tag):
         if isinstance(row.get("row"), int | str):
@@ -57,7 +57,7 @@ def _choose(kinds: dict[Any, Kind]) -> list[Any]:
     return [row for kind in known for row in [row for row, of in kinds.items() if of == kind][:EACH]]
 
 
-def _rows(found: Evidence, tag: str, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
+def _rows(found: RunFiles, tag: str, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
     rows = (row for row in answer_rows(found.folder, tag) if isinstance(row.get("row"), int | str))
     return {row["row"]: row for row in rows if row["row"] in wanted}
 
@@ -67,7 +67,7 @@ def _counts(kinds: dict[Any, Kind]) -> str:
     if set(counts) == {(None, None)}:
         return ""
     rows = [
-        [escaped(name), f"{counts[kind]:,}", shown("row_share", counts[kind] / len(kinds))]
+        [escaped(name), f"{counts[kind]:,}", format_figure("row_share", counts[kind] / len(kinds))]
         for kind, name in KINDS.items()
         if counts[kind]
     ]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sftplay.deliver.report.history import Point
-from sftplay.deliver.report.wording import escaped, shown
+from sftplay.deliver.report.wording import escaped, format_figure
 
 WIDTH, HEIGHT = 1000.0, 300.0
 MOST_DOTS = 60
@@ -25,7 +25,7 @@ GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve of a chart; `kind` is its colour: a, b, c or d. With `dots` every point shows."""
 
     key: str
@@ -43,7 +43,7 @@ class Chart:
 
     title: str
     unit: str
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     last_step: float
     resumed: Sequence[float] = ()
     is_wide: bool = False
@@ -105,20 +105,22 @@ def is_drawable(value: float) -> bool:
     return abs(value) < MOST_DRAWN
 
 
-def summary(line: Line, unit: str) -> str:
+def summary(line: Curve, unit: str) -> str:
     """Where a curve begins, its lowest and highest value, and where it ends."""
     finite = [point for point in line.points if is_drawable(point[1])]
     if not finite:
         return "no finite value"
     (first_step, first), (last_step, last) = finite[0], finite[-1]
-    text = f"{shown(unit, first)} at step {first_step:,.0f}"
+    text = f"{format_figure(unit, first)} at step {first_step:,.0f}"
     if len({value for _, value in finite}) == 1 and len(finite) > 1:
-        text = f"{shown(unit, first)} throughout"
+        text = f"{format_figure(unit, first)} throughout"
     elif len(finite) > 1:
         low, high = (pick(finite, key=lambda point: point[1]) for pick in (min, max))
-        text += f" → {shown(unit, last)} at step {last_step:,.0f}"
-        text += f"; lowest {shown(unit, low[1])} at {low[0]:,.0f}" if low not in (finite[0], finite[-1]) else ""
-        text += f"; highest {shown(unit, high[1])} at {high[0]:,.0f}" if high not in (finite[0], finite[-1]) else ""
+        text += f" → {format_figure(unit, last)} at step {last_step:,.0f}"
+        text += f"; lowest {format_figure(unit, low[1])} at {low[0]:,.0f}" if low not in (finite[0], finite[-1]) else ""
+        text += (
+            f"; highest {format_figure(unit, high[1])} at {high[0]:,.0f}" if high not in (finite[0], finite[-1]) else ""
+        )
     return text + ("; not finite in places" if len(finite) < len(line.points) else "")
 
 
@@ -178,7 +180,7 @@ def _marks(points: Sequence[Point], across: Axis) -> str:
     )
 
 
-def _path(line: Line, across: Axis, up: Axis) -> str:
+def _path(line: Curve, across: Axis, up: Axis) -> str:
     finite = [(step, value) for step, value in line.points if is_drawable(value)]
     parts, is_open = [], False
     for step, value in line.points:
@@ -216,7 +218,13 @@ def _tick(tick: float, up: Axis, unit: str) -> str:
         return f"{tick / factor:.4g} {name}"
     if tick and (abs(tick) < 1e-3 or abs(tick) >= 1e7):
         return f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e+").replace("e+", "e")
-    return shown(unit, tick) if unit.endswith("_share") else f"{tick:,.6g}" if abs(tick) < 1e6 else f"{tick / 1e6:g}M"
+    return (
+        format_figure(unit, tick)
+        if unit.endswith("_share")
+        else f"{tick:,.6g}"
+        if abs(tick) < 1e6
+        else f"{tick / 1e6:g}M"
+    )
 
 
 def _labels(across: Axis) -> str:
@@ -229,7 +237,7 @@ def _labels(across: Axis) -> str:
     return f'<div class="across" aria-hidden="true">{spans}</div>'
 
 
-def _points(unit: str, lines: Sequence[Line], across: Axis) -> str:
+def _points(unit: str, lines: Sequence[Curve], across: Axis) -> str:
     """The values for the pointer, exact where the drawing is rounded."""
     told = []
     for line in lines:

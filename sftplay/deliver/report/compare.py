@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftplay.deliver.report.history import as_number
-from sftplay.deliver.report.run_files import Evidence, answer_rows, mapping, mappings, read_evidence
-from sftplay.deliver.report.wording import change, name_of, shown
+from sftplay.deliver.report.run_files import RunFiles, answer_rows, mapping, mappings, read_run_files
+from sftplay.deliver.report.wording import change, format_figure, name_of
 from sftplay.launch.run_folder import RunFolder
 
 NOT_COMPARED = ("run_name", "output_dir", "train.resume")
@@ -32,7 +32,7 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
     list every figure that one of them has: `{name, a, b, difference}`, the difference b - a or null. `same_held_out` is
     true, false, or null where it cannot be known; where it is not true, `warnings` says so.
     """
-    one, two = read_evidence(a), read_evidence(b)
+    one, two = read_run_files(a), read_run_files(b)
     same, why = _same_held_out(one, two)
     return {
         "runs": {"a": _run(one), "b": _run(two)},
@@ -63,7 +63,7 @@ def comparison_table(comparison: dict[str, Any]) -> str:
     return "\n".join(lines[1:])
 
 
-def _run(found: Evidence) -> Row:
+def _run(found: RunFiles) -> Row:
     path = str(found.folder.path)
     return {"name": found.folder.name, "path": path, "state": found.state, "step": found.step, "steps": found.steps}
 
@@ -73,7 +73,7 @@ def _run_text(run: Row) -> str:
     return f"{run['path']}  ({run['state']} at step {run['step']:,}{steps})"
 
 
-def _config(one: Evidence, two: Evidence) -> list[Row]:
+def _config(one: RunFiles, two: RunFiles) -> list[Row]:
     sides = [{key: s.value for key, s in found.settings.items() if key not in NOT_COMPARED} for found in (one, two)]
     return _different(*sides)
 
@@ -88,7 +88,7 @@ def _equal(one: object, two: object) -> bool:
     return type(one) is type(two) and one == two
 
 
-def _figures(one: Evidence, two: Evidence) -> list[Row]:
+def _figures(one: RunFiles, two: RunFiles) -> list[Row]:
     tags = [tag for tag in [*one.evals, *(t for t in two.evals if t not in one.evals)] if not tag.startswith("step-")]
     tags.sort(key=lambda tag: (tag not in ("after", "before"), tag))
     rows = []
@@ -108,13 +108,13 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _training(one: Evidence, two: Evidence) -> list[Row]:
+def _training(one: RunFiles, two: RunFiles) -> list[Row]:
     sides = [dict(_training_figures(found)) for found in (one, two)]
     rows = [_row(name, sides[0][name], sides[1][name]) for name in sides[0]]
     return [row for row in rows if row["a"] is not None or row["b"] is not None]
 
 
-def _training_figures(found: Evidence) -> Iterator[tuple[str, float | None]]:
+def _training_figures(found: RunFiles) -> Iterator[tuple[str, float | None]]:
     history = found.history
     yield "step", float(found.step)
     yield "last training_loss", (history.ends("loss") or (None, None))[1]
@@ -126,12 +126,12 @@ def _training_figures(found: Evidence) -> Iterator[tuple[str, float | None]]:
         yield key, history.largest(key)
 
 
-def _data(one: Evidence, two: Evidence) -> list[Row]:
+def _data(one: RunFiles, two: RunFiles) -> list[Row]:
     facts = [_data_facts(found) for found in (one, two)]
     return [{"key": key, "a": facts[0][key], "b": facts[1][key]} for key in facts[0]]
 
 
-def _data_facts(found: Evidence) -> dict[str, Any]:
+def _data_facts(found: RunFiles) -> dict[str, Any]:
     data = found.data
     sides = mapping(data.get("sources"))
     return {
@@ -145,7 +145,7 @@ def _data_facts(found: Evidence) -> dict[str, Any]:
     }
 
 
-def _same_held_out(one: Evidence, two: Evidence) -> tuple[bool | None, list[str]]:
+def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]]:
     """Whether both were measured on the same rows, and the warnings that follow where that is not sure.
 
     The fingerprint covers files, options and tokenizer, so an equal one settles it; else the prompts and references
@@ -166,7 +166,7 @@ def _same_held_out(one: Evidence, two: Evidence) -> tuple[bool | None, list[str]
     return True, ["the same rows are other tokens in each run: loss and perplexity do not compare, answers do"]
 
 
-def _questions(found: Evidence) -> str:
+def _questions(found: RunFiles) -> str:
     """A digest of the prompts and references that were answered; empty when none were."""
     digest, count = hashlib.sha256(), 0
     for row in answer_rows(found.folder, "after"):
@@ -175,7 +175,7 @@ def _questions(found: Evidence) -> str:
     return digest.hexdigest() if count else ""
 
 
-def _warnings(one: Evidence, two: Evidence) -> Iterator[str]:
+def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
     for side, found in (("a", one), ("b", two)):
         if found.state != "done":
             yield f"run {side} is {found.state}: its figures are not final"
@@ -188,7 +188,7 @@ def _warnings(one: Evidence, two: Evidence) -> Iterator[str]:
         yield "the machines differ: speed, seconds and memory do not compare"
 
 
-def _versions(found: Evidence) -> dict[str, Any]:
+def _versions(found: RunFiles) -> dict[str, Any]:
     machine = mapping(found.manifest.get("machine"))
     gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
     hardware = ", ".join(gpus) or (f"CPU, {machine.get('cores')} cores" if machine else None)
@@ -204,7 +204,7 @@ def _versions(found: Evidence) -> dict[str, Any]:
 
 def _figure_cells(row: Row) -> list[str]:
     key = row["name"].rpartition(" ")[2]
-    cells = [shown(key, row[side]) for side in ("a", "b")]
+    cells = [format_figure(key, row[side]) for side in ("a", "b")]
     return [f"{row['name'].removesuffix(key)}{name_of(key)}", *cells, change(key, row["a"], row["b"])]
 
 

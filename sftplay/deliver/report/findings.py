@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from sftplay.deliver.report.history import as_number
-from sftplay.deliver.report.run_files import Evidence, mapping, texts
-from sftplay.deliver.report.wording import headed, is_better, name_of, shown
+from sftplay.deliver.report.run_files import RunFiles, mapping, texts
+from sftplay.deliver.report.wording import format_figure, headed, is_better, name_of
 from sftplay.units import format_bytes
 
 Weight = Literal["stop", "warn", "note"]
@@ -22,21 +22,21 @@ RISE = 1.02
 """A held-out loss this much above its lowest has turned; less is noise."""
 
 
-class Finding(NamedTuple):
+class Remark(NamedTuple):
     """How much it matters, and a sentence."""
 
     weight: Weight
     text: str
 
 
-def find(found: Evidence) -> list[Finding]:
+def find(found: RunFiles) -> list[Remark]:
     """All findings, the gravest first."""
     parts = (_state, _attempts, _checkpoints, _steps, _figures, _data, _config, _files)
     order = ("stop", "warn", "note")
     return sorted((f for part in parts for f in part(found)), key=lambda finding: order.index(finding.weight))
 
 
-def cause_of(found: Evidence) -> str:
+def cause_of(found: RunFiles) -> str:
     """Why a failed run ended: the error it left, else the last attempt's cause."""
     error = mapping(found.status.get("error"))
     if isinstance(error.get("what"), str) and error["what"]:
@@ -50,118 +50,125 @@ def _sentence(text: str) -> str:
     return headed(text) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def _state(found: Evidence) -> Iterator[Finding]:
+def _state(found: RunFiles) -> Iterator[Remark]:
     state = found.state
     if state == "failed":
         fix = mapping(found.status.get("error")).get("fix")
         fix = f" Remedy: {fix}." if isinstance(fix, str) and fix else ""
-        yield Finding("stop", f"The run failed at step {found.step:,}. {cause_of(found)}.{fix}")
+        yield Remark("stop", f"The run failed at step {found.step:,}. {cause_of(found)}.{fix}")
     if state == "interrupted":
         text = f"The run ended at step {found.step:,} without a word (killed, or the machine went down)."
-        yield Finding("stop", f"{text} `make resume` goes on from the last complete checkpoint.")
+        yield Remark("stop", f"{text} `make resume` goes on from the last complete checkpoint.")
     if state == "stopped":
         by = found.status.get("signal")
         by = f" by {by}" if isinstance(by, str) else ""
-        yield Finding("warn", f"The run was stopped{by} at step {found.step:,}; `make resume` goes on from there.")
+        yield Remark("warn", f"The run was stopped{by} at step {found.step:,}; `make resume` goes on from there.")
     if state == "running":
-        yield Finding("note", f"The run is still going; this page shows it as of step {found.step:,}.")
+        yield Remark("note", f"The run is still going; this page shows it as of step {found.step:,}.")
     if state == "done" and found.folder.result is None:
-        yield Finding("stop", "The run is done, but neither adapter/ nor model/ is there.")
+        yield Remark("stop", "The run is done, but neither adapter/ nor model/ is there.")
 
 
-def _attempts(found: Evidence) -> Iterator[Finding]:
+def _attempts(found: RunFiles) -> Iterator[Remark]:
     for number, attempt in enumerate(found.attempts, 1):
         cause = attempt.get("cause")
         is_last = number == len(found.attempts)
         if cause == "done" or is_last:
             continue
         start, end = (as_number(attempt.get(key)) for key in ("from_step", "to_step"))
-        span = f"from step {shown('step', start)}" + ("" if end is None else f" to {shown('step', end)}")
+        span = f"from step {format_figure('step', start)}" + (
+            "" if end is None else f" to {format_figure('step', end)}"
+        )
         how = cause if isinstance(cause, str) else "ended without a word"
-        yield Finding("note", f"Attempt {number} ran {span}: {how}.")
+        yield Remark("note", f"Attempt {number} ran {span}: {how}.")
 
 
-def _checkpoints(found: Evidence) -> Iterator[Finding]:
+def _checkpoints(found: RunFiles) -> Iterator[Remark]:
     for name in found.set_aside[:10]:
-        yield Finding("note", f"{name} was not continued; it lies in checkpoints/incomplete/.")
+        yield Remark("note", f"{name} was not continued; it lies in checkpoints/incomplete/.")
     for name in found.unmarked[:10]:
-        yield Finding("warn", f"{name} is not marked complete: it does not count, and `make resume` passes it over.")
+        yield Remark("warn", f"{name} is not marked complete: it does not count, and `make resume` passes it over.")
     for line in found.said:
-        yield Finding("note", _sentence(line))
+        yield Remark("note", _sentence(line))
 
 
-def _steps(found: Evidence) -> Iterator[Finding]:
+def _steps(found: RunFiles) -> Iterator[Remark]:
     history, steps = found.history, found.steps
     for key, at in history.bad_steps.items():
         places = ", ".join(f"{step:,}" for step in at)
         name = "training loss" if key == "loss" else name_of(key)
-        yield Finding("stop", f"{headed(name)} was not finite, first at step {places}.")
+        yield Remark("stop", f"{headed(name)} was not finite, first at step {places}.")
     if steps is not None and steps < FEW_STEPS and not any("few to learn" in line for line in found.said):
-        yield Finding("warn", f"{steps:,} steps in all are few to learn from; more epochs, or a smaller batch.")
+        yield Remark("warn", f"{steps:,} steps in all are few to learn from; more epochs, or a smaller batch.")
     if history.n_broken:
-        yield Finding("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
+        yield Remark("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
     if history.n_backwards:
-        yield Finding("warn", f"{history.n_backwards:,} lines of metrics.jsonl repeat a step or go back.")
+        yield Remark("warn", f"{history.n_backwards:,} lines of metrics.jsonl repeat a step or go back.")
     ends = history.ends("loss")
     if found.state == "done" and ends and len(history.values["loss"]) > 1 and ends[1] >= ends[0]:
-        yield Finding("warn", f"The training loss did not fall: {shown('loss', ends[0])} → {shown('loss', ends[1])}.")
+        yield Remark(
+            "warn",
+            f"The training loss did not fall: {format_figure('loss', ends[0])} → {format_figure('loss', ends[1])}.",
+        )
     losses = [(loss, step) for step, loss in found.held_out if math.isfinite(loss)]
     if losses and losses[-1][0] > RISE * min(losses)[0] and losses[-1] != min(losses):
         (low, lowest_at), (end, _) = min(losses), losses[-1]
-        text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({shown('loss', low)}), then rose to"
-        yield Finding("warn", f"{text} {shown('loss', end)}: fewer steps, or train.best_metric: loss.")
+        text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({format_figure('loss', low)}), then rose to"
+        yield Remark("warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss.")
 
 
-def _figures(found: Evidence) -> Iterator[Finding]:
+def _figures(found: RunFiles) -> Iterator[Remark]:
     before, after = found.evals.get("before", {}), found.evals.get("after", {})
     for key in after:
         if key in before and is_better(key, before[key], after[key]) is False:
-            values = f"{shown(key, before[key])} → {shown(key, after[key])}"
+            values = f"{format_figure(key, before[key])} → {format_figure(key, after[key])}"
             name = "held-out loss" if key == "loss" else name_of(key)
-            yield Finding("warn", f"{headed(name)} got worse by training: {values}.")
+            yield Remark("warn", f"{headed(name)} got worse by training: {values}.")
     count = as_number(after.get("n"))
     if count is not None and 0 < count < FEW_PROMPTS:
-        yield Finding("note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough.")
+        yield Remark("note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough.")
     if after and not before:
-        yield Finding("note", "The base was not measured (eval.before), so there is nothing to compare with.")
+        yield Remark("note", "The base was not measured (eval.before), so there is nothing to compare with.")
     predicted = as_number(found.plan.get("peak_bytes"))
     measured = found.history.largest("peak_bytes")
     if predicted and measured and measured > 1.1 * predicted and abs(predicted) < 2**60:
         sizes = f"{format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
-        yield Finding("warn", f"Peak memory was above the plan: {sizes}.")
+        yield Remark("warn", f"Peak memory was above the plan: {sizes}.")
 
 
-def _data(found: Evidence) -> Iterator[Finding]:
+def _data(found: RunFiles) -> Iterator[Remark]:
     data = found.data
     for note in texts(data.get("notes")):
-        yield Finding("warn", _sentence(note))
+        yield Remark("warn", _sentence(note))
     refused = as_number(data.get("refused"))
     if refused:
         where = data.get("refused_rows")
         listed = f", listed in {where}" if isinstance(where, str) else ""
-        yield Finding("warn", f"{shown('rows', refused)} rows were refused{listed}.")
+        yield Remark("warn", f"{format_figure('rows', refused)} rows were refused{listed}.")
     for reason, count in mapping(data.get("dropped")).items():
         if as_number(count):
-            yield Finding("warn", f"{shown('rows', count)} rows were dropped: {reason.replace('_', ' ')}.")
+            yield Remark("warn", f"{format_figure('rows', count)} rows were dropped: {reason.replace('_', ' ')}.")
     cut = as_number(data.get("cut"))
     if cut:
-        yield Finding("warn", f"{shown('rows', cut)} rows were longer than model.max_seq_len and lost their end.")
+        yield Remark(
+            "warn", f"{format_figure('rows', cut)} rows were longer than model.max_seq_len and lost their end."
+        )
     ended = as_number(data.get("eos_in_loss_share"))
     if ended is not None and 0 <= ended < 1:
-        text = f"Only {shown('eos_share', ended)} of the rows teach the model to end its turn"
-        yield Finding("warn", f"{text}; the others lost their end.")
+        text = f"Only {format_figure('eos_share', ended)} of the rows teach the model to end its turn"
+        yield Remark("warn", f"{text}; the others lost their end.")
 
 
-def _config(found: Evidence) -> Iterator[Finding]:
+def _config(found: RunFiles) -> Iterator[Remark]:
     if found.value("model.trust_remote_code") is True:
-        yield Finding("warn", "Python code that ships with the model was allowed to run (model.trust_remote_code).")
+        yield Remark("warn", "Python code that ships with the model was allowed to run (model.trust_remote_code).")
     for note in texts(found.plan.get("notes")):
-        yield Finding("note", _sentence(note))
+        yield Remark("note", _sentence(note))
     verdict: Any = found.plan.get("verdict")
     if verdict in ("tight", "does_not_fit"):
-        yield Finding("warn", f"The plan's verdict on memory was: {verdict.replace('_', ' ')}.")
+        yield Remark("warn", f"The plan's verdict on memory was: {verdict.replace('_', ' ')}.")
 
 
-def _files(found: Evidence) -> Iterator[Finding]:
+def _files(found: RunFiles) -> Iterator[Remark]:
     for trouble in found.troubles:
-        yield Finding("note" if trouble.endswith("is not there") else "warn", f"{trouble}.")
+        yield Remark("note" if trouble.endswith("is not there") else "warn", f"{trouble}.")

@@ -16,8 +16,8 @@ from sftplay.deliver.report.answers import show_answers
 from sftplay.deliver.report.findings import find
 from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.page import folded, frame, section
-from sftplay.deliver.report.run_files import Evidence, mapping, mappings, read_evidence
-from sftplay.deliver.report.wording import escaped, headed, is_share, name_of, shown
+from sftplay.deliver.report.run_files import RunFiles, mapping, mappings, read_run_files
+from sftplay.deliver.report.wording import escaped, format_figure, headed, is_share, name_of
 from sftplay.launch.run_folder import RunFolder
 from sftplay.units import format_count, format_seconds
 
@@ -39,7 +39,7 @@ def write_report(folder: RunFolder) -> Path:
     """
     path = folder.path / NAME
     try:
-        write_text(path, render(read_evidence(folder)))
+        write_text(path, render(read_run_files(folder)))
     except OSError:
         for half in folder.path.glob(f".{NAME}.*"):  # on a full disk it would keep the room that a resumed run needs
             half.unlink(missing_ok=True)
@@ -47,7 +47,7 @@ def write_report(folder: RunFolder) -> Path:
     return path
 
 
-def render(found: Evidence) -> str:
+def render(found: RunFiles) -> str:
     """The page as HTML."""
     parts = [
         ("warnings", "What to know first", sections.show_findings(find(found))),
@@ -71,7 +71,7 @@ def render(found: Evidence) -> str:
     return frame(title, f'{_head(found)}\n<nav aria-label="Contents">{links}</nav>\n<main>{body}</main>\n{footer}')
 
 
-def _head(found: Evidence) -> str:
+def _head(found: RunFiles) -> str:
     word, colour = STATES.get(found.state, (found.state, "caution"))
     steps = f" of {found.steps:,}" if found.steps else ""
     model = found.value("model.name") or "a model that is not named"
@@ -82,7 +82,7 @@ def _head(found: Evidence) -> str:
     )
 
 
-def _method(found: Evidence) -> str:
+def _method(found: RunFiles) -> str:
     mode, task = (found.value(key) for key in ("tuning.mode", "task_mode"))
     tasks = {"sft": "Supervised fine-tuning", "cpt": "Continued pretraining", "grpo": "Reinforcement learning (GRPO)"}
     modes = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, base in 4 bits"}
@@ -99,32 +99,34 @@ def _tile(name: str, value: str, more: str = "") -> str:
     )
 
 
-def _tiles(found: Evidence) -> list[tuple[str, str, str]]:
+def _tiles(found: RunFiles) -> list[tuple[str, str, str]]:
     """The figures one looks for first: name, value, a word below it."""
     before, after = found.evals.get("before", {}), found.evals.get("after", {})
     tiles = []
     for key in [*[key for key in after if is_share(key)][:2], "loss"]:
         if key in after:
-            old = f"{shown(key, before[key])} →\u00a0" if key in before else ""
-            n = f"on {shown('n', after.get('n'))} prompts" if key != "loss" else ""
+            old = f"{format_figure(key, before[key])} →\u00a0" if key in before else ""
+            n = f"on {format_figure('n', after.get('n'))} prompts" if key != "loss" else ""
             name = "Held-out loss" if key == "loss" else headed(name_of(key))
-            tiles.append((name, old + shown(key, after[key]), n))
+            tiles.append((name, old + format_figure(key, after[key]), n))
     history = found.history
     if losses := history.ends("loss"):
-        tiles.append(("Training loss", f"{shown('loss', losses[0])} →\u00a0{shown('loss', losses[1])}", ""))
+        tiles.append(
+            ("Training loss", f"{format_figure('loss', losses[0])} →\u00a0{format_figure('loss', losses[1])}", "")
+        )
     seconds = as_number(found.status.get("train_seconds"))
     if seconds is not None and 0 <= seconds < 1e12:
         tiles.append(("Training time", format_seconds(seconds), "the last attempt" if len(found.attempts) > 1 else ""))
     speed = history.middle("tokens_per_s")
     if speed is not None:
-        tiles.append(("Tokens per second", shown("tokens", speed), "median"))
+        tiles.append(("Tokens per second", format_figure("tokens", speed), "median"))
     memory = history.largest("peak_bytes") or history.largest("peak_rss_bytes")
     if memory is not None and memory < 2**60:
-        tiles.append(("Peak memory", shown("peak_bytes", memory), "main process"))
+        tiles.append(("Peak memory", format_figure("peak_bytes", memory), "main process"))
     return tiles + _size_tiles(found)
 
 
-def _size_tiles(found: Evidence) -> list[tuple[str, str, str]]:
+def _size_tiles(found: RunFiles) -> list[tuple[str, str, str]]:
     tiles = []
     model: dict[str, Any] = mapping(found.manifest.get("model"))
     whole, trained = (as_number(model.get(key)) for key in ("parameters", "trainable_parameters"))

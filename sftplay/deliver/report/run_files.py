@@ -43,7 +43,7 @@ class Setting:
 
 
 @dataclass
-class Evidence:
+class RunFiles:
     """Everything the report tells, with empty values where nothing could be read."""
 
     folder: RunFolder
@@ -109,9 +109,9 @@ class Evidence:
         return int(planned) if planned and abs(planned) < 2**53 else None
 
 
-def read_evidence(folder: RunFolder) -> Evidence:
+def read_run_files(folder: RunFolder) -> RunFiles:
     """Everything in the folder. Never raises for what it finds there."""
-    found = Evidence(folder)
+    found = RunFiles(folder)
     found.plan = _json(found, "plan.json")
     found.manifest = _json(found, "manifest.json")
     found.status = _json(found, "status.json")
@@ -165,7 +165,7 @@ def answer_rows(folder: RunFolder, tag: str) -> Iterator[dict[str, Any]]:
         return
 
 
-def _json(found: Evidence, name: str, *, is_optional: bool = False) -> dict[str, Any]:
+def _json(found: RunFiles, name: str, *, is_optional: bool = False) -> dict[str, Any]:
     try:
         content = json.loads((found.folder.path / name).read_bytes())
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def _json(found: Evidence, name: str, *, is_optional: bool = False) -> dict[str,
     return content
 
 
-def _text(found: Evidence, name: str) -> str:
+def _text(found: RunFiles, name: str) -> str:
     try:
         return (found.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
     except OSError as error:
@@ -194,7 +194,7 @@ def _short(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _settings(found: Evidence) -> dict[str, Setting]:
+def _settings(found: RunFiles) -> dict[str, Setting]:
     path = found.folder.resolved
     try:
         document = yaml12.read(path, path.name)
@@ -243,7 +243,7 @@ def _is_held(folder: RunFolder) -> bool:
     return False
 
 
-def _read_checkpoints(found: Evidence) -> None:
+def _read_checkpoints(found: RunFiles) -> None:
     checkpoints = list_checkpoints(found.folder.checkpoints)
     found.unmarked = [path.name for path in checkpoints if not (path / MARKER).is_file()]
     found.set_aside = [path.name for path in _listed(found.folder.checkpoints / "incomplete", "checkpoint-*")]
@@ -255,7 +255,7 @@ def _read_checkpoints(found: Evidence) -> None:
     found.held_out = sorted(values.items())
 
 
-def _logged_losses(found: Evidence, checkpoint: Path) -> Iterator[Point]:
+def _logged_losses(found: RunFiles, checkpoint: Path) -> Iterator[Point]:
     """Held-out losses in the newest checkpoint's log; the Trainer keeps them nowhere else."""
     path = checkpoint / "trainer_state.json"
     name = str(path.relative_to(found.folder.path))
@@ -270,7 +270,7 @@ def _logged_losses(found: Evidence, checkpoint: Path) -> Iterator[Point]:
             yield step, loss
 
 
-def _said(found: Evidence) -> list[str]:
+def _said(found: RunFiles) -> list[str]:
     path = found.folder.logs / "rank0.log"
     lines: dict[str, None] = {}
     try:

@@ -6,12 +6,22 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sftplay.deliver.report.charts import Chart, Line, draw
-from sftplay.deliver.report.findings import Finding
+from sftplay.deliver.report.charts import Chart, Curve, draw
+from sftplay.deliver.report.findings import Remark
 from sftplay.deliver.report.history import Point, as_number
 from sftplay.deliver.report.page import folded
-from sftplay.deliver.report.run_files import Evidence, Setting, mapping, mappings
-from sftplay.deliver.report.wording import change, escaped, facts, headed, interval, is_better, name_of, shown, table
+from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mappings
+from sftplay.deliver.report.wording import (
+    change,
+    escaped,
+    facts,
+    format_figure,
+    headed,
+    interval,
+    is_better,
+    name_of,
+    table,
+)
 from sftplay.units import format_bytes, format_count
 
 MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_rss_bytes")
@@ -30,7 +40,7 @@ MOST_TABLES = 20
 WORDS = {"stop": "Problem", "warn": "Warning", "note": "Note"}
 
 
-def show_findings(findings: Sequence[Finding]) -> str:
+def show_findings(findings: Sequence[Remark]) -> str:
     """What should not be missed, the gravest first."""
     if not findings:
         return "<p>Nothing to warn of.</p>"
@@ -43,26 +53,26 @@ def show_findings(findings: Sequence[Finding]) -> str:
     return f'<ul class="findings">{items}</ul>{more}'
 
 
-def show_curves(found: Evidence) -> str:
+def show_curves(found: RunFiles) -> str:
     """Loss, learning rate, gradient norm, speed and memory over the steps, then whatever else was logged."""
     history = found.history
     resumed = [step for a in found.attempts[1:] if (step := as_number(a.get("from_step"))) is not None and step >= 0]
     resumed = [step for step in resumed if step <= found.step][:50]
 
-    def chart(title: str, unit: str, lines: list[Line]) -> str:
+    def chart(title: str, unit: str, lines: list[Curve]) -> str:
         spans_powers = unit in ("loss", "grad_norm")
         return draw(Chart(title, unit, lines, max(found.step, 1), resumed, unit == "loss", spans_powers))
 
-    def line(key: str, name: str, kind: str = "a") -> Line:
-        return Line(key, name, history.curve(key), kind, trend=history.trend(key))
+    def line(key: str, name: str, kind: str = "a") -> Curve:
+        return Curve(key, name, history.curve(key), kind, trend=history.trend(key))
 
-    losses = [line("loss", "training"), Line("held_out_loss", "held-out", held_out_points(found), "b", dots=True)]
-    memory = [Line(k, name_of(k), history.curve(k), c) for k, c in zip(MEMORY, "cdab", strict=True)]
-    padded = Line("padded_tokens_per_s", "padding included", history.curve("padded_tokens_per_s"), "b")
-    waiting = Line("communication_max_s", "between processes", history.curve("communication_max_s"), "b")
+    losses = [line("loss", "training"), Curve("held_out_loss", "held-out", held_out_points(found), "b", dots=True)]
+    memory = [Curve(k, name_of(k), history.curve(k), c) for k, c in zip(MEMORY, "cdab", strict=True)]
+    padded = Curve("padded_tokens_per_s", "padding included", history.curve("padded_tokens_per_s"), "b")
+    waiting = Curve("communication_max_s", "between processes", history.curve("communication_max_s"), "b")
     drawn = [
         chart("Loss", "loss", losses),
-        chart("Learning rate", "learning_rate", [Line("learning_rate", "rate", history.curve("learning_rate"), "c")]),
+        chart("Learning rate", "learning_rate", [Curve("learning_rate", "rate", history.curve("learning_rate"), "c")]),
         chart("Gradient norm", "grad_norm", [line("grad_norm", "norm", "d")]),
         chart("Tokens per second", "tokens", [line("tokens_per_s", "all processes"), padded]),
         chart("Seconds of a step", "step_s", [line("step_s", "in all"), waiting]),
@@ -78,7 +88,7 @@ def show_curves(found: Evidence) -> str:
     return f'<div class="charts">{"".join(drawn)}</div><p class="soft">{trend}{marks}{bad}</p>'
 
 
-def held_out_points(found: Evidence) -> list[Point]:
+def held_out_points(found: RunFiles) -> list[Point]:
     """Held-out losses over the steps, that of the untrained model at step 0 included."""
     points = dict(found.held_out)
     before = as_number(found.evals.get("before", {}).get("loss"))
@@ -92,7 +102,7 @@ def held_out_points(found: Evidence) -> list[Point]:
     return sorted(points.items())
 
 
-def show_evaluation(found: Evidence) -> str:
+def show_evaluation(found: RunFiles) -> str:
     """Figures before and after side by side, then those of other evaluations."""
     pairs = sorted({name.removesuffix("after").removesuffix("before") for name in found.evals if _is_pair(name)})
     tables = [_pair_table(found, prefix) for prefix in pairs[:MOST_TABLES]]
@@ -115,17 +125,17 @@ def _flat(figures: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _cell(key: str, value: object) -> str:
-    return str(value) if as_number(value) is None else shown(key.rpartition(".")[2], value)
+    return str(value) if as_number(value) is None else format_figure(key.rpartition(".")[2], value)
 
 
-def _pair_table(found: Evidence, prefix: str) -> str:
+def _pair_table(found: RunFiles, prefix: str) -> str:
     before, after = (found.evals.get(f"{prefix}{name}", {}) for name in ("before", "after"))
     rows = []
     for key in [*after, *(key for key in before if key not in after)][:60]:
         better = is_better(key, before.get(key), after.get(key))
         moved = "" if key == "n" else escaped(change(key, before.get(key), after.get(key)))
         word = "" if better is None else ' <b class="good">better</b>' if better else ' <b class="bad">worse</b>'
-        cells = [escaped(shown(key, side.get(key))) + _range(key, side) for side in (before, after)]
+        cells = [escaped(format_figure(key, side.get(key))) + _range(key, side) for side in (before, after)]
         rows.append([escaped(headed(name_of(key)), 80), *cells, moved + word])
     where = {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix.rstrip("-"))
     where += "; below a share its 95 % interval" if "<small>" in str(rows) else ""
@@ -141,7 +151,7 @@ def _range(key: str, figures: dict[str, Any]) -> str:
     return f"<br><small>{100 * low:.1f} – {100 * high:.1f}</small>"
 
 
-def show_data(found: Evidence) -> str:
+def show_data(found: RunFiles) -> str:
     """What became of every row, per source, with the lengths."""
     data = found.data
     if not data:
@@ -153,12 +163,14 @@ def show_data(found: Evidence) -> str:
     accounting = table(head, rows, kinds=" nnnnnnnn")
     counted = ("duplicates", "near_duplicates", "prompts_with_several_answers", "split_records", "typed_specials")
     lines: list[tuple[str, Any]] = [(f"{name}, file", mapping(s).get("path")) for name, s in sources]
-    lines += [(f"dropped: {why}".replace("_", " "), shown("n", n)) for why, n in mapping(data.get("dropped")).items()]
-    lines += [(name_of(key), shown("n", data[key])) for key in counted if as_number(data.get(key))]
     lines += [
-        ("end of turn is learned in", shown("eos_share", data.get("eos_in_loss_share"))),
-        ("longest row, tokens", shown("n", data.get("longest_tokens"))),
-        ("limit, tokens", shown("n", data.get("max_seq_len"))),
+        (f"dropped: {why}".replace("_", " "), format_figure("n", n)) for why, n in mapping(data.get("dropped")).items()
+    ]
+    lines += [(name_of(key), format_figure("n", data[key])) for key in counted if as_number(data.get(key))]
+    lines += [
+        ("end of turn is learned in", format_figure("eos_share", data.get("eos_in_loss_share"))),
+        ("longest row, tokens", format_figure("n", data.get("longest_tokens"))),
+        ("limit, tokens", format_figure("n", data.get("max_seq_len"))),
         ("mask found by", data.get("mask_method")),
         ("template, sha256", data.get("template_hash")),
         ("rows and options, fingerprint", data.get("fingerprint")),
@@ -168,9 +180,9 @@ def show_data(found: Evidence) -> str:
 
 def _source_row(name: str, source: dict[str, Any], columns: Sequence[str]) -> list[str]:
     dropped = sum(count for n in mapping(source.get("dropped")).values() if (count := as_number(n)) is not None)
-    cells = [shown("n", source.get(key)) for key in columns]
-    learned = shown("trainable_token_share", source.get("trainable_token_share"))
-    return [escaped(name.replace("_", " "), 80), *cells, shown("n", dropped), learned]
+    cells = [format_figure("n", source.get(key)) for key in columns]
+    learned = format_figure("trainable_token_share", source.get("trainable_token_share"))
+    return [escaped(name.replace("_", " "), 80), *cells, format_figure("n", dropped), learned]
 
 
 def _histogram(counts: dict[str, Any]) -> str:
@@ -180,14 +192,14 @@ def _histogram(counts: dict[str, Any]) -> str:
         return ""
     rows = [
         [escaped(edge.replace("<=", "≤ "), 40), f'<span class="bar" style="width:{100 * n / most:.1f}%"></span>',
-         shown("n", n)]
+         format_figure("n", n)]
         for edge, n in bars[:40]
     ]  # fmt: skip
     bars_table = table(["Tokens a row", "", "Rows"], rows, caption="Lengths before cutting", kinds="  n")
     return f'<div class="bars">{bars_table}</div>'
 
 
-def show_sample(found: Evidence) -> str:
+def show_sample(found: RunFiles) -> str:
     """One row as tokens; what is learned is marked by colour, weight and a line below."""
     given = found.sample.get("tokens")
     pairs = [p for p in given if isinstance(p, list) and len(p) == 2] if isinstance(given, list) else []
@@ -210,7 +222,7 @@ def show_sample(found: Evidence) -> str:
     )
 
 
-def show_choices(found: Evidence) -> str:
+def show_choices(found: RunFiles) -> str:
     """What was chosen automatically, and why; the memory plan where there is one."""
     decisions = mappings(found.plan.get("decisions"))[:100]
     rows = [
@@ -229,7 +241,7 @@ def _yaml(value: object) -> str:
     return Setting("", value, "").text if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def show_config(found: Evidence) -> str:
+def show_config(found: RunFiles) -> str:
     """Every value that is no default with its origin; the defaults behind them."""
     settings = list(found.settings.values())
     rows = [
@@ -243,7 +255,7 @@ def show_config(found: Evidence) -> str:
     return shown_own + folded(f"{len(rest)} values at their default", defaults)
 
 
-def show_facts(found: Evidence) -> str:
+def show_facts(found: RunFiles) -> str:
     """What one needs to know to repeat the run: versions, machine, hashes."""
     manifest, machine = found.manifest, mapping(found.manifest.get("machine"))
     if not manifest:
@@ -277,12 +289,12 @@ def _count(value: object) -> str | None:
     return None if number is None or not math.isfinite(number) else f"{format_count(number)} ({number:,.0f})"
 
 
-def show_samples(found: Evidence) -> str:
+def show_samples(found: RunFiles) -> str:
     """Texts the run left in samples/."""
     return "".join(f"<h3>{escaped(name, 200)}</h3><pre>{escaped(text, 3000)}</pre>" for name, text in found.samples)
 
 
-def show_repeat(found: Evidence) -> str:
+def show_repeat(found: RunFiles) -> str:
     """The command that was started, and how to go on from here."""
     if not found.launch:
         return ""

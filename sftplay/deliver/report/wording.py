@@ -64,7 +64,7 @@ def headed(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def shown(key: str, value: object) -> str:
+def format_figure(key: str, value: object) -> str:
     """The value of the figure `key` with its unit; a dash for none."""
     number = as_number(value)
     if number is None:
@@ -104,7 +104,7 @@ def change(key: str, before: object, after: object) -> str:
         return ""
     difference = new - old
     sign = "+" if difference > 0 else "−" if difference < 0 else "±"
-    text = shown(key, abs(difference))
+    text = format_figure(key, abs(difference))
     return f"{sign}{text.removesuffix(PERCENT)} points" if text.endswith(PERCENT) else f"{sign}{text}"
 
 

@@ -68,7 +68,7 @@ def _odd_ones(section: str, name: str, values: Mapping[int, Any]) -> Iterator[tu
             yield node, f"what {name} names has another content than on {whose}"
 
 
-def check_alike(reports: Sequence[Mapping[str, Any]]) -> None:
+def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
     """Raise what every node shall say where nodes differ, or where one of them has met an error of its own.
 
     Raises:

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from sftplay.errors import MachineError, SftplayError
-from sftplay.launch.nodes.compare import check_alike
-from sftplay.launch.nodes.rendezvous import Meeting
+from sftplay.launch.nodes.compare import check_nodes_match
+from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.follow import Parted
+from sftplay.launch.supervise.follow import NodeLost
 
 SHARED_S = 10.0
 """How long a shared file system may take to show on one node what another has written (NFS keeps attributes 3 s)."""
@@ -27,47 +27,47 @@ LEAVING_S = 30.0
 """How long another node's ranks may take to end behind those of node 0."""
 
 
-def invite(meeting: Meeting | None, folder: RunFolder) -> None:
+def announce_run(rendezvous: Rendezvous | None, folder: RunFolder) -> None:
     """On node 0: tell the others of the run's folder, which is complete now."""
-    if meeting is not None:
-        meeting.gather({"folder": str(folder.path), "resolved": _digest(folder)})
+    if rendezvous is not None:
+        rendezvous.gather({"folder": str(folder.path), "resolved": _digest(folder)})
 
 
-def accept(meeting: Meeting) -> tuple[RunFolder, str]:
+def join_run(rendezvous: Rendezvous) -> tuple[RunFolder, str]:
     """On another node: wait for the run's folder; also the digest of its resolved config on node 0.
 
     Raises:
         SftplayError: node 0 has ended with it.
     """
-    told = meeting.gather({})[0]
+    told = rendezvous.gather({})[0]
     return RunFolder(Path(told["folder"])), told["resolved"]
 
 
-def await_ready(meeting: Meeting | None, error: SftplayError | None = None) -> None:
+def await_ready(rendezvous: Rendezvous | None, error: SftplayError | None = None) -> None:
     """Wait until every node is ready to start its processes, or has met an `error`, which all raise then."""
-    if meeting is not None:
+    if rendezvous is not None:
         mine = {"host": socket.gethostname(), **({"error": error.as_json()} if error else {})}
-        check_alike(meeting.gather(mine))
+        check_nodes_match(rendezvous.gather(mine))
 
 
-def watch_nodes(meeting: Meeting | None, folder: RunFolder) -> Callable[[], None] | None:
+def watch_nodes(rendezvous: Rendezvous | None, folder: RunFolder) -> Callable[[], None] | None:
     """What looks, while the run's processes run, whether the other nodes still do; None where there are none.
 
     Once the ranks have met, one that loses another notices by itself, and node 0 may go on alone to save the result.
     Before that, and on other nodes once node 0 has ended, nothing else would end the processes for a long time.
     """
-    if meeting is None:
+    if rendezvous is None:
         return None
     ended_at = [0.0]
 
     def look() -> None:
-        if not (endings := meeting.endings()):
+        if not (endings := rendezvous.endings()):
             return
         ended_at[0] = ended_at[0] or time.monotonic()
-        is_due = time.monotonic() > ended_at[0] + (GOING_S if meeting.is_host else LEAVING_S)
-        if is_due and not (meeting.is_host and folder.read_json("status.json").get("ranks")):
+        is_due = time.monotonic() > ended_at[0] + (GOING_S if rendezvous.is_host else LEAVING_S)
+        if is_due and not (rendezvous.is_host and folder.read_json("status.json").get("ranks")):
             told = "; ".join(f"node {node}: {how}" for node, how in endings.items())
-            raise Parted(told, where=str(folder.path), fix="look there for why, then start all nodes again")
+            raise NodeLost(told, where=str(folder.path), fix="look there for why, then start all nodes again")
 
     return look
 

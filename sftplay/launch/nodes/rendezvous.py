@@ -28,14 +28,14 @@ KINDS = {kind.code: kind for kind in (ConfigError, MachineError, DataError, RunE
 
 
 class Over(Exception):
-    """Node 0 has ended the meeting with the run's exit code."""
+    """Node 0 has ended the rendezvous with the run's exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
 
 
-class Meeting:
+class Rendezvous:
     """The nodes of one run. Enter it on each node; node 0 is the host, at `scale.master_addr`."""
 
     def __init__(self, scale: Scale, *, patience_s: float = PATIENCE_S) -> None:
@@ -44,7 +44,7 @@ class Meeting:
         self._peers: dict[int, Peer] = {}
         self._is_over = False
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         """Wait until all nodes are there.
 
         Raises:

@@ -40,7 +40,7 @@ ECHO_S = 2.0
 """How long a SIGTERM may take that make passes on to its recipe (commands.c, fatal_error_signal)."""
 
 
-class Parted(RunError):
+class NodeLost(RunError):
     """Another node of the run has ended, and the processes here would wait for it."""
 
 
@@ -49,7 +49,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Cal
 
     A run that stands still is ended, as `train.stall_timeout` in the folder's resolved config says. How it ended is
     settled on node 0 only; elsewhere the launcher's code comes back, or the one of a stop signal. `look_around` is
-    called every half second and may raise Parted.
+    called every half second and may raise NodeLost.
     """
     console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
     forwarder, watchdog = Forwarder(folder), Watchdog(folder, timeout_of(folder))
@@ -69,14 +69,14 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Cal
         try:
             looks = [watchdog.look, *([look_around] if look_around else [])]
             unmarked = _show(lines, console, folder.logs / log_name(node), looks)
-        except (Stall, Parted) as why:
+        except (Stall, NodeLost) as why:
             return _end_launch(why, watchdog, process, console)
         code = process.wait()
     if node:
         if death := find_death(unmarked):
             _say_end(folder, death, unmarked)
         return 128 + forwarder.received if forwarder.received else code
-    return settle(folder, code, forwarder.received, unmarked, attempts_before=attempts)
+    return final_exit_code(folder, code, forwarder.received, unmarked, attempts_before=attempts)
 
 
 def log_name(node: int) -> str:
@@ -84,7 +84,7 @@ def log_name(node: int) -> str:
     return f"launch-node{node}.log" if node else "launch.log"
 
 
-def _end_launch(why: Stall | Parted, watchdog: Watchdog, process: subprocess.Popen[bytes], console: Console) -> int:
+def _end_launch(why: Stall | NodeLost, watchdog: Watchdog, process: subprocess.Popen[bytes], console: Console) -> int:
     """End all that the launch has started, then say and note why: a rank still alive might note something else."""
     left = watchdog.end()
     with suppress(subprocess.TimeoutExpired):
@@ -98,7 +98,9 @@ def _end_launch(why: Stall | Parted, watchdog: Watchdog, process: subprocess.Pop
     return why.exit_code if told is None else int(told)
 
 
-def settle(folder: RunFolder, code: int, received: int, unmarked: Sequence[str], *, attempts_before: int = 0) -> int:
+def final_exit_code(
+    folder: RunFolder, code: int, received: int, unmarked: Sequence[str], *, attempts_before: int = 0
+) -> int:
     """The run's own exit code from status.json; a death the worker could not report is written there.
 
     `code` is the launcher's, `received` the stop signal that was passed on (0 for none), `attempts_before` the number

@@ -25,7 +25,7 @@ SETTLED_S = 0.1
 """A file that has grown and stays the same for so long is written; dumps take a millisecond."""
 
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
-"""Every meeting of ranks that Python code asks for goes through this file of torch."""
+"""Every rendezvous of ranks that Python code asks for goes through this file of torch."""
 
 MEETINGS_BELOW = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py", "torch/autograd/graph.py")
 """Where DDP's own meetings begin in native code: buffers before the forward pass, gradients inside the backward one.

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from sftplay.config.load import load_config
 from sftplay.errors import RunError
-from sftplay.heartbeat import PHASES, Beat, read_pulses
+from sftplay.heartbeat import PHASES, Beat, read_heartbeats
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.processes import descends_from, end_launch, rank_of, state_of
 from sftplay.launch.supervise.stacks import Stack, ask_for_stacks, stacks_path
@@ -52,13 +52,13 @@ def timeout_of(folder: RunFolder) -> float:
 
 
 class Watchdog:
-    """Watches the pulses of one launch; make it before the launch starts. A timeout of 0 sees nothing."""
+    """Watches the heartbeats of one launch; make it before the launch starts. A timeout of 0 sees nothing."""
 
     def __init__(self, folder: RunFolder, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.timeout_s, self.clock = folder, timeout_s, clock
         self._launcher = 0
         self._ours: dict[tuple[int, int], bool] = {}
-        """(rank, pid) -> whether it is a process of this launch. Runs of several nodes share the folder of pulses."""
+        """(rank, pid) -> whether it is a process of this launch. Runs of several nodes share a folder."""
         self._began_s = self._awake_since_s = self._called_s = self._next_s = clock()
 
     def attach(self, launcher_pid: int) -> None:
@@ -90,7 +90,7 @@ class Watchdog:
 
     def _local_beats(self, now: float) -> list[Beat]:
         # Pulses from before the launch were left by an earlier one, whose pids may have been given out again.
-        beats = [beat for beat in read_pulses(self.folder.logs) if self._began_s <= beat.since_s <= now]
+        beats = [beat for beat in read_heartbeats(self.folder.logs) if self._began_s <= beat.since_s <= now]
         return [beat for beat in beats if self._is_ours(beat)]
 
     def _is_ours(self, beat: Beat) -> bool:
@@ -121,10 +121,10 @@ class Watchdog:
     ) -> Stall:
         first = (culprits or waiting)[0]
         if culprits:
-            what = f"{describe(culprits, now)}{_describe_waiting(waiting, culprits)}"
+            what = f"{describe_heartbeats(culprits, now)}{_describe_waiting(waiting, culprits)}"
             look = str(stacks_path(self.folder.logs, first.rank))
         else:
-            what = f"all ranks here wait for others: {describe(waiting, now)}"
+            what = f"all ranks here wait for others: {describe_heartbeats(waiting, now)}"
             look = f"{self.folder.logs / 'rank*.stacks'} and at the network between the processes"
         stack = stacks.get(first.rank, Stack()).lines[:SHOWN_LINES] or [_describe_silence(first)]
         return Stall(
@@ -137,7 +137,7 @@ class Watchdog:
 
 
 def find_culprits(beats: Sequence[Beat], stacks: Mapping[int, Stack]) -> list[Beat]:
-    """Who is furthest behind among the ranks that do not wait in a meeting of ranks; empty when all of them do."""
+    """Who is furthest behind among the ranks that do not wait in a rendezvous of ranks; empty when all of them do."""
     at_work = [
         beat for beat in beats if beat.phase != "communication" and not stacks.get(beat.rank, Stack()).is_in_collective
     ]
@@ -149,7 +149,7 @@ def find_culprits(beats: Sequence[Beat], stacks: Mapping[int, Stack]) -> list[Be
     return [beat for beat in at_work if place(beat) == last]
 
 
-def describe(beats: Sequence[Beat], now: float) -> str:
+def describe_heartbeats(beats: Sequence[Beat], now: float) -> str:
     """Which ranks have been in which phase, for how long, at which step."""
     parts = []
     for step, phase in sorted({(beat.step, beat.phase) for beat in beats}):

@@ -47,7 +47,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodePath:
+class Execution:
     """The code that runs; every byte of a plan follows from this, a shape and a size."""
 
     weight_bytes: int
@@ -113,7 +113,7 @@ class CodePath:
         return STATE_BYTES[self.optimizer] * self.trained_bytes
 
 
-def trained_params(shape: ModelShape, path: CodePath) -> int:
+def trained_params(shape: ModelShape, path: Execution) -> int:
     """Weights that train: all of the model's, or the pairs (and DoRA's magnitudes) of the adapter."""
     adapter = path.adapter
     if adapter is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
-from sftplay.plan.memory.execution import CodePath
+from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.sharding import Strategy, share_of
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
@@ -22,7 +22,7 @@ class Setting:
     """What a forecast is about: a model, the code that runs, and where."""
 
     shape: ModelShape
-    path: CodePath
+    path: Execution
     device: Device
     strategy: Strategy = "single"
     world_size: int = 1

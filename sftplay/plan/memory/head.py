@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sftplay.plan.memory.execution import CodePath
+from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.layer import FP32, norm_kept, norm_out_bytes
 from sftplay.plan.shape.model_shape import ModelShape
 
@@ -10,7 +10,7 @@ CHUNK_TOKENS = 256
 """Tokens whose scores exist at a time in TRL's chunked loss (trl 1.14, `_chunked_cross_entropy_loss`)."""
 
 
-def head_in_forward(shape: ModelShape, path: CodePath, tokens: int, labelled: int) -> float:
+def head_in_forward(shape: ModelShape, path: Execution, tokens: int, labelled: int) -> float:
     """Bytes alive when the loss has just been computed, for `tokens` of which `labelled` carry a label."""
     out = norm_out_bytes(shape, path)
     norm = tokens * (norm_kept(shape, path) + out * shape.hidden)
@@ -20,7 +20,7 @@ def head_in_forward(shape: ModelShape, path: CodePath, tokens: int, labelled: in
     return norm + _rounded_head(shape, path) + scores
 
 
-def head_in_backward(shape: ModelShape, path: CodePath, tokens: int, labelled: int) -> float:
+def head_in_backward(shape: ModelShape, path: Execution, tokens: int, labelled: int) -> float:
     """Bytes alive in the loss's backward, or in that of the head's own weight where it trains."""
     norm = tokens * norm_kept(shape, path)
     held = path.logits_bytes if path.holds_scores else 0
@@ -42,7 +42,7 @@ def head_in_backward(shape: ModelShape, path: CodePath, tokens: int, labelled: i
     return norm + max(so_far + max(loss, product, cast), 3 * so_far + _kept_for_chunks(shape, labelled))
 
 
-def _scores(shape: ModelShape, path: CodePath, labelled: int, per_score: int) -> float:
+def _scores(shape: ModelShape, path: Execution, labelled: int, per_score: int) -> float:
     """Of the scores over the vocabulary that exist at once, with what a chunked loss keeps for all tokens."""
     per_score += path.logits_bytes if shape.softcap_final else 0  # its tanh is saved
     if path.head == "standard":
@@ -63,7 +63,7 @@ def _kept_for_chunks(shape: ModelShape, labelled: int) -> float:
     return float(labelled * shape.hidden * FP32)
 
 
-def _rounded_for_chunks(shape: ModelShape, path: CodePath) -> float:
+def _rounded_for_chunks(shape: ModelShape, path: Execution) -> float:
     """TRL widens a 16-bit head to hidden states that a layer norm made fp32, and autocast rounds it back."""
     if norm_out_bytes(shape, path) == path.weight_bytes or path.weight_bytes != path.compute_bytes:
         return 0.0
@@ -77,7 +77,7 @@ def liger_chunk(shape: ModelShape, labelled: int) -> int:
     return min(labelled, 1 << (chunk - 1).bit_length() if chunk > 1 else 1)
 
 
-def _rounded_head(shape: ModelShape, path: CodePath) -> float:
+def _rounded_head(shape: ModelShape, path: Execution) -> float:
     """The head's weight as the product takes it, where autocast rounds it."""
     if not path.has_autocast or path.weight_bytes == path.compute_bytes:
         return 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sftplay.config.schema.run import Optimizer as OptimizerName
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.execution import Adapter, CodePath, Head, Optimizer
+from sftplay.plan.memory.execution import Adapter, Execution, Head, Optimizer
 
 OPTIMIZERS: dict[OptimizerName, Optimizer] = {
     "adamw_torch": "adamw",
@@ -24,14 +24,14 @@ OPTIMIZERS: dict[OptimizerName, Optimizer] = {
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def path_of(cfg: RunConfig) -> CodePath:
+def execution_of(cfg: RunConfig) -> Execution:
     """The code path of a config in which precision, attention, loss head and optimizer are decided."""
     mode, train = cfg.tuning.mode, cfg.train
     compute = BYTES[str(train.precision)]
     weights = 4 if mode == "full" else compute
     # A padded batch needs a mask, with which transformers copies grouped keys and values out to the heads.
     is_masked = cfg.model.attn != "flash_attention_2"
-    return CodePath(
+    return Execution(
         weight_bytes=weights,
         compute_bytes=compute,
         stream_bytes=weights,

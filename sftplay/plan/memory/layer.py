@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import CodePath
+from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.lora import PairMoments, pair_input_bytes, pair_kept, pair_moments
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
@@ -47,7 +47,7 @@ class LayerBytes:
         return max(self.kept + self.transient, self.kept_without_mlp + self.transient_attention)
 
 
-def layer_bytes(shape: ModelShape, path: CodePath, tokens: int, seq: int) -> LayerBytes:
+def layer_bytes(shape: ModelShape, path: Execution, tokens: int, seq: int) -> LayerBytes:
     """Bytes of one layer for a micro-batch of `tokens` in rows of `seq`."""
     mlp = _mlp_kept(shape, path) * tokens + _fixed(shape, path, of_mlp=True)
     rest = (_norms_kept(shape, path) + _attention_kept(shape, path, seq)) * tokens + _fixed(shape, path, of_mlp=False)
@@ -59,17 +59,17 @@ def layer_bytes(shape: ModelShape, path: CodePath, tokens: int, seq: int) -> Lay
     )
 
 
-def stream_bytes(shape: ModelShape, path: CodePath) -> int:
+def stream_bytes(shape: ModelShape, path: Execution) -> int:
     """Of the residual stream: fp32 where 4-bit layers answer to a layer norm's fp32 under autocast."""
     return max(path.stream_bytes, inner_bytes(shape, path)) if path.four_bit else path.stream_bytes
 
 
-def norm_out_bytes(shape: ModelShape, path: CodePath) -> int:
+def norm_out_bytes(shape: ModelShape, path: Execution) -> int:
     """Of what a norm writes: torch's layer norm writes fp32 under autocast, an RMS norm the stream's dtype."""
     return FP32 if shape.norm == "layer" and path.has_autocast else path.stream_bytes
 
 
-def inner_bytes(shape: ModelShape, path: CodePath) -> int:
+def inner_bytes(shape: ModelShape, path: Execution) -> int:
     """Of what a linear writes. A 4-bit layer answers in its input's dtype (bitsandbytes, `Linear4bit.forward`)."""
     into = norm_out_bytes(shape, path)
     if path.has_autocast and not (path.four_bit and into == FP32):
@@ -77,7 +77,7 @@ def inner_bytes(shape: ModelShape, path: CodePath) -> int:
     return into
 
 
-def norm_kept(shape: ModelShape, path: CodePath) -> float:
+def norm_kept(shape: ModelShape, path: Execution) -> float:
     """Per token, of one norm over the stream."""
     if shape.norm == "layer":
         # torch saves the input, which autocast has copied to fp32.
@@ -86,7 +86,7 @@ def norm_kept(shape: ModelShape, path: CodePath) -> float:
     return shape.hidden * (FP32 + trained)
 
 
-def _norms_kept(shape: ModelShape, path: CodePath) -> float:
+def _norms_kept(shape: ModelShape, path: Execution) -> float:
     per_head = 0.0
     if shape.qk_norm:
         widths = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
@@ -94,19 +94,19 @@ def _norms_kept(shape: ModelShape, path: CodePath) -> float:
     return copies_of_stream(shape, path) * norm_kept(shape, path) + per_head
 
 
-def norm_moment(shape: ModelShape, path: CodePath) -> float:
+def norm_moment(shape: ModelShape, path: Execution) -> float:
     """Per token, what differentiating one norm over the stream holds beside what it kept."""
     # An RMS norm is written in elementary operations, five of whose fp32 gradients are alive at once.
     return shape.hidden * FP32 * (5 if shape.norm == "rms" else 2)
 
 
-def copies_of_stream(shape: ModelShape, path: CodePath) -> int:
+def copies_of_stream(shape: ModelShape, path: Execution) -> int:
     """Tensors that a layer's norms keep: norms of a parallel block read the same stream, and where it is fp32 they keep
     it itself and not a copy each."""
     return 1 if shape.parallel_block and stream_bytes(shape, path) == FP32 else shape.norms_per_layer
 
 
-def _attention_kept(shape: ModelShape, path: CodePath, seq: int) -> float:
+def _attention_kept(shape: ModelShape, path: Execution, seq: int) -> float:
     inner = inner_bytes(shape, path)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     held = query if path.repeats_kv or path.attention == "eager" else keys
@@ -122,14 +122,14 @@ def _attention_kept(shape: ModelShape, path: CodePath, seq: int) -> float:
     return entering + leaving + saved * (2 * query + 2 * held + (query + keys if is_fused else 0)) + FP32 * shape.heads
 
 
-def _mlp_kept(shape: ModelShape, path: CodePath) -> float:
+def _mlp_kept(shape: ModelShape, path: Execution) -> float:
     linears = _linears(shape, of_mlp=True)
     entering = _inputs_kept(shape, path, linears, width=shape.hidden, into=norm_out_bytes(shape, path))
     product = _inputs_kept(shape, path, linears, width=shape.mlp, into=_product_bytes(shape, path))
     return entering + product + shape.mlp * _activation_kept(shape, path)
 
 
-def _activation_kept(shape: ModelShape, path: CodePath) -> float:
+def _activation_kept(shape: ModelShape, path: Execution) -> float:
     """Per token and unit of the MLP's width; gated: what goes into the activation, what comes out, and its factor."""
     inner = inner_bytes(shape, path)
     if shape.activation not in COMPOSED:
@@ -138,7 +138,7 @@ def _activation_kept(shape: ModelShape, path: CodePath) -> float:
     return gate + 3 * _product_bytes(shape, path) + inner
 
 
-def _product_bytes(shape: ModelShape, path: CodePath) -> int:
+def _product_bytes(shape: ModelShape, path: Execution) -> int:
     """Of what the activation hands to the down projection."""
     return FP32 if shape.activation in COMPOSED and path.has_autocast else inner_bytes(shape, path)
 
@@ -149,7 +149,7 @@ def _linears(shape: ModelShape, *, of_mlp: bool) -> list[Linear]:
 
 def _inputs_kept(
     shape: ModelShape,
-    path: CodePath,
+    path: Execution,
     linears: list[Linear],
     *,
     width: int,
@@ -187,7 +187,7 @@ def _output_projection(shape: ModelShape) -> Linear:
     return _linears(shape, of_mlp=False)[-1]
 
 
-def _fixed(shape: ModelShape, path: CodePath, *, of_mlp: bool) -> float:
+def _fixed(shape: ModelShape, path: Execution, *, of_mlp: bool) -> float:
     """Rounded copies of what trains in fp32, which autograd keeps under autocast."""
     if not path.has_autocast or path.trained_bytes == path.compute_bytes:
         return 0.0
@@ -198,13 +198,13 @@ def _fixed(shape: ModelShape, path: CodePath, *, of_mlp: bool) -> float:
     return float(path.compute_bytes * adapter.rank * widths)
 
 
-def _stream_gradient(shape: ModelShape, path: CodePath) -> float:
+def _stream_gradient(shape: ModelShape, path: Execution) -> float:
     """Per token: the gradient of the stream, and its rounded copy that enters the branch."""
     inner, stream = inner_bytes(shape, path), stream_bytes(shape, path)
     return shape.hidden * (stream + (inner if inner != stream else 0))
 
 
-def _mlp_transient(shape: ModelShape, path: CodePath, tokens: int) -> float:
+def _mlp_transient(shape: ModelShape, path: Execution, tokens: int) -> float:
     """The most that is held in the MLP beside `kept`: when its output is made, or while that is differentiated."""
     down = next(linear for linear in reversed(shape.linears) if linear.is_mlp)
     into = _product_bytes(shape, path)
@@ -229,14 +229,14 @@ def _mlp_transient(shape: ModelShape, path: CodePath, tokens: int) -> float:
     return max(in_forward, in_pair, in_product, in_factors, in_norm)
 
 
-def _forward_streams(shape: ModelShape, path: CodePath) -> float:
+def _forward_streams(shape: ModelShape, path: Execution) -> float:
     """Per token, while an MLP's output is made: the stream beside it, that output, and what the norm wrote."""
     inner, out = inner_bytes(shape, path), norm_out_bytes(shape, path)
     is_copied = path.adapter is not None and pair_input_bytes(path, path.adapter, out) > 0
     return shape.hidden * (stream_bytes(shape, path) + inner + (out + inner if is_copied else 0))
 
 
-def _weight_moment(path: CodePath, linear: Linear) -> float:
+def _weight_moment(path: Execution, linear: Linear) -> float:
     """Made for one product with a weight: the weight out of its 4 bits, or its gradient and that gradient in fp32."""
     size = linear.inputs * linear.outputs
     if path.four_bit:
@@ -247,7 +247,7 @@ def _weight_moment(path: CodePath, linear: Linear) -> float:
     return 0.0
 
 
-def _attention_transient(shape: ModelShape, path: CodePath, seq: int) -> float:
+def _attention_transient(shape: ModelShape, path: Execution, seq: int) -> float:
     """Per token: gradients of the product's inputs and output, and what its kernel sums them up in."""
     inner = inner_bytes(shape, path)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import Adapter, CodePath
+from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.shape.model_shape import Linear
 
 MASK = 1
 """Bytes of one element of a dropout mask."""
 
 
-def pair_input_bytes(path: CodePath, adapter: Adapter, into: int) -> int:
+def pair_input_bytes(path: Execution, adapter: Adapter, into: int) -> int:
     """Of an element of the input that one pair keeps for itself; 0 when it shares the base's."""
     if path.has_autocast:
         is_own, kept = is_cast_first(path, adapter, into) or into != path.compute_bytes, path.compute_bytes
@@ -22,13 +22,13 @@ def pair_input_bytes(path: CodePath, adapter: Adapter, into: int) -> int:
     return kept if is_own else 0
 
 
-def is_cast_first(path: CodePath, adapter: Adapter, into: int) -> bool:
+def is_cast_first(path: Execution, adapter: Adapter, into: int) -> bool:
     """Whether PEFT turns a pair's input into the pair's dtype first; not beside a 4-bit base under autocast
     (peft 0.21, `lora/bnb.py`, `requires_conversion`)."""
     return adapter.weight_bytes != into and not (path.four_bit and path.has_autocast)
 
 
-def pair_kept(path: CodePath, adapter: Adapter, linear: Linear, into: int) -> float:
+def pair_kept(path: Execution, adapter: Adapter, linear: Linear, into: int) -> float:
     """Per token, beside the input: the narrow product, and DoRA's two wide ones."""
     narrow = path.compute_bytes if path.has_autocast else adapter.weight_bytes
     wide = (into if not path.has_autocast else path.compute_bytes) + narrow
@@ -45,7 +45,7 @@ class PairMoments:
     """Of what was kept, gone when the output projection has been differentiated."""
 
 
-def pair_moments(path: CodePath, adapter: Adapter, into: int, is_fused: bool) -> PairMoments:
+def pair_moments(path: Execution, adapter: Adapter, into: int, is_fused: bool) -> PairMoments:
     """Around a pair whose input is `into` bytes an element: its casts, dropout, and their way back."""
     own = pair_input_bytes(path, adapter, into)
     narrow = path.compute_bytes if path.has_autocast else adapter.weight_bytes

@@ -39,7 +39,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryLine:
     """A straight line over tokens."""
 
     fixed_bytes: float
@@ -54,7 +54,7 @@ class Line:
 class Fit:
     """What was measured, as lines; `at` gives the peak of any number of tokens."""
 
-    lines: Mapping[str, Line]
+    lines: Mapping[str, MemoryLine]
     peak_phase: str
     """Where the measured peaks lay."""
 
@@ -76,7 +76,7 @@ class Fit:
         slope = (floor_bytes - last.peak_bytes) / max(1, tokens - last.tokens)
         if tokens <= last.tokens or slope <= self.lines[self.peak_phase].bytes_per_token:
             return self
-        steep = Line(last.peak_bytes - slope * last.tokens, slope)
+        steep = MemoryLine(last.peak_bytes - slope * last.tokens, slope)
         return replace(self, lines={**self.lines, self.peak_phase: steep})
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def _through_one(point: Point, slopes: Mapping[str, float] | None) -> Fit | Refu
     lines = {}
     for phase, peak in point.peaks_bytes.items():
         slope = max(0.0, slopes.get(phase, 0.0))
-        lines[phase] = Line(peak - slope * point.tokens, slope)
+        lines[phase] = MemoryLine(peak - slope * point.tokens, slope)
     return Fit(lines, point.peak_phase, points=(point,))
 
 
-def _through_two(before: Point, last: Point, phase: str) -> Line:
+def _through_two(before: Point, last: Point, phase: str) -> MemoryLine:
     low, high = before.peaks_bytes[phase], last.peaks_bytes[phase]
     # Of a phase that is not the peak, noise must not make a line that falls.
     slope = max(0.0, (high - low) / (last.tokens - before.tokens))
-    return Line(high - slope * last.tokens, slope)
+    return MemoryLine(high - slope * last.tokens, slope)

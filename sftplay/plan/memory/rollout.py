@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import CodePath
+from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.head import head_in_forward
 from sftplay.plan.memory.layer import inner_bytes, layer_bytes
 from sftplay.plan.memory.step import WORKSPACE_BYTES, Footprint, Size, estimate, standing_bytes
@@ -38,13 +38,13 @@ class Rollout:
         return self.prompt_tokens + self.answer_tokens
 
 
-def cache_bytes(shape: ModelShape, path: CodePath, rollout: Rollout) -> int:
+def cache_bytes(shape: ModelShape, path: Execution, rollout: Rollout) -> int:
     """Keys and values of all layers for every answer at its longest; a sliding window keeps no more than itself."""
     per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * inner_bytes(shape, path)
     return rollout.answers * rollout.tokens * per_token
 
 
-def estimate_grpo(shape: ModelShape, path: CodePath, rollout: Rollout) -> Footprint:
+def estimate_grpo(shape: ModelShape, path: Execution, rollout: Rollout) -> Footprint:
     """Bytes of every phase of one GRPO step on one device that holds the whole model, in the steady state."""
     standing = standing_bytes(shape, path)
     reference = standing.weights if rollout.has_reference and path.trains_all else 0.0

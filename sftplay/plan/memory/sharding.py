@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sftplay.plan.memory.execution import CodePath, trained_params
+from sftplay.plan.memory.execution import Execution, trained_params
 from sftplay.plan.memory.step import Standing
 from sftplay.plan.shape.model_shape import ModelShape
 
@@ -30,7 +30,7 @@ PINNED = 1.5
 
 
 @dataclass(frozen=True)
-class Share:
+class DeviceShare:
     """One device's part: what stands there throughout, what communication adds, and what went to the host."""
 
     standing: Standing
@@ -38,19 +38,23 @@ class Share:
     host: float = 0.0
 
 
-def share_of(shape: ModelShape, path: CodePath, standing: Standing, *, strategy: Strategy, world_size: int) -> Share:
+def share_of(
+    shape: ModelShape, path: Execution, standing: Standing, *, strategy: Strategy, world_size: int
+) -> DeviceShare:
     """The part of one of `world_size` devices under `strategy`."""
     if strategy == "single":
-        return Share(standing)
+        return DeviceShare(standing)
     if strategy == "ddp":
         # torch copies gradients into buckets (DistributedDataParallel, gradient_as_bucket_view=False).
-        return Share(standing, buffers=standing.gradients)
+        return DeviceShare(standing, buffers=standing.gradients)
     if strategy.startswith("fsdp"):
         return _fsdp(shape, path, standing, world_size, to_host=strategy.endswith("offload"))
     return _zero(shape, path, standing, strategy=strategy, world_size=world_size)
 
 
-def _zero(shape: ModelShape, path: CodePath, standing: Standing, *, strategy: Strategy, world_size: int) -> Share:
+def _zero(
+    shape: ModelShape, path: Execution, standing: Standing, *, strategy: Strategy, world_size: int
+) -> DeviceShare:
     stage, to_host = int(strategy[4]), strategy.endswith("offload")
     trained = trained_params(shape, path)
     weights = standing.weights * HALF / path.weight_bytes if path.trains_all else standing.weights
@@ -71,16 +75,16 @@ def _zero(shape: ModelShape, path: CodePath, standing: Standing, *, strategy: St
         host, optimizer = PINNED * (optimizer + trained * FP32 / world_size), 0.0
         if stage == 3:
             host, weights, adapters = host + PINNED * (weights + adapters), 0.0, 0.0
-    return Share(Standing(weights, adapters, gradients, optimizer), buffers, host)
+    return DeviceShare(Standing(weights, adapters, gradients, optimizer), buffers, host)
 
 
-def _fsdp(shape: ModelShape, path: CodePath, standing: Standing, world_size: int, *, to_host: bool) -> Share:
+def _fsdp(shape: ModelShape, path: Execution, standing: Standing, world_size: int, *, to_host: bool) -> DeviceShare:
     gathered = min(_gathered(shape, path.compute_bytes, standing.weights), standing.weights * (1 - 1 / world_size))
     parts = Standing(*(part / world_size for part in vars(standing).values()))
     if not to_host:
-        return Share(parts, gathered)
+        return DeviceShare(parts, gathered)
     host = PINNED * sum(vars(parts).values())
-    return Share(Standing(0.0, 0.0, 0.0, 0.0), gathered, host)
+    return DeviceShare(Standing(0.0, 0.0, 0.0, 0.0), gathered, host)
 
 
 def _gathered(shape: ModelShape, dtype_bytes: int, weights: float) -> float:

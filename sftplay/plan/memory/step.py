@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sftplay.plan.memory.execution import CodePath, trained_params
+from sftplay.plan.memory.execution import Execution, trained_params
 from sftplay.plan.memory.head import head_in_backward, head_in_forward
 from sftplay.plan.memory.layer import FP32, copies_of_stream, layer_bytes, norm_kept, norm_moment, stream_bytes
 from sftplay.plan.shape.model_shape import ModelShape
@@ -71,7 +71,7 @@ class Standing:
     optimizer: float
 
 
-def standing_bytes(shape: ModelShape, path: CodePath) -> Standing:
+def standing_bytes(shape: ModelShape, path: Execution) -> Standing:
     """Weights, adapters, gradients and optimizer state of a model that no one shares."""
     trained = trained_params(shape, path)
     others = shape.total_params - shape.linear_params + shape.vision_params
@@ -84,7 +84,7 @@ def standing_bytes(shape: ModelShape, path: CodePath) -> Standing:
 
 
 def estimate(
-    shape: ModelShape, path: CodePath, size: Size, *, standing: Standing | None = None, buffers: float = 0.0
+    shape: ModelShape, path: Execution, size: Size, *, standing: Standing | None = None, buffers: float = 0.0
 ) -> Footprint:
     """Bytes of every phase of one optimizer step on one device, in the steady state.
 
@@ -111,14 +111,14 @@ def estimate(
     )
 
 
-def _mask_bytes(shape: ModelShape, path: CodePath) -> int:
+def _mask_bytes(shape: ModelShape, path: Execution) -> int:
     """Of an entry of rows x tokens x tokens; under checkpointing one layer's bias lives at a time."""
     if path.attention == "eager":
         return MASK_BYTES + BIAS_BYTES
     return MASK_BYTES + BIAS_BYTES * (1 if path.checkpointing else shape.layers)
 
 
-def kept_bytes(shape: ModelShape, path: CodePath, size: Size) -> float:
+def kept_bytes(shape: ModelShape, path: Execution, size: Size) -> float:
     """What all layers keep from forward to backward: their inputs, or with checkpointing off everything."""
     if path.checkpointing:
         return float(shape.layers * size.tokens * shape.hidden * stream_bytes(shape, path))
@@ -128,7 +128,7 @@ def kept_bytes(shape: ModelShape, path: CodePath, size: Size) -> float:
     return kept if path.trains_all else kept - first_norms * size.tokens * norm_kept(shape, path)
 
 
-def _head_phase(shape: ModelShape, path: CodePath, size: Size, standing: Standing) -> dict[str, float]:
+def _head_phase(shape: ModelShape, path: Execution, size: Size, standing: Standing) -> dict[str, float]:
     """The end of forward or the begin of backward, whichever holds more."""
     labelled = size.tokens if size.labelled is None else size.labelled
     fullest = max(
@@ -139,7 +139,7 @@ def _head_phase(shape: ModelShape, path: CodePath, size: Size, standing: Standin
     return {"gradients": waiting, "activations": kept_bytes(shape, path, size), "head": fullest}
 
 
-def _layer_phase(shape: ModelShape, path: CodePath, size: Size, standing: Standing) -> dict[str, float]:
+def _layer_phase(shape: ModelShape, path: Execution, size: Size, standing: Standing) -> dict[str, float]:
     """Backward in the layer it enters first, or in the one it leaves last: gradients grow while activations go."""
     layer = layer_bytes(shape, path, size.tokens, size.seq)
     kept, gradients = kept_bytes(shape, path, size), standing.gradients
@@ -155,7 +155,7 @@ def _layer_phase(shape: ModelShape, path: CodePath, size: Size, standing: Standi
     return max(first, last, norm, embedding, key=lambda phase: sum(phase.values()))
 
 
-def _embedding_moment(shape: ModelShape, path: CodePath, size: Size) -> float:
+def _embedding_moment(shape: ModelShape, path: Execution, size: Size) -> float:
     """Gradient of the stream, and of the embedding where it meets the head's before both become the tied weight's."""
     stream = float(size.tokens * shape.hidden * stream_bytes(shape, path))
     if not path.trains_all:
@@ -167,7 +167,7 @@ def _embedding_moment(shape: ModelShape, path: CodePath, size: Size) -> float:
     return stream + own * (shape.tied * (1 + is_view) + size.accumulates)
 
 
-def _gradients_by_then(shape: ModelShape, path: CodePath, gradients: float) -> tuple[float, float]:
+def _gradients_by_then(shape: ModelShape, path: Execution, gradients: float) -> tuple[float, float]:
     """Gradients that exist when backward is in the layer it enters first, and in the one it leaves last.
 
     The head's is the first to be made and, untied, the embedding's the last.
@@ -178,7 +178,7 @@ def _gradients_by_then(shape: ModelShape, path: CodePath, gradients: float) -> t
     return gradients * head, gradients * (head + layers * (shape.layers - 1) / shape.layers)
 
 
-def _rounded_layers(shape: ModelShape, path: CodePath) -> float:
+def _rounded_layers(shape: ModelShape, path: Execution) -> float:
     """16-bit copies of what trains in the layers; autocast keeps them from their first use to the end of forward."""
     is_kept = not path.checkpointing  # then they are among the activations
     if is_kept or not path.has_autocast or path.trained_bytes == path.compute_bytes:

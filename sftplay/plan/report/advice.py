@@ -13,7 +13,7 @@ from typing import Any
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device
 from sftplay.plan.memory.forecast import Forecast, Setting, forecast
-from sftplay.plan.memory.kit_execution import path_of
+from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
@@ -85,7 +85,7 @@ def look_at_one_row(cfg: RunConfig, shape: ModelShape, place: Place, strategy: S
     usual: Strategy = "single" if place.world_size == 1 else "ddp"
     setting = Setting(
         shape=shape,
-        path=path_of(cfg),
+        path=execution_of(cfg),
         device=place.device,
         strategy=strategy or usual,
         world_size=place.world_size,

@@ -9,7 +9,7 @@ from typing import Any
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device
 from sftplay.plan.memory.forecast import Forecast, Setting, forecast
-from sftplay.plan.memory.kit_execution import path_of
+from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.sharding import STRATEGIES, Strategy
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
@@ -65,7 +65,7 @@ def compare(cfg: RunConfig, shape: ModelShape, device: Device, world_size: int) 
 
 def _rows(cfg: RunConfig, shape: ModelShape, device: Device, world_size: int) -> Iterator[Row]:
     for mode in MODES:
-        path = path_of(cfg.with_values({"tuning.mode": mode}, "compare"))
+        path = execution_of(cfg.with_values({"tuning.mode": mode}, "compare"))
         for strategy in STRATEGIES:
             alone = strategy == "single"
             if (not alone and world_size == 1) or (mode == "qlora" and strategy in WITHOUT_FOUR_BIT):

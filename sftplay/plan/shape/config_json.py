@@ -76,9 +76,9 @@ class ConfigJson:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"is {shown(value)}, not a whole number", AS_PUBLISHED)
+            raise self.error(key, f"is {quote_value(value)}, not a whole number", AS_PUBLISHED)
         if not smallest <= value <= largest:
-            raise self.error(key, f"is {shown(value)}", f"give a number from {smallest} to {largest}")
+            raise self.error(key, f"is {quote_value(value)}", f"give a number from {smallest} to {largest}")
         return value
 
     def flag(self, flag: Flag) -> bool:
@@ -89,7 +89,7 @@ class ConfigJson:
         if value is None:
             return False
         if not isinstance(value, bool):
-            raise self.error(flag, f"is {shown(value)}, neither true nor false", "write true or false")
+            raise self.error(flag, f"is {quote_value(value)}, neither true nor false", "write true or false")
         return value
 
     def word(self, key: str, default: str) -> str:
@@ -98,12 +98,14 @@ class ConfigJson:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self.error(key, f"is {shown(value)}, not a word", AS_PUBLISHED)
+            raise self.error(key, f"is {quote_value(value)}, not a word", AS_PUBLISHED)
         return value
 
     def error(self, key: str, what: str, fix: str) -> ConfigError:
         """A refusal that names the key and, for a type the kit does not know, how it was read."""
-        unknown = "" if self.is_known else f" (the type {shown(self.model_type)} is not known and read as a Llama)"
+        unknown = (
+            "" if self.is_known else f" (the type {quote_value(self.model_type)} is not known and read as a Llama)"
+        )
         return ConfigError(f"{self.prefix}{key} {what}{unknown}", where=self.where, fix=fix)
 
 
@@ -120,7 +122,7 @@ def open_config(config: Mapping[str, Any], name: str) -> ConfigJson:
     if kind is None and text is not config and isinstance(config.get("model_type"), str):
         kind = f"{config['model_type']}_text"
     if not isinstance(kind, str) or not kind:
-        what = f"{prefix}model_type " + ("is missing" if kind is None else f"is {shown(kind)}, not a word")
+        what = f"{prefix}model_type " + ("is missing" if kind is None else f"is {quote_value(kind)}, not a word")
         raise ConfigError(what, where=name, fix=AS_PUBLISHED)
     opened = ConfigJson(values=text, outer=config, model_type=kind, where=name, prefix=prefix)
     if config.get("is_encoder_decoder") is True or text.get("is_encoder_decoder") is True:
@@ -134,12 +136,12 @@ def _text_part(config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any],
         if inner is None:
             continue
         if not isinstance(inner, Mapping):
-            raise ConfigError(f"{key} is {shown(inner)}, not a mapping", where=name, fix=AS_PUBLISHED)
+            raise ConfigError(f"{key} is {quote_value(inner)}, not a mapping", where=name, fix=AS_PUBLISHED)
         return inner, f"{key}."
     return config, ""
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
     """A value as a message shows it, cut where it is long."""
     try:
         text = repr(value)

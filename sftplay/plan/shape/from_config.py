@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sftplay.plan.shape.config_json import AS_PUBLISHED, LARGEST, ConfigJson, open_config, shown
+from sftplay.plan.shape.config_json import AS_PUBLISHED, LARGEST, ConfigJson, open_config, quote_value
 from sftplay.plan.shape.families import MIXTURES
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 from sftplay.plan.shape.vision import count_vision
@@ -191,7 +191,9 @@ def _is_tied(text: ConfigJson) -> bool:
         if value is None:
             continue
         if not isinstance(value, bool):
-            raise text.error("tie_word_embeddings", f"is {shown(value)}, neither true nor false", "write true or false")
+            raise text.error(
+                "tie_word_embeddings", f"is {quote_value(value)}, neither true nor false", "write true or false"
+            )
         return value
     return text.family.tied
 
@@ -229,7 +231,7 @@ def _odd_layers(text: ConfigJson) -> list[str]:
 def _unmodelled(text: ConfigJson, *, experts: int, vision: int | None) -> tuple[str, ...]:
     found = list(text.family.unmodelled)
     if not text.is_known:
-        found.append(f"the architecture {shown(text.model_type)}, read as a Llama of the same sizes")
+        found.append(f"the architecture {quote_value(text.model_type)}, read as a Llama of the same sizes")
     if experts:
         found.append("a mixture of experts: routing, and what the experts keep for the backward pass")
     if experts and (text.raw("mlp_only_layers") or (text.whole("decoder_sparse_step") or 1) > 1):

@@ -17,7 +17,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import Device, device_of
 from sftplay.plan.memory.forecast import Forecast, Setting, forecast
-from sftplay.plan.memory.kit_execution import path_of
+from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
@@ -134,7 +134,9 @@ def foresight(
 ) -> Callable[[int], Forecast]:
     """The forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided."""
     strategy = planned_strategy(cfg, world_size)
-    setting = Setting(shape=shape, path=path_of(cfg), device=device, strategy=strategy, world_size=world_size, fit=fit)
+    setting = Setting(
+        shape=shape, path=execution_of(cfg), device=device, strategy=strategy, world_size=world_size, fit=fit
+    )
     share = cfg.train.effective_batch_size // world_size
     return lambda rows: forecast(setting, Size(rows=rows, seq=cfg.model.max_seq_len, accumulates=rows < share))
 

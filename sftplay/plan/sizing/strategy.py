@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device
 from sftplay.plan.memory.forecast import Forecast, Setting, forecast
-from sftplay.plan.memory.kit_execution import path_of
+from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
@@ -62,6 +62,6 @@ def _saving(cfg: RunConfig, shape: ModelShape, device: Device, whole: Forecast) 
 
 def _one_row(cfg: RunConfig, shape: ModelShape, device: Device, how: tuple[Strategy, int]) -> Forecast:
     strategy, world_size = how
-    setting = Setting(shape=shape, path=path_of(cfg), device=device, strategy=strategy, world_size=world_size)
+    setting = Setting(shape=shape, path=execution_of(cfg), device=device, strategy=strategy, world_size=world_size)
     accumulates = cfg.train.effective_batch_size > world_size
     return forecast(setting, Size(rows=1, seq=cfg.model.max_seq_len, accumulates=accumulates))

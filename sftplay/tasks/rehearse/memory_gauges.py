@@ -22,7 +22,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
 
 
-class Gauge(ABC):
+class MemoryGauge(ABC):
     """Keeps the largest peak of each phase; what a peak is, its kinds say."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Gauge(ABC):
             self.peaks_bytes[self._phase] = max(self.peaks_bytes.get(self._phase, 0), self.peak())
 
 
-class CudaGauge(Gauge):
+class CudaGauge(MemoryGauge):
     """What torch's allocator hands out on this process's GPU."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class CudaGauge(Gauge):
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
 
 
-class TensorGauge(Gauge):
+class TensorGauge(MemoryGauge):
     """Bytes of the tensors that live, on any device, as operators make them; slow, and blind to what kernels take."""
 
     def __init__(self, live: LiveBytes) -> None:
@@ -124,7 +124,7 @@ class TensorGauge(Gauge):
         return self._live.peaks_bytes["now"]
 
 
-class ProcessGauge(Gauge):
+class ProcessGauge(MemoryGauge):
     """Resident memory of this process; on Linux the peak of each phase, elsewhere the peak so far."""
 
     def restart(self) -> None:
@@ -138,7 +138,7 @@ class ProcessGauge(Gauge):
         return int(held) * 1024
 
 
-def make_gauge(kind: Kind) -> tuple[Gauge, Any]:
+def make_memory_gauge(kind: Kind) -> tuple[MemoryGauge, Any]:
     """The gauge and a context in which it works."""
     if kind == "tensors":
         live = LiveBytes()

@@ -30,9 +30,9 @@ from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.memory.probe_fit import Point, Refusal, fit
 from sftplay.signals import die_with_parent
 from sftplay.tasks import sft
-from sftplay.tasks.rehearse.memory_gauges import Gauge, make_gauge
+from sftplay.tasks.rehearse.memory_gauges import MemoryGauge, make_memory_gauge
 from sftplay.tasks.run.train_run import TrainRun
-from sftplay.tasks.step.micro_batches import Cutter
+from sftplay.tasks.step.micro_batches import MicroBatcher
 
 REQUEST, MEASURED = "request.json", "measured.json"
 
@@ -81,7 +81,7 @@ def rehearse(cfg: RunConfig, folder: RunFolder, request: Request) -> dict[str, A
     of the model on.
     """
     cfg = _rehearsed(cfg, request)
-    gauge, counting = make_gauge(request.gauge)  # type: ignore[arg-type]
+    gauge, counting = make_memory_gauge(request.gauge)  # type: ignore[arg-type]
     with counting:
         tokenizer = load_tokenizer(cfg.model)
         model = sft.make_trainable(load_base(cfg), cfg)
@@ -135,10 +135,10 @@ def synthetic_rows(cfg: RunConfig, tokenizer: Any, count: int) -> Dataset:
 class Conductor(TrainerCallback):
     """Says which micro-batch comes next, tells the gauge where in a step the trainer is, and keeps the points.
 
-    It is also the cutter of the trainer's windows, of which it lets through only as many pieces as are wanted.
+    It is also the micro_batcher of the trainer's windows, of which it lets through only as many pieces as are wanted.
     """
 
-    def __init__(self, cfg: RunConfig, request: Request, gauge: Gauge) -> None:
+    def __init__(self, cfg: RunConfig, request: Request, gauge: MemoryGauge) -> None:
         self.points: list[Point] = []
         self.rows = request.rows[0]
         self._cfg, self._request, self._gauge = cfg, request, gauge
@@ -149,8 +149,8 @@ class Conductor(TrainerCallback):
 
     def cut(self, window: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The first pieces of `rows` rows each, cut as the run cuts."""
-        cutter = Cutter(self.rows, self._cfg.train.packing is True, self._cfg.model.max_seq_len)
-        return islice(cutter.cut(window), self._request.pieces)
+        micro_batcher = MicroBatcher(self.rows, self._cfg.train.packing is True, self._cfg.model.max_seq_len)
+        return islice(micro_batcher.cut(window), self._request.pieces)
 
     def attend(self, trainer: Any) -> None:
         """Be told when a forward pass begins and when the backward pass leaves the loss head for the layers."""
@@ -216,7 +216,7 @@ class Rehearsal(TrainRun):
         usual = super().arguments(has_held_out=has_held_out)
         return {**usual, "save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
 
-    def cutter(self) -> Any:
+    def micro_batcher(self) -> Any:
         return self.conductor
 
     def callbacks(self) -> list[Any]:

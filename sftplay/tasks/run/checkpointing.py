@@ -25,7 +25,7 @@ from sftplay.monitor.checkpoints import (
 )
 from sftplay.monitor.disk import checkpoint_bytes, demand_room
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal
-from sftplay.monitor.metrics import Meters, tell
+from sftplay.monitor.metrics import Meters, print_progress
 from sftplay.tasks.run.fingerprint import config_changes, data_changes, weights_changes
 
 
@@ -64,7 +64,7 @@ class MarkComplete(TrainerCallback):
 
     def _meet(self) -> None:
         if log.world_size() > 1:
-            with self.watched.stop.pulse.within("communication"):
+            with self.watched.stop.heartbeat.within("communication"):
                 torch.distributed.barrier()
 
     def _mark(self, state: Any) -> None:
@@ -76,7 +76,7 @@ class MarkComplete(TrainerCallback):
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         rotate(self.folder.checkpoints, self.limit, best)
         self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
-        tell(state, state.save_steps, f"checkpoint at step {state.global_step}")
+        print_progress(state, state.save_steps, f"checkpoint at step {state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")

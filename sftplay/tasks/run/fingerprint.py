@@ -13,7 +13,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from sftplay import __version__, log
-from sftplay.config.rules.resume_keys import SIZES, decisive, differences, held_out_decides
+from sftplay.config.rules.resume_keys import SIZES, differences, held_out_decides, values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import Examples
 from sftplay.model.digests import weights_digests
@@ -31,7 +31,7 @@ def identify(cfg: RunConfig, examples: Examples) -> dict[str, Any]:
     recipe = examples.renderer.recipe()
     return {
         "kit": __version__,
-        "config": decisive(cfg),
+        "config": values_that_decide_weights(cfg),
         "world_size": log.world_size(),
         "data_files": examples.report["files"],
         "rows": len(examples.train),

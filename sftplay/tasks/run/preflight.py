@@ -95,10 +95,10 @@ class Preflight(TrainerCallback):
 
 
 def read_sizes(trainer: Any) -> dict[str, int]:
-    """Micro-batch, accumulation, effective batch and processes as trainer and cutter really have them."""
+    """Micro-batch, accumulation, effective batch and processes as trainer and micro_batcher really have them."""
     args, processes = trainer.args, trainer.accelerator.num_processes
     window_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    micro_batch = trainer.cutter.micro_batch if trainer.cutter else args.per_device_train_batch_size
+    micro_batch = trainer.micro_batcher.micro_batch if trainer.micro_batcher else args.per_device_train_batch_size
     return {
         "batch_size": micro_batch,
         "grad_accum": -(-window_rows // micro_batch),

@@ -58,7 +58,7 @@ def marker_path(logs: Path) -> Path:
 
 
 def wait_for_nodes(folder: RunFolder) -> None:
-    """Wait until the ranks of every node have come here, without a limit: the first meeting of ranks has one.
+    """Wait until the ranks of every node have come here, without a limit: the first rendezvous of ranks has one.
 
     Raises:
         SystemExit: with the run's exit code, when a rank has ended before; it has said why.

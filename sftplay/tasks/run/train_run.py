@@ -21,11 +21,11 @@ from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.errors import ConfigError
-from sftplay.heartbeat import Pulse, pulse_path
+from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch.run_folder import RunFolder
 from sftplay.monitor.checkpoints import read_marker, step_of
 from sftplay.monitor.disk import WarnOfFullDisk
-from sftplay.monitor.gradient_sync import Traffic
+from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal, StopWithoutProgress
 from sftplay.monitor.interval import Facts
 from sftplay.monitor.metrics import Meters
@@ -34,12 +34,12 @@ from sftplay.monitor.phases import PhaseMarks
 from sftplay.monitor.profiler import ProfileSteps
 from sftplay.monitor.time_limit import StopInTime, find_deadline, process_start_s
 from sftplay.plan.memory.cards import find_card
-from sftplay.plan.memory.kit_execution import path_of
+from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.report.flops import ModelFlops, model_flops
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.tasks.run.checkpointing import MarkComplete, Watched, accept_numbered_cpus, choose_checkpoint
 from sftplay.tasks.run.preflight import Preflight
-from sftplay.tasks.step.micro_batches import Cutter
+from sftplay.tasks.step.micro_batches import MicroBatcher
 from sftplay.tasks.step.replay import ADVICE, Replay
 from sftplay.units import format_bytes
 
@@ -61,7 +61,7 @@ class TrainRun:
         self.cfg, self.folder, self.stop = cfg, folder, stop
         self.world_size = log.world_size()
         self.is_sharded = self.world_size > 1 and cfg.cluster.strategy in SHARDED
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         # Where weights are split, ranks meet inside every piece: none can be run again by itself.
         self.replay = Replay(cfg, folder) if cfg.train.oom_recovery and not self.is_sharded else None
         set_seed(cfg.seed)
@@ -156,14 +156,14 @@ class TrainRun:
             "greater_is_better": False if seeks_best else None,
         }
 
-    def cutter(self) -> Cutter | None:
+    def micro_batcher(self) -> MicroBatcher | None:
         """How the trainer's windows are cut into micro-batches; None where it gets them one by one."""
         if self.is_sharded:
             return None
         train, length = self.cfg.train, self.cfg.model.max_seq_len
         rows = int(train.batch_size)
         budget = rows * length if train.batching == "tokens" else None
-        return Cutter(rows, train.packing is True, length, budget)
+        return MicroBatcher(rows, train.packing is True, length, budget)
 
     def callbacks(self) -> list[Any]:
         """What looks on while the run trains; also makes this run's meters."""
@@ -180,16 +180,16 @@ class TrainRun:
         marks = MarkComplete(self.folder, facts, self.cfg.train.save_total_limit, watched)
         patience = self.cfg.train.early_stopping
         early = [StopWithoutProgress(early_stopping_patience=patience)] if patience else []
-        self.pulse = self.stop.pulse = Pulse(pulse_path(self.folder.logs, log.rank()), pid=os.getpid())
-        self.traffic = Traffic(self.cfg, self.pulse)
+        self.heartbeat = self.stop.heartbeat = Heartbeat(heartbeat_path(self.folder.logs, log.rank()), pid=os.getpid())
+        self.traffic = GradientSync(self.cfg, self.heartbeat)
         # Once status.json shows the ranks, a stop signal ends the run behind a step, with a checkpoint.
         watching = [self.stop, self.preflight, self.meters, self.bad_step, marks, *early, *self._foresight()]
-        return [*watching, self.traffic, PhaseMarks(self.pulse)]
+        return [*watching, self.traffic, PhaseMarks(self.heartbeat)]
 
     def _foresight(self) -> list[Any]:
         train, checkpoints = self.cfg.train, self.folder.checkpoints
         deadline = find_deadline(train.time_limit, os.environ, started_s=process_start_s(), now_s=time.time())
-        profile = ProfileSteps(train.profile, self.folder.path / "profile", self.pulse)
+        profile = ProfileSteps(train.profile, self.folder.path / "profile", self.heartbeat)
         return [
             WarnOfFullDisk(checkpoints, train.save_total_limit),
             *([StopInTime(deadline, self.stop)] if deadline else []),
@@ -211,7 +211,7 @@ class TrainRun:
         self.preflight.note_weights(trainer.model)
         self.preflight.rows = f"{self.identity.get('rows_sha256')} {self.order_hash}"
         self.preflight.base = " ".join(sorted(self.identity.get("weights", {}).values()))
-        trainer.pulse = self.pulse
+        trainer.heartbeat = self.heartbeat
         if trainer.is_deepspeed_enabled and not trainer.args.fp16:  # in fp16 its own scaler skips such steps
             trainer.look_at_loss = self.bad_step.look_at_loss
         self.traffic.attend(trainer)
@@ -240,17 +240,17 @@ class TrainRun:
     def _out_of_memory(self, trainer: Any, error: RuntimeError) -> OutOfMemory:
         """Why the run cannot go on, where its step is not one that is run again."""
         return OutOfMemory(
-            f"out of memory in {self.pulse.phase} of step {trainer.state.global_step + 1}: "
+            f"out of memory in {self.heartbeat.phase} of step {trainer.state.global_step + 1}: "
             f"{format_bytes(held_bytes())} held ({str(error).splitlines()[0]})",
             where="training",
             fix=ADVICE,
-            batch_size=self._smaller_batch(trainer.cutter) if self.cfg.train.oom_recovery else None,
+            batch_size=self._smaller_batch(trainer.micro_batcher) if self.cfg.train.oom_recovery else None,
         )
 
-    def _smaller_batch(self, cutter: Cutter | None) -> int | None:
+    def _smaller_batch(self, micro_batcher: MicroBatcher | None) -> int | None:
         """Rows a piece with which another start may succeed; None when there are none."""
         share = self.cfg.train.effective_batch_size // self.world_size
-        now = cutter or Cutter(int(self.cfg.train.batch_size))
+        now = micro_batcher or MicroBatcher(int(self.cfg.train.batch_size))
         smaller = now.smaller(share) if now.micro_batch > 1 else None
         return smaller.micro_batch if smaller else None
 
@@ -286,6 +286,6 @@ def _flops_of(model: Any, cfg: RunConfig) -> ModelFlops | None:
     # How the weights lie in memory changes no product.
     config = {key: value for key, value in base.config.to_dict().items() if key != "quantization_config"}
     try:
-        return model_flops(shape_from_config(config, name=cfg.model.name), path_of(cfg))
+        return model_flops(shape_from_config(config, name=cfg.model.name), execution_of(cfg))
     except ConfigError:
         return None

@@ -42,7 +42,7 @@ class Collator:
 
 
 @dataclass(frozen=True)
-class Cutter:
+class MicroBatcher:
     """How windows are cut: at most `micro_batch` rows a piece, each a row of data or, packed, up to `max_tokens`.
 
     With `budget_tokens` a piece has as many rows of data as keep rows x longest row within it, and at least one.
@@ -71,7 +71,7 @@ class Cutter:
             start += len(rows)
             yield {key: window[key][rows, :width] for key in ("input_ids", "attention_mask", "labels")}
 
-    def smaller(self, window_rows: int) -> Cutter | None:
+    def smaller(self, window_rows: int) -> MicroBatcher | None:
         """The next smaller cut of windows of so many rows; None where every piece is a single row already.
 
         Rows a piece stay a divisor of the window's rows, so that a resumed run can be given the same sizes.
@@ -81,7 +81,7 @@ class Cutter:
             budget = rows * self.max_tokens if self.budget_tokens is not None else None
             return replace(self, micro_batch=rows, budget_tokens=budget)
         if self.packs or self.budget_tokens is not None:
-            return Cutter(1, max_tokens=self.max_tokens)
+            return MicroBatcher(1, max_tokens=self.max_tokens)
         return None
 
     def _rows_within(self, width: int) -> int:

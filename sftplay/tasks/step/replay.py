@@ -8,8 +8,8 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.monitor.gradient_sync import wants_overlap
-from sftplay.monitor.out_of_memory import Agreement, OutOfMemory, Shortage, describe, free_memory
-from sftplay.tasks.step.micro_batches import Cutter
+from sftplay.monitor.out_of_memory import Agreement, OutOfMemory, Shortage, describe_shortages, free_memory
+from sftplay.tasks.step.micro_batches import MicroBatcher
 
 ADVICE = (
     "`make plan` lists the cheapest changes that fit (a shorter model.max_seq_len, tuning.mode qlora, "
@@ -38,9 +38,11 @@ class Replay:
     def all_shortages(self, mine: Shortage | None) -> list[Shortage | None]:
         """Those of every rank; empty when there is none."""
         assert self._agreement is not None, "attend comes before training"
-        return self._agreement.all_shortages(mine, self._trainer.pulse)
+        return self._agreement.all_shortages(mine, self._trainer.heartbeat)
 
-    def step_down(self, cutter: Cutter, window_rows: int, shortages: list[Shortage | None]) -> Cutter:
+    def step_down(
+        self, micro_batcher: MicroBatcher, window_rows: int, shortages: list[Shortage | None]
+    ) -> MicroBatcher:
         """The cut with which the same rows are run again, the same on every rank.
 
         Raises:
@@ -49,14 +51,14 @@ class Replay:
         free_memory()
         planned = self._folder.read_json("plan.json")
         step = self._trainer.state.global_step + 1
-        what = f"step {step}: {describe(shortages, planned.get('peak_bytes'))}"
-        smaller = cutter.smaller(window_rows)
+        what = f"step {step}: {describe_shortages(shortages, planned.get('peak_bytes'))}"
+        smaller = micro_batcher.smaller(window_rows)
         if smaller is None:
             raise OutOfMemory(what, where="training", fix=ADVICE)
         self.times += 1
         log.say(f"{what}; the same rows again, {smaller.micro_batch} at a time")
         if log.is_main():
-            note = {"step": step, "batch_size_before": cutter.micro_batch, "batch_size": smaller.micro_batch}
+            note = {"step": step, "batch_size_before": micro_batcher.micro_batch, "batch_size": smaller.micro_batch}
             self._keep(planned, note, shortages)
         return smaller
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from sftplay.heartbeat import Pulse
+from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.out_of_memory import Portions, RandomState, Shortage, held_bytes, ran_out_of_memory
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.label_head import IGNORED, find_label_head
-from sftplay.tasks.step.micro_batches import Cutter
+from sftplay.tasks.step.micro_batches import MicroBatcher
 from sftplay.tasks.step.replay import Replay
 
 Batch = dict[str, Tensor]
@@ -50,7 +50,7 @@ class Window:
     """Mixed in before a TRL trainer: `class Run(Window, SFTTrainer)`. `prepare` must be called before training."""
 
     def prepare(
-        self, cutter: Cutter | None, *, held_out_labels_per_row: float = 0.0, replay: Replay | None = None
+        self, micro_batcher: MicroBatcher | None, *, held_out_labels_per_row: float = 0.0, replay: Replay | None = None
     ) -> None:
         """Say how windows are cut (None: the Trainer accumulates), and what becomes of one for which memory does not
         suffice (None: the run ends).
@@ -58,8 +58,8 @@ class Window:
         `held_out_labels_per_row` is the mean count of label tokens in the held-out rows; with it the Trainer's mean
         over rows becomes the exact mean over label tokens.
         """
-        self.cutter, self.replay = cutter, replay
-        self.pulse = Pulse()
+        self.micro_batcher, self.replay = micro_batcher, replay
+        self.heartbeat = Heartbeat()
         self.counts = StepCounts()
         self.last_loss: Any = 0.0
         self.last_windows: list[Batch] = []
@@ -88,13 +88,13 @@ class Window:
             OutOfMemory: memory does not suffice for a single row of the window.
         """
         self._count(window)
-        if self.cutter is None:
+        if self.micro_batcher is None:
             return self._run_part(model, window, num_items_in_batch)
         self.last_windows = [window]
         replay, padded_tokens = self.replay, self.counts.padded_tokens
         start = RandomState() if replay else None
         while True:
-            pieces = list(self.cutter.cut(window))
+            pieces = list(self.micro_batcher.cut(window))
             sends = self._sends_in_backward()
             alone = pieces[:-1] if sends else pieces
             total, shortage = self._attempt(model, alone, num_items_in_batch)
@@ -103,11 +103,11 @@ class Window:
             model.zero_grad(set_to_none=True)
             start.restore()
             self.counts.padded_tokens = padded_tokens
-            self.cutter = replay.step_down(self.cutter, len(window["row"]), shortages)
+            self.micro_batcher = replay.step_down(self.micro_batcher, len(window["row"]), shortages)
         if sends:
             total = total + self._run_piece(model, pieces[-1], num_items_in_batch)
         elif replay and replay.sends_afterwards:
-            with self.pulse.within("communication"):
+            with self.heartbeat.within("communication"):
                 average_gradients(model)
         self.last_loss = total.detach()
         self._count_loss(self.last_loss, num_items_in_batch)
@@ -116,7 +116,7 @@ class Window:
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients by their exact norm where torch's is not; the norm before."""
         args = self.args  # type: ignore[attr-defined]
-        if self.cutter is None or args.device.type != "cpu":
+        if self.micro_batcher is None or args.device.type != "cpu":
             return super()._clip_grad_norm(model)  # type: ignore[misc]
         norm = gradient_norm(model.parameters())
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, norm)
@@ -139,7 +139,7 @@ class Window:
         found = []
         model.eval()
         # Where weights are split, a rank cannot compute alone.
-        for window in self.last_windows if self.cutter is not None else ():
+        for window in self.last_windows if self.micro_batcher is not None else ():
             for n, width in enumerate(window["attention_mask"].sum(1).tolist()):
                 row = {key: window[key][n : n + 1, :width] for key in PIECE}
                 with self.compute_loss_context_manager():  # type: ignore[attr-defined]
@@ -185,7 +185,7 @@ class Window:
                     raise
                 rows, tokens = len(piece["input_ids"]), piece["input_ids"].numel()
                 reason = (str(error).splitlines() or [""])[0]
-                return total, Shortage(rows, tokens, self.pulse.phase, held_bytes(), reason)
+                return total, Shortage(rows, tokens, self.heartbeat.phase, held_bytes(), reason)
         return total, None
 
     def _run_part(self, model: nn.Module, part: Batch, n_items: Any) -> Tensor:
@@ -201,7 +201,7 @@ class Window:
 
     def _run_piece(self, model: nn.Module, piece: Batch, n_items: Any) -> Tensor:
         self.counts.padded_tokens += piece["input_ids"].numel()
-        self.pulse.enter("forward")
+        self.heartbeat.enter("forward")
         return super().training_step(model, piece, n_items)  # type: ignore[misc]
 
     def _loss_of_piece(self, model: nn.Module, inputs: Batch, return_outputs: bool, n_items: Any) -> Any:
@@ -217,7 +217,7 @@ class Window:
         if model.training:
             if self.look_at_loss is not None:
                 self.look_at_loss(loss.detach())
-            self.pulse.enter("backward")
+            self.heartbeat.enter("backward")
         return loss
 
     def _held_out_loss(self, model: nn.Module, inputs: Batch, return_outputs: bool, n_items: Any) -> Any:
@@ -229,10 +229,12 @@ class Window:
             n_items = torch.tensor(count, device=inputs["input_ids"].device)
 
         def measure(portion: slice) -> Any:
-            self.pulse.enter("evaluation")  # a beat for each portion: only a single one can last too long
+            self.heartbeat.enter("evaluation")  # a beat for each portion: only a single one can last too long
             return self._loss_of_piece(model, {k: v[portion] for k, v in inputs.items()}, return_outputs, n_items)
 
-        if n_items is None or self.cutter is None:  # a mean over rows is no sum of portions; split weights want company
+        if (
+            n_items is None or self.micro_batcher is None
+        ):  # a mean over rows is no sum of portions; split weights want company
             return measure(slice(rows))
         parts = list(self.measured.each(rows, measure))
         if return_outputs:
