@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from small_run import Inputs, write_small_run
 
@@ -54,6 +55,24 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+FORKING = fork_server.lazy_client(ROOT)
+FORKED = ("launch", "tasks", "control", "monitor", "deliver", "test_demo.py")
+"""Below tests/: whose processes start by a fork of one that has imported the libraries (see `fork_server`)."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Fixtures of a module start their processes as its first test does."""
+    place = item.path.relative_to(ROOT / "tests").parts[0]
+    if FORKING is None or place not in FORKED or item.get_closest_marker("fresh_start"):
+        return (yield)
+    put_back = fork_server.install(FORKING)
+    try:
+        return (yield)
+    finally:
+        put_back()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
