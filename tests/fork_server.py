@@ -300,10 +300,10 @@ def become(request: dict[str, Any], files: list[int], ready: int, *, base: Base)
     if (call := pickle.loads(request["ready"])) is not None:
         call()
     os.close(ready)
+    sys.argv, sys.orig_argv = ["-m", *words[3:]], list(argv)
     if module in LAUNCHERS:
         _own_server(base)
     _prepare_interpreter(request, base, is_unbuffered="-u" in argv[1:2] or bool(env.get("PYTHONUNBUFFERED")))
-    sys.argv, sys.orig_argv = ["-m", *words[3:]], list(argv)
     os._exit(_run(module))
 
 
