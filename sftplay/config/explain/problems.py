@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sftplay.config.explain.other_kits import HOW, OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, REFUSED_CHOICES
+from sftplay.config.explain.other_kits import OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, REFUSED_CHOICES, key_of
 from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.config.read.yaml12 import KeyPath, scalar
 from sftplay.config.schema.describe import accepts, choices_of, described, described_key
@@ -93,9 +93,9 @@ def _unknown(path: KeyPath, merged: Layer) -> Problem:
         nearest, fix = [name], f"dots are for the command line: write {' / '.join(name.split('.'))}, each one indented"
     elif homes := [home for home in homes_of(name) if home != dotted]:
         nearest, fix = homes, f"it belongs elsewhere: write {' or '.join(homes)}"
-    elif known := OTHER_KITS.get(name.lower().replace("-", "_")):
+    elif action := OTHER_KITS.get(name.lower().replace("-", "_")):
         what = f"{name!r} is another kit's name"
-        nearest, fix = [known], HOW.get(name.lower().replace("-", "_"), f"write {known}")
+        nearest, fix = [key_of(action)], f"write {action}"
     elif names := _nearest(name, [*siblings, *(() if inside else ("include",))]):
         nearest, fix = [f"{inside}.{near}".lstrip(".") for near in names], f"did you mean {names[0]!r}?"
     elif far := _nearest(name, (key.rsplit(".", 1)[-1] for key in [*all_keys(), *all_sections()] if key)):
