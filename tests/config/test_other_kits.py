@@ -4,8 +4,8 @@ import pytest
 
 from sftplay.config.explain import other_kits
 from sftplay.config.explain.other_kits import OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, PLANNED_TASKS, key_of
-from sftplay.config.schema.describe import choices_of, node_at
-from sftplay.config.schema.keys import all_keys, all_sections
+from sftplay.config.schema.describe import choices_of
+from sftplay.config.schema.keys import all_keys, all_sections, node_at
 
 
 def test_every_answer_begins_with_a_key_that_exists():
