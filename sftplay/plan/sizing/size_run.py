@@ -16,8 +16,8 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import Device, device_of
+from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import Forecast, Setting, forecast
-from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
