@@ -21,10 +21,9 @@ from sftplay.plan.memory.forecast import Forecast, Setting, forecast
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.backend import choose_backend
 from sftplay.plan.sizing.communication import refuse_hook
-from sftplay.plan.sizing.decision import Decision as Decision
-from sftplay.plan.sizing.numerics import decide_numerics, decide_rate, scaled_rate, without_effect
+from sftplay.plan.sizing.decisions import Decision as Decision
+from sftplay.plan.sizing.decisions import choose_backend, decide_numerics, decide_rate, scaled_rate, without_effect
 from sftplay.plan.sizing.strategy import choose_strategy, planned_strategy
 from sftplay.units import format_bytes
 

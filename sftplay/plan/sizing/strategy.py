@@ -11,7 +11,7 @@ from sftplay.plan.memory.forecast import Forecast, Setting, forecast
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.decision import Decision
+from sftplay.plan.sizing.decisions import Decision
 from sftplay.units import format_bytes
 
 KEY = "cluster.strategy"
