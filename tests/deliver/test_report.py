@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from in_process import Finished, Inputs, StopAfter, train, train_in
 
 from sftplay.deliver.report.charts import Chart, Curve, draw, linear_axis, value_axis
-from sftplay.deliver.report.findings import find
+from sftplay.deliver.report.figures import change, escaped, format_figure, interval
 from sftplay.deliver.report.history import read_history, thin
+from sftplay.deliver.report.remarks import find_remarks
 from sftplay.deliver.report.report import write_report
 from sftplay.deliver.report.run_files import read_run_files
 from sftplay.deliver.report.sample import FILE, masked_sample, write_masked_sample
-from sftplay.deliver.report.wording import change, escaped, format_figure, interval
 from sftplay.launch.run_folder import RunFolder
 
 CURVES = {
@@ -95,7 +95,7 @@ def page_of(folder: RunFolder) -> Reader:
 
 
 def sentences(folder: RunFolder) -> str:
-    return "\n".join(f"{finding.weight}: {finding.text}" for finding in find(read_run_files(folder)))
+    return "\n".join(f"{finding.weight}: {finding.text}" for finding in find_remarks(read_run_files(folder)))
 
 
 # The page of a finished run

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from sftplay.deliver.report.figures import escaped, format_figure, table
 from sftplay.deliver.report.run_files import RunFiles, answer_rows
-from sftplay.deliver.report.wording import escaped, format_figure, table
 
 EACH = 4
 """Rows shown of each kind."""

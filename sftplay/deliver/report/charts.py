@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sftplay.deliver.report.figures import escaped, format_figure
 from sftplay.deliver.report.history import Point
-from sftplay.deliver.report.wording import escaped, format_figure
 
 WIDTH, HEIGHT = 1000.0, 300.0
 MOST_DOTS = 60
@@ -39,7 +39,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one axis of steps. `unit` is a figure's key by which `wording.shown` formats values."""
+    """Curves over one axis of steps. `unit` is a figure's key by which `figures.format_figure` formats values."""
 
     title: str
     unit: str

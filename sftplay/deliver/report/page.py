@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 
-from sftplay.deliver.report.wording import escaped
+from sftplay.deliver.report.figures import escaped
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1b1f24;--soft:#57606a;--rule:#d5dae0;--panel:#f5f7f9;

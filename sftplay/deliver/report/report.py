@@ -13,11 +13,11 @@ from sftplay import __version__
 from sftplay.atomic import write_text
 from sftplay.deliver.report import sections
 from sftplay.deliver.report.answers import show_answers
-from sftplay.deliver.report.findings import find
+from sftplay.deliver.report.figures import capitalized, escaped, format_figure, is_share, name_of
 from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.page import folded, frame, section
+from sftplay.deliver.report.remarks import find_remarks
 from sftplay.deliver.report.run_files import RunFiles, mapping, mappings, read_run_files
-from sftplay.deliver.report.wording import escaped, format_figure, headed, is_share, name_of
 from sftplay.launch.run_folder import RunFolder
 from sftplay.units import format_count, format_seconds
 
@@ -50,7 +50,7 @@ def write_report(folder: RunFolder) -> Path:
 def render(found: RunFiles) -> str:
     """The page as HTML."""
     parts = [
-        ("warnings", "What to know first", sections.show_findings(find(found))),
+        ("warnings", "What to know first", sections.show_remarks(find_remarks(found))),
         ("curves", "Curves", sections.show_curves(found)),
         ("evaluation", "Evaluation", sections.show_evaluation(found)),
         ("answers", "Answers before and after", show_answers(found)),
@@ -107,7 +107,7 @@ def _tiles(found: RunFiles) -> list[tuple[str, str, str]]:
         if key in after:
             old = f"{format_figure(key, before[key])} →\u00a0" if key in before else ""
             n = f"on {format_figure('n', after.get('n'))} prompts" if key != "loss" else ""
-            name = "Held-out loss" if key == "loss" else headed(name_of(key))
+            name = "Held-out loss" if key == "loss" else capitalized(name_of(key))
             tiles.append((name, old + format_figure(key, after[key]), n))
     history = found.history
     if losses := history.ends("loss"):

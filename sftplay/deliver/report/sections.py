@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from sftplay.deliver.report.charts import Chart, Curve, draw
-from sftplay.deliver.report.findings import Remark
-from sftplay.deliver.report.history import Point, as_number
-from sftplay.deliver.report.page import folded
-from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mappings
-from sftplay.deliver.report.wording import (
+from sftplay.deliver.report.figures import (
+    capitalized,
     change,
     escaped,
     facts,
     format_figure,
-    headed,
     interval,
     is_better,
     name_of,
     table,
 )
+from sftplay.deliver.report.history import Point, as_number
+from sftplay.deliver.report.page import folded
+from sftplay.deliver.report.remarks import Remark
+from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count
 
 MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_rss_bytes")
@@ -40,7 +40,7 @@ MOST_TABLES = 20
 WORDS = {"stop": "Problem", "warn": "Warning", "note": "Note"}
 
 
-def show_findings(findings: Sequence[Remark]) -> str:
+def show_remarks(findings: Sequence[Remark]) -> str:
     """What should not be missed, the gravest first."""
     if not findings:
         return "<p>Nothing to warn of.</p>"
@@ -79,7 +79,7 @@ def show_curves(found: RunFiles) -> str:
         chart("Memory of the main process", "_bytes", memory),
     ]
     others = [name for name in history.values if name not in MAIN][:MOST_OTHERS]
-    drawn += [chart(headed(name_of(k)), k, [line(k, name_of(k), "c")]) for k in others]
+    drawn += [chart(capitalized(name_of(k)), k, [line(k, name_of(k), "c")]) for k in others]
     if not any(drawn):
         return "<p>No step was logged yet.</p>"
     marks = f"Dashed lines: resumed after step {', '.join(f'{s:,.0f}' for s in resumed)}. " if resumed else ""
@@ -136,7 +136,7 @@ def _pair_table(found: RunFiles, prefix: str) -> str:
         moved = "" if key == "n" else escaped(change(key, before.get(key), after.get(key)))
         word = "" if better is None else ' <b class="good">better</b>' if better else ' <b class="bad">worse</b>'
         cells = [escaped(format_figure(key, side.get(key))) + _range(key, side) for side in (before, after)]
-        rows.append([escaped(headed(name_of(key)), 80), *cells, moved + word])
+        rows.append([escaped(capitalized(name_of(key)), 80), *cells, moved + word])
     where = {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix.rstrip("-"))
     where += "; below a share its 95 % interval" if "<small>" in str(rows) else ""
     return table(["Figure", "Before", "After", "Change"], rows, caption=where, kinds=" nnn") if rows else ""

@@ -59,7 +59,7 @@ def name_of(key: str) -> str:
     return NAMES.get(key, key.replace("_", " "))
 
 
-def headed(text: str) -> str:
+def capitalized(text: str) -> str:
     """The text with a capital in front."""
     return text[:1].upper() + text[1:]
 
