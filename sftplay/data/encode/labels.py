@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sftplay.data.encode.vocabulary import Read, Vocabulary
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.data.template.masks import Marked
 from sftplay.data.template.sentinels import Unproven
 from sftplay.data.template.templates import Span
-
-IGNORE = -100
-"""Label of a token from which nothing is learned; torch's cross entropy leaves it out."""
 
 Refusal = str
 """Why a record cannot be trained on."""
@@ -117,11 +115,11 @@ def _enclosed(vocabulary: Vocabulary, ids: list[int], is_partial: bool) -> tuple
     """A whole text's ids and labels: all is learned but the BOS; a beginning has no end."""
     head = list(vocabulary.marks.head)
     end = [] if is_partial or vocabulary.eos_id is None else [vocabulary.eos_id]
-    return [*head, *ids, *end], [*[IGNORE] * len(head), *ids, *end]
+    return [*head, *ids, *end], [*[IGNORE_INDEX] * len(head), *ids, *end]
 
 
 def _labels(encoding: Any, ids: list[int], text: str, spans: Sequence[Span]) -> list[int]:
-    labels = [IGNORE] * len(ids)
+    labels = [IGNORE_INDEX] * len(ids)
     for start, end in spans:
         if start < len(text):
             first, last = _tokens_of(encoding, text, (start, min(end, len(text))))

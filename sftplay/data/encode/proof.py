@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from sftplay.data.encode.labels import IGNORE, Placed, labelled
+from sftplay.data.encode.labels import Placed, labelled
 from sftplay.data.encode.writer import Writer
-from sftplay.data.records import Chat
+from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.template.masks import Marked, Method, TurnFinder, squeezed
 from sftplay.data.template.probe_chats import OPENINGS, probe_chats, tool_probe_chats
 from sftplay.data.template.sentinels import Unproven
@@ -195,7 +195,7 @@ class _Trial:
         if rendered.problem:  # what somebody types cannot be written: the tokenizer's fault, said of each such row
             return
         decode = self._writer.vocabulary.decode
-        learned = squeezed(decode([label for label in rendered.labels if label != IGNORE]))
+        learned = squeezed(decode([label for label in rendered.labels if label != IGNORE_INDEX]))
         pieces = [placed.found.text[start:end] for start, end in placed.found.spans]
         spans = [self._writer.ids_of(piece, is_spelled=placed.is_spelled) for piece in pieces]
         expected = squeezed("".join(map(decode, spans)))

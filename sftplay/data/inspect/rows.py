@@ -11,9 +11,9 @@ from typing import Any
 
 from sftplay import log
 from sftplay.atomic import check_new_file
-from sftplay.data.encode.labels import IGNORE
 from sftplay.data.inspect.display import decoded, learned_texts, visible
 from sftplay.data.pipeline import Examples
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
 
 PROMPT_END = 60
@@ -56,16 +56,16 @@ def rendered(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 def n_learned(row: dict[str, Any]) -> int:
     """Tokens of a row that are learned."""
-    return len(row["labels"]) - row["labels"].count(IGNORE)
+    return len(row["labels"]) - row["labels"].count(IGNORE_INDEX)
 
 
 def prompt_ids_of(row: dict[str, Any]) -> list[int]:
     """The tokens before the row's last learned stretch: those with which inference asks for it."""
     labels = row["labels"]
     start = len(labels)
-    while start and labels[start - 1] == IGNORE:
+    while start and labels[start - 1] == IGNORE_INDEX:
         start -= 1
-    while start and labels[start - 1] != IGNORE:
+    while start and labels[start - 1] != IGNORE_INDEX:
         start -= 1
     return list(row["input_ids"][:start])
 

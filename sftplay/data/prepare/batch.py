@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sftplay.data.encode.labels import IGNORE, Rendered
+from sftplay.data.encode.labels import Rendered
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading, to_record, unused_columns
 from sftplay.data.order import is_held_out
 from sftplay.data.read.jsonl import Row, parsed
-from sftplay.data.records import Chat, Record, Refused, Source, keys_of
+from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, keys_of
 from sftplay.errors import DataError
 
 TooLong = Literal["truncate", "drop", "error"]
@@ -164,10 +164,10 @@ class Treatment:
         ids, labels = example.input_ids, example.labels
         if is_long:
             ids, labels = ids[:limit], labels[:limit]
-        n_labels = len(labels) - labels.count(IGNORE)
+        n_labels = len(labels) - labels.count(IGNORE_INDEX)
         if not n_labels:
             return "no_trainable_token_after_cut" if is_long else "no_trainable_token"
-        last = next(label for label in reversed(labels) if label != IGNORE)
+        last = next(label for label in reversed(labels) if label != IGNORE_INDEX)
         return Example(array("i", ids).tobytes(), array("i", labels).tobytes(), n_labels, is_long, last in self._ends)
 
 
