@@ -45,7 +45,7 @@ def painted(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> str:
     kinds = [(label != IGNORE_INDEX, token in special) for token, label in zip(ids, labels, strict=True)]
     return "".join(
         _paint(visible(text), (LEARNED if is_learned else READ) + SPECIAL * is_special)
-        for (is_learned, is_special), text in pieces(tokenizer, ids, kinds)
+        for (is_learned, is_special), text in stretches(tokenizer, ids, kinds)
     )
 
 
@@ -54,11 +54,11 @@ def marked(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> str:
     kinds = [label != IGNORE_INDEX for label in labels]
     return "".join(
         f"{OPEN}{visible(text)}{CLOSE}" if is_learned else visible(text)
-        for is_learned, text in pieces(tokenizer, ids, kinds)
+        for is_learned, text in stretches(tokenizer, ids, kinds)
     )
 
 
-def pieces(tokenizer: Any, ids: Sequence[int], kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+def stretches(tokenizer: Any, ids: Sequence[int], kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
     """The text of each stretch of tokens of one kind; together they are the whole text."""
     before, end = "", 0
     for kind, group in groupby(kinds):
@@ -72,7 +72,9 @@ def pieces(tokenizer: Any, ids: Sequence[int], kinds: Sequence[Any]) -> Iterator
 def learned_texts(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> list[str]:
     """The text of each learned stretch."""
     return [
-        text for is_learned, text in pieces(tokenizer, ids, [label != IGNORE_INDEX for label in labels]) if is_learned
+        text
+        for is_learned, text in stretches(tokenizer, ids, [label != IGNORE_INDEX for label in labels])
+        if is_learned
     ]
 
 

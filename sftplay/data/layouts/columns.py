@@ -1,6 +1,6 @@
 """The layouts in which rows are found: the columns that each needs or may have, and how its turns are read from them.
 
-Which layout a row has is decided in `formats`.
+Which layout a row has is decided in `convert`.
 """
 
 from __future__ import annotations

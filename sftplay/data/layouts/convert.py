@@ -1,7 +1,7 @@
 """Foreign layouts of a row -> the canonical record, or a reason why not.
 
 It looks at one row at a time and never guesses: what it cannot place it refuses with file, line and remedy. The
-layouts themselves are in `layouts`.
+layouts themselves are in `columns`.
 """
 
 from __future__ import annotations
