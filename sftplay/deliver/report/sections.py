@@ -30,13 +30,10 @@ TIMES = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "step_s", "comm
 MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *SEEN, *MEMORY)
 """Figures with a chart of their own, or with none on purpose."""
 
-MOST_OTHERS = 8
-MOST_SOURCES = 40
-MOST_TOKENS = 700
+MOST_OTHERS, MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 8, 40, 20, 700
 MOST_CHARACTERS = 200
 """Of one token."""
 
-MOST_TABLES = 20
 WORDS = {"stop": "Problem", "warn": "Warning", "note": "Note"}
 
 
