@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.atomic import check_new_file
+from sftplay.atomic import check_new_file, whole_file
 from sftplay.data.inspect.display import decoded, learned_texts, visible
 from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX
@@ -90,22 +88,17 @@ def write_rendered(examples: Examples, path: Path) -> int:
         ConfigError: the file exists, or cannot be written.
     """
     check_new_file(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("w", encoding="utf-8") as file:
-            for row in every_row(examples):
-                file.write(json.dumps(rendered(row, examples.renderer.tokenizer), ensure_ascii=False) + "\n")
-                count += 1
-        check_new_file(path)
-        scratch.rename(path)
+        with whole_file(path) as scratch:
+            with scratch.open("w", encoding="utf-8") as file:
+                for row in every_row(examples):
+                    file.write(json.dumps(rendered(row, examples.renderer.tokenizer), ensure_ascii=False) + "\n")
+                    count += 1
+            check_new_file(path)
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
         raise ConfigError(what, where=str(path), fix="choose another file with OUT=") from error
-    finally:
-        with suppress(OSError):  # where it could not be made, there is nothing to remove
-            scratch.unlink()
     return count
 
 

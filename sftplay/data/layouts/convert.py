@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sftplay.data.layouts.columns import (
-    FIELDS,
     FIX_LAYOUT,
     SHAPES,
     SYSTEM,
     TOOLS,
     TURNS,
-    Layout,
     needed_text,
     optional,
     picked,
@@ -28,7 +26,8 @@ from sftplay.data.layouts.turns import check_answered, check_order, openai_turns
 from sftplay.data.records import Chat, Message, Record, Source, Text
 from sftplay.errors import DataError
 
-__all__ = ["FIELDS", "Layout", "Reading", "Row", "layout_of", "read_prompt", "to_record", "unused_columns"]
+if TYPE_CHECKING:
+    from sftplay.config.schema.data import Layout
 
 
 @dataclass(frozen=True)
