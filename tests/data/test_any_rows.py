@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, get_args
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.schema.data import Column
@@ -18,7 +18,6 @@ from sftplay.errors import DataError
 from tests.data.awkward import broken_rule
 
 HERE = Source("rows.jsonl", 7)
-FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 
 TEXTS = st.sampled_from(["a", "Why?", "", " ", "{}", "[]", "null", "\ud800", '{"name": "f"}', '[["a", "b"]]'])
 ROLES = st.sampled_from(
@@ -110,7 +109,6 @@ def changed_rows(draw: Any) -> dict[str, Any]:
     return row
 
 
-@FUZZ
 @given(ROW | changed_rows(), st.just(Reading()) | READINGS)
 def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, Any], reading: Reading):
     unused_columns(row, reading)
@@ -125,7 +123,6 @@ def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, An
     str(refusal).encode("utf-8")
 
 
-@FUZZ
 @given(ROW | changed_rows(), st.just(Reading()) | READINGS)
 def test_any_prompt_can_be_answered_or_is_refused(row: dict[str, Any], reading: Reading):
     try:
@@ -136,7 +133,6 @@ def test_any_prompt_can_be_answered_or_is_refused(row: dict[str, Any], reading: 
     assert isinstance(json.loads(tools or "[]"), list)
 
 
-@FUZZ
 @given(st.lists(st.sampled_from("suact"), max_size=9))
 def test_exactly_the_orders_of_the_rules_are_chats(word: list[str]):
     row = {"messages": [LETTERS[letter] for letter in word]}
