@@ -5,18 +5,17 @@ It knows where things lie and how to write them safely, not what a checkpoint or
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from sftplay.atomic import write_text
+from sftplay.atomic import locked, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 
@@ -104,9 +103,10 @@ class RunFolder:
             ConfigError: another process holds it.
             MachineError: the folder cannot be made or written.
         """
-        with self._open_lock() as handle:
+        with ExitStack() as held:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.path.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(self.path / ".lock", waits=False))
             except BlockingIOError:
                 pid = self.read_json("status.json").get("pid", "unknown")
                 raise ConfigError(
@@ -114,14 +114,9 @@ class RunFolder:
                     where=str(self.path),
                     fix="wait for it to end, or choose another run_name",
                 ) from None
+            except OSError as error:
+                raise _not_writable(self.path, error) from error
             yield
-
-    def _open_lock(self) -> TextIO:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return (self.path / ".lock").open("a")
-        except OSError as error:
-            raise _not_writable(self.path, error) from error
 
 
 def choose_name(cfg: RunConfig, config_path: str) -> str:
