@@ -56,20 +56,27 @@ def pytest_configure() -> None:
 
 FORKING = fork_server.lazy_client(ROOT)
 FORKED = ("launch", "tasks", "control", "monitor", "deliver", "test_demo.py")
-"""Below tests/: whose processes start by a fork of one that has imported the libraries (see `fork_server`)."""
+"""Below tests/: the slow tests there start their processes by a fork of one that has imported the libraries (see
+`fork_server`). Those elsewhere measure a process, or what it imports."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Fixtures of a module start their processes as its first test does."""
-    place = item.path.relative_to(ROOT / "tests").parts[0]
-    if FORKING is None or place not in FORKED or item.get_closest_marker("fresh_start"):
+    is_slow = item.get_closest_marker("slow") or item.get_closest_marker("long")
+    is_forked = is_slow and item.path.relative_to(ROOT / "tests").parts[0] in FORKED
+    if FORKING is None or not is_forked or item.get_closest_marker("fresh_start"):
         return (yield)
     put_back = fork_server.install(FORKING)
     try:
         return (yield)
     finally:
         put_back()
+
+
+def pytest_unconfigure() -> None:
+    if FORKING is not None:
+        FORKING.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -83,13 +83,26 @@ libc = ctypes.PyDLL(None, use_errno=True)
 """Its calls keep the interpreter's lock, as a fork must."""
 
 
+Connection = tuple[socket.socket, subprocess.Popen[bytes] | None]
+"""The end that asks, and the server where it is a child that is waited for."""
+
+
 class Client:
     """This process's end: asks its server for children."""
 
-    def __init__(self, environment: Mapping[str, str], connect: Callable[[], socket.socket]) -> None:
+    def __init__(self, environment: Mapping[str, str], connect: Callable[[], Connection]) -> None:
         self.environment, self.connect = dict(environment), connect
         self.end: socket.socket | None = None
+        self.server: subprocess.Popen[bytes] | None = None
         self.owner, self.lock = os.getpid(), threading.Lock()
+
+    def close(self) -> None:
+        """End the server; what it has started goes on."""
+        if self.end is not None:
+            self.end.close()
+        if self.server is not None:
+            self.server.wait()
+        self.end = self.server = None
 
     def can_start(self, argv: list[str], env: Mapping[str, str]) -> bool:
         """True for a command that a fork can take the place of, in that environment."""
@@ -105,7 +118,8 @@ class Client:
         """The pid of the new child."""
         message = pickle.dumps(request)
         with self.lock:
-            self.end = self.end or self.connect()
+            if self.end is None:
+                self.end, self.server = self.connect()
             socket.send_fds(self.end, [message], files)
             answer = self.end.recv(64)
         if not answer:
@@ -158,18 +172,14 @@ def lazy_client(root: Path) -> Client | None:
     told = quiet_environment() | offline_environment() | allocator_environment()
     environment = {key: value for key, value in os.environ.items() if key not in FOLLOWED} | told | FIXED
 
-    servers: list[subprocess.Popen[bytes]] = []
-
-    def connect() -> socket.socket:
+    def connect() -> Connection:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import fork_server; fork_server.main()"
         argv = [sys.executable, "-c", code, str(theirs.fileno()), str(root), "x" * (ROOM // 16)]
-        paths = {"PYTHONPATH": str(root), "FORK_SERVER_ROOM": "x" * ROOM}
-        servers.append(
-            subprocess.Popen(argv, env=environment | paths, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        )
+        settings = environment | {"PYTHONPATH": str(root), "FORK_SERVER_ROOM": "x" * ROOM}
+        server = subprocess.Popen(argv, env=settings, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        return ours
+        return ours, server
 
     return Client(environment, connect)
 
@@ -320,14 +330,15 @@ def _run(module: str) -> int:
             code = 1
     except BaseException as error:  # noqa: BLE001 - as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-        if isinstance(error, KeyboardInterrupt):
-            code = 128 + signal.SIGINT
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     return code & 0xFF
 
 
@@ -340,8 +351,8 @@ def _prepare_interpreter(request: dict[str, Any], base: Base, *, is_unbuffered: 
     env, cwd = request["env"], request["cwd"]
     base.streams = (sys.stdin, sys.stdout, sys.stderr)  # to end them would write what they hold
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = _stream(1, is_unbuffered=is_unbuffered)
-    sys.stderr = sys.__stderr__ = _stream(2, is_unbuffered=is_unbuffered)
+    sys.stdout = sys.__stdout__ = _stream(1, base.streams[1].errors, is_unbuffered=is_unbuffered)
+    sys.stderr = sys.__stderr__ = _stream(2, base.streams[2].errors, is_unbuffered=is_unbuffered)
     random.seed()
     np.random.seed()
     if threshold := env.get("MALLOC_MMAP_THRESHOLD_"):
@@ -363,10 +374,10 @@ def _prepare_interpreter(request: dict[str, Any], base: Base, *, is_unbuffered: 
         importlib.import_module("sitecustomize")
 
 
-def _stream(place: int, *, is_unbuffered: bool) -> io.TextIOWrapper:
+def _stream(place: int, errors: str, *, is_unbuffered: bool) -> io.TextIOWrapper:
     raw = open(place, "wb", buffering=0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
     return io.TextIOWrapper(
-        raw, encoding="utf-8", errors="backslashreplace" if place == 2 else "strict", newline="\n",
+        raw, encoding="utf-8", errors=errors, newline="\n",
         line_buffering=place == 2 or raw.isatty(), write_through=is_unbuffered,
     )  # fmt: skip
 
@@ -389,4 +400,4 @@ def _own_server(base: Base) -> None:
         become(*serve(theirs, base), base=base)
         return
     theirs.close()
-    install(Client(base.environment, lambda: ours))
+    install(Client(base.environment, lambda: (ours, None)))

@@ -78,7 +78,7 @@ class Shop(Outputs):
 
     def start(self, name: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "sftplay", "train", "--config", str(self.root / "run.yaml"), f"run_name={name}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(self.root / "hf"), **environment}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         env.pop("MAKELEVEL", None)
         with (self.root / f"{name}.txt").open("ab") as out:
             process = subprocess.Popen(
@@ -107,7 +107,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
     root = tmp_path_factory.mktemp("all launchers")
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(HOOK)
-    # What a user once made for other purposes must not take over: with it accelerate would start a single process.
+    # What a user once made for other purposes must not take over.
     (root / "hf" / "accelerate").mkdir(parents=True)
     mine = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
     (root / "hf" / "accelerate" / "default_config.yaml").write_text(mine + "mixed_precision: bf16\n")
@@ -146,12 +146,14 @@ PLAIN = [
 ]
 
 
+@pytest.mark.fresh_start
 @pytest.mark.parametrize(("launcher", "words", "kind", "processes"), PLAIN)
 def test_run_has_the_ranks_and_the_strategy_that_were_asked_for(
     shop: Shop, launcher: str, words: list[str], kind: str, processes: int
 ):
     name = f"plain-{launcher}-{kind}"
-    env = {"PYTHONPATH": str(CPU_FSDP)} if kind == "FSDP" else {}
+    # With the config that lies there accelerate would start a single process.
+    env = {"HF_HOME": str(shop.root / "hf")} | ({"PYTHONPATH": str(CPU_FSDP)} if kind == "FSDP" else {})
     assert shop.start(name, *WORDS[launcher], *words, **env).wait(LIMIT_S) == 0, shop.said(name)
     status = shop.status(name)
     assert (status["state"], status["step"]) == ("done", STEPS)

@@ -38,6 +38,9 @@ def lay_sleep(owner, name, call):
             nobody_knows_why()
         return whole(*args, **more)
     setattr(owner, name, counted)
+    for module in list(sys.modules.values()):  # that have taken it by its name, where they are imported already
+        for key in [key for key, value in getattr(module, "__dict__", {}).items() if value is whole]:
+            setattr(module, key, counted)
 
 told = json.loads(os.environ.get("SLEEP", "null"))
 in_worker = "sftplay.tasks.worker" in " ".join(sys.orig_argv)

@@ -200,10 +200,10 @@ def test_command_with_a_time_limit_returns_138_and_its_resume_goes_on(
     write_config: Callable[..., Path], sftplay: Any, tmp_path: Path
 ):
     # Steps enough for hours. The limit leaves a busy machine time to start up.
-    config = write_config(train__max_steps=300_000, train__save_steps=10**6, train__time_limit="60s", logging__steps=50)
+    config = write_config(train__max_steps=300_000, train__save_steps=10**6, train__time_limit="30s", logging__steps=50)
     done = sftplay("train", "--config", config)
     assert done.returncode == 138, done.stdout + done.stderr
-    assert "train.time_limit 60s is" in done.stdout
+    assert "train.time_limit 30s is" in done.stdout
     folder = tmp_path / "outputs" / "run"
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 138, "SIGUSR1")
