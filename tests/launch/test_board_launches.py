@@ -28,6 +28,7 @@ STEPS = 3
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("deepspeed_operators"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds its CPU communication: needs g++"),
 ]
 

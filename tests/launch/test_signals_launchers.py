@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpe
 needs_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux: only there a child is tied to its parent"
 )
-pytestmark = [pytest.mark.slow, needs_compiler]
+pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("deepspeed_operators")]
 
 HOOK = """
 import json, os, re, sys, time
@@ -138,15 +138,14 @@ def modules_of(processes: list[psutil.Process]) -> list[str]:
 
 PLAIN = [
     pytest.param("python", [], "NO", 1, marks=pytest.mark.long),
-    ("torchrun", [], "MULTI_CPU", 2),
-    ("accelerate", [], "MULTI_CPU", 2),
-    ("deepspeed", [], "DEEPSPEED", 2),
+    ("torchrun", [], "MULTI_CPU", 2),  # started by make in test_board_launches, with new interpreters
+    pytest.param("accelerate", [], "MULTI_CPU", 2, marks=pytest.mark.fresh_start),
+    pytest.param("deepspeed", [], "DEEPSPEED", 2, marks=pytest.mark.fresh_start),
     pytest.param("accelerate", ["cluster.strategy=zero2"], "DEEPSPEED", 2, marks=pytest.mark.long),
     pytest.param("accelerate", ["cluster.strategy=fsdp"], "FSDP", 2, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.fresh_start
 @pytest.mark.parametrize(("launcher", "words", "kind", "processes"), PLAIN)
 def test_run_has_the_ranks_and_the_strategy_that_were_asked_for(
     shop: Shop, launcher: str, words: list[str], kind: str, processes: int

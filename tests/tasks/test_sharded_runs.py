@@ -92,6 +92,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed builds its CPU communication: needs g++")
+@pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize(
     ("strategy", "mode"),
     [pytest.param(*case, id="-".join(case), marks=[pytest.mark.long] if case in BY_HAND else []) for case in CASES],
