@@ -57,16 +57,6 @@ def test_the_automatic_micro_batch_is_the_largest_divisor_that_fits_and_still_he
     assert batch == max(fitting, default=1)
 
 
-@given(st.integers(1, 256), st.integers(1, 300), st.integers(0, 300))
-def test_no_more_rows_than_an_earlier_run_could_hold_are_planned(share, most, cap):
-    cfg = BASE.with_values({"train.effective_batch_size": share}, "test")
-    how = {"has_gpu": True, "look": lambda rows: Seen(rows, cap), "most_rows": (most, "it ran out of memory")}
-    batch, accum, _ = split_batch(cfg, 1, **how)
-    assert batch * accum == share
-    free, _, _ = split_batch(cfg, 1, has_gpu=True, look=how["look"])
-    assert batch == (free if free <= most else max(n for n in range(1, most + 1) if share % n == 0))
-
-
 @given(st.integers(1, 64), st.integers(0, 3))
 def test_a_size_that_is_given_is_kept_however_little_fits(size, cap):
     cfg = BASE.with_values({"train.effective_batch_size": 2 * size, "train.batch_size": size}, "test")
