@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sftplay.errors import ConfigError
-from sftplay.plan.shape.families import FAMILIES
-from sftplay.plan.shape.family import KEYS
+from sftplay.plan.shape.families import FAMILIES, KEYS
 from sftplay.plan.shape.find import shape_from_config
 
 LLAMA = {

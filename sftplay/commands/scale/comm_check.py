@@ -23,7 +23,7 @@ from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.supervise.processes import end_launch
 from sftplay.machine.probe import Machine, probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.memory.kit_execution import execution_of
+from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.step import standing_bytes
 from sftplay.plan.sizing.communication import (
     BUCKET_BYTES,

@@ -16,15 +16,14 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import Device, device_of
+from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import Forecast, Setting, forecast
-from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.backend import choose_backend
 from sftplay.plan.sizing.communication import refuse_hook
-from sftplay.plan.sizing.decision import Decision as Decision
-from sftplay.plan.sizing.numerics import decide_numerics, decide_rate, scaled_rate, without_effect
+from sftplay.plan.sizing.decisions import Decision as Decision
+from sftplay.plan.sizing.decisions import choose_backend, decide_numerics, decide_rate, scaled_rate, without_effect
 from sftplay.plan.sizing.strategy import choose_strategy, planned_strategy
 from sftplay.units import format_bytes
 

@@ -30,7 +30,7 @@ from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.memory.probe_fit import Point, Refusal, fit
 from sftplay.signals import die_with_parent
 from sftplay.tasks import sft
-from sftplay.tasks.rehearse.memory_gauges import MemoryGauge, make_memory_gauge
+from sftplay.tasks.rehearse.memory_gauges import CUDA_GAUGE, MemoryGauge, load_gauge
 from sftplay.tasks.run.train_run import TrainRun
 from sftplay.tasks.step.micro_batches import MicroBatcher
 
@@ -53,7 +53,8 @@ class Request:
     repeats: int = 1
     """Measured steps of each size, after one that is not: the optimizer's state appears in it."""
 
-    gauge: str = "cuda"
+    gauge: str = CUDA_GAUGE
+    """`module:class` of the gauge."""
 
     @property
     def most_rows(self) -> int:
@@ -70,19 +71,19 @@ def main(folder: str) -> int:
     here = RunFolder(Path(folder))
     asked = here.read_json(REQUEST)
     request = Request(**{**asked, "rows": tuple(asked["rows"])})
-    here.write_json(MEASURED, rehearse(load_resolved(here.path / RESOLVED), here, request))
+    cfg = load_resolved(here.path / RESOLVED)
+    here.write_json(MEASURED, rehearse(cfg, here, request, gauge=load_gauge(request.gauge)))
     return 0
 
 
-def rehearse(cfg: RunConfig, folder: RunFolder, request: Request) -> dict[str, Any]:
+def rehearse(cfg: RunConfig, folder: RunFolder, request: Request, *, gauge: MemoryGauge) -> dict[str, Any]:
     """Points by micro-batch, and the micro-batch that ran out of memory, if one did.
 
     `cfg` is resolved; its effective batch and its data have no effect. The gauge counts what is there from the loading
     of the model on.
     """
     cfg = _rehearsed(cfg, request)
-    gauge, counting = make_memory_gauge(request.gauge)  # type: ignore[arg-type]
-    with counting:
+    with gauge:
         tokenizer = load_tokenizer(cfg.model)
         model = sft.make_trainable(load_base(cfg), cfg)
         gauge.follow(model)
