@@ -88,14 +88,14 @@ class RunFolder:
         return content
 
     def add_event(self, event: str, **facts: Any) -> None:
-        """Append to events.jsonl what happened after plan.json was written. Called by those who call `update_status`."""
+        """Append to events.jsonl what happened after plan.json was written. Callers: those of `update_status`."""
         attempt = len(self.read_json("status.json").get("attempts", []))
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "event": event, **facts}
         with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def read_events(self) -> list[dict[str, Any]]:
-        """The lines of events.jsonl, oldest first; those of runs made before there was this file come from plan.json."""
+        """The lines of events.jsonl, oldest first. Runs made before there was this file have them in plan.json."""
         plan, events = self.read_json("plan.json"), self.path / "events.jsonl"
         found = [{"event": RESIZED}] if plan.get("resized") else []
         found += [{"event": OUT_OF_MEMORY, **each} for each in plan.get("shortages", [])]
