@@ -1,4 +1,4 @@
-"""The house as DESIGN draws it: floors, sizes, and the documents that name what exists."""
+"""The house as docs/architecture.md draws it: floors, sizes, and the documents that name what exists."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def test_every_folder_says_in_a_sentence_what_it_holds():
 
 def test_the_architecture_page_is_the_one_drawn_from_the_code():
     assert architecture.PAGE.read_text(encoding="utf-8") == architecture.page(), "run `make architecture`"
+    assert architecture.README.read_text(encoding="utf-8") == architecture.readme(), "run `make architecture`"
 
 
 def test_every_file_that_the_architecture_page_tells_of_exists():
@@ -288,17 +289,28 @@ def test_every_target_that_starts_the_kit_names_a_verb_that_exists():
     assert "\t@$(SFTPLAY) train " in text
 
 
-def test_every_target_and_file_that_readme_names_exists():
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("README.md is not written yet")
-    text = readme.read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES.remove(ROOT / "docs" / "guides.md")  # it tells of another kit's targets and files too
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_target_and_file_that_a_page_names_exists(page):
+    text = page.read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`|^    [^\n]*", text, re.S | re.M))
-    named = set(re.findall(r"\bmake ([a-z][a-z0-9-]+)\b", code))
-    assert named, "README names no target at all"
-    assert named <= set(TARGETS)
-    files = set(re.findall(r"\b(?:configs|docs|benchmarks|data|sftplay|tests)/[\w./-]+\.\w+", code))
-    assert [name for name in files if not (ROOT / name).exists()] == []
+    assert set(re.findall(r"\bmake ([a-z][a-z0-9-]+)\b", code)) <= set(TARGETS)
+    files = set(re.findall(r"(?<![\w/.])(?:configs|docs|benchmarks|data|sftplay|tests)/[\w./-]+\.\w+", code))
+    assert [name for name in files if not (ROOT / name).exists() and not (PACKAGE / name).exists()] == []
+    linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert [link for link in linked if not (page.parent / link).exists()] == []
+
+
+def test_readme_can_be_read_in_one_sitting():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
+
+
+def test_the_page_of_targets_names_them_all():
+    named = re.findall(r"`make ([a-z][a-z0-9-]+)`", (ROOT / "docs" / "targets.md").read_text(encoding="utf-8"))
+    assert set(named) == set(TARGETS)
 
 
 MACHINE = Machine(

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
@@ -44,7 +44,6 @@ def gpus(*sizes, name="NVIDIA H200"):
     return Machine(gpus=cards, gpu_reason="", ram_bytes=16 * GIB, cores=8, python="3", system="Linux", libraries={})
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.integers(1, 256), st.integers(1, 16), st.integers(0, 300), st.sampled_from([512, 2048, 32_768]))
 def test_the_automatic_micro_batch_is_the_largest_divisor_that_fits_and_still_helps(share, processes, cap, length):
     values = {"train.effective_batch_size": share * processes, "model.max_seq_len": length}
