@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import re
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sftplay.config.schema.data import Column
 from sftplay.data.layouts.columns import SHAPES
-from sftplay.data.layouts.convert import FIELDS, Reading, read_prompt, to_record, unused_columns
+from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
 from sftplay.data.records import Source
 from sftplay.errors import DataError
 from tests.data.awkward import broken_rule
@@ -75,7 +76,8 @@ ROW = st.dictionaries(st.sampled_from([*NAMES, "x"]), TURNS | TEXTS, max_size=6)
 READINGS = st.builds(
     Reading,
     st.just("auto") | st.sampled_from(sorted(SHAPES)),
-    st.just(()) | st.lists(st.tuples(st.sampled_from(FIELDS), st.sampled_from([*NAMES, "x"])), max_size=2).map(tuple),
+    st.just(())
+    | st.lists(st.tuples(st.sampled_from(get_args(Column)), st.sampled_from([*NAMES, "x"])), max_size=2).map(tuple),
     st.sampled_from([None, "S", ""]),
 )
 
