@@ -20,7 +20,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.control.memory_probe import NO_MEMORY_KEYS
 from sftplay.data.cache import fingerprint
 from sftplay.launch.run_folder import RunFolder
-from sftplay.plan.sizing.size_run import SizedRun
+from sftplay.plan.sizing.size_run import RowLimit, SizedRun
 
 LESSONS = Path(".cache") / "out-of-memory"
 
@@ -48,19 +48,19 @@ def learn(sized: SizedRun, folder: RunFolder) -> None:
     write_text(_place(sized), json.dumps(lesson, indent=1) + "\n")
 
 
-def recall(sized: SizedRun) -> tuple[int | None, str]:
+def recall(sized: SizedRun) -> RowLimit | None:
     """The most rows a piece may have by an earlier run of this model, method and device, and why; None without one."""
     seen = sized.forecast
     if seen is None or not _place(sized).is_file():
-        return None, ""
+        return None
     lesson = json.loads(_place(sized).read_text(encoding="utf-8"))
     if seen.budget_bytes > MORE_ROOM * lesson["budget_bytes"]:
-        return None, ""
+        return None
     why = (
         f"{lesson['exhausted']} rows ran out of memory in {lesson['run']} on {lesson['on']} "
         f"(delete {_place(sized)} to try again)"
     )
-    return int(lesson["batch_size"]), why
+    return RowLimit(int(lesson["batch_size"]), why)
 
 
 def smaller_start(folder: RunFolder, args: Namespace) -> int | None:

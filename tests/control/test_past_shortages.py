@@ -41,7 +41,7 @@ def test_the_next_plan_of_such_a_run_begins_with_what_worked_and_says_why(
     learn(first, run_short_of_memory(tmp_path, 8, 3))
     again = sized(tmp_path, inputs, machine, seed=1, train__learning_rate=0.5)
     assert (again.cfg.train.batch_size, again.cfg.train.grad_accum) == (3, 16)
-    reason = next(each.reason for each in again.decisions if each.key == "train.batch_size")
+    reason = again.decisions["train.batch_size"].reason
     assert "8 rows ran out of memory in " in reason
     assert "outputs/first" in reason
     [lesson] = (tmp_path / LESSONS).iterdir()
