@@ -125,12 +125,12 @@ def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strateg
 
 
 def _scaled(footprint: Footprint, setting: Setting, size: Size, fit: Fit) -> Footprint:
-    """The estimate with every phase scaled by what the probe measured over what it would have been estimated at.
+    """The estimate with every phase scaled by the probe's measurement over the estimate for the probed step.
 
-    The probe was one process; what several add keeps its share of the whole.
+    The probe ran one process; the share that several processes add is scaled with the rest.
     """
-    alike = Size(rows=size.rows, seq=size.seq, accumulates=fit.accumulates)
-    estimated = estimate(setting.shape, setting.execution, alike).phases
+    probed = Size(rows=size.rows, seq=size.seq, accumulates=fit.accumulates)
+    estimated = estimate(setting.shape, setting.execution, probed).phases
     phases = {}
     for name, parts in footprint.phases.items():
         factor = fit.lines[name].at(size.tokens) / sum(estimated[name].values()) if name in fit.lines else 1.0

@@ -79,8 +79,8 @@ def _rounded_for_chunks(shape: ModelShape, execution: Execution) -> float:
 
 def liger_chunk(shape: ModelShape, labelled: int) -> int:
     """Tokens per chunk of Liger's fused loss (liger-kernel, `fused_linear_cross_entropy_forward`)."""
-    pieces = -(-shape.vocab // shape.hidden)
-    chunk = -(-labelled // pieces)
+    chunks = -(-shape.vocab // shape.hidden)
+    chunk = -(-labelled // chunks)
     return min(labelled, 1 << (chunk - 1).bit_length() if chunk > 1 else 1)
 
 

@@ -44,7 +44,7 @@ class _Step:
 
 
 def suggest(cfg: RunConfig, shape: ModelShape, place: Place) -> list[Suggestion]:
-    """Changes that make a run fit with one row a piece; when no single one does, all of them, added up in order.
+    """Changes that make a run fit with one row a micro-batch; where no single one does, all of them added up in order.
 
     `cfg` has no `auto` besides its sizes.
     """

@@ -25,7 +25,7 @@ RANK: tuple[Strategy, ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """One mode under one strategy, with one row a piece."""
+    """One mode under one strategy, with one row a micro-batch."""
 
     mode: str
     strategy: Strategy
