@@ -13,6 +13,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import Examples, load_examples
 from sftplay.data.prepare.report import report_table
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.deliver.evaluate.evaluate import evaluate
 from sftplay.deliver.report.sample import write_masked_sample
 from sftplay.errors import DataError
@@ -31,7 +32,6 @@ from sftplay.tasks.run.preflight import is_split
 from sftplay.tasks.run.rank_sync import WaitingLimit, first_of_node, wait_for_main, wait_for_nodes
 from sftplay.tasks.run.save import part, save_result, whole_weights
 from sftplay.tasks.run.train_run import Outcome, TrainRun
-from sftplay.tasks.step.label_head import IGNORED
 from sftplay.tasks.step.micro_batches import Collator
 from sftplay.tasks.step.window import Window
 from sftplay.units import format_count
@@ -193,14 +193,14 @@ def even_out(rows: Dataset, share: int) -> Dataset:
     """
     if len(rows) % share == 0:
         return rows
-    filler = {**rows[0], "labels": [IGNORED] * len(rows[0]["labels"])}
+    filler = {**rows[0], "labels": [IGNORE_INDEX] * len(rows[0]["labels"])}
     return concatenate_datasets([rows, Dataset.from_list([filler] * (-len(rows) % share), features=rows.features)])
 
 
 def _labels_per_row(held_out: Any) -> float:
     if held_out is None or len(held_out) == 0:
         return 0.0
-    return sum(sum(label != IGNORED for label in row[1:]) for row in held_out["labels"]) / len(held_out)
+    return sum(sum(label != IGNORE_INDEX for label in row[1:]) for row in held_out["labels"]) / len(held_out)
 
 
 def _announce(cfg: RunConfig, train_run: TrainRun, parameters: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.errors import ConfigError
@@ -143,7 +143,6 @@ ODD_KEYS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     kind=st.sampled_from([*FAMILIES, "gemma3", "newcomer"]),
     changes=st.dictionaries(st.sampled_from(sorted(set(ODD_KEYS))), VALUES, max_size=5),

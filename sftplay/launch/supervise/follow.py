@@ -44,7 +44,7 @@ class NodeLost(RunError):
 
 
 def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Callable[[], None] | None = None) -> int:
-    """Run the launch to its end; the exit code of INTERFACES, whatever the launcher made of it.
+    """Run the launch to its end; the exit code of docs/interfaces.md, whatever the launcher made of it.
 
     A run that stands still is ended, as `train.stall_timeout` in the folder's resolved config says. How it ended is
     settled on node 0 only; elsewhere the launcher's code comes back, or the one of a stop signal. `look_around` is

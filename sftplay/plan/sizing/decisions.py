@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from sftplay.config.rules.backend import KEY as BACKEND
-from sftplay.config.rules.backend import unsloth_conflicts
+from sftplay.config.rules.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
@@ -56,8 +55,8 @@ def choose_backend(cfg: RunConfig, machine: Machine, *, world_size: int) -> Deci
 
 def _unsloth_obstacle(cfg: RunConfig, machine: Machine, *, world_size: int) -> tuple[str, str]:
     """Why unsloth cannot be used and what to do about it; both are empty when nothing is known against it."""
-    for finding in unsloth_conflicts(cfg):
-        return f"{finding.keys[0]}: {finding.what}", finding.fix
+    for conflict in unsloth_conflicts(cfg):
+        return f"{conflict.keys[0]}: {conflict.what}", conflict.fix
     if world_size > 1:
         # Not tried here with several GPUs, and its own source calls that a beta.
         return f"it trains in one process, not in {world_size}", f"use one process, or write {BACKEND}: bnb"

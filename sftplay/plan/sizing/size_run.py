@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from sftplay.config.rules.backend import KEY as BACKEND
+from sftplay.config.rules.cluster import BACKEND
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Machine
@@ -87,13 +87,6 @@ class SizedRun:
         return {**sizes, **self.forecast.as_dict(), **inputs}
 
 
-class RowLimit(NamedTuple):
-    """The most rows that an automatic micro-batch may have, and why."""
-
-    rows: int
-    reason: str
-
-
 class Split(NamedTuple):
     """Rows of a micro-batch, micro-batches of a step, and why."""
 
@@ -111,7 +104,6 @@ def size_run(
     shape: ModelShape | None = None,
     local_processes: int | None = None,
     fit: Fit | None = None,
-    limit: RowLimit | None = None,
 ) -> SizedRun:
     """Replace every `auto` by a number or a name.
 
@@ -139,7 +131,7 @@ def size_run(
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit)
-    split = split_batch(decided, world_size, has_gpu=has_gpu, look=look, limit=limit)
+    split = split_batch(decided, world_size, has_gpu=has_gpu, look=look)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = _fill(decided, rest)
     unknown = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
@@ -185,7 +177,6 @@ def split_batch(
     *,
     has_gpu: bool,
     look: Callable[[int], Forecast] | None = None,
-    limit: RowLimit | None = None,
 ) -> Split:
     """Micro-batch and accumulation whose product over all processes is exactly the effective batch.
 
@@ -214,9 +205,6 @@ def split_batch(
         rows = helpful[-1]
         return Split(rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens")
     rows = _largest_that_fits(helpful, look)
-    if limit and rows > limit.rows:
-        rows = max(n for n in divisors if n <= limit.rows)
-        return Split(rows, share // rows, limit.reason)
     return Split(rows, share // rows, _why(look(rows), helpful, divisors, tokens=tokens))
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.out_of_memory import Portions, RandomState, Shortage, held_bytes, ran_out_of_memory
 from sftplay.tasks.step.gradient_average import average_gradients
-from sftplay.tasks.step.label_head import IGNORED, find_label_head
+from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import MicroBatcher
 from sftplay.tasks.step.replay import Replay
 
@@ -245,7 +246,7 @@ class Window:
         lengths = window["attention_mask"].sum(1).tolist()
         self.counts.tokens += sum(lengths)
         self.counts.lengths += lengths
-        self.counts.label_tokens += int((window["labels"][:, 1:] != IGNORED).sum())
+        self.counts.label_tokens += int((window["labels"][:, 1:] != IGNORE_INDEX).sum())
         self.counts.rows += window["row"].tolist()
 
     def _count_loss(self, loss: Tensor, label_tokens: Any) -> None:
