@@ -47,11 +47,11 @@ def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
         told = {node: report[section] for node, report in enumerate(reports) if section in report}
         for name in sorted({name for values in told.values() for name in values}):
             values = {node: each.get(name, MISSING) for node, each in told.items()}
-            found += [Difference(node, kind, what) for node, what in _odd_ones(section, name, values)]
+            found += [Difference(node, kind, what) for node, what in _odd_ones(section, name, values=values)]
     return found
 
 
-def _odd_ones(section: str, name: str, values: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
+def _odd_ones(section: str, name: str, *, values: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
     shown = {node: str(value) for node, value in values.items()}
     counts = Counter(shown.values())
     usual = max(counts, key=lambda text: (counts[text], text == shown[min(shown)]))
