@@ -217,7 +217,7 @@ def test_rank_that_loses_another_ends_with_the_reason_that_one_left_or_calls_it_
     folder.update_status(ranks=[{"pid": os.getpid()}, {"pid": ended.pid}], exit_code=told)
     gone = worker.gone_rank(folder)
     assert gone == f"rank 1 (process {ended.pid}) has gone"
-    assert worker._end_after_lost_rank(folder, gone) == (told or 5)
+    assert worker.end_after_lost_rank(folder, gone) == (told or 5)
     assert cause_of_death(folder) == ("" if told else gone)
 
 
