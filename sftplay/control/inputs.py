@@ -9,7 +9,8 @@ from pathlib import Path
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.layouts.convert import Reading, to_record
-from sftplay.data.read.sources import Dialect, files_of, is_hub_name, read_rows
+from sftplay.data.read.files import files_of
+from sftplay.data.read.sources import Dialect, is_hub_name, read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import DataError, MachineError
 from sftplay.model.source import check_source, is_local

@@ -57,7 +57,7 @@ def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None 
         _say_moved(before, sized)
     resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
-    sizes = {key: _value(sized.cfg, key) for key in SIZES} if starts_anew else {}
+    sizes = {key: sized.cfg.value_of(key) for key in SIZES} if starts_anew else {}
     _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
     command = build_command(sized.cfg, folder, scale, machine)
     if args.dry_run:
@@ -82,10 +82,10 @@ def _rows_after_shortage(folder: RunFolder) -> int | None:
 
 def _kept_sizes(cfg: RunConfig, stored: RunConfig, smaller_rows: int | None, folder: RunFolder) -> dict[str, Any]:
     """The sizes that `cfg` leaves open, as the run had them last."""
-    had = {key: _value(stored, key) for key in SIZES}
+    had = {key: stored.value_of(key) for key in SIZES}
     if smaller_rows:
         had = sizes_of(stored, smaller_rows, folder.read_json("plan.json")["world_size"])
-    return {key: had[key] for key in SIZES if _value(cfg, key) == "auto"}
+    return {key: had[key] for key in SIZES if cfg.value_of(key) == "auto"}
 
 
 def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> None:
@@ -110,7 +110,7 @@ def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> No
 
 def _leave_finished(args: Namespace, configs: tuple[RunConfig, RunConfig], folder: RunFolder) -> int:
     stored, cfg = configs
-    _refuse_changes(stored, cfg.with_values({key: _value(stored, key) for key in _left_open(cfg)}, "resume"), folder)
+    _refuse_changes(stored, cfg.with_values({key: stored.value_of(key) for key in _left_open(cfg)}, "resume"), folder)
     log.say(f"{folder.path} is finished: nothing to do", "resume")
     if args.json:
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
@@ -200,10 +200,3 @@ def draws_at_random(cfg: RunConfig) -> bool:
 
 def _left_open(cfg: RunConfig) -> list[str]:
     return [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]
-
-
-def _value(cfg: RunConfig, key: str) -> Any:
-    value: Any = cfg
-    for part in key.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return value

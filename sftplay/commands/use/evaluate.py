@@ -90,4 +90,4 @@ def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> Any:
     if split == "test":
         return load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
     checked = folder.read_json("data_report.json").get("files")
-    return load_examples(cfg, tokenizer, template, checked=checked)
+    return load_examples(cfg, tokenizer, renderer_template=template, checked=checked)
