@@ -15,72 +15,80 @@ from sftplay.config.rules.resume_keys import SIZES, differences, values_that_dec
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
-from sftplay.control.past_shortages import sizes_of
-from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, size
+from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, size, sizes_of
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes.rendezvous import Rendezvous
-from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
+from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RESOLVED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.monitor.checkpoints import list_checkpoints, read_marker
 from sftplay.plan.sizing.size_run import SizedRun
 
 
-def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None = None) -> int:
+def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:
     """Continue the run that `cfg` or `--run` names; nothing is done where it is finished.
 
     Raises:
         ConfigErrors: values that decide the result have changed since its first start.
     """
-    folder = find_run(cfg, args.config, getattr(args, "run", None) or _run_of(cfg))
+    folder = find_run(cfg, args.config, run=getattr(args, "run", None) or _run_of(cfg))
     stored = load_config(folder.resolved)
     if folder.read_json("status.json").get("state") == "done":
-        return _leave_finished(args, (stored, cfg), folder)
+        return _leave_finished(args, folder, stored=stored, cfg=cfg)
     machine = probe()
     scale = read_scale(args, machine)
-    cfg, plan = check_inputs(cfg), folder.read_json("plan.json")
+    cfg = check_inputs(cfg)
     before = processes_of(cfg.train.resume, folder)
     starts_anew = before is None and cfg.train.resume == "auto"
     moves = before not in (None, scale.world_size)
-    if moves or plan.get("resized"):
+    if moves or folder.is_resized:
         cfg = free_sizes(cfg, scale)
     # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
-    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, plan)
+    smaller_rows = _rows_after_shortage(folder)
+    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows, folder=folder)
     named = cfg.with_values({"run_name": stored.run_name}, "resume")
-    sized = size(named.with_values(kept, "resume"), machine, scale)
+    sized = size(named.with_values(kept, "resume"), machine, scale=scale)
     fits = not kept or _fits(sized)
     if not fits:
-        sized = size(named, machine, scale)
+        sized = size(named, machine, scale=scale)
         _say_resized(stored, sized.cfg)
     if moves:
-        _refuse_moved_parts(before, sized, scale)
+        _refuse_moved_parts(before, sized, scale=scale)
         _say_moved(before, sized)
-    resized = moves or not fits or bool(kept and plan.get("shortages"))
+    resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
-    sizes = {key: _value(sized.cfg, key) for key in SIZES} if starts_anew else {}
-    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
-    command = build_command(sized.cfg, folder, scale, machine)
+    sizes = {key: sized.cfg.value_of(key) for key in SIZES} if starts_anew else {}
+    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder=folder)
+    command = build_command(sized.cfg, folder, scale=scale, machine=machine)
     if args.dry_run:
         return print_command(command, args)
     with folder.locked():
         write_text(folder.resolved, dump_resolved(sized.cfg))
         if starts_anew:
-            history = {"resized": resized, "shortages": plan.get("shortages", [])}
-            folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized), **history})
-        return run_workers(command, (sized, folder), args, rendezvous)
+            folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
+        if resized:
+            folder.add_event(RESIZED, world_size=sized.world_size, **{k.split(".")[1]: v for k, v in sizes.items()})
+        return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
 
 
-def _kept_sizes(cfg: RunConfig, stored: RunConfig, plan: dict[str, Any]) -> dict[str, Any]:
+def _rows_after_shortage(folder: RunFolder) -> int | None:
+    """The micro-batch with which a step that ran out of memory was run again, where no start has taken it up since."""
+    rows = None
+    for event in folder.read_events():
+        if event["event"] in (OUT_OF_MEMORY, RESIZED):
+            rows = event["batch_size"] if event["event"] == OUT_OF_MEMORY else None
+    return rows
+
+
+def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None, folder: RunFolder) -> dict[str, Any]:
     """The sizes that `cfg` leaves open, as the run had them last."""
-    kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto"}
-    if kept and (shortages := plan.get("shortages")):
-        # The rows of a step that ran out of memory went on in smaller pieces.
-        learned = sizes_of(stored, shortages[-1]["batch_size"], plan["world_size"])
-        kept = {key: learned[key] for key in kept}
-    return kept
+    had = {key: stored.value_of(key) for key in SIZES}
+    if smaller_rows:
+        had = sizes_of(stored, smaller_rows, world_size=folder.read_json("plan.json")["world_size"])
+    return {key: had[key] for key in SIZES if cfg.value_of(key) == "auto"}
 
 
-def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> None:
+def _refuse_moved_parts(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
     """FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes that split a model can read them."""
     strategy, now = sized.cfg.cluster.strategy, scale.world_size
     if strategy not in SHARDED or (strategy == "fsdp" and 1 not in (before, now)):
@@ -100,9 +108,9 @@ def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> No
     raise ConfigError(what, where=where, fix=fix)
 
 
-def _leave_finished(args: Namespace, configs: tuple[RunConfig, RunConfig], folder: RunFolder) -> int:
-    stored, cfg = configs
-    _refuse_changes(stored, cfg.with_values({key: _value(stored, key) for key in _left_open(cfg)}, "resume"), folder)
+def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cfg: RunConfig) -> int:
+    filled = cfg.with_values({key: stored.value_of(key) for key in _left_open(cfg)}, "resume")
+    _refuse_changes(stored, filled, folder=folder)
     log.say(f"{folder.path} is finished: nothing to do", "resume")
     if args.json:
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
@@ -133,7 +141,7 @@ def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, An
     return differences(values_that_decide_weights(before), values_that_decide_weights(after))
 
 
-def _refuse_changes(stored: RunConfig, cfg: RunConfig, folder: RunFolder) -> None:
+def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> None:
     problems = [
         ConfigError(
             f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
@@ -192,10 +200,3 @@ def draws_at_random(cfg: RunConfig) -> bool:
 
 def _left_open(cfg: RunConfig) -> list[str]:
     return [key for key, value in values_that_decide_weights(cfg).items() if value in (None, "auto")]
-
-
-def _value(cfg: RunConfig, key: str) -> Any:
-    value: Any = cfg
-    for part in key.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return value

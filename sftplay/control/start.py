@@ -7,7 +7,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
@@ -17,7 +17,6 @@ from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import needs_no_hub
 from sftplay.control.model_shape import known_shape
-from sftplay.control.past_shortages import learn, recall, shrink, smaller_start
 from sftplay.control.run_report import leave_report
 from sftplay.control.strategy_setup import environment_of, make_ready, with_pieces
 from sftplay.errors import ConfigError, MachineError
@@ -26,13 +25,14 @@ from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.command.ports import free_port
 from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
 from sftplay.launch.nodes.rendezvous import Rendezvous
-from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder
 from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import follow
 from sftplay.machine.probe import Machine
 from sftplay.monitor.checkpoints import newest_complete
+from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.report.advice import Place, suggest
+from sftplay.plan.report.advice import suggest
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.units import GIB, format_bytes
 
@@ -41,7 +41,7 @@ MEETING_PORT = 29511
 
 
 def run_workers(
-    command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace, rendezvous: Rendezvous | None = None
+    command: Launch, folder: RunFolder, *, cfg: RunConfig, args: Namespace, rendezvous: Rendezvous | None = None
 ) -> int:
     """Start the workers; again with smaller pieces where memory has run out for good, and from the last checkpoint
     where a process has died, `cluster.max_restarts` times; the last exit code.
@@ -49,39 +49,67 @@ def run_workers(
     The parent restarts, not torchrun: that would also start again what has ended with an error of our own or by a stop
     signal, asks nobody where to go on, and starts no single process.
     """
-    sized, folder = what
     if args.tb:
         from sftplay.control.tensorboard import start_board
 
         start_board(folder.path.parent, 6006)
     announce_run(rendezvous, folder)
-    make_ready(sized.cfg, folder, command)
+    make_ready(cfg, folder, command=command)
     await_ready(rendezvous)
     look = watch_nodes(rendezvous, folder)
-    code, restarts, most = _start(command, folder, look), 0, sized.cfg.cluster.max_restarts
+    code, restarts, most = _start(command, folder, look_around=look), 0, cfg.cluster.max_restarts
     while True:
         if rows := smaller_start(folder, args):
             shrink(folder, rows)
             command = with_pieces(command, load_config(folder.resolved))
         elif restarts < most and (cause := cause_of_death(folder)):
             restarts += 1
+            folder.add_event(RESTARTED, cause=cause)
             log.say(f"restart {restarts} of {most}: {cause}")
             go_on(folder)
         else:
             break
-        code = _start(command, folder, look)
-    learn(sized, folder)
+        code = _start(command, folder, look_around=look)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return code
 
 
-def _start(command: Launch, folder: RunFolder, look_around: Callable[[], None] | None) -> int:
+def _start(command: Launch, folder: RunFolder, *, look_around: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
     code = follow(command, folder, look_around=look_around)
     leave_report(folder)
     return code
+
+
+def smaller_start(folder: RunFolder, args: Namespace) -> int | None:
+    """The micro-batch with which a run that has just run out of memory may go on from its last checkpoint.
+
+    None where it ended otherwise or must not restart, and on several nodes, which would have to agree.
+    """
+    error = folder.read_json("status.json").get("error") or {}
+    rows = error.get("batch_size") if error.get("code") == "memory" and args.nnodes == 1 else None
+    return int(rows) if rows else None
+
+
+def shrink(folder: RunFolder, rows: int) -> None:
+    """Write smaller sizes into the run folder. The run's next attempt reads them there."""
+    stored, plan = load_config(folder.resolved), folder.read_json("plan.json")
+    sizes = sizes_of(stored, rows, world_size=plan["world_size"])
+    write_text(folder.resolved, dump_resolved(stored.with_values({**sizes, "train.resume": "auto"}, "out of memory")))
+    now = {"batch_size": rows, "grad_accum": sizes["train.grad_accum"]}
+    folder.write_json("plan.json", {**plan, **now})
+    folder.add_event(RESIZED, world_size=plan["world_size"], batch_size_before=stored.train.batch_size, **now)
+    log.say(
+        "out of memory where a step cannot be run again: the run goes on from its last checkpoint with "
+        f"{rows} rows at a time in place of {stored.train.batch_size}"
+    )
+
+
+def sizes_of(cfg: RunConfig, rows: int, *, world_size: int) -> dict[str, Any]:
+    """Micro-batch and accumulation of a step, by config key, for micro-batches of `rows` rows."""
+    return {"train.batch_size": rows, "train.grad_accum": cfg.train.effective_batch_size // world_size // rows}
 
 
 def go_on(folder: RunFolder) -> None:
@@ -93,21 +121,15 @@ def go_on(folder: RunFolder) -> None:
         write_text(folder.resolved, dump_resolved(stored.with_values({"train.resume": "auto"}, "restart")))
 
 
-def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None) -> SizedRun:
-    """The config with every `auto` decided for this machine, no larger than what earlier runs ran out of memory with.
+def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = None) -> SizedRun:
+    """The config with every `auto` decided for this machine.
 
     Raises:
         ConfigError: the effective batch cannot be split exactly.
         MachineError: not even one row at a time fits, or what is asked for cannot run here.
     """
     shape = known_shape(cfg)
-    known = partial(
-        size_run, cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit
-    )
-    sized = known()
-    most_rows = recall(sized)
-    if most_rows[0]:
-        sized = known(most_rows=most_rows)
+    sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit)
     seen = sized.forecast
     if seen is None or shape is None or seen.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
@@ -121,7 +143,7 @@ def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None)
     )
 
 
-def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
+def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: Machine) -> Launch:
     """What starts the run's workers.
 
     Raises:
@@ -138,7 +160,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Mach
     if launcher != "auto" and scale.world_size == 1:
         log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
     if cfg.cluster.strategy in SHARDED and scale.world_size > 1:
-        strategy = environment_of(cfg, folder, scale, has_gpu=has_gpu)
+        strategy = environment_of(cfg, folder, scale=scale, has_gpu=has_gpu)
     is_offline = needs_no_hub(cfg)
     launch = build_launch(
         folder.path, scale, has_gpu=has_gpu, is_offline=is_offline, strategy=strategy, launcher=launcher
@@ -183,7 +205,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
     return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port, told)
 
 
-def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
+def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
     """Tell devices, sizes and every automatic choice with its reason."""
     gpus, train_section = machine.gpus, sized.cfg.train
     if gpus:
@@ -197,11 +219,10 @@ def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
             f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
         )
     log.say(f"run {folder.path}")
-    for decision in sized.decisions:
-        log.say(f"auto {decision.key} = {decision.value}: {decision.reason}")
-    chosen = any(decision.key == "train.batch_size" for decision in sized.decisions)
+    for key, decision in sized.decisions.items():
+        log.say(f"auto {key} = {decision.value}: {decision.reason}")
     sizes = f"{train_section.batch_size} per {'GPU' if gpus else 'process'}"
-    said = "Auto-calculated batch size" if chosen else "Batch size"
+    said = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
     log.say(f"{said}: {sizes}, gradient accumulation: {train_section.grad_accum}")
     log.say(f"Effective batch size: {train_section.effective_batch_size}, precision: {train_section.precision}")
     for note in all_notes(sized):

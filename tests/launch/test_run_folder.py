@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
+from sftplay.control.resume import _rows_after_shortage
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch import run_folder as folders
 from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run, has_run, new_folder
@@ -142,7 +144,7 @@ def test_runs_started_at_the_same_moment_get_different_folders(config, monkeypat
     processes = [fork.Process(target=claim, args=(config(), barrier, names)) for _ in range(4)]
     for process in processes:
         process.start()
-    assert len({names.get(timeout=20) for _ in processes}) == 4
+    assert len({names.get(timeout=120) for _ in processes}) == 4
     for process in processes:
         process.join()
 
@@ -182,8 +184,8 @@ def test_a_fixed_name_is_the_run_and_a_given_one_goes_before_it(config):
     cfg = config(run_name="fixed")
     fixed, other = make_run(cfg, "fixed"), make_run(cfg, "other")
     assert find_run(cfg, "x.yaml").path == fixed
-    assert find_run(cfg, "x.yaml", "other").path == other
-    assert find_run(cfg, "x.yaml", str(other)).path == other
+    assert find_run(cfg, "x.yaml", run="other").path == other
+    assert find_run(cfg, "x.yaml", run=str(other)).path == other
 
 
 @pytest.mark.parametrize("run", [None, "nowhere"])
@@ -191,7 +193,7 @@ def test_where_there_is_no_run_none_is_found(config, run):
     for cfg in (config(), config(run_name="fixed")):
         assert not has_run(cfg, "x.yaml")
         with pytest.raises(ConfigError, match="no run"):
-            find_run(cfg, "x.yaml", run)
+            find_run(cfg, "x.yaml", run=run)
 
 
 def test_a_folder_without_a_resolved_config_is_no_run(config):
@@ -229,3 +231,31 @@ def test_a_second_process_cannot_hold_a_run_until_the_first_has_been_killed(tmp_
         holder.stdout.close()
     with folder.locked():  # the kernel has let go
         assert folder.read_json("status.json")["pid"] == 4711
+
+
+def test_events_are_lines_with_time_and_attempt_and_a_cut_off_line_is_passed_over(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_events() == []
+    folder.update_status(attempts=[{"cause": None}, {"cause": None}])
+    folder.add_event("restarted", cause="rank 1 was killed")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "res\n')
+    folder.add_event("resized", batch_size=2)
+    first, second = folder.read_events()
+    assert (first["attempt"], first["event"], first["cause"]) == (2, "restarted", "rank 1 was killed")
+    assert second["batch_size"] == 2
+    assert time.strptime(second["time"], "%Y-%m-%dT%H:%M:%S%z")
+    assert folder.is_resized
+
+
+def test_events_of_runs_made_before_there_were_any_are_read_from_their_plan(tmp_path):
+    folder = RunFolder(tmp_path)
+    shortage = {"step": 3, "batch_size_before": 8, "batch_size": 4}
+    folder.write_json("plan.json", {"resized": False, "shortages": [shortage]})
+    assert folder.read_events() == [{"event": "out_of_memory", **shortage}]
+    assert not folder.is_resized
+    folder.write_json("plan.json", {"resized": True, "shortages": [shortage]})
+    assert folder.is_resized
+    assert _rows_after_shortage(folder) == 4
+    folder.add_event("resized", batch_size=4)
+    assert _rows_after_shortage(folder) is None

@@ -1,7 +1,7 @@
 """What one process does with one batch of raw rows: parse, convert, render, fit. It decides nothing across rows.
 
-It runs beside others of its kind (`workers`), so everything that goes in and out can be pickled, and it imports neither
-transformers nor torch.
+It may run in several processes (`workers`): all input and output can be pickled, and neither transformers nor torch is
+imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sftplay.errors import DataError
 TooLong = Literal["truncate", "drop", "error"]
 
 KEY_BYTES = 8
-"""Of each digest; among ten million records two different ones share it with a chance of 3 in a million."""
+"""Bytes of each digest. The chance that two of ten million different records share them is 3 in a million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RawRow:
     """A raw row and its place."""
 
     row: int
-    """Place in its source in reading order, from 0; refused rows count, blank lines do not."""
+    """Number in its source in reading order, from 0; refused rows count, blank lines do not."""
 
     source: Source
     raw: bytes | str | Row | Refused
@@ -65,11 +65,11 @@ class RowOutcome:
     held_out: bool = False
     is_chat: bool = True
     keys: tuple[int, int, int] = (0, 0, 0)
-    """Of its content, of its content's normal form, of its prompt's normal form."""
+    """Short digests of its content, of the content's normal form, of the prompt's normal form."""
 
     examples: list[Example] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each example before cutting, also of those that are not kept."""
+    """Tokens of each example before cutting; also of examples that are not kept."""
 
     dropped: str = ""
     """Why an example of it was left out."""
@@ -86,18 +86,23 @@ class RowOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthLimit:
-    """How long an example may be, and what happens to longer ones."""
+class RowOptions:
+    """What the config says about single rows."""
 
+    reading: Reading
     max_tokens: int
+    """Longest example."""
+
     too_long: TooLong
+    only_held_out: bool = False
+    """Rows to train on are read, to tell on which side they are, but not rendered."""
 
 
 class RowProcessor:
     """Turns batches of raw rows into outcomes, in order."""
 
-    def __init__(self, renderer: Renderer, reading: Reading, fit: LengthLimit) -> None:
-        self._renderer, self._reading, self._fit = renderer, reading, fit
+    def __init__(self, renderer: Renderer, options: RowOptions) -> None:
+        self._renderer, self._options = renderer, options
         self._ends = set(renderer.end_token_ids)
 
     def process(self, rows: Sequence[RawRow], share: float) -> list[RowOutcome]:
@@ -109,10 +114,11 @@ class RowProcessor:
             record = self._record(row, outcome)
             if record is not None:
                 self._describe(record, outcome, share)
-                waiting.append(outcome)
-                records.append(record)
+                if outcome.held_out or not self._options.only_held_out:
+                    waiting.append(outcome)
+                    records.append(record)
         groups: list[list[Rendered]] = [[] for _ in records]
-        for example in self._renderer.render(records, self._fit.max_tokens):
+        for example in self._renderer.render(records, self._options.max_tokens):
             groups[example.of].append(example)
         for outcome, group in zip(waiting, groups, strict=True):
             self._fill(outcome, group)
@@ -124,11 +130,11 @@ class RowProcessor:
             outcome.refused = row.reason
             return None
         try:
-            record = to_record(row, raw_row.source, self._reading)
+            record = to_record(row, raw_row.source, self._options.reading)
         except DataError as error:
             outcome.refused = error.what
             return None
-        outcome.unused = unused_columns(row, self._reading)
+        outcome.unused = unused_columns(row, self._options.reading)
         return record
 
     def _describe(self, record: Record, outcome: RowOutcome, share: float) -> None:
@@ -157,9 +163,9 @@ class RowProcessor:
 
     def _fitted(self, example: Rendered) -> Example | str:
         """The example as far as it fits, or why it is left out."""
-        limit = self._fit.max_tokens
+        limit = self._options.max_tokens
         is_long = len(example.input_ids) > limit
-        if is_long and self._fit.too_long != "truncate":
+        if is_long and self._options.too_long != "truncate":
             return "too_long"
         ids, labels = example.input_ids, example.labels
         if is_long:
