@@ -76,6 +76,7 @@ def test_an_earlier_demo_is_moved_aside_and_nothing_of_it_is_lost(untouched: tup
 
 
 @pytest.mark.slow
+@pytest.mark.fresh_start
 def test_the_demo_learns_its_task(tmp_path: Path, sftplay: Command, builtin_tiny: Path) -> None:
     done, result = run_demo(sftplay, tmp_path)
     match = LAST_LINE.fullmatch(done.stdout.splitlines()[-1])
