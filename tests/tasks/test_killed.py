@@ -159,10 +159,7 @@ def resume_and_compare(shop: Shop, mode: str, name: str, whole: str) -> None:
     assert_same_run(shop, name, whole)
 
 
-@pytest.mark.parametrize(
-    ("mode", "step"), [("lora", 7), pytest.param("lora", 13, marks=pytest.mark.long), ("full", 6),
-     pytest.param("full", 16, marks=pytest.mark.long), ("qlora", 11)]
-)  # fmt: skip
+@pytest.mark.parametrize(("mode", "step"), [("lora", 7), ("lora", 13), ("full", 6), ("full", 16), ("qlora", 11)])
 def test_run_killed_during_steps_ends_as_if_nothing_had_been(
     shop: Shop, undisturbed: Callable[[str], str], mode: str, step: int
 ):

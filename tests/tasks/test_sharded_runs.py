@@ -25,16 +25,6 @@ CASES = [
     (strategy, mode) for mode in ("full", "lora", "qlora") for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp")
 ]
 
-BY_HAND = [
-    ("zero1", "lora"),
-    ("zero3", "lora"),
-    ("fsdp", "lora"),
-    ("ddp", "qlora"),
-    ("zero1", "qlora"),
-    ("zero2", "qlora"),
-]
-"""Left to `make test-long` and `make bench-invariance`: each strategy and each mode has another case."""
-
 WRAPPED = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP"}
 TYPES = {"ddp": "MULTI_CPU", "zero": "DEEPSPEED", "fsdp": "FSDP"}
 
@@ -95,7 +85,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.usefixtures("deepspeed_operators")
 @pytest.mark.parametrize(
     ("strategy", "mode"),
-    [pytest.param(*case, id="-".join(case), marks=[pytest.mark.long] if case in BY_HAND else []) for case in CASES],
+    [pytest.param(*case, id="-".join(case)) for case in CASES],
 )
 def test_a_sharded_run_has_the_curve_of_one_process(strategy: str, mode: str, train: Train, alone: dict[str, Path]):
     if mode not in alone:
