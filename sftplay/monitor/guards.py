@@ -17,7 +17,7 @@ from sftplay import log
 from sftplay.errors import RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.gradient_norm import gradient_norm
-from sftplay.monitor.metrics import gather, write_figures
+from sftplay.monitor.metrics import gather_objects, write_figures
 from sftplay.signals import StopAtOnce, catch_signals
 
 FP16_PATIENCE = 16
@@ -71,7 +71,7 @@ class StopOnSignal(TrainerCallback):
 
     def agree(self) -> bool:
         """True on every rank when one of them has got a signal; every rank must ask."""
-        agreed = max(gather(self.received, self.heartbeat))
+        agreed = max(gather_objects(self.received, self.heartbeat))
         if agreed:  # never set back to 0: a signal may have come while the ranks were agreeing
             self.received = agreed
         return bool(agreed)
@@ -95,7 +95,9 @@ class StopOnBadStep(TrainerCallback):
         self._path = path
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        ranks = gather((float(self.window.last_loss), float(gradient_norm(model.parameters()))), self.window.heartbeat)
+        ranks = gather_objects(
+            (float(self.window.last_loss), float(gradient_norm(model.parameters()))), self.window.heartbeat
+        )
         bad = [rank for rank, pair in enumerate(ranks) if not all(map(math.isfinite, pair))]
         self.in_a_row = self.in_a_row + 1 if bad else 0
         if self.in_a_row > (FP16_PATIENCE if args.fp16 else 0):
@@ -103,13 +105,13 @@ class StopOnBadStep(TrainerCallback):
 
     def look_at_loss(self, loss: torch.Tensor) -> None:
         """For what steps within its backward pass, as DeepSpeed does: behind each forward pass, on every rank."""
-        ranks = gather((float(loss), 0.0), self.window.heartbeat)
+        ranks = gather_objects((float(loss), 0.0), self.window.heartbeat)
         if not all(math.isfinite(each) for each, _ in ranks):
             raise self._explain(self.window.state.global_step + 1, ranks)
 
     def _explain(self, step: int, ranks: list[tuple[float, float]]) -> RunError:
         """The error every rank ends with; the main one writes down which rows the step had."""
-        rows = gather((self.window.last_rows, self.window.rows_not_finite()), self.window.heartbeat)
+        rows = gather_objects((self.window.last_rows, self.window.rows_not_finite()), self.window.heartbeat)
         found = [
             {"rank": n, "loss": loss, "gradient_norm": norm, "row_ids": ids, "rows_not_finite": suspects}
             for n, ((loss, norm), (ids, suspects)) in enumerate(zip(ranks, rows, strict=True))

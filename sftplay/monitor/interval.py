@@ -32,7 +32,7 @@ SHOWN = ("exposed_communication_share", "communication_max_s", "model_tflops_per
 
 
 @dataclass(frozen=True)
-class Facts:
+class CostModel:
     """What is known of a rank before it trains."""
 
     count_flops: Callable[[Sequence[int], int], float] | None = None

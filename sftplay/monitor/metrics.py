@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from sftplay import log
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.interval import Facts, RankShare, describe_ranks, describe_speed, mean_loss, scalars
+from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.units import format_bytes, format_count, format_seconds
 
 PROGRESS_EVERY_S = 1.0
@@ -27,7 +27,7 @@ TOLD_TIMES = 20
 """Lines of one kind a run puts on the screen; all of them are in metrics.jsonl and logs/."""
 
 
-class Meters(TrainerCallback):
+class MetricsWriter(TrainerCallback):
     """Writes metrics.jsonl on the main rank and keeps the progress line moving.
 
     `window` is the trainer whose `counts` tell what this rank trained on. Every rank takes part in the gathering.
@@ -36,7 +36,7 @@ class Meters(TrainerCallback):
     def __init__(self, path: Path, *, attempt: int, keep_row_ids: bool) -> None:
         self.path, self.attempt, self.keep_row_ids = path, attempt, keep_row_ids
         self.window: Any = None
-        self.facts = Facts()
+        self.facts = CostModel()
         self.last_loss: float | None = None
         self.seen = {"tokens_seen": 0, "label_tokens_seen": 0}
         """Totals since the run's first step, of all attempts and ranks."""
@@ -68,7 +68,7 @@ class Meters(TrainerCallback):
         if "loss" not in logs:
             return
         held = memory_fields()
-        everyone = gather((*self._take(), {**held, **self.facts.predicted_bytes}), self.window.heartbeat)
+        everyone = gather_objects((*self._take(), {**held, **self.facts.predicted_bytes}), self.window.heartbeat)
         shares = [share for share, _, _ in everyone]
         line = self._line(logs, state, shares)
         line |= {**held, "ranks_memory": [memory for _, _, memory in everyone]}
@@ -150,7 +150,7 @@ def print_progress(state: Any, every: float, text: str) -> None:
         log.say(text)
 
 
-def gather(mine: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
+def gather_objects(mine: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
     """`mine` of every rank, in rank order; a list of one without a process group. `heartbeat` shows the waiting."""
     if log.world_size() == 1:
         return [mine]

@@ -15,7 +15,7 @@ import torch
 from sftplay import log
 from sftplay.errors import MachineError
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.metrics import gather, memory_fields
+from sftplay.monitor.metrics import gather_objects, memory_fields
 from sftplay.units import format_bytes
 
 CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
@@ -91,7 +91,7 @@ class Agreement:
             if not int(self._flag):
                 return []
         free_memory()
-        return gather(mine, heartbeat)
+        return gather_objects(mine, heartbeat)
 
 
 def held_bytes() -> int:
@@ -119,38 +119,40 @@ def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | No
     )
 
 
-class Portions:
-    """Works on rows in portions, which are halved for good once memory does not suffice for one.
+class AdaptiveBatches:
+    """Works on rows in batches. The size is halved for good each time memory does not suffice for a batch.
 
-    For evaluation, where portions change nothing but speed.
+    For evaluation, where the size of a batch changes nothing but speed.
     """
 
-    def __init__(self, most: int, what: str) -> None:
-        self.most = most
+    def __init__(self, batch_size: int, what: str) -> None:
+        self.batch_size = batch_size
         self._what = what
 
     def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
-        """What `work` gives for one portion of range(`rows`) after the other.
+        """The result of `work` for each batch of range(`rows`), in order.
 
         Raises:
             torch.OutOfMemoryError: a single row is too much. Other errors of `work` pass through.
         """
         done = 0
         while done < rows:
-            portion = slice(done, min(rows, done + self.most))
-            results = self._attempt(work, portion)
+            batch = slice(done, min(rows, done + self.batch_size))
+            results = self._attempt(work, batch)
             if not results:
-                self.most = max(1, (portion.stop - portion.start) // 2)
+                self.batch_size = max(1, (batch.stop - batch.start) // 2)
                 free_memory()
-                log.show_error(f"[eval] out of memory in {self._what}: it goes on with {self.most} rows at a time")
+                log.show_error(
+                    f"[eval] out of memory in {self._what}: it goes on with {self.batch_size} rows at a time"
+                )
                 continue
             yield results[0]
-            done = portion.stop
+            done = batch.stop
 
-    def _attempt(self, work: Callable[[slice], T], portion: slice) -> list[T]:
+    def _attempt(self, work: Callable[[slice], T], batch: slice) -> list[T]:
         try:
-            return [work(portion)]
+            return [work(batch)]
         except RuntimeError as error:
-            if portion.stop - portion.start == 1 or not ran_out_of_memory(error):
+            if batch.stop - batch.start == 1 or not ran_out_of_memory(error):
                 raise
         return []

@@ -27,7 +27,7 @@ Span = tuple[int, int]
 
 
 @dataclass
-class Holders:
+class PersistentBytes:
     """Bytes of what lives longer than a step, on this rank."""
 
     allocated_bytes: int = 0
@@ -49,7 +49,7 @@ class Holders:
         self.gradients_bytes = sum(int(p.grad.nbytes) for p in model.parameters() if p.grad is not None)
 
 
-def summarise(profile: Any, holders: Holders, *, memory: bool) -> list[str]:
+def summarise(profile: Any, holders: PersistentBytes, *, memory: bool) -> list[str]:
     """At most six lines about a stopped profile. Shares are of the wall time from its first to its last range."""
     events = list(profile.profiler.kineto_results.events())
     on_gpu = torch.cuda.is_available()
@@ -113,7 +113,7 @@ def _shares(spent: Counter[str], wall: Span) -> str:
     return ", ".join(f"{name} {took / (wall[1] - wall[0]):.0%}" for name, took in spent.most_common(TOP) if took > 0)
 
 
-def _memory_line(changes: list[tuple[int, int]], spans: list[tuple[int, int, str]], holders: Holders) -> str:
+def _memory_line(changes: list[tuple[int, int]], spans: list[tuple[int, int, str]], holders: PersistentBytes) -> str:
     at, above = highest(changes)
     lasting = holders.weights_bytes + holders.optimizer_bytes
     peak = above + (holders.allocated_bytes or lasting)

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from sftplay import log
 from sftplay.config.schema.run import ProfileConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.profile_summary import PHASE_MARK, STEP_MARK, Holders, summarise
+from sftplay.monitor.profile_summary import PHASE_MARK, STEP_MARK, PersistentBytes, summarise
 from sftplay.units import format_bytes
 
 HISTORY_EVENTS = 100_000
@@ -39,7 +39,7 @@ class ProfileSteps(TrainerCallback):
         self._profile: Any = None
         self._ranges: dict[str, Any] = {}
         self._now = (0, "")
-        self._holders = Holders()
+        self._holders = PersistentBytes()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= self.wanted.start:

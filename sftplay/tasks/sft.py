@@ -25,10 +25,10 @@ from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.unsloth import check_arguments
 from sftplay.monitor.guards import StopOnSignal
-from sftplay.tasks.run.fingerprint import identify
+from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
 from sftplay.tasks.run.preflight import is_split
-from sftplay.tasks.run.rank_sync import WaitingLimit, first_of_node, wait_for_main, wait_for_nodes
+from sftplay.tasks.run.rank_sync import GroupTimeout, first_of_node, wait_for_main, wait_for_nodes
 from sftplay.tasks.run.save import part, save_result, whole_weights
 from sftplay.tasks.run.train_run import Outcome, TrainRun
 from sftplay.tasks.step.label_head import IGNORED
@@ -66,7 +66,7 @@ def run(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         write_masked_sample(folder, tokenizer, examples.train[0], examples.source_of("train", 0))
         log.show(report_table(examples.report))
     train_run = TrainRun(cfg, folder, stop)
-    order = train_run.order_rows(len(examples.train), identify(cfg, examples))
+    order = train_run.order_rows(len(examples.train), fingerprint_of(cfg, examples))
     model = load_start(cfg, source=own_base)
     _measure_before(model, examples, cfg, folder)
     model = make_trainable(model, cfg)
@@ -178,7 +178,7 @@ def build_trainer(cfg: RunConfig, train_run: TrainRun, parts: dict[str, Any]) ->
             train_dataset=examples.train.select(parts["order"]),
             eval_dataset=held_out,
             data_collator=Collator(parts["tokenizer"].pad_token_id),
-            callbacks=[*train_run.callbacks(), WaitingLimit(cfg.cluster.timeout, train_run.folder.logs)],
+            callbacks=[*train_run.callbacks(), GroupTimeout(cfg.cluster.timeout, train_run.folder.logs)],
         )
     per_row = _labels_per_row(held_out)
     trainer.prepare(train_run.micro_batcher(), held_out_labels_per_row=per_row, replay=train_run.replay)

@@ -93,7 +93,7 @@ def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[lis
             stop._on_signal(signal.SIGTERM, None)
         return [mine, *others[len(asked) - 1]]
 
-    monkeypatch.setattr("sftplay.monitor.guards.gather", gather)
+    monkeypatch.setattr("sftplay.monitor.guards.gather_objects", gather)
     return stop, asked
 
 
@@ -110,7 +110,7 @@ def test_the_first_signal_is_not_taken_for_a_second_when_another_rank_told_of_it
     monkeypatch: pytest.MonkeyPatch,
 ):
     stop = StopOnSignal()
-    monkeypatch.setattr("sftplay.monitor.guards.gather", lambda mine, _: [mine, int(signal.SIGTERM)])
+    monkeypatch.setattr("sftplay.monitor.guards.gather_objects", lambda mine, _: [mine, int(signal.SIGTERM)])
     stop.on_step_end(None, TrainerState(), TrainerControl())
     assert stop.received == signal.SIGTERM
     stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from sftplay.config.load import load_resolved
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.interval import Facts, RankShare, describe_ranks, describe_speed, mean_loss, scalars
-from sftplay.monitor.metrics import Meters, compare_memory, memory_fields
+from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
+from sftplay.monitor.metrics import MetricsWriter, compare_memory, memory_fields
 from sftplay.monitor.out_of_memory import held_bytes
-from sftplay.monitor.phases import PhaseMarks
+from sftplay.monitor.phases import TrackPhases
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
 from sftplay.tasks.step.window import StepCounts
 
@@ -59,15 +59,15 @@ def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
     return functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)[targets != -100]
 
 
-def meters_at(path: Path, window: Any, state: Any, facts: Facts | None = None) -> Meters:
-    """Meters that have seen training begin."""
-    meters = Meters(path, attempt=1, keep_row_ids=True)
-    meters.window, meters.facts = window, facts or Facts()
+def meters_at(path: Path, window: Any, state: Any, facts: CostModel | None = None) -> MetricsWriter:
+    """MetricsWriter that have seen training begin."""
+    meters = MetricsWriter(path, attempt=1, keep_row_ids=True)
+    meters.window, meters.facts = window, facts or CostModel()
     meters.on_train_begin(None, state, TrainerControl())
     return meters
 
 
-def line_of(meters: Meters, state: Any, loss: float = 9.0) -> tuple[dict[str, Any], dict[str, float]]:
+def line_of(meters: MetricsWriter, state: Any, loss: float = 9.0) -> tuple[dict[str, Any], dict[str, float]]:
     """The line of metrics that a log event leaves, and what trackers are shown."""
     logs = {"loss": loss, "learning_rate": 0.1}
     meters.on_log(None, state, TrainerControl(), logs)
@@ -78,7 +78,7 @@ def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: P
     trainer = built(tmp_path, inputs, tuning__mode="full", data__split=None).trainer
     trainer.model.double()
     trainer.micro_batcher = MicroBatcher(2)
-    facts = Facts(lambda lengths, labels: sum(1000 * n for n in lengths) + 10 * labels, 20_100.0)
+    facts = CostModel(lambda lengths, labels: sum(1000 * n for n in lengths) + 10 * labels, 20_100.0)
     state = TrainerState(global_step=0, max_steps=4, logging_steps=1)
     meters = meters_at(tmp_path / "metrics.jsonl", trainer, state, facts)
     windows, count = trainer.get_batch_samples(iter([Collator(0)(ROWS)]), 1, torch.device("cpu"))
@@ -109,7 +109,7 @@ def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path
     window = SimpleNamespace(
         heartbeat=heartbeat, take_counts=lambda: StepCounts(tokens=3, padded_tokens=3, label_tokens=1)
     )
-    state, control, marks = TrainerState(global_step=6, max_steps=8), TrainerControl(), PhaseMarks(heartbeat)
+    state, control, marks = TrainerState(global_step=6, max_steps=8), TrainerControl(), TrackPhases(heartbeat)
     clock.now += 50.0  # before training begins
     meters = meters_at(tmp_path / "metrics.jsonl", window, state)
     clock.now += 0.25

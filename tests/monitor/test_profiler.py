@@ -16,7 +16,7 @@ from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 
 from sftplay.config.schema.run import ProfileConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.profile_summary import Holders, highest, idle_share
+from sftplay.monitor.profile_summary import PersistentBytes, highest, idle_share
 from sftplay.monitor.profiler import ProfileSteps, write_trace
 
 START, STEPS = 2, 2
@@ -229,7 +229,7 @@ def test_highest_point_is_that_of_the_running_sum():
 def test_bytes_of_weights_states_and_gradients_are_those_of_their_tensors():
     model = torch.nn.Linear(10, 3)  # 33 fp32 weights
     optimizer = torch.optim.AdamW(model.parameters())
-    held = Holders()
+    held = PersistentBytes()
     held.look_at_start(model, optimizer)
     assert (held.weights_bytes, held.optimizer_bytes) == (132, 0)
     model(torch.ones(1, 10)).sum().backward()

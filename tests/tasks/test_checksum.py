@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from sftplay.config.load import load_config
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.run import preflight
-from sftplay.tasks.run.preflight import PIECE_NUMBERS, Preflight, checksum
+from sftplay.tasks.run.preflight import CHUNK_NUMBERS, Preflight, checksum
 
 
 class LargestCopy(TorchDispatchMode):
@@ -35,7 +35,7 @@ class LargestCopy(TorchDispatchMode):
 def model() -> torch.nn.Module:
     """Two pieces and 5 numbers in one weight, and a small frozen one."""
     torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(2 * PIECE_NUMBERS + 5).bfloat16())
+    weight = torch.nn.Parameter(torch.randn(2 * CHUNK_NUMBERS + 5).bfloat16())
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     return torch.nn.ParameterDict({"weight": weight, "frozen": frozen})
 
@@ -44,7 +44,7 @@ def test_equal_weights_have_one_digest(model: torch.nn.Module):
     assert checksum(model) == checksum(copy.deepcopy(model))
 
 
-@pytest.mark.parametrize("place", [0, PIECE_NUMBERS, 2 * PIECE_NUMBERS + 4], ids=["first", "second piece", "last"])
+@pytest.mark.parametrize("place", [0, CHUNK_NUMBERS, 2 * CHUNK_NUMBERS + 4], ids=["first", "second piece", "last"])
 def test_one_other_number_anywhere_is_another_digest(model: torch.nn.Module, place: int):
     other: Any = copy.deepcopy(model)
     with torch.no_grad():
@@ -55,14 +55,14 @@ def test_one_other_number_anywhere_is_another_digest(model: torch.nn.Module, pla
 def test_a_number_that_moved_into_another_piece_is_another_digest(model: torch.nn.Module):
     other: Any = copy.deepcopy(model)
     with torch.no_grad():
-        other["weight"].copy_(other["weight"].roll(PIECE_NUMBERS))
+        other["weight"].copy_(other["weight"].roll(CHUNK_NUMBERS))
     assert checksum(other) != checksum(model)
 
 
 def test_no_copy_is_made_that_is_larger_than_one_piece_in_fp64(model: torch.nn.Module):
     with LargestCopy() as largest:
         checksum(model)
-    assert 0 < largest.found_bytes <= PIECE_NUMBERS * 8
+    assert 0 < largest.found_bytes <= CHUNK_NUMBERS * 8
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -27,7 +27,7 @@ from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks import worker
 from sftplay.tasks.run import rank_sync
-from sftplay.tasks.run.rank_sync import WaitingLimit, first_of_node, marker_path, wait_for_main
+from sftplay.tasks.run.rank_sync import GroupTimeout, first_of_node, marker_path, wait_for_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 77
@@ -283,12 +283,12 @@ def test_meeting_limits_every_group_there_is_and_not_only_the_first(tmp_path: Pa
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         second = torch.distributed.new_group([0])
-        WaitingLimit(5, tmp_path).on_train_begin(None, None, None)
+        GroupTimeout(5, tmp_path).on_train_begin(None, None, None)
         for group in (torch.distributed.group.WORLD, second):
             assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 5
     finally:
         torch.distributed.destroy_process_group()
-    assert isinstance(WaitingLimit(5, tmp_path), TrainerCallback)
+    assert isinstance(GroupTimeout(5, tmp_path), TrainerCallback)
 
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 4), ("1", 0)])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Inputs, built, train
 
-from sftplay.monitor.out_of_memory import OutOfMemory, Portions, ran_out_of_memory
+from sftplay.monitor.out_of_memory import AdaptiveBatches, OutOfMemory, ran_out_of_memory
 from sftplay.tasks.run.train_run import TrainRun
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
 
@@ -140,15 +140,15 @@ def test_any_other_error_goes_through_untouched(
     with pytest.raises(type(error)) as caught:
         train_failing(tmp_path, inputs, monkeypatch, failing(error, {2}), train__batch_size=4)
     assert caught.value is error
-    portions = Portions(4, "a test")
+    batches = AdaptiveBatches(4, "a test")
 
     def work(_: slice) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        list(portions.each(4, work))
+        list(batches.each(4, work))
     assert caught.value is error
-    assert portions.most == 4
+    assert batches.batch_size == 4
 
 
 def test_a_failed_allocation_on_a_cpu_is_told_from_other_errors():
@@ -187,17 +187,17 @@ def test_ever_smaller_cuts_end_at_single_rows_and_lose_none(
 
 
 def test_portions_are_halved_until_they_fit_and_stay_so():
-    portions, asked = Portions(8, "a test"), []
+    batches, asked = AdaptiveBatches(8, "a test"), []
 
-    def work(portion: slice) -> int:
-        asked.append(portion.stop - portion.start)
+    def work(part: slice) -> int:
+        asked.append(part.stop - part.start)
         if asked[-1] > 2:
             raise NO_MEMORY
-        return sum(range(10)[portion])
+        return sum(range(10)[part])
 
-    assert sum(portions.each(10, work)) == sum(range(10))
+    assert sum(batches.each(10, work)) == sum(range(10))
     assert asked == [8, 4, 2, 2, 2, 2, 2]
-    assert sum(portions.each(3, work)) == 3
+    assert sum(batches.each(3, work)) == 3
     assert asked[7:] == [2, 1]
 
 
@@ -208,7 +208,7 @@ def test_held_out_loss_is_the_same_in_portions(inputs: Inputs, tmp_path: Path):
         lambda _model, _args, named: _refuse(len(named["input_ids"]) > 1), with_kwargs=True
     )
     assert trainer.evaluate()["eval_loss"] == pytest.approx(whole, rel=1e-6)
-    assert trainer.measured.most == 1
+    assert trainer.measured.batch_size == 1
     handle.remove()
 
 

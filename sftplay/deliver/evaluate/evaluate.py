@@ -24,7 +24,7 @@ from sftplay.data.pipeline import Examples
 from sftplay.data.records import Chat
 from sftplay.deliver.evaluate.metrics import score_answers
 from sftplay.deliver.infer.generate import Generator, answer_all
-from sftplay.monitor.out_of_memory import Portions
+from sftplay.monitor.out_of_memory import AdaptiveBatches
 
 LOSS_TOKENS = 8192
 """Most tokens of one piece when the held-out loss is computed."""
@@ -104,7 +104,7 @@ def held_out_loss(model: Any, rows: Any, pad_token_id: int) -> float:
     """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
     total, count = 0.0, 0
     room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
-    portions = Portions(len(rows), "the held-out loss")
+    portions = AdaptiveBatches(len(rows), "the held-out loss")
     for batch in _by_length(rows["input_ids"], rows["labels"], room):
         for loss, labels in portions.each(len(batch), partial(_summed_loss, model, pad_token_id, batch)):
             total, count = total + loss, count + labels

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.streamers import BaseStreamer
 
 from sftplay.deliver.infer.sampling import GREEDY, Sampling
-from sftplay.monitor.out_of_memory import Portions
+from sftplay.monitor.out_of_memory import AdaptiveBatches
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def answer_all(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    portions = Portions(batch_size, "answering")
+    portions = AdaptiveBatches(batch_size, "answering")
 
     def answer(portion: slice) -> int:
         batch = order[portion]

@@ -25,7 +25,7 @@ from sftplay.monitor.checkpoints import (
 )
 from sftplay.monitor.disk import checkpoint_bytes, demand_room
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal
-from sftplay.monitor.metrics import Meters, print_progress
+from sftplay.monitor.metrics import MetricsWriter, print_progress
 from sftplay.tasks.run.fingerprint import config_changes, data_changes, weights_changes
 
 
@@ -33,7 +33,7 @@ from sftplay.tasks.run.fingerprint import config_changes, data_changes, weights_
 class Watched:
     """The callbacks whose findings go into a checkpoint, or end the run behind one."""
 
-    meters: Meters
+    meters: MetricsWriter
     bad_step: StopOnBadStep
     stop: StopOnSignal
 

@@ -23,7 +23,7 @@ BATCH_ROWS = 1000
 SHOWN_DIGITS = 12
 
 
-def identify(cfg: RunConfig, examples: Examples) -> dict[str, Any]:
+def fingerprint_of(cfg: RunConfig, examples: Examples) -> dict[str, Any]:
     """Config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON.
 
     `cfg` is settled. Weights on a hub are not looked at: model.revision pins them.

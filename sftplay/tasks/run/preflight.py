@@ -17,7 +17,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.monitor.metrics import gather
+from sftplay.monitor.metrics import gather_objects
 
 WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP", "hsdp": "FSDP"}
 """How the class begins that the trainer must have wrapped the model in, by the beginning of cluster.strategy."""
@@ -37,7 +37,7 @@ SAME = {
 INNER = ("parameters", "base", "rows")
 """What is compared, but not written to status.json."""
 
-PIECE_NUMBERS = 2**22
+CHUNK_NUMBERS = 2**22
 """How many weights are summed at a time: their fp64 copy takes 32 MiB; that of 152,000 x 8192 would take 10 GB."""
 
 
@@ -59,7 +59,7 @@ class Preflight(TrainerCallback):
             self.parameters = checksum(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        ranks = gather(self._describe())
+        ranks = gather_objects(self._describe())
         if log.is_main():
             self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in INNER} for r in ranks])
         problems = find_problems(ranks, self.cfg, log.world_size())
@@ -151,7 +151,7 @@ def checksum(model: Any) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         if parameter.requires_grad:
-            pieces = parameter.detach().flatten().split(PIECE_NUMBERS)
+            pieces = parameter.detach().flatten().split(CHUNK_NUMBERS)
             sums = torch.stack([piece.double().sum() for piece in pieces])
             digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -91,7 +91,7 @@ def _wait_for(marker: Path) -> None:
         time.sleep(LOOK_S)
 
 
-class WaitingLimit(TrainerCallback):
+class GroupTimeout(TrainerCallback):
     """What is left once all ranks have met, to wrap the model: limits their waiting, removes the node's marker.
 
     The Trainer hands its `ddp_timeout` to the process group, but not on CPUs, and not to the groups that DeepSpeed and

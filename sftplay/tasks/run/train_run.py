@@ -27,10 +27,10 @@ from sftplay.monitor.checkpoints import read_marker, step_of
 from sftplay.monitor.disk import WarnOfFullDisk
 from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal, StopWithoutProgress
-from sftplay.monitor.interval import Facts
-from sftplay.monitor.metrics import Meters
+from sftplay.monitor.interval import CostModel
+from sftplay.monitor.metrics import MetricsWriter
 from sftplay.monitor.out_of_memory import OutOfMemory, held_bytes, ran_out_of_memory
-from sftplay.monitor.phases import PhaseMarks
+from sftplay.monitor.phases import TrackPhases
 from sftplay.monitor.profiler import ProfileSteps
 from sftplay.monitor.time_limit import StopInTime, find_deadline, process_start_s
 from sftplay.plan.memory.cards import find_card
@@ -69,7 +69,7 @@ class TrainRun:
     def order_rows(self, n_rows: int, identity: dict[str, Any] | None = None) -> list[int]:
         """The rows of the whole run in training order: exactly steps x effective batch of them.
 
-        `identity` is what `identify` says of the run; with it a resume can name what has changed.
+        `identity` is what `fingerprint_of` says of the run; with it a resume can name what has changed.
         """
         train, self.identity = self.cfg.train, identity or {}
         self.steps_per_epoch = max(1, math.ceil(n_rows / train.effective_batch_size))
@@ -172,7 +172,7 @@ class TrainRun:
         self.checkpoint = choose_checkpoint(self.cfg, self.folder, facts)
         self.from_step = step_of(self.checkpoint) if self.checkpoint else 0
         attempt = self._open_attempt(self.from_step)
-        self.meters = Meters(self.folder.metrics, attempt=attempt, keep_row_ids=self.cfg.logging.row_ids)
+        self.meters = MetricsWriter(self.folder.metrics, attempt=attempt, keep_row_ids=self.cfg.logging.row_ids)
         self.meters.seen |= read_marker(self.checkpoint).get("counters", {}) if self.checkpoint else {}
         self.bad_step = StopOnBadStep(self.folder.path / "bad_step.json")
         self.preflight = Preflight(self.cfg, self.folder)
@@ -184,7 +184,7 @@ class TrainRun:
         self.traffic = GradientSync(self.cfg, self.heartbeat)
         # Once status.json shows the ranks, a stop signal ends the run behind a step, with a checkpoint.
         watching = [self.stop, self.preflight, self.meters, self.bad_step, marks, *early, *self._foresight()]
-        return [*watching, self.traffic, PhaseMarks(self.heartbeat)]
+        return [*watching, self.traffic, TrackPhases(self.heartbeat)]
 
     def _foresight(self) -> list[Any]:
         train, checkpoints = self.cfg.train, self.folder.checkpoints
@@ -254,14 +254,14 @@ class TrainRun:
         smaller = now.smaller(share) if now.micro_batch > 1 else None
         return smaller.micro_batch if smaller else None
 
-    def _facts(self, model: Any) -> Facts:
+    def _facts(self, model: Any) -> CostModel:
         plan = self.folder.read_json("plan.json")
         predicted = {f"predicted_{key}": plan[key] for key in ("peak_bytes", "allocated_bytes") if key in plan}
         flops = _flops_of(model, self.cfg)
         card = find_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
         # The table's peaks are those of 16-bit products.
         peak = card.tflops * 1e12 if card and self.cfg.train.precision != "fp32" else None
-        return Facts(flops.of_rows if flops else None, peak, predicted)
+        return CostModel(flops.of_rows if flops else None, peak, predicted)
 
     def _cut_board_back(self, callbacks: list[Any]) -> None:
         for callback in callbacks:

@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.gradient_norm import gradient_norm
-from sftplay.monitor.out_of_memory import Portions, RandomState, Shortage, held_bytes, ran_out_of_memory
+from sftplay.monitor.out_of_memory import AdaptiveBatches, RandomState, Shortage, held_bytes, ran_out_of_memory
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.label_head import IGNORED, find_label_head
 from sftplay.tasks.step.micro_batches import MicroBatcher
@@ -73,7 +73,7 @@ class Window:
         if replay:
             replay.attend(self)
         args, model = self.args, self.model  # type: ignore[attr-defined]
-        self.measured = Portions(args.per_device_eval_batch_size, "the evaluation")
+        self.measured = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         plain_head = args.loss_type == "nll" and not args.use_liger_kernel and not args.label_smoothing_factor
         self.label_head = find_label_head(base) if plain_head else None
