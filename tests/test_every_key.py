@@ -36,6 +36,7 @@ from sftplay.control.strategy_setup import environment_of, make_ready, with_deep
 from sftplay.data.order import training_order
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
+from sftplay.heartbeat import Heartbeat
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.command.network import nccl_environment
 from sftplay.launch.run_folder import RunFolder, new_folder
@@ -43,13 +44,12 @@ from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.monitor.gradient_sync import GradientSync
-from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.signals import StopAtOnce
-from sftplay.tasks import worker
+from sftplay.tasks import TASKS, worker
 from sftplay.tasks.run.checkpointing import MarkComplete, choose_checkpoint
-from sftplay.tasks.run.train_run import TrainRun
-from sftplay.tasks.table import TASKS
+from sftplay.tasks.run.setup import make_setup
+from sftplay.tasks.step.replay import Replay
 
 CHANGES: dict[str, Any] = {
     "seed": 7,
@@ -212,12 +212,12 @@ def check_task_mode(bench: Bench) -> None:
     _, folder = new_run(bench.home / "task", bench.inputs)
     asked: list[str] = []
 
-    def run(cfg: RunConfig, *_: Any) -> Any:
+    def load_rows(cfg: RunConfig, _: Any) -> Any:
         asked.append(cfg.task_mode)
         raise DataError("enough")
 
     module = ModuleType("another_task")
-    module.run = run  # type: ignore[attr-defined]
+    module.load_rows = load_rows  # type: ignore[attr-defined]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         with patch.dict(sys.modules, {"another_task": module}), patch.dict(TASKS, {"sft": "another_task"}):
@@ -324,9 +324,7 @@ def steps_and_rows(run: Finished) -> tuple[int, int]:
 
 def pins_memory(run: Finished) -> bool:
     # What the library is told: transformers itself switches it off where there is no GPU.
-    told = TrainRun(run.cfg, run.folder, StopOnSignal())
-    told.order_rows(70)
-    return told.arguments(has_held_out=True)["dataloader_pin_memory"]
+    return make_setup(run.cfg, run.folder, 70).arguments(has_held_out=True)["dataloader_pin_memory"]
 
 
 def check_ddp_keys(bench: Bench) -> None:
@@ -335,9 +333,8 @@ def check_ddp_keys(bench: Bench) -> None:
     with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
         for comm, expected in (({}, [None, False]), ({"bucket_cap_mb": 7, "static_graph": True}, [7, True])):
             values = {f"cluster.comm.{key}": value for key, value in comm.items()}
-            told = TrainRun(bench.plain.cfg.with_values(values, "test"), bench.plain.folder, StopOnSignal())
-            told.order_rows(70)
-            arguments = told.arguments(has_held_out=True)
+            cfg = bench.plain.cfg.with_values(values, "test")
+            arguments = make_setup(cfg, bench.plain.folder, 70).arguments(has_held_out=True)
             assert [arguments[name] for name in names] == expected
 
 
@@ -350,8 +347,8 @@ def check_hook(bench: Bench) -> None:
         cfg = bench.plain.cfg.with_values({"cluster.comm.hook": hook}, "test")
         trainer = SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=DistributedDataParallelKwargs()))
         with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
-            trainer.replay = TrainRun(cfg, bench.plain.folder, StopOnSignal()).replay
-            GradientSync(cfg, trainer.replay).attend(trainer)
+            trainer.replay = Replay(cfg, bench.plain.folder)
+            GradientSync(cfg, Heartbeat()).attach(trainer)
         assert trainer.accelerator.ddp_handler.comm_hook.value == kind
         assert trainer.replay.sends_afterwards == sends_afterwards
 

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from sftplay import log
 from sftplay.config.load import load_resolved
@@ -27,6 +28,10 @@ from sftplay.launch.supervise.stacks import answer_with_stacks
 from sftplay.log import quiet_libraries
 from sftplay.model.unsloth import import_first
 from sftplay.signals import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent
+from sftplay.tasks import TASKS
+
+if TYPE_CHECKING:
+    from sftplay.tasks.run.task import Task
 
 BUG = 1
 
@@ -72,12 +77,11 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
         import_first()
     from sftplay.monitor.disk import report_full_disk
     from sftplay.monitor.guards import StopOnSignal
-    from sftplay.tasks.table import TASKS
+    from sftplay.tasks.run.run_task import run_task
 
-    stop = StopOnSignal(outside)
-    task = importlib.import_module(TASKS[cfg.task_mode])
+    task = cast("Task", importlib.import_module(TASKS[cfg.task_mode]))
     with report_full_disk(folder.path):
-        outcome = task.run(cfg, folder, stop)
+        outcome = run_task(task, cfg, folder, StopOnSignal(outside))
     if outcome.stop_signal:
         return _stop(folder, outcome.stop_signal, step=outcome.step)
     spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}

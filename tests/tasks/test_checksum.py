@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,13 +71,19 @@ def test_weights_are_summed_only_where_another_rank_has_some(
     world_size: int, model: torch.nn.Module, write_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    found = Preflight(load_config(str(write_config())), RunFolder(tmp_path))
-    found.note_weights(model)
+    found = Preflight(load_config(str(write_config())), RunFolder(tmp_path), rows="", base="")
+    found.attach(SimpleNamespace(model=model))
     assert found.parameters == ("" if world_size == 1 else checksum(model))
 
 
 def test_a_run_notes_the_weights_it_loaded(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch):
-    noted: list[Any] = []
-    monkeypatch.setattr(preflight.Preflight, "note_weights", lambda self, model: noted.append(model))
+    seen: list[Any] = []
+    real = preflight.Preflight.attach
+
+    def attach(self: Preflight, trainer: Any) -> None:
+        seen.append(trainer)
+        real(self, trainer)
+
+    monkeypatch.setattr(preflight.Preflight, "attach", attach)
     run = train_in(*new_run(tmp_path, inputs, train__max_steps=1))
-    assert noted == [run.trainer.model]
+    assert seen == [run.trainer]

@@ -15,7 +15,7 @@ from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
 from sftplay.tasks import sft
 from sftplay.tasks.rehearse import probe_step
 from sftplay.tasks.rehearse.memory_gauges import CudaGauge, ProcessGauge
-from sftplay.tasks.rehearse.probe_step import Request, rehearse, synthetic_rows
+from sftplay.tasks.rehearse.probe_step import Request, measure_steps, synthetic_rows
 
 PAIR_WEIGHTS = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * (32 + 64) + (64 + 32))
 """Of rank 1 on the tiny Llama: two layers; q and o of 32 x 32, k and v of 32 x 16, gate and up, down."""
@@ -24,7 +24,7 @@ PAIR_WEIGHTS = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * (32 + 64) + (64 + 32))
 def measured(home: Path, inputs: Inputs, request: Request, **changes: Any) -> dict[str, Any]:
     cfg, folder = new_run(home, inputs, train__gradient_checkpointing=True, **changes)
     torch.set_num_threads(1)
-    found = rehearse(cfg, folder, request)
+    found = measure_steps(cfg, folder, request)
     assert not list(folder.checkpoints.glob("*/*"))
     return {**found, "points": [Point(**point) for point in found["points"]]}
 
@@ -87,14 +87,14 @@ def test_more_is_measured_when_no_line_goes_through_the_first_points(
 def test_memory_that_runs_out_leaves_the_points_before_it(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    real = sft.Run.compute_loss
+    real = sft.WindowedSFTTrainer.compute_loss
 
     def limited(self: Any, model: Any, piece: Any, *rest: Any, **more: Any) -> Any:
         if len(piece["input_ids"]) > 2 and model.training:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, model, piece, *rest, **more)
 
-    monkeypatch.setattr(sft.Run, "compute_loss", limited)
+    monkeypatch.setattr(sft.WindowedSFTTrainer, "compute_loss", limited)
     left = measured(tmp_path, inputs, Request(rows=(1, 2, 4), gauge="tensors"))
     assert ([point.rows for point in left["points"]], left["out_of_memory_rows"]) == ([1, 2], 4)
 

@@ -40,6 +40,7 @@ FORK_RUNS = (
 import json, os, signal, sys, time
 import torch
 import sftplay.tasks.sft as sft
+from sftplay.tasks.run import run_task
 from sftplay.data.prepare.one_pass import Preparation
 from sftplay.tasks.run.train_run import TrainRun
 
@@ -64,10 +65,10 @@ def train_and_tell(self, trainer):
     return outcome
 
 train, TrainRun.train = TrainRun.train, train_and_tell
-sft.load_tokenizer = noted("prepares", sft.load_tokenizer, 1.0)
+run_task.load_tokenizer = noted("prepares", run_task.load_tokenizer, 1.0)
 Preparation.run = noted("tokenises", Preparation.run)
 sft.evaluate = noted("measures", sft.evaluate, 1.0)
-sft.make_trainable = noted("goes-on", sft.make_trainable)
+run_task.make_trainable = noted("goes-on", run_task.make_trainable)
 
 def stop(rank, grace_s):
     deadline = time.monotonic() + grace_s

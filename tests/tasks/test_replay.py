@@ -208,7 +208,7 @@ def test_held_out_loss_is_the_same_in_portions(inputs: Inputs, tmp_path: Path):
         lambda _model, _args, named: _refuse(len(named["input_ids"]) > 1), with_kwargs=True
     )
     assert trainer.evaluate()["eval_loss"] == pytest.approx(whole, rel=1e-6)
-    assert trainer.measured.batch_size == 1
+    assert trainer.eval_batches.batch_size == 1
     handle.remove()
 
 

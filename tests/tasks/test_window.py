@@ -16,8 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import RunError
-from sftplay.tasks.run.train_run import TrainRun
-from sftplay.tasks.sft import even_out
+from sftplay.tasks.run.train_run import TrainRun, even_out
 from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher, first_fit
 
