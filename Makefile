@@ -7,6 +7,8 @@ SFTPLAY := exec $(PY) -m sftplay
 READY := .venv/.stamp
 UNSLOTH_PY := .venv-unsloth/bin/python
 UNSLOTH_READY := .venv-unsloth/.stamp
+# Two processes; a file's tests stay in one of them. ARGS="-n 0" runs all in one, ARGS="-n 8" in eight.
+PYTEST := exec $(PY) -m pytest -n 2 --dist loadfile
 
 CONFIG ?=
 ARGS ?=
@@ -52,11 +54,11 @@ install: ## build or refresh .venv (TORCH_INDEX= another package index for torch
 demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers)
 	@$(SFTPLAY) demo $(WHICH) $(if $(CONTROL),--control) $(SCALE) $(ARGS)
 test: $(READY) ## the test suite, minutes
-	@exec $(PY) -m pytest -m "not slow and not long" $(ARGS)
-test-slow: $(READY) ## the long tests
-	@exec $(PY) -m pytest -m "slow and not long" $(ARGS)
+	@$(PYTEST) -m "not slow and not long" $(ARGS)
+test-slow: $(READY) ## the long tests, and those by random input with 400 examples each
+	@$(PYTEST) --hypothesis-profile=thorough -m "(slow or hypothesis) and not long" $(ARGS)
 test-long: $(READY) ## by hand: more families, depths, launchers and signals of what the others try
-	@exec $(PY) -m pytest -m "long" $(ARGS)
+	@$(PYTEST) -m "long" $(ARGS)
 test-unsloth: $(UNSLOTH_READY) ## train with the real unsloth, in .venv-unsloth
 	@exec $(UNSLOTH_PY) -m pytest -m "unsloth" $(ARGS)
 check: $(READY) ## lint, format and types of this repository

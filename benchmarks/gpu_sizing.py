@@ -26,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+"""Holds `oracle`, whose gauges measure without a GPU."""
+
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_sizing_table import as_line, as_markdown, summarise  # noqa: E402
@@ -92,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.make:
         make_model(options.make[0], Path(options.make[1]))
         return 0
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     machine, began = probe(), time.time()
     cases = (GPU_CASES if machine.gpus else CPU_CASES)[: options.configs]
     rows = []
@@ -125,9 +129,9 @@ class Place:
     def bench(self) -> Bench:
         return Bench(self.machine, 1, self.scratch, self.options.limit_s)
 
-    @property
-    def gauge(self) -> str:
-        return "cuda" if self.machine.gpus else "tensors"
+    def gauge(self, without_gpu: str) -> dict[str, str]:
+        """Part of a request: the rehearsal's own gauge on a GPU, else the tests' gauge of that name."""
+        return {} if self.machine.gpus else {"gauge": f"oracle.memory_gauges:{without_gpu}"}
 
 
 def make_model(name: str, folder: Path) -> None:
@@ -221,9 +225,8 @@ def countable(seen: Forecast) -> int:
 def hold(sized: SizedRun, place: Place) -> dict[str, Any]:
     """What the chosen batch takes, in a fresh process."""
     rows, accum = int(sized.cfg.train.batch_size), int(sized.cfg.train.grad_accum)
-    found = run_rehearsal(
-        sized, {"rows": [rows], "accumulates": accum > 1, "repeats": 2, "gauge": place.gauge}, place.bench
-    )
+    request = {"rows": [rows], "accumulates": accum > 1, "repeats": 2, **place.gauge("TensorGauge")}
+    found = run_rehearsal(sized, request, place.bench)
     if not found["points"]:
         return {"out_of_memory": True}
     point, device = found["points"][0], found["device"]
@@ -248,11 +251,7 @@ def sweep(sized: SizedRun, place: Place) -> dict[str, Any]:
         at = sizes.index(chosen)
         sizes = sizes[max(0, at - 1) : at + 2]
     # A step of two micro-batches even where the run has one: all sizes then do the same besides the batch.
-    request = {
-        "rows": sizes,
-        "repeats": 1 if place.options.quick else 3,
-        "gauge": "cuda" if place.machine.gpus else "process",
-    }
+    request = {"rows": sizes, "repeats": 1 if place.options.quick else 3, **place.gauge("ProcessGauge")}
     found = run_rehearsal(sized, request, place.bench)
     speeds = {str(p["rows"]): round(2 * p["tokens"] / p["seconds"], 1) for p in found["points"]}
     best = max(speeds, key=lambda rows: speeds[rows], default=None)

@@ -1,4 +1,4 @@
-"""Writes docs/architecture.md from the code: floors, folders, modules and the picture of their imports.
+"""Writes docs/architecture.md and README's picture from the code: floors, folders, modules, who imports whom.
 
 `make architecture` runs it; tests/test_structure.py holds the floors and the page by the same tables.
 """
@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE, README = ROOT / "docs" / "architecture.md", ROOT / "README.md"
+BEGIN, END = "<!-- picture: written by `make architecture` -->", "<!-- end of picture -->"
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "sftplay").rglob("*.py"))
@@ -169,6 +170,13 @@ def page() -> str:
     return f"{introduction}\n{picture()}\n\n{PATHS}\n## Folders and modules\n{listing()}\n"
 
 
+def readme() -> str:
+    """The text of README.md with today's picture between its two marks."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{picture()}\n{END}{rest.partition(END)[2]}"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    README.write_text(readme(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)} and the picture in {README.relative_to(ROOT)}")

@@ -1,30 +1,101 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and locks between processes.
+
+A scratch name lies beside the final one, on the same file system, so that one rename puts it in place.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sftplay.errors import ConfigError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old content or the new, never half of it."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A scratch path to write to. It replaces `path` when the block ends, and is removed when the block raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with scratch.open("w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
+        yield scratch
+        with scratch.open("rb") as handle:
             os.fsync(handle.fileno())
         scratch.replace(path)
+    finally:
+        with suppress(OSError):  # where it could not be made, there is nothing to remove
+            scratch.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old content or the new, never half of it."""
+    with whole_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As `write_text`, for bytes."""
+    with whole_file(path) as scratch:
+        scratch.write_bytes(content)
+
+
+@contextmanager
+def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """An empty scratch folder to fill. It becomes `path` when the block ends, and is removed when the block raises.
+
+    What a killed process left there is removed first: of several processes only the one that holds a lock may be here.
+    With `replaces` an older `path` stays until the new one is complete.
+
+    Raises:
+        OSError: there is something at `path` already, and not `replaces`.
+    """
+    scratch, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        if replaces and path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        scratch.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
+    """Hold the file `path`, made where it is missing, or the folder `path`. The system releases it when we die.
+
+    Raises:
+        BlockingIOError: another process holds it, and not `waits`.
+    """
+    flags = os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    handle = os.open(path, flags, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_locked(path: Path) -> bool:
+    """True when a process holds the file `path` by `locked`. Several may ask at the same time."""
+    try:
+        with path.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
+        return False
+    return False
 
 
 def check_new_file(path: Path) -> None:
-    """Raise ConfigError where there is something of that name already, or no folder can be above it."""
+    """Raise ConfigError when `path` exists already, or when its folder cannot be made or written."""
     if path.exists() or path.is_symlink():
         raise ConfigError("exists already", where=str(path), fix="choose another file with OUT=, or remove that one")
     above = next(folder for folder in path.absolute().parents if folder.exists())

@@ -79,7 +79,7 @@ BUG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code INTERFACES promises."""
+    """Run one verb; the exit code that docs/interfaces.md promises."""
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(words)[0]
     if as_json:

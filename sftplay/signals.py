@@ -1,13 +1,16 @@
-"""When a process ends: with its parent, so that a killed launcher leaves none behind, and at a stop signal."""
+"""When a process ends: with its parent, so that a killed launcher leaves no process behind, and at a stop signal."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -58,3 +61,17 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request took effect
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def popen_tied(
+    argv: Sequence[str], *, output: int | IO[bytes], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that Linux kills when this one dies. `env` is added to this process's environment.
+
+    Its standard output and error both go to `output`. It has a session of its own, so that a terminal's Ctrl-C reaches
+    this process only, and no input.
+    """
+    return subprocess.Popen(
+        argv, env={**os.environ, **(env or {})}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,
+        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
+    )  # fmt: skip

@@ -1,7 +1,13 @@
-"""Fixtures shared by all tests: a tiny Llama folder with a trained tokenizer, the builtin model, and real runs."""
+"""Fixtures shared by all tests: a tiny Llama folder with a trained tokenizer, the builtin model, and real runs.
+
+Tests run in several processes (pytest-xdist), one file in one of them. What costs much is built by the first process
+that needs it and read by the others: `build_once`.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import json
 import os
 import random
@@ -13,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from small_run import Inputs, write_small_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,25 +33,15 @@ CHATML = (
 )
 
 WORDS = [
-    "the",
-    "river",
-    "stone",
-    "walks",
-    "under",
-    "green",
-    "light",
-    "and",
-    "asks",
-    "why",
-    "seven",
-    "old",
-    "boats",
-    "carry",
-    "salt",
-    "over",
-    "quiet",
-    "hills",
-]
+    "the", "river", "stone", "walks", "under", "green", "light", "and", "asks", "why",
+    "seven", "old", "boats", "carry", "salt", "over", "quiet", "hills",
+]  # fmt: skip
+
+# A busy machine is no failure, and `--hypothesis-profile=thorough` is what `make test-slow` takes.
+PROPERTY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
+settings.register_profile("fast", max_examples=50, **PROPERTY)
+settings.register_profile("thorough", max_examples=400, **PROPERTY)
+settings.load_profile("fast")
 
 
 def pytest_configure() -> None:
@@ -68,8 +65,16 @@ def environment_put_back() -> Iterator[None]:
     """Verbs set variables for the libraries they import; run inside a test, they must not reach the next one."""
     before = dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_objects_are_not_collected() -> None:
+    """Every training collects garbage, which took a third of its time among a million objects of torch and pytest."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +89,29 @@ def verbs_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all processes of this session see."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
+    """`folder`, built by the first process that asks for it while the others wait."""
+    with open(f"{folder}.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if not (built := Path(f"{folder}.built")).exists():
+            build(folder)
+            built.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(shared_folder: Path) -> Path:
     """A random two-layer Llama with a 400-token byte-level BPE, saved as transformers saves."""
+    return build_once(shared_folder / "tiny-llama", build_tiny_llama)
+
+
+def build_tiny_llama(folder: Path) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -110,10 +136,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, eos_token_id=2, bos_token_id=None,
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     LlamaForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

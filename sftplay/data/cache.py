@@ -6,17 +6,15 @@ It knows nothing of what is inside. Old folders are never removed here; the cach
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sftplay.atomic import locked, whole_folder
 from sftplay.errors import ConfigError, RunError, SftplayError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -34,8 +32,7 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
 def ensure_folder(folder: Path, make: Callable[[Path], None]) -> Path:
     """Return `folder`, sound and complete; `make(unfinished)` fills it first where it is missing or damaged.
 
-    Of several processes one makes it while the others wait. It appears under its final name only when every byte is
-    written, so a broken-off or failed `make` leaves nothing that looks finished.
+    Of several processes one makes it while the others wait. A `make` that fails or is killed leaves no such folder.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -45,9 +42,12 @@ def ensure_folder(folder: Path, make: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_name(f"{folder.name}.lock")):
+        with locked(folder.with_name(f"{folder.name}.lock")):
             if not is_sound(folder):
-                _make_anew(folder, make)
+                with whole_folder(folder, replaces=True) as unfinished:
+                    make(unfinished)
+                    seal = json.dumps({"files": _checksums(unfinished)})
+                    (unfinished / SEAL).write_text(seal, encoding="utf-8")
     except BrokenPipeError:  # whoever read our output has left; that is no fault of the folder
         raise
     except OSError as error:
@@ -62,19 +62,6 @@ def is_sound(folder: Path) -> bool:
         return bool(seal["files"] == _checksums(folder))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _make_anew(folder: Path, make: Callable[[Path], None]) -> None:
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        make(unfinished)
-        (unfinished / SEAL).write_text(json.dumps({"files": _checksums(unfinished)}), encoding="utf-8")
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _unwritable(parent: Path, error: OSError) -> SftplayError:
@@ -100,11 +87,3 @@ def _checksum(path: Path) -> list[int]:
         while block := file.read(1 << 20):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, crc]
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold `path` for this process; the system lets go of it when the process dies."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
+IGNORE_INDEX = -100
+"""Label of a token from which nothing is learned; torch's cross entropy leaves it out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:

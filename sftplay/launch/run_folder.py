@@ -5,22 +5,25 @@ It knows where things lie and how to write them safely, not what a checkpoint or
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from sftplay.atomic import write_text
+from sftplay.atomic import locked, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 
 RESOLVED = "config.resolved.yaml"
+
+OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
+"""Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt follows
+one whose process died."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,28 @@ class RunFolder:
             return {}
         return content
 
+    def add_event(self, event: str, **facts: Any) -> None:
+        """Append to events.jsonl what happened after plan.json was written. Callers: those of `update_status`."""
+        attempt = len(self.read_json("status.json").get("attempts", []))
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "event": event, **facts}
+        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl, oldest first. Runs made before there was this file have them in plan.json."""
+        plan, events = self.read_json("plan.json"), self.path / "events.jsonl"
+        found = [{"event": RESIZED}] if plan.get("resized") else []
+        found += [{"event": OUT_OF_MEMORY, **each} for each in plan.get("shortages", [])]
+        for line in events.read_text(encoding="utf-8").splitlines() if events.exists() else []:
+            with suppress(ValueError):  # cut short by a full disk
+                found.append(json.loads(line))
+        return found
+
+    @property
+    def is_resized(self) -> bool:
+        """True when micro-batch, accumulation or number of processes are no longer those of the run's first start."""
+        return any(each["event"] == RESIZED for each in self.read_events())
+
     def update_status(self, **changes: Any) -> None:
         """Merge `changes` into status.json. Only one process at a time calls this: the main rank, then the parent."""
         self.write_json("status.json", {**self.read_json("status.json"), **changes})
@@ -104,9 +129,10 @@ class RunFolder:
             ConfigError: another process holds it.
             MachineError: the folder cannot be made or written.
         """
-        with self._open_lock() as handle:
+        with ExitStack() as held:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.path.mkdir(parents=True, exist_ok=True)
+                held.enter_context(locked(self.path / ".lock", waits=False))
             except BlockingIOError:
                 pid = self.read_json("status.json").get("pid", "unknown")
                 raise ConfigError(
@@ -114,14 +140,9 @@ class RunFolder:
                     where=str(self.path),
                     fix="wait for it to end, or choose another run_name",
                 ) from None
+            except OSError as error:
+                raise _not_writable(self.path, error) from error
             yield
-
-    def _open_lock(self) -> TextIO:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return (self.path / ".lock").open("a")
-        except OSError as error:
-            raise _not_writable(self.path, error) from error
 
 
 def choose_name(cfg: RunConfig, config_path: str) -> str:

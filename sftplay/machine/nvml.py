@@ -10,11 +10,28 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from sftplay.machine.answer import as_text, ask
 from sftplay.machine.gpu import Gpu, GpuProcess, GpuReading, MigInstance
-from sftplay.machine.links import read_links, read_peers
 from sftplay.machine.ram import ram_free_bytes, ram_limit_bytes
 from sftplay.machine.visible_devices import Choice, Present, choose
+
+
+def ask(nvml: Any, function: str, *args: Any, **kwargs: Any) -> Any:
+    """What one NVML function returns; None where card, driver, permission or package has no answer."""
+    call = getattr(nvml, function, None)
+    if call is None:
+        return None
+    try:
+        return call(*args, **kwargs)
+    except nvml.NVMLError:
+        return None
+
+
+def as_text(answer: Any) -> str:
+    """NVML's strings are bytes in packages before 11.515; an absent answer is empty."""
+    if answer is None:
+        return ""
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
+
 
 Handles = list[Any | None]
 """One a GPU of the machine, in PCI order; None for a GPU that does not answer."""
@@ -161,3 +178,50 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
         for pid, used in found.items()
     )
     return tuple(sorted(holders, key=lambda holder: (-(holder.used_bytes or 0), holder.pid)))
+
+
+LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""NVML_TOPOLOGY_* in the words of `nvidia-smi topo -m`; 0 is two GPUs on one board."""
+
+SWITCH = "switch"
+"""The far end of an NVLink that is no GPU. In virtual machines the driver cannot tell what it is: a switch too."""
+
+
+def read_links(nvml: Any, handles: list[Any]) -> tuple[tuple[str, ...], ...]:
+    """A square matrix in nvidia-smi's words; X on its diagonal, ? where the driver does not say."""
+    buses = [as_text(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None)) for handle in handles]
+    ends = [_far_ends(nvml, handle) for handle in handles]
+    rows = []
+    for a, first in enumerate(handles):
+        row = []
+        for b, second in enumerate(handles):
+            joined = ends[a].count(buses[b]) or min(ends[a].count(SWITCH), ends[b].count(SWITCH))
+            level = LEVELS.get(ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second), "?") if a != b else "X"
+            row.append(f"NV{joined}" if joined and a != b else level)
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def read_peers(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...]:
+    """Pairs of which the driver says that they cannot read each other's memory."""
+    pairs = [(a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
+    reading = 0  # NVML_P2P_CAPS_INDEX_READ, which the package has as the tuple (0,) by a stray comma
+    told = {(a, b): ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], reading) for a, b in pairs}
+    return tuple(pair for pair, status in told.items() if status not in (None, nvml.NVML_P2P_STATUS_OK))
+
+
+def _far_ends(nvml: Any, handle: Any) -> list[str]:
+    """Where each active NVLink of a GPU ends: another GPU's bus address, or a switch."""
+    ends = []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        is_active = ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+        if is_active is None:
+            break  # no such link, and so none behind it
+        if not is_active:
+            continue
+        kind = ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
+            ends.append(as_text(getattr(ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link), "busId", None)))
+        else:
+            ends.append(SWITCH)
+    return ends

@@ -43,7 +43,7 @@ GOING_S = 1.0
 
 
 def main(run_folder: str) -> int:
-    """Run the task of `run_folder` on this rank; the exit code INTERFACES promises."""
+    """Run the task of `run_folder` on this rank; the exit code that docs/interfaces.md promises."""
     outside = StopAtOnce()
     outside.install()
     die_with_parent()

@@ -15,7 +15,6 @@ from sftplay import cli
 from sftplay.config.load import load_config
 from sftplay.control import start
 from sftplay.data.read.sources import read_rows
-from sftplay.deliver.report import report as reporting
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
 
@@ -96,11 +95,10 @@ def test_report_of_a_run_that_is_not_there_is_refused(config: Path, capsys: pyte
 def test_a_report_that_cannot_be_written_is_an_error_of_the_machine_and_leaves_no_half_page(
     config: Path, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def full(path: Path, text: str) -> None:
-        path.with_name(f".{path.name}.123").write_text(text[:10])
+    def full(_file: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(reporting, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert cli.main(["report", "--config", str(config)]) == 3
     assert "No space left on device" in capsys.readouterr().err
     assert not list(folder.path.glob(".report*"))
@@ -145,7 +143,7 @@ def test_a_report_that_fails_changes_no_exit_code_and_is_said(
     def fail(*_: object) -> None:
         raise fault
 
-    monkeypatch.setattr(reporting, "render", fail)
+    monkeypatch.setattr("sftplay.deliver.report.report.render", fail)
     assert ended(RunFolder(tmp_path / "run"), monkeypatch, code=143, state="stopped") == 143
     said = capsys.readouterr().out
     assert "[report] note: no report (" in said

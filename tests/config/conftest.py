@@ -5,14 +5,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigErrors
-
-# A busy machine is no failure: hypothesis asserts no time here.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
 
 MINIMAL = """\
 model: {name: builtin:tiny}

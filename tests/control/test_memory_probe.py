@@ -25,6 +25,7 @@ GIB = 2**30
 CONTEXT = 3 * GIB // 10
 L4 = Gpu(0, "NVIDIA L4", 22 * GIB, 22 * GIB, (8, 9), uuid="GPU-a")
 SHAPE = find_shape("Qwen/Qwen2.5-1.5B")
+TENSORS = "oracle.memory_gauges:TensorGauge"
 
 
 def machine(*gpus: Gpu) -> Machine:
@@ -257,8 +258,15 @@ def small(write_config: Callable[..., Path]) -> SizedRun:
     return size_run(cfg, machine(), shape=find_shape(cfg.model.name))
 
 
+@pytest.fixture
+def oracle_on_path(monkeypatch: pytest.MonkeyPatch):
+    """A rehearsal's process finds the gauge of live tensors."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+
+
+@pytest.mark.usefixtures("oracle_on_path")
 def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Callable[..., Path], tmp_path: Path):
-    request = {"rows": [1, 2], "accumulates": True, "gauge": "tensors"}
+    request = {"rows": [1, 2], "accumulates": True, "gauge": TENSORS}
     found = run_rehearsal(small(write_config), request, Bench(machine(L4), 1, tmp_path))
     assert [point["rows"] for point in found["points"]] == [1, 2]
     assert [point["tokens"] for point in found["points"]] == [128, 256]
@@ -266,9 +274,10 @@ def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Ca
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("oracle_on_path")
 def test_a_rehearsal_that_dies_is_told_with_its_log(write_config: Callable[..., Path], tmp_path: Path):
     sized = small(write_config)
     lost = SizedRun(sized.cfg.with_values({"model.name": str(tmp_path / "gone")}, "test"), 1, (), (), sized.forecast)
     with pytest.raises(RunError, match="ended with code") as caught:
-        run_rehearsal(lost, {"rows": [1], "gauge": "tensors"}, Bench(machine(L4), 1, tmp_path))
+        run_rehearsal(lost, {"rows": [1], "gauge": TENSORS}, Bench(machine(L4), 1, tmp_path))
     assert "gone" in Path(caught.value.where).read_text()

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sftplay.data.inspect.display import decoded, has_colours, learned_texts, legend, marked, painted, pieces, visible
+from sftplay.data.inspect.display import (
+    decoded,
+    has_colours,
+    learned_texts,
+    legend,
+    marked,
+    painted,
+    stretches,
+    visible,
+)
 
 COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
@@ -61,7 +70,7 @@ def test_characters_that_steer_a_terminal_and_our_own_marks_are_escaped(tokenize
 def test_a_character_whose_bytes_are_learned_in_part_only_is_not_lost(tokenizer: Any):
     ids = tokenizer("😀", add_special_tokens=False)["input_ids"]
     assert len(ids) == 4
-    texts = [text for _, text in pieces(tokenizer, ids, [False, False, True, True])]
+    texts = [text for _, text in stretches(tokenizer, ids, [False, False, True, True])]
     assert len(texts) == 2
     assert all(texts)
 

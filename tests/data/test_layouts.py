@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from sftplay.config.schema.data import Column
-from sftplay.config.schema.data import Layout as ConfigLayout
-from sftplay.data.layouts.convert import FIELDS, Layout, Reading, read_prompt, to_record, unused_columns
+from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
 from sftplay.data.records import Chat, Source, Text
 from sftplay.errors import DataError
 
@@ -38,11 +36,6 @@ def reason(row: dict[str, Any], **reading: Any) -> str:
     assert str(refusal.value).startswith("rows.jsonl:7: ")
     assert refusal.value.fix
     return refusal.value.what
-
-
-def test_config_and_formats_name_the_same_layouts_and_columns():
-    assert get_args(Column) == FIELDS
-    assert get_args(ConfigLayout) == get_args(Layout)
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,15 @@ def with_bos(tokenizer: Any) -> Any:
 
 def test_text_is_learned_whole_between_the_tokenizers_own_bos_and_one_eos(modern_tokenizer: Any):
     text = "Seven stones over a quiet hill."
-    pieces = modern_tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = modern_tokenizer(text, add_special_tokens=False)["input_ids"]
     eos = modern_tokenizer.eos_token_id
     (bare,) = Renderer.prove(modern_tokenizer, None, []).render([Text(text, WHERE)])
-    assert (bare.input_ids, bare.labels) == ([*pieces, eos], [*pieces, eos])
+    assert (bare.input_ids, bare.labels) == ([*ids, eos], [*ids, eos])
     tokenizer = with_bos(modern_tokenizer)
     (found,) = Renderer.prove(tokenizer, CHATML, []).render([Text(text, WHERE)])
     assert found.input_ids == [*tokenizer(text)["input_ids"], eos]
-    assert found.input_ids == [tokenizer.bos_token_id, *pieces, eos]
-    assert found.labels == [-100, *pieces, eos]
+    assert found.input_ids == [tokenizer.bos_token_id, *ids, eos]
+    assert found.labels == [-100, *ids, eos]
 
 
 def test_eos_that_the_tokenizer_adds_itself_is_not_doubled(modern_tokenizer: Any):

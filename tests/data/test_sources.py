@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.data.layouts.convert import to_record
@@ -235,7 +235,6 @@ def test_every_encoding_that_python_knows_gives_rows_or_a_data_error(tmp_path: P
 
 MUTATIONS = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=3), st.integers(0, 3)), max_size=4)
 SEEDS = [each.content for each in AWKWARD if len(each.content) < 2000]
-FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def survives(path: Path) -> None:
@@ -249,7 +248,6 @@ def survives(path: Path) -> None:
             assert found.reason if isinstance(found, Refused) else not broken_rule(to_record(found, source))
 
 
-@FUZZ
 @given(st.sampled_from(SUFFIXES), st.sampled_from(SEEDS), MUTATIONS)
 def test_any_change_to_a_file_gives_rows_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, content: bytes, changes: list[tuple[int, bytes, int]]
@@ -261,7 +259,6 @@ def test_any_change_to_a_file_gives_rows_or_a_data_error(
     survives(path)
 
 
-@FUZZ
 @given(st.sampled_from(SUFFIXES), st.binary(max_size=200))
 def test_any_bytes_give_rows_or_a_data_error(tmp_path_factory: pytest.TempPathFactory, suffix: str, content: bytes):
     path = tmp_path_factory.getbasetemp() / f"noise{suffix}"

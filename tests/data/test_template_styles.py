@@ -101,7 +101,7 @@ ENDS = {
     "no system role": "<|end_of_turn|>",
 }
 
-DIALOGUES = {
+CHATS = {
     "three turns": ["One?", "First stone.", "Two?", "Second stone.", "Three?", "Third stone."],
     "equal turns": ["Again?", "Yes.", "Again?", "Yes.", "Again?", "Yes."],
     "emoji": ["Smile 🙂👩‍👩‍👧 please", "🙂👩‍👩‍👧 é ü 你好", "more", "🎉", "and", "نعم 🇫🇷"],
@@ -145,7 +145,7 @@ def expected(tokenizer: Any, template: str, turns: Any, **how: Any) -> list[tupl
     return build(tokenizer, template, turns, **how)
 
 
-@pytest.mark.parametrize("texts", DIALOGUES.values(), ids=DIALOGUES)
+@pytest.mark.parametrize("texts", CHATS.values(), ids=CHATS)
 @pytest.mark.parametrize("markers", [True, False], ids=["markers", "plain"])
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_learned_is_what_prefix_rendering_says(
@@ -167,10 +167,10 @@ def answers_of(style: str, texts: list[str]) -> str:
 @pytest.mark.parametrize("markers", [True, False], ids=["markers", "plain"])
 @pytest.mark.parametrize("style", STYLES)
 def test_learned_text_is_the_answers_each_with_its_end_token(modern_tokenizer: Any, style: str, markers: bool):
-    chat = chat_of(turns_of(DIALOGUES["three turns"]))
+    chat = chat_of(turns_of(CHATS["three turns"]))
     found = Renderer.prove(modern_tokenizer, styled(style, markers), [chat]).render([chat])
     learned = "".join(modern_tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
-    assert "".join(learned.split()) == answers_of(style, DIALOGUES["three turns"])
+    assert "".join(learned.split()) == answers_of(style, CHATS["three turns"])
 
 
 @pytest.mark.parametrize("markers", [True, False], ids=["markers", "plain"])
@@ -239,7 +239,7 @@ def test_every_template_of_trl_is_listed_once():
 @pytest.mark.parametrize("name", sorted(shipped_templates()))
 def test_template_that_trl_ships_is_proven_or_refused_with_its_cause(modern_tokenizer: Any, name: str):
     template = shipped_templates()[name]
-    texts = DIALOGUES["three turns"]
+    texts = CHATS["three turns"]
     if name in THINKING:
         texts = [text if text.endswith("?") else f"<think>\nWell.\n</think>\n\n{text}" for text in texts]
     turns = turns_of(texts)

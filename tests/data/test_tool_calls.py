@@ -17,8 +17,8 @@ from sftplay.data.template.chatml import CHATML
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 GLAIVE = SHARED / "glaive-toolcall" / "sharegpt_toolcall_200.json"
-DIALOGUES = SHARED / "sgd-dialogues" / "tool_calls_60.jsonl"
-needs_rows = pytest.mark.skipif(not (GLAIVE.exists() and DIALOGUES.exists()), reason="needs the rows of ../shared/data")
+SGD_CHATS = SHARED / "sgd-dialogues" / "tool_calls_60.jsonl"
+needs_rows = pytest.mark.skipif(not (GLAIVE.exists() and SGD_CHATS.exists()), reason="needs the rows of ../shared/data")
 
 TEMPLATES = {"chatml": CHATML, **{name: shipped_templates()[name] for name in ("qwen2_5", "qwen3", "llama3_1")}}
 TOOL = {
@@ -45,7 +45,7 @@ def real_rows() -> Iterator[Row]:
                 turns.append({"role": names[turn["from"]], "content": turn["value"]})
         tools = json.loads(row["tools"] or "[]")
         yield {"messages": turns, "tools": [{"type": "function", "function": tool} for tool in tools]}
-    for line in DIALOGUES.read_text(encoding="utf-8").splitlines():
+    for line in SGD_CHATS.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         turns = []
         for turn in row["messages"]:
@@ -70,11 +70,11 @@ def chat_of(row: Row) -> Chat:
 def said_and_called(template: str, learned: str) -> list[str | Row]:
     """What the learned text says and calls, turn by turn, read by the marks of the template's own format."""
     end = "<|eot_id|>" if template == "llama3_1" else "<|im_end|>"
-    pieces = learned.split(end)
-    assert pieces.pop() == ""
+    turns = learned.split(end)
+    assert turns.pop() == ""
     found: list[str | Row] = []
-    for piece in pieces:
-        text = piece.removeprefix("<think>\n\n</think>\n\n")
+    for turn in turns:
+        text = turn.removeprefix("<think>\n\n</think>\n\n")
         if template == "llama3_1" and text.startswith('{"name": '):
             call = json.loads(text)
             found.append({"name": call["name"], "arguments": call["parameters"]})

@@ -102,8 +102,8 @@ def test_token_that_json_hides_behind_an_escape_is_found(modern_tokenizer: Any):
 def test_plain_text_is_read_without_control_between_bos_and_eos(modern_tokenizer: Any):
     text = "<s> It says </s>, so."
     (found,) = Renderer.prove(modern_tokenizer, None, []).render([Text(text, WHERE)])
-    pieces = as_text(modern_tokenizer, text)
-    assert found.input_ids == [*pieces, modern_tokenizer.eos_token_id]
+    ids = as_text(modern_tokenizer, text)
+    assert found.input_ids == [*ids, modern_tokenizer.eos_token_id]
     assert (found.labels, found.typed_specials) == (found.input_ids, 2)
 
 

@@ -22,7 +22,7 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading
 from sftplay.data.pipeline import load_examples
 from sftplay.data.prepare import workers
-from sftplay.data.prepare.batch import Fit, RowReport
+from sftplay.data.prepare.batch import RawRow, RowOptions
 from sftplay.data.records import Source
 from sftplay.data.template.templates import CHATML
 from sftplay.errors import MachineError
@@ -45,7 +45,7 @@ def test_several_processes_write_what_one_writes(
 ):
     path = write_rows(rows(1500))
     alone = load_examples(config(path, on_bad_row="skip", split=0.2), tokenizer)
-    monkeypatch.setattr(workers, "ALONE_BYTES", 0)
+    monkeypatch.setattr(workers, "WORTH_WORKERS_BYTES", 0)
     monkeypatch.setattr(workers, "usable_cores", lambda: 2)
     cfg = config(path, on_bad_row="skip", split=0.2, processed_dir=str(tmp_path / "again"))
     together = load_examples(cfg, tokenizer)
@@ -59,7 +59,7 @@ def test_several_processes_write_what_one_writes(
 def batches(count: int) -> Any:
     for n in range(count):
         raw = b'{"prompt": "Why?", "completion": "So."}'
-        yield [RowReport(n, Source("a.jsonl", n + 1), raw)], 0.0
+        yield [RawRow(n, Source("a.jsonl", n + 1), raw)], 0.0
 
 
 def mapped(process: psutil.Process) -> set[str]:
@@ -72,7 +72,9 @@ def children() -> list[psutil.Process]:
 
 def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_work(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, [])
-    with closing(workers.treat_all(batches(50), renderer, Reading(), Fit(64, "truncate"), processes=2)) as coming:
+    with closing(
+        workers.process_all(batches(50), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
+    ) as coming:
         next(coming)
         started = children()
         assert len(started) == 2
@@ -85,7 +87,7 @@ def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_
 
 def test_abandoned_work_leaves_no_process(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, [])
-    coming = workers.treat_all(batches(10_000), renderer, Reading(), Fit(64, "truncate"), processes=2)
+    coming = workers.process_all(batches(10_000), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
     next(coming)
     assert children()
     coming.close()
@@ -94,7 +96,9 @@ def test_abandoned_work_leaves_no_process(tokenizer: Any):
 
 def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, [])
-    with closing(workers.treat_all(batches(100_000), renderer, Reading(), Fit(64, "truncate"), processes=2)) as coming:
+    with closing(
+        workers.process_all(batches(100_000), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
+    ) as coming:
         next(coming)
         os.kill(children()[0].pid, signal.SIGKILL)
         with pytest.raises(MachineError, match="a process that tokenises was killed"):
@@ -106,8 +110,8 @@ def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
 PARENT = """
 import sys, time
 from transformers import PreTrainedTokenizerFast
-from sftplay.data.prepare.batch import Fit, Line
-from sftplay.data.prepare.workers import treat_all
+from sftplay.data.prepare.batch import RawRow, RowOptions
+from sftplay.data.prepare.workers import process_all
 from sftplay.data.layouts.convert import Reading
 from sftplay.data.records import Source
 from sftplay.data.encode.render import Renderer
@@ -115,12 +119,12 @@ from sftplay.data.template.templates import CHATML
 
 def batches():
     while True:
-        yield [Line(0, Source("a.jsonl", 1), b'{"prompt": "Why?", "completion": "So."}')], 0.0
+        yield [RawRow(0, Source("a.jsonl", 1), b'{"prompt": "Why?", "completion": "So."}')], 0.0
 
 if __name__ == "__main__":
     tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
     renderer = Renderer.prove(tokenizer, CHATML, [])
-    for _ in treat_all(batches(), renderer, Reading(), Fit(64, "truncate"), processes=2):
+    for _ in process_all(batches(), renderer, RowOptions(Reading(), 64, "truncate"), processes=2):
         print("ready", flush=True)
         time.sleep(60)
 """
@@ -165,7 +169,7 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)
     renderer = Renderer.prove(tokenizer, CHATML, [])
-    done = list(workers.treat_all(batches(20), renderer, Reading(), Fit(64, "truncate"), processes=2))
+    done = list(workers.process_all(batches(20), renderer, RowOptions(Reading(), 64, "truncate"), processes=2))
     assert len(done) == 20
     assert len(started) >= 2
     assert "KeyboardInterrupt" not in capfd.readouterr().err

@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Finished, Inputs, StopAfter, train, train_in
 
-from sftplay.deliver.report.charts import Chart, Curve, draw, linear_axis, value_axis
-from sftplay.deliver.report.findings import find
+from sftplay.deliver.report.charts import Chart, Curve, linear_axis, value_axis
+from sftplay.deliver.report.figures import change, format_figure, interval
 from sftplay.deliver.report.history import read_history, thin
+from sftplay.deliver.report.page import ENVIRONMENT, render
+from sftplay.deliver.report.remarks import find_remarks
 from sftplay.deliver.report.report import write_report
 from sftplay.deliver.report.run_files import read_run_files
 from sftplay.deliver.report.sample import FILE, masked_sample, write_masked_sample
-from sftplay.deliver.report.wording import change, escaped, format_figure, interval
 from sftplay.launch.run_folder import RunFolder
 
 CURVES = {
@@ -95,7 +96,7 @@ def page_of(folder: RunFolder) -> Reader:
 
 
 def sentences(folder: RunFolder) -> str:
-    return "\n".join(f"{finding.weight}: {finding.text}" for finding in find(read_run_files(folder)))
+    return "\n".join(f"{remark.weight}: {remark.text}" for remark in find_remarks(read_run_files(folder)))
 
 
 # The page of a finished run
@@ -295,7 +296,6 @@ def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value, (*above, key))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_a_file_holds_there_is_a_page(run: Finished, folder: RunFolder, data: st.DataObject):
     for name in FILES:
@@ -355,10 +355,10 @@ def test_texts_of_a_run_are_shown_and_never_markup(evil: RunFolder):
 
 
 @given(st.text(st.characters()))
-def test_escaped_text_is_read_back_by_a_parser_and_can_be_written(text: str):
-    safe = escaped(text)
-    safe.encode("utf-8")
-    page = Reader(f'<p title="{safe}">{safe}</p>')
+def test_a_text_in_a_template_is_read_back_by_a_parser_and_can_be_written(text: str):
+    shown = ENVIRONMENT.from_string('<p title="{{ text }}">{{ text }}</p>').render(text=text)
+    shown.encode("utf-8")
+    page = Reader(shown)
     assert "".join(page.words) == escaped_by_hand(text)
     assert page.attributes == [("title", escaped_by_hand(text))]
 
@@ -380,15 +380,22 @@ def escaped_by_hand(text: str) -> str:
 # Curves
 
 
+def draw(unit: str, points: list[tuple[float, float]], *, may_be_log: bool = False) -> str:
+    curves = [Curve("k", "name", points)]
+    return render(
+        "chart.html", chart=Chart(title="Loss", unit=unit, curves=curves, last_step=10, may_be_log=may_be_log)
+    )
+
+
 def test_a_curve_lies_where_its_values_are():
     # An axis of 0 to 10 in steps of 5 over 300, steps of 0 to 10 over 1000, the origin at the lower left.
-    page = draw(Chart("Loss", "tokens", [Curve("k", "name", [(0, 0.0), (5, 10.0), (10, 5.0)])], last_step=10))
+    page = draw("tokens", [(0, 0.0), (5, 10.0), (10, 5.0)])
     assert 'data-series="k" d="M0 300L500 0L1000 150"' in page
     assert "name: 0 at step 0 → 5 at step 10; highest 10 at 5" in page
 
 
 def test_a_curve_over_powers_of_ten_has_its_middle_at_the_geometric_mean():
-    page = draw(Chart("Loss", "loss", [Curve("k", "name", [(0, 100.0), (5, 1.0), (10, 0.01)])], 10, may_be_log=True))
+    page = draw("loss", [(0, 100.0), (5, 1.0), (10, 0.01)], may_be_log=True)
     assert 'd="M0 0L500 150L1000 300"' in page
     assert "(logarithmic)" in page
 
@@ -463,7 +470,7 @@ def test_only_curves_that_have_values_are_drawn(folder: RunFolder):
     assert "Reward" in page
 
 
-# Figures in words
+# Figures
 
 
 def test_intervals_are_those_of_the_published_table():

@@ -26,7 +26,7 @@ STEPS, SAVE_STEPS = 9, 3
 pytestmark = pytest.mark.slow
 
 MOMENTS = {
-    "data are prepared": ("open", r"processed/.*unfinished/held_out_chats\.jsonl$"),
+    "data are prepared": ("open", r"processed/.*\.part/held_out_chats\.jsonl$"),
     "the model is loaded": ("open", r"modeling_llama[^/]*\.pyc$"),
     "steps are made": ("open", r"checkpoints/checkpoint-3/\.COMPLETE\.json$"),
     "a checkpoint is written": ("open", r"checkpoints/checkpoint-6/trainer_state\.json$"),

@@ -17,7 +17,7 @@ from oracle.gpu_kernels import (
     four_bit_class,
     make_scales,
 )
-from sftplay.tasks.rehearse.live_bytes import LiveBytes
+from oracle.live_bytes import LiveBytes
 
 
 def tensor_bytes(*tensors: torch.Tensor) -> int:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oracle.gpu_kernels import CudaKernels, InPlaceSums, replaced
+from oracle.live_bytes import Block, LiveBytes
 from oracle.traced_model import DTYPES, adapt, build_causal, pattern_length
 from oracle.traced_model import TraceSettings as TraceSettings
-from sftplay.tasks.rehearse.live_bytes import Block, LiveBytes
 
 CHUNK = 256
 """Rows of scores that TRL's chunked loss computes at a time."""

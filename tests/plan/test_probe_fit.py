@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
@@ -41,7 +41,6 @@ fixed, slope = st.integers(0, 80 * GIB), st.integers(1, 2**24)
 counts = st.lists(st.integers(1, 64), min_size=2, max_size=4, unique=True)
 
 
-@settings(deadline=None)
 @given(fixed, slope, counts)
 def test_both_coefficients_of_a_linear_device_are_recovered(a: int, b: int, rows: list[int]):
     found = fit([FakeDevice({"head": (a, b)}).measure(n) for n in rows])
@@ -50,7 +49,6 @@ def test_both_coefficients_of_a_linear_device_are_recovered(a: int, b: int, rows
     assert found.lines["head"].bytes_per_token == pytest.approx(b, rel=1e-6)
 
 
-@settings(deadline=None)
 @given(st.tuples(fixed, slope), st.tuples(fixed, slope), counts, st.integers(1, 256))
 def test_any_two_phases_are_foretold_or_refused(one, other, rows, asked):
     device = FakeDevice({"head": one, "step": other})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.errors import ConfigError
-from sftplay.plan.shape.families import FAMILIES
-from sftplay.plan.shape.family import KEYS
+from sftplay.plan.shape.families import FAMILIES, KEYS
 from sftplay.plan.shape.find import shape_from_config
 
 LLAMA = {
@@ -144,7 +143,6 @@ ODD_KEYS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     kind=st.sampled_from([*FAMILIES, "gemma3", "newcomer"]),
     changes=st.dictionaries(st.sampled_from(sorted(set(ODD_KEYS))), VALUES, max_size=5),

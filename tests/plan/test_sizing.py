@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
@@ -34,10 +34,8 @@ def config(**train):
 
 
 EFFECTIVE, PROCESSES = st.integers(1, 256), st.integers(1, 16)
-untimed = settings(deadline=None, max_examples=150)
 
 
-@untimed
 @given(EFFECTIVE, PROCESSES)
 def test_exactly_those_effective_batches_are_accepted_that_the_processes_divide(effective, processes):
     cfg = config(effective_batch_size=effective)
@@ -52,7 +50,6 @@ def test_exactly_those_effective_batches_are_accepted_that_the_processes_divide(
     assert f"to {f'{below} or ' if below else ''}{above}," in caught.value.fix
 
 
-@untimed
 @given(EFFECTIVE, PROCESSES, st.integers(1, 64), st.sampled_from(["batch_size", "grad_accum"]))
 def test_one_size_that_is_given_is_kept_or_refused_with_the_nearest_batches(effective, processes, size, key):
     cfg = config(effective_batch_size=effective, **{key: size})
@@ -68,7 +65,6 @@ def test_one_size_that_is_given_is_kept_or_refused_with_the_nearest_batches(effe
     assert f"to {f'{below} or ' if below else ''}{above}," in caught.value.fix
 
 
-@untimed
 @given(EFFECTIVE, PROCESSES, st.integers(1, 64), st.integers(1, 64))
 def test_two_sizes_that_are_given_must_make_the_effective_batch(effective, processes, batch, accum):
     cfg = config(effective_batch_size=effective, batch_size=batch, grad_accum=accum)
@@ -80,7 +76,6 @@ def test_two_sizes_that_are_given_must_make_the_effective_batch(effective, proce
         assert f"to {batch * accum * processes}," in caught.value.fix
 
 
-@untimed
 @given(EFFECTIVE, PROCESSES, st.sampled_from([8, 512, 2048, 32_768]), st.booleans())
 def test_an_automatic_micro_batch_is_the_largest_that_stays_within_its_tokens(effective, processes, length, has_gpu):
     cfg = config(effective_batch_size=effective * processes).with_values({"model.max_seq_len": length}, "test")

@@ -9,29 +9,32 @@ from typing import Any
 import pytest
 import torch
 from in_process import Inputs, new_run
+from oracle.memory_gauges import ProcessGauge, TensorGauge
 from transformers import AutoTokenizer
 
 from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
 from sftplay.tasks import sft
 from sftplay.tasks.rehearse import probe_step
-from sftplay.tasks.rehearse.memory_gauges import CudaGauge, ProcessGauge
+from sftplay.tasks.rehearse.memory_gauges import CudaGauge, MemoryGauge
 from sftplay.tasks.rehearse.probe_step import Request, measure_steps, synthetic_rows
 
 PAIR_WEIGHTS = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * (32 + 64) + (64 + 32))
 """Of rank 1 on the tiny Llama: two layers; q and o of 32 x 32, k and v of 32 x 16, gate and up, down."""
 
 
-def measured(home: Path, inputs: Inputs, request: Request, **changes: Any) -> dict[str, Any]:
+def measured(
+    home: Path, inputs: Inputs, request: Request, gauge: MemoryGauge | None = None, **changes: Any
+) -> dict[str, Any]:
     cfg, folder = new_run(home, inputs, train__gradient_checkpointing=True, **changes)
     torch.set_num_threads(1)
-    found = measure_steps(cfg, folder, request)
+    found = measure_steps(cfg, folder, request, gauge=gauge or TensorGauge())
     assert not list(folder.checkpoints.glob("*/*"))
     return {**found, "points": [Point(**point) for point in found["points"]]}
 
 
 @pytest.fixture(scope="module")
 def found(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return measured(tmp_path_factory.mktemp("found"), inputs, Request(rows=(2, 4, 8), gauge="tensors"))
+    return measured(tmp_path_factory.mktemp("found"), inputs, Request(rows=(2, 4, 8)))
 
 
 def test_bytes_of_live_tensors_lie_on_one_line_in_each_phase(found: dict[str, Any]):
@@ -59,7 +62,7 @@ def test_every_pass_ends_with_the_scores_in_the_loss_and_the_stream_of_both_laye
 def test_the_step_holds_weight_gradient_and_two_moments_of_what_trains(
     found: dict[str, Any], inputs: Inputs, tmp_path: Path
 ):
-    wider = measured(tmp_path, inputs, Request(rows=(2,), if_bent=8, gauge="tensors"), tuning__lora__r=6)
+    wider = measured(tmp_path, inputs, Request(rows=(2,), if_bent=8), tuning__lora__r=6)
     assert [point.rows for point in wider["points"]] == [2, 8]  # one point is no line
     more = wider["points"][0].peaks_bytes["step"] - found["points"][0].peaks_bytes["step"]
     assert more == (6 - 4) * PAIR_WEIGHTS * 16
@@ -68,7 +71,7 @@ def test_the_step_holds_weight_gradient_and_two_moments_of_what_trains(
 def test_gradients_lie_there_all_the_time_only_where_they_are_accumulated(inputs: Inputs, tmp_path: Path):
     peaks = {}
     for accumulates in (True, False):
-        request = Request(rows=(4,), accumulates=accumulates, gauge="tensors")
+        request = Request(rows=(4,), accumulates=accumulates)
         peaks[accumulates] = measured(tmp_path / str(accumulates), inputs, request)["points"][0].peaks_bytes
     gradients, window = 4 * PAIR_WEIGHTS * 4, 4 * 128 * 8 * 3
     # The second micro-batch's four rows (ids, mask, labels) are in the window too.
@@ -80,7 +83,7 @@ def test_more_is_measured_when_no_line_goes_through_the_first_points(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(probe_step, "fit", lambda points: Refusal("bent"))
-    request = Request(rows=(1, 2), if_bent=4, gauge="tensors")
+    request = Request(rows=(1, 2), if_bent=4)
     assert [point.rows for point in measured(tmp_path, inputs, request)["points"]] == [1, 2, 4]
 
 
@@ -95,7 +98,7 @@ def test_memory_that_runs_out_leaves_the_points_before_it(
         return real(self, model, piece, *rest, **more)
 
     monkeypatch.setattr(sft.WindowedSFTTrainer, "compute_loss", limited)
-    left = measured(tmp_path, inputs, Request(rows=(1, 2, 4), gauge="tensors"))
+    left = measured(tmp_path, inputs, Request(rows=(1, 2, 4)))
     assert ([point.rows for point in left["points"]], left["out_of_memory_rows"]) == ([1, 2], 4)
 
 
@@ -108,7 +111,7 @@ def test_memory_that_runs_out_leaves_the_points_before_it(
     ids=["full, chunked", "qlora, packed"],
 )
 def test_every_kind_of_run_can_be_rehearsed(inputs: Inputs, tmp_path: Path, changes: dict[str, Any]):
-    point = measured(tmp_path, inputs, Request(rows=(2,), gauge="process"), **changes)["points"][0]
+    point = measured(tmp_path, inputs, Request(rows=(2,)), ProcessGauge(), **changes)["points"][0]
     assert (point.rows, point.tokens) == (2, 256)
     assert set(point.peaks_bytes) == {"head", "layer", "step"}
     assert point.seconds > 0

@@ -10,7 +10,6 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.supervise.processes import end_launch
 from sftplay.machine.probe import Machine, probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.memory.kit_execution import execution_of
+from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.step import standing_bytes
 from sftplay.plan.sizing.communication import (
     BUCKET_BYTES,
@@ -35,7 +34,7 @@ from sftplay.plan.sizing.communication import (
     turning_bytes,
 )
 from sftplay.plan.sizing.size_run import size_run
-from sftplay.signals import die_with_parent
+from sftplay.signals import popen_tied
 from sftplay.units import format_bytes
 
 RANK = "sftplay.tasks.rehearse.comm_check"
@@ -106,10 +105,7 @@ def run_check(launch: Launch, folder: Path, bounds: tuple[Scale, float]) -> dict
     """
     scale, limit_s = bounds
     with (folder / "output.txt").open("wb") as output:
-        process = subprocess.Popen(
-            launch.argv, env={**os.environ, **launch.env}, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
+        process = popen_tied(launch.argv, output=output, env=launch.env)
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:

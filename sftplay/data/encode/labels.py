@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sftplay.data.encode.vocabulary import Read, Vocabulary
+from sftplay.data.encode.vocabulary import Encoded, Vocabulary
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.data.template.masks import Marked
 from sftplay.data.template.sentinels import Unproven
 from sftplay.data.template.templates import Span
-
-IGNORE = -100
-"""Label of a token from which nothing is learned; torch's cross entropy leaves it out."""
 
 Refusal = str
 """Why a record cannot be trained on."""
@@ -33,7 +31,7 @@ class Placed(NamedTuple):
     found: Marked | Refusal
     typed_specials: int = 0
     is_spelled: bool = False
-    """The text is spelled by `literals`, because the record types special tokens."""
+    """The text is spelled by `typed_specials`, because the record types special tokens."""
 
     is_whole_text: bool = False
     """A plain text, not a chat: it stands between the tokenizer's own BOS and an EOS."""
@@ -78,34 +76,34 @@ def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], max_tokens: int |
             examples.append(_example(vocabulary, each, each.found.text, _unspelled(next(coming))))
             continue
         text = each.found.text[:limit]
-        read = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(next(coming))
-        if len(text) < len(each.found.text) and _n_sure(read.encoding, text) <= (max_tokens or 0):
+        encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(next(coming))
+        if len(text) < len(each.found.text) and _n_sure(encoded.encoding, text) <= (max_tokens or 0):
             # So few tokens in so many characters, white space for one: then only the whole text can tell.
             text = each.found.text
-            read = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(vocabulary.encode([text])[0])
-        examples.append(_example(vocabulary, each, text, read))
+            encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(vocabulary.encode([text])[0])
+        examples.append(_example(vocabulary, each, text, encoded))
     return examples
 
 
-def _example(vocabulary: Vocabulary, placed: Placed, text: str, read: Read) -> Rendered:
-    """The example of a placed text, of which `text` was read."""
+def _example(vocabulary: Vocabulary, placed: Placed, text: str, encoded: Encoded) -> Rendered:
+    """The example of a placed text; `text` is the part of it that was encoded."""
     assert isinstance(placed.found, Marked)
-    if read.lost:
-        return Rendered([], [], placed.of, f"types {read.lost!r}, which this tokenizer cannot write as text")
+    if encoded.lost:
+        return Rendered([], [], placed.of, f"types {encoded.lost!r}, which this tokenizer cannot write as text")
     is_partial = len(text) < len(placed.found.text)
-    ids = read.ids
+    ids = encoded.ids
     if placed.is_whole_text:
         ids, labels = _enclosed(vocabulary, ids, is_partial)
     else:
         try:
-            labels = _labels(read.encoding, ids, text, placed.found.spans)
+            labels = _labels(encoded.encoding, ids, text, placed.found.spans)
         except Unproven as error:
             return Rendered([], [], placed.of, str(error), joins_prompt=True)
     return Rendered(ids, labels, placed.of, "", placed.typed_specials, is_partial=is_partial)
 
 
-def _unspelled(encoding: Any) -> Read:
-    return Read(encoding.ids, encoding)
+def _unspelled(encoding: Any) -> Encoded:
+    return Encoded(encoding.ids, encoding)
 
 
 def _n_sure(encoding: Any, text: str) -> int:
@@ -115,13 +113,13 @@ def _n_sure(encoding: Any, text: str) -> int:
 
 def _enclosed(vocabulary: Vocabulary, ids: list[int], is_partial: bool) -> tuple[list[int], list[int]]:
     """A whole text's ids and labels: all is learned but the BOS; a beginning has no end."""
-    head = list(vocabulary.marks.head)
+    head = list(vocabulary.specials.prefix_ids)
     end = [] if is_partial or vocabulary.eos_id is None else [vocabulary.eos_id]
-    return [*head, *ids, *end], [*[IGNORE] * len(head), *ids, *end]
+    return [*head, *ids, *end], [*[IGNORE_INDEX] * len(head), *ids, *end]
 
 
 def _labels(encoding: Any, ids: list[int], text: str, spans: Sequence[Span]) -> list[int]:
-    labels = [IGNORE] * len(ids)
+    labels = [IGNORE_INDEX] * len(ids)
     for start, end in spans:
         if start < len(text):
             first, last = _tokens_of(encoding, text, (start, min(end, len(text))))

@@ -1,4 +1,4 @@
-"""Which mask method holds for a template and a tokenizer, tried on dialogues of ours and on samples of the data.
+"""Which mask method holds for a template and a tokenizer, tried on the probe chats and on samples of the data.
 
 Proven means: the decoded labels are the assistant's texts, each closed by its end-of-turn token, and each answer
 follows the very text, and the very tokens, that inference prompts with. What holds for no sample is refused, with the
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from sftplay.data.encode.labels import IGNORE, Placed, labelled
+from sftplay.data.encode.labels import Placed, labelled
 from sftplay.data.encode.writer import Writer
-from sftplay.data.records import Chat
+from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.data.template.masks import Marked, Method, TurnFinder, squeezed
 from sftplay.data.template.probe_chats import OPENINGS, probe_chats, tool_probe_chats
 from sftplay.data.template.sentinels import Unproven
@@ -43,7 +43,7 @@ class Proven:
 
 
 def prove_masks(writer: Writer, template: ChatTemplate, samples: Sequence[Chat]) -> Proven:
-    """The first of markers, sentinels and prefixes that holds on every built-in dialogue and on one sample at least.
+    """The first of markers, sentinels and prefixes that holds on every probe chat and on one sample at least.
 
     Samples that fail while another holds are no fault of the template: they are refused one by one when rendered.
 
@@ -125,7 +125,7 @@ class _Trial:
         found = []
         for chat in chats:
             with suppress(DataError):
-                found.append(self._writer.literals.guarded(chat)[0])
+                found.append(self._writer.typed_specials.guarded(chat)[0])
         return [chat for chat in found if isinstance(chat, Chat)]
 
     def _learn_ends(self, chats: Sequence[Chat]) -> None:
@@ -163,7 +163,7 @@ class _Trial:
             faults.append(self._fault_of(sample, method, rewrites=rewrites))
             if not faults[-1]:
                 return ""
-        return faults[0] if faults else ("" if probes else "the template refuses every dialogue")
+        return faults[0] if faults else ("" if probes else "the template refuses every probe chat")
 
     def _fault_of(self, chat: Chat, method: Method, *, rewrites: bool | None) -> str:
         """Why the chat cannot be marked, or nothing; `rewrites` None asks for `method` alone."""
@@ -195,16 +195,16 @@ class _Trial:
         if rendered.problem:  # what somebody types cannot be written: the tokenizer's fault, said of each such row
             return
         decode = self._writer.vocabulary.decode
-        learned = squeezed(decode([label for label in rendered.labels if label != IGNORE]))
-        pieces = [placed.found.text[start:end] for start, end in placed.found.spans]
-        spans = [self._writer.ids_of(piece, is_spelled=placed.is_spelled) for piece in pieces]
-        expected = squeezed("".join(map(decode, spans)))
+        learned = squeezed(decode([label for label in rendered.labels if label != IGNORE_INDEX]))
+        answers = [placed.found.text[start:end] for start, end in placed.found.spans]
+        ids = [self._writer.ids_of(answer, is_spelled=placed.is_spelled) for answer in answers]
+        expected = squeezed("".join(map(decode, ids)))
         if learned != expected:
             raise Unproven(f"the labels read {learned[:80]!r} where the assistant says {expected[:80]!r}")
         plain = unguarded(part)
-        for turn, piece in zip(part.learned_turns(), pieces, strict=True):
+        for turn, answer in zip(part.learned_turns(), answers, strict=True):
             prompt = self._writer.prompt_ids(self._finder, plain.messages[:turn], plain.tools)
-            if not piece[0].isspace() and rendered.input_ids[: len(prompt)] != prompt:
+            if not answer[0].isspace() and rendered.input_ids[: len(prompt)] != prompt:
                 raise Unproven(
-                    f"the tokenizer joins the prompt's end otherwise where {piece[:40]!r} follows than at inference"
+                    f"the tokenizer joins the prompt's end otherwise where {answer[:40]!r} follows than at inference"
                 )

@@ -1,7 +1,7 @@
 """Records -> token ids and labels, by a chat template whose masks have been proven first.
 
 Training, inspection, evaluation and inference all use the same `Renderer`, so a model is asked in exactly the form it
-was taught. It cuts nothing and counts nothing; that is `preparation`'s part.
+was taught. It cuts nothing and counts nothing; that is done in `prepare`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from sftplay.data.encode.labels import Placed, Rendered, labelled
 from sftplay.data.encode.proof import Proven, prove_masks
-from sftplay.data.encode.vocabulary import Marks, Vocabulary
+from sftplay.data.encode.vocabulary import SpecialTokens, Vocabulary
 from sftplay.data.encode.writer import Writer
 from sftplay.data.records import Chat, Message, Record, Text
 from sftplay.data.template.masks import TurnFinder
@@ -31,7 +31,7 @@ class Recipe:
     tokenizer: str
     """The tokenizer's JSON, as the tokenizers library writes it."""
 
-    marks: Marks
+    specials: SpecialTokens
     template: str | None
     """The chat template's text; None where only texts are rendered."""
 
@@ -54,7 +54,7 @@ class Renderer:
         self._finder: TurnFinder | None = None
         self._proven: Proven | None = None
         if template is not None:
-            compiled = ChatTemplate(template, vocabulary.marks.named)
+            compiled = ChatTemplate(template, vocabulary.specials.named)
             proven = samples if isinstance(samples, Proven) else prove_masks(self._writer, compiled, samples or ())
             compiled = compiled.in_traits(proven.traits)
             self._finder = TurnFinder(compiled, vocabulary.special_tokens, proven.ends)
@@ -62,7 +62,7 @@ class Renderer:
 
     @classmethod
     def prove(cls, tokenizer: Any, template: str | None, samples: Sequence[Record]) -> Renderer:
-        """A renderer with the first of three mask methods that holds on built-in dialogues and on `samples`.
+        """A renderer with the first of three mask methods that holds on the probe chats and on `samples`.
 
         Without a template only texts can be rendered; a chat then has a problem.
 
@@ -80,13 +80,13 @@ class Renderer:
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Renderer:
         """A renderer that renders exactly as the one whose recipe this is; it proves nothing anew."""
-        vocabulary = Vocabulary(Tokenizer.from_str(recipe.tokenizer), recipe.marks)
+        vocabulary = Vocabulary(Tokenizer.from_str(recipe.tokenizer), recipe.specials)
         return cls(vocabulary, recipe.template, recipe.proven)
 
     def recipe(self) -> Recipe:
         """What an equal renderer is made of in another process; it can be pickled."""
         vocabulary = self._writer.vocabulary
-        return Recipe(vocabulary.to_json(), vocabulary.marks, self.template, self._proven)
+        return Recipe(vocabulary.to_json(), vocabulary.specials, self.template, self._proven)
 
     @property
     def method(self) -> str:
@@ -147,8 +147,8 @@ class Renderer:
         except Unproven as error:
             raise DataError(str(error), where=str(chat.source), fix="correct the row") from error
         start, end = marked.spans[0]
-        piece = marked.text[start:end]
-        return next((piece.removesuffix(end) for end in finder.ends if piece.endswith(end)), piece).strip()
+        answer = marked.text[start:end]
+        return next((answer.removesuffix(end) for end in finder.ends if answer.endswith(end)), answer).strip()
 
     def _place(self, of: int, record: Record) -> list[Placed]:
         try:
@@ -162,7 +162,7 @@ class Renderer:
 
     def _place_chat(self, of: int, chat: Chat) -> list[Placed]:
         finder = self._asked()
-        guarded, typed = self._writer.literals.guarded(chat)
+        guarded, typed = self._writer.typed_specials.guarded(chat)
         assert isinstance(guarded, Chat)
         parts = finder.place(guarded, self._method_of(chat), rewrites=self.rewrites_turns)
         if not self._writer.needs_spelling(typed):

@@ -1,7 +1,7 @@
 """A tokenizer as the kit uses it: text in, ids and their places out, without transformers.
 
-It can read a text in two ways: as it stands, where every special token found is control; or spelled by `literals`,
-where only those with a guard before them are.
+It reads a text in two ways. As the text stands, every special token in it is control. In a text spelled by
+`typed_specials`, only a special token with a guard before it is.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ UNSEEN = ("\x01", "\u0301", "\u200b")
 
 
 @dataclass(frozen=True)
-class Marks:
+class SpecialTokens:
     """What is known of a tokenizer beside its JSON."""
 
     named: Mapping[str, Any]
     """Special tokens that a template may name, such as `eos_token`."""
 
     eos: str | None
-    head: tuple[int, ...]
+    prefix_ids: tuple[int, ...]
     """What the tokenizer itself puts before a text: a BOS, or nothing."""
 
 
-class Read(NamedTuple):
-    """A text that was tokenised."""
+class Encoded(NamedTuple):
+    """A text as tokens."""
 
     ids: list[int]
     encoding: Any
@@ -49,15 +49,15 @@ class Read(NamedTuple):
 class Vocabulary:
     """One tokenizer, and when it is first needed its twin that reads typed special tokens as text."""
 
-    def __init__(self, backend: Tokenizer, marks: Marks) -> None:
-        self._backend, self.marks = backend, marks
+    def __init__(self, backend: Tokenizer, specials: SpecialTokens) -> None:
+        self._backend, self.specials = backend, specials
         # Many a tokenizer.json cuts and pads by itself.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
             backend.no_padding()
         added = backend.get_added_tokens_decoder()
-        control = {id: token.content for id, token in added.items() if token.special or token.content == marks.eos}
+        control = {id: token.content for id, token in added.items() if token.special or token.content == specials.eos}
         self._control: dict[int, str] = control
         self._twin: tuple[Tokenizer, dict[int, int]] | None = None
 
@@ -66,7 +66,7 @@ class Vocabulary:
         """The vocabulary of a transformers tokenizer that is fast."""
         backend = tokenizer.backend_tokenizer
         named = {key: _plain(value) for key, value in tokenizer.special_tokens_map.items()}
-        return cls(backend, Marks(named, tokenizer.eos_token, _head(backend)))
+        return cls(backend, SpecialTokens(named, tokenizer.eos_token, _prefix_ids(backend)))
 
     @property
     def control_tokens(self) -> list[str]:
@@ -76,7 +76,7 @@ class Vocabulary:
     @property
     def special_tokens(self) -> list[str]:
         """The texts that may end a turn: those of all control tokens, and the EOS that may be none."""
-        return list(dict.fromkeys([*self.control_tokens, *([self.marks.eos] if self.marks.eos else [])]))
+        return list(dict.fromkeys([*self.control_tokens, *([self.specials.eos] if self.specials.eos else [])]))
 
     @cached_property
     def folds_text(self) -> bool:
@@ -87,13 +87,13 @@ class Vocabulary:
         return any(
             _is_folded_to(self._backend, token) and self._is_read_after_folding(id, token)
             for id, token in self._control.items()
-            if token != self.marks.named.get("unk_token")
+            if token != self.specials.named.get("unk_token")
         )
 
     @property
     def eos_id(self) -> int | None:
         """Id of the token that ends a text."""
-        return self._backend.token_to_id(self.marks.eos) if self.marks.eos else None
+        return self._backend.token_to_id(self.specials.eos) if self.specials.eos else None
 
     def to_json(self) -> str:
         """The tokenizer as the tokenizers library writes it."""
@@ -106,8 +106,8 @@ class Vocabulary:
         """
         return cast("list[Any]", self._backend.encode_batch(list(texts), add_special_tokens=False))
 
-    def encode_spelled(self, text: str) -> Read:
-        """A text spelled by `literals`.
+    def encode_spelled(self, text: str) -> Encoded:
+        """A text spelled by `typed_specials`.
 
         What it types is lost where the vocabulary has no pieces to write it with, as where unknown words are one token.
         """
@@ -116,8 +116,8 @@ class Vocabulary:
         ids = [ids_of.get(token, token) for token in encoding.ids]
         for token, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token in self._control and self._control[token] == text[start:end].strip():
-                return Read(ids, encoding, self._control[token])
-        return Read(ids, encoding)
+                return Encoded(ids, encoding, self._control[token])
+        return Encoded(ids, encoding)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens shown."""
@@ -150,7 +150,7 @@ def _is_folded_to(backend: Tokenizer, token: str) -> bool:
     return any(token in backend.normalizer.normalize_str(other) for other in others)
 
 
-def _head(backend: Tokenizer) -> tuple[int, ...]:
+def _prefix_ids(backend: Tokenizer) -> tuple[int, ...]:
     bare = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a").ids
     begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)

@@ -22,7 +22,7 @@ class Writer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.literals = TypedSpecials(vocabulary.control_tokens)
+        self.typed_specials = TypedSpecials(vocabulary.control_tokens)
 
     def needs_spelling(self, n_typed: int) -> bool:
         """Whether a text must be spelled that types so many special tokens: control could come of it otherwise."""
@@ -37,10 +37,10 @@ class Writer:
         """
         if self.vocabulary.eos_id is None:
             raise Unproven("the tokenizer has no EOS token, so a text could not end")
-        guarded, typed = self.literals.guarded(record)
+        guarded, typed = self.typed_specials.guarded(record)
         if not self.needs_spelling(typed):
             return Placed(of, Marked(record.text, ()), is_whole_text=True)
-        spelled, _ = self.literals.spelled(guarded.text, [])  # type: ignore[union-attr]
+        spelled, _ = self.typed_specials.spelled(guarded.text, [])  # type: ignore[union-attr]
         return Placed(of, Marked(spelled, ()), typed, is_spelled=True, is_whole_text=True)
 
     def place_part(self, finder: TurnFinder, part: Chat, marked: Marked, placed: Placed) -> Placed:
@@ -53,7 +53,7 @@ class Writer:
             return Placed(placed.of, marked)
         if finder.text_of(unguarded(part)) != without_guards(marked.text):
             raise Unproven("types a special token at a place where the template looks at the text itself")
-        text, spans = self.literals.spelled(marked.text, marked.spans)
+        text, spans = self.typed_specials.spelled(marked.text, marked.spans)
         return Placed(placed.of, Marked(text, tuple(spans)), placed.typed_specials, is_spelled=True)
 
     def prompt_ids(self, finder: TurnFinder, messages: Sequence[Message], tools: str) -> list[int]:
@@ -64,13 +64,13 @@ class Writer:
             DataError: the template refuses them, or they hold a noncharacter.
         """
         whole = Chat(tuple(messages), NOWHERE, tools=tools)
-        guarded, typed = self.literals.guarded(whole)
+        guarded, typed = self.typed_specials.guarded(whole)
         if not isinstance(guarded, Chat) or not self.needs_spelling(typed):
             return list(self.vocabulary.encode([finder.prompt_of(whole, len(messages))])[0].ids)
         text = finder.prompt_of(guarded, len(messages))
         if without_guards(text) != finder.prompt_of(unguarded(guarded), len(messages)):
             raise Unproven("types a special token at a place where the template looks at the text itself")
-        return self.ids_of(self.literals.spelled(text, [])[0], is_spelled=True)
+        return self.ids_of(self.typed_specials.spelled(text, [])[0], is_spelled=True)
 
     def ids_of(self, text: str, *, is_spelled: bool) -> list[int]:
         """The ids of a text.

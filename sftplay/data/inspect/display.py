@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, TextIO
 
-from sftplay.data.encode.labels import IGNORE
+from sftplay.data.records import IGNORE_INDEX
 
 OPEN, CLOSE = "\u27e6", "\u27e7"
 """White square brackets: rare in text, and escaped where they do stand in it."""
@@ -42,23 +42,23 @@ def mark_learned(tokenizer: Any, ids: Sequence[int], labels: Sequence[int], *, c
 def painted(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> str:
     """The text in colours; characters that would steer the terminal are written as escapes."""
     special = set(tokenizer.all_special_ids) | _added_specials(tokenizer)
-    kinds = [(label != IGNORE, token in special) for token, label in zip(ids, labels, strict=True)]
+    kinds = [(label != IGNORE_INDEX, token in special) for token, label in zip(ids, labels, strict=True)]
     return "".join(
         _paint(visible(text), (LEARNED if is_learned else READ) + SPECIAL * is_special)
-        for (is_learned, is_special), text in pieces(tokenizer, ids, kinds)
+        for (is_learned, is_special), text in stretches(tokenizer, ids, kinds)
     )
 
 
 def marked(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> str:
     """The text as plain characters, learned stretches between OPEN and CLOSE."""
-    kinds = [label != IGNORE for label in labels]
+    kinds = [label != IGNORE_INDEX for label in labels]
     return "".join(
         f"{OPEN}{visible(text)}{CLOSE}" if is_learned else visible(text)
-        for is_learned, text in pieces(tokenizer, ids, kinds)
+        for is_learned, text in stretches(tokenizer, ids, kinds)
     )
 
 
-def pieces(tokenizer: Any, ids: Sequence[int], kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+def stretches(tokenizer: Any, ids: Sequence[int], kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
     """The text of each stretch of tokens of one kind; together they are the whole text."""
     before, end = "", 0
     for kind, group in groupby(kinds):
@@ -71,7 +71,11 @@ def pieces(tokenizer: Any, ids: Sequence[int], kinds: Sequence[Any]) -> Iterator
 
 def learned_texts(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> list[str]:
     """The text of each learned stretch."""
-    return [text for is_learned, text in pieces(tokenizer, ids, [label != IGNORE for label in labels]) if is_learned]
+    return [
+        text
+        for is_learned, text in stretches(tokenizer, ids, [label != IGNORE_INDEX for label in labels])
+        if is_learned
+    ]
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:

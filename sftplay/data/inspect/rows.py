@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.atomic import check_new_file
-from sftplay.data.encode.labels import IGNORE
+from sftplay.atomic import check_new_file, whole_file
 from sftplay.data.inspect.display import decoded, learned_texts, visible
 from sftplay.data.pipeline import Examples
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
 
 PROMPT_END = 60
@@ -56,16 +54,16 @@ def rendered(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 def n_learned(row: dict[str, Any]) -> int:
     """Tokens of a row that are learned."""
-    return len(row["labels"]) - row["labels"].count(IGNORE)
+    return len(row["labels"]) - row["labels"].count(IGNORE_INDEX)
 
 
 def prompt_ids_of(row: dict[str, Any]) -> list[int]:
     """The tokens before the row's last learned stretch: those with which inference asks for it."""
     labels = row["labels"]
     start = len(labels)
-    while start and labels[start - 1] == IGNORE:
+    while start and labels[start - 1] == IGNORE_INDEX:
         start -= 1
-    while start and labels[start - 1] != IGNORE:
+    while start and labels[start - 1] != IGNORE_INDEX:
         start -= 1
     return list(row["input_ids"][:start])
 
@@ -90,22 +88,17 @@ def write_rendered(examples: Examples, path: Path) -> int:
         ConfigError: the file exists, or cannot be written.
     """
     check_new_file(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("w", encoding="utf-8") as file:
-            for row in every_row(examples):
-                file.write(json.dumps(rendered(row, examples.renderer.tokenizer), ensure_ascii=False) + "\n")
-                count += 1
-        check_new_file(path)
-        scratch.rename(path)
+        with whole_file(path) as scratch:
+            with scratch.open("w", encoding="utf-8") as file:
+                for row in every_row(examples):
+                    file.write(json.dumps(rendered(row, examples.renderer.tokenizer), ensure_ascii=False) + "\n")
+                    count += 1
+            check_new_file(path)
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
         raise ConfigError(what, where=str(path), fix="choose another file with OUT=") from error
-    finally:
-        with suppress(OSError):  # where it could not be made, there is nothing to remove
-            scratch.unlink()
     return count
 
 

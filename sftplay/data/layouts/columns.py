@@ -1,32 +1,20 @@
 """The layouts in which rows are found: the columns that each needs or may have, and how its turns are read from them.
 
-Which layout a row has is decided in `formats`.
+Which layout a row has is decided in `convert`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from sftplay.data.layouts.fields import Row, is_blank, list_of, listed, refuse, text_of
 from sftplay.data.layouts.turns import openai_turns, prompt_turns, sharegpt_turns
 from sftplay.data.records import Message
 
-Layout = Literal[
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "system_user_assistant",
-    "prompt_completion",
-    "question_answer",
-    "text",
-]
-FIELDS = (
-    *("messages", "conversations", "instruction", "input", "output", "system", "user", "assistant", "prompt"),
-    *("completion", "question", "answer", "text", "tools", "history"),
-)
-"""What `data.columns` may map to another name."""
+if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
+    from sftplay.config.schema.data import Layout
 
 Names = tuple[str, ...]
 """A field's own name, then others under which it is found in files; the first that a row has is taken."""

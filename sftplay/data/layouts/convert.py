@@ -1,23 +1,21 @@
 """Foreign layouts of a row -> the canonical record, or a reason why not.
 
 It looks at one row at a time and never guesses: what it cannot place it refuses with file, line and remedy. The
-layouts themselves are in `layouts`.
+layouts themselves are in `columns`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sftplay.data.layouts.columns import (
-    FIELDS,
     FIX_LAYOUT,
     SHAPES,
     SYSTEM,
     TOOLS,
     TURNS,
-    Layout,
     needed_text,
     optional,
     picked,
@@ -28,7 +26,8 @@ from sftplay.data.layouts.turns import check_answered, check_order, openai_turns
 from sftplay.data.records import Chat, Message, Record, Source, Text
 from sftplay.errors import DataError
 
-__all__ = ["FIELDS", "Layout", "Reading", "Row", "layout_of", "read_prompt", "to_record", "unused_columns"]
+if TYPE_CHECKING:
+    from sftplay.config.schema.data import Layout
 
 
 @dataclass(frozen=True)

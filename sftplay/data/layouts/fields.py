@@ -1,6 +1,6 @@
 """Values of a row: taken by name, of the kind that is due, or refused with the reason.
 
-Refusals are raised here without the place of the row; `formats` adds it.
+Refusals are raised here without the place of the row; `convert` adds it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FIX_ROW = "correct the row, or leave such rows out with data.on_bad_row: skip"
 
 
 def refuse(what: str, fix: str = FIX_ROW) -> NoReturn:
-    """Raise the DataError that `formats` completes with file and line."""
+    """Raise the DataError that `convert` completes with file and line."""
     raise DataError(what, fix=fix)
 
 

@@ -30,11 +30,11 @@ class RowWriter:
         self._rows.close()
         self._places.close()
 
-    def write(self, pieces: Sequence[Example], rows: Sequence[int], places: Sequence[tuple[str, int]]) -> None:
+    def write(self, examples: Sequence[Example], rows: Sequence[int], places: Sequence[tuple[str, int]]) -> None:
         """Append the examples; `rows` and `places` (path, line) are those of their records."""
-        if not pieces:
+        if not examples:
             return
-        columns = [_column([piece.ids for piece in pieces]), _column([piece.labels for piece in pieces])]
+        columns = [_column([example.ids for example in examples]), _column([example.labels for example in examples])]
         self._rows.write_batch(pa.record_batch([*columns, pa.array(rows, pa.int64())], schema=SCHEMA))
         paths, lines = zip(*places, strict=True)
         self._places.write_batch(pa.record_batch([pa.array(paths), pa.array(lines, pa.int64())], schema=PLACES))

@@ -1,6 +1,6 @@
 """What one process does with one batch of raw rows: parse, convert, render, fit. It decides nothing across rows.
 
-It runs beside others of its kind (`crew`), so everything that goes in and out can be pickled, and it imports neither
+It runs beside others of its kind (`workers`), so everything that goes in and out can be pickled, and it imports neither
 transformers nor torch.
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sftplay.data.encode.labels import IGNORE, Rendered
+from sftplay.data.encode.labels import Rendered
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading, to_record, unused_columns
 from sftplay.data.order import is_held_out
 from sftplay.data.read.jsonl import Row, parsed
-from sftplay.data.records import Chat, Record, Refused, Source, keys_of
+from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, keys_of
 from sftplay.errors import DataError
 
 TooLong = Literal["truncate", "drop", "error"]
@@ -27,7 +27,7 @@ KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class RowReport:
+class RawRow:
     """A raw row and its place."""
 
     row: int
@@ -54,7 +54,7 @@ class Example:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RowOutcome:
     """What became of one raw row."""
 
     row: int
@@ -67,7 +67,7 @@ class Outcome:
     keys: tuple[int, int, int] = (0, 0, 0)
     """Of its content, of its content's normal form, of its prompt's normal form."""
 
-    pieces: list[Example] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each example before cutting, also of those that are not kept."""
 
@@ -86,52 +86,58 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """How long an example may be, and what happens to longer ones."""
+class RowOptions:
+    """What the config says about single rows."""
 
+    reading: Reading
     max_tokens: int
+    """Longest example."""
+
     too_long: TooLong
+    only_held_out: bool = False
+    """Rows to train on are read, to tell on which side they are, but not rendered."""
 
 
-class Treatment:
+class RowProcessor:
     """Turns batches of raw rows into outcomes, in order."""
 
-    def __init__(self, renderer: Renderer, reading: Reading, fit: Fit) -> None:
-        self._renderer, self._reading, self._fit = renderer, reading, fit
+    def __init__(self, renderer: Renderer, options: RowOptions) -> None:
+        self._renderer, self._options = renderer, options
         self._ends = set(renderer.end_token_ids)
 
-    def treat(self, lines: Sequence[RowReport], share: float) -> list[Outcome]:
-        """One outcome for each line; `share` of all prompts is held out (0 none, 1 all)."""
+    def process(self, rows: Sequence[RawRow], share: float) -> list[RowOutcome]:
+        """One outcome for each row; `share` of all prompts is held out (0 none, 1 all)."""
         outcomes, waiting, records = [], [], []
-        for line in lines:
-            outcome = Outcome(line.row, line.source, held_out=share == 1.0)
+        for row in rows:
+            outcome = RowOutcome(row.row, row.source, held_out=share == 1.0)
             outcomes.append(outcome)
-            record = self._record(line, outcome)
+            record = self._record(row, outcome)
             if record is not None:
                 self._describe(record, outcome, share)
-                waiting.append(outcome)
-                records.append(record)
+                if outcome.held_out or not self._options.only_held_out:
+                    waiting.append(outcome)
+                    records.append(record)
         groups: list[list[Rendered]] = [[] for _ in records]
-        for example in self._renderer.render(records, self._fit.max_tokens):
+        for example in self._renderer.render(records, self._options.max_tokens):
             groups[example.of].append(example)
         for outcome, group in zip(waiting, groups, strict=True):
             self._fill(outcome, group)
         return outcomes
 
-    def _record(self, line: RowReport, outcome: Outcome) -> Record | None:
-        row = parsed(line.raw)
+    def _record(self, raw_row: RawRow, outcome: RowOutcome) -> Record | None:
+        row = parsed(raw_row.raw)
         if isinstance(row, Refused):
             outcome.refused = row.reason
             return None
         try:
-            record = to_record(row, line.source, self._reading)
+            record = to_record(row, raw_row.source, self._options.reading)
         except DataError as error:
             outcome.refused = error.what
             return None
-        outcome.unused = unused_columns(row, self._reading)
+        outcome.unused = unused_columns(row, self._options.reading)
         return record
 
-    def _describe(self, record: Record, outcome: Outcome, share: float) -> None:
+    def _describe(self, record: Record, outcome: RowOutcome, share: float) -> None:
         keys = keys_of(record)
         outcome.keys = short(keys.content), short(keys.normal), short(keys.prompt)
         outcome.held_out = is_held_out(keys, share)
@@ -141,7 +147,7 @@ class Treatment:
             outcome.has_system = first.content if first.role == "system" else ""
             outcome.chat = json.dumps(record.as_json()) if outcome.held_out else ""
 
-    def _fill(self, outcome: Outcome, group: list[Rendered]) -> None:
+    def _fill(self, outcome: RowOutcome, group: list[Rendered]) -> None:
         problem = next((example.problem for example in group if example.problem), "")
         if problem:
             outcome.refused = problem
@@ -149,25 +155,25 @@ class Treatment:
         for example in group:
             outcome.typed_specials += example.typed_specials
             outcome.lengths.append(len(example.input_ids))
-            piece = self._piece(example)
-            if isinstance(piece, Example):
-                outcome.pieces.append(piece)
+            fitted = self._fitted(example)
+            if isinstance(fitted, Example):
+                outcome.examples.append(fitted)
             else:
-                outcome.dropped = piece
+                outcome.dropped = fitted
 
-    def _piece(self, example: Rendered) -> Example | str:
+    def _fitted(self, example: Rendered) -> Example | str:
         """The example as far as it fits, or why it is left out."""
-        limit = self._fit.max_tokens
+        limit = self._options.max_tokens
         is_long = len(example.input_ids) > limit
-        if is_long and self._fit.too_long != "truncate":
+        if is_long and self._options.too_long != "truncate":
             return "too_long"
         ids, labels = example.input_ids, example.labels
         if is_long:
             ids, labels = ids[:limit], labels[:limit]
-        n_labels = len(labels) - labels.count(IGNORE)
+        n_labels = len(labels) - labels.count(IGNORE_INDEX)
         if not n_labels:
             return "no_trainable_token_after_cut" if is_long else "no_trainable_token"
-        last = next(label for label in reversed(labels) if label != IGNORE)
+        last = next(label for label in reversed(labels) if label != IGNORE_INDEX)
         return Example(array("i", ids).tobytes(), array("i", labels).tobytes(), n_labels, is_long, last in self._ends)
 
 

@@ -19,10 +19,10 @@ from sftplay.config.schema.run import DataConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading, to_record
 from sftplay.data.prepare.arrow import RowWriter
-from sftplay.data.prepare.batch import Example, Fit, Outcome, RowReport, short
+from sftplay.data.prepare.batch import Example, RawRow, RowOptions, RowOutcome, short
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
-from sftplay.data.prepare.workers import Work, n_workers, treat_all
+from sftplay.data.prepare.workers import Work, n_workers, process_all
 from sftplay.data.read.sources import Dialect, other_files, read_raw, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.errors import DataError
@@ -54,10 +54,11 @@ def dialect_of(data: DataConfig) -> Dialect:
 class Preparation:
     """Fills a folder with token rows and their places, the held-out chats, the refused rows and the report."""
 
-    def __init__(self, data: DataConfig, renderer: Renderer, max_tokens: int) -> None:
-        self._data, self._renderer, self._max_tokens = data, renderer, max_tokens
-        self._reading, self._dialect = reading_of(data), dialect_of(data)
-        self._row_policies = RowPolicies(data, max_tokens)
+    def __init__(self, data: DataConfig, renderer: Renderer, max_tokens: int, *, only_held_out: bool = False) -> None:
+        """With `only_held_out` rows to train on are neither rendered nor judged nor counted."""
+        self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, dialect_of(data)
+        self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out)
+        self._policies = RowPolicies(data, max_tokens)
         self._began = self._said = time.monotonic()
 
     def run(self, inputs: Sequence[Input], folder: Path, guarded: Sequence[str] = ()) -> None:
@@ -75,17 +76,16 @@ class Preparation:
         with ExitStack() as files:
             self._open(folder, files)
             processes = n_workers([given.path for given in inputs])
-            fit = Fit(self._max_tokens, self._data.too_long)
             # Held-out rows go first: whether a training row is one of them must be known when it is met.
             batches = self._batches(list(reversed(inputs)))
-            treated = treat_all(batches, self._renderer, self._reading, fit, processes=processes)
-            files.enter_context(closing(treated))  # whatever happens here, its processes end now
+            processed = process_all(batches, self._renderer, self._options, processes=processes)
+            files.enter_context(closing(processed))  # whatever happens here, its processes end now
             n_read = 0
-            for outcomes in treated:
+            for outcomes in processed:
                 n_read += len(outcomes)
                 self._take(outcomes)
                 self._show_progress(n_read)
-        self._row_policies.check()
+        self._policies.check()
         self._check_ends(inputs[0].path)
         (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
 
@@ -94,7 +94,7 @@ class Preparation:
             if isinstance(row, Refused):
                 continue
             try:
-                self._row_policies.guard(short(keys_of(to_record(row, source, self._reading)).normal), source)
+                self._policies.guard(short(keys_of(to_record(row, source, self._options.reading)).normal), source)
             except DataError:  # it is counted where that file is measured on
                 continue
 
@@ -108,10 +108,10 @@ class Preparation:
 
     def _batches(self, inputs: Sequence[Input]) -> Iterator[Work]:
         for given in inputs:
-            batch: list[RowReport] = []
+            batch: list[RawRow] = []
             size = 0
             for row, (source, raw) in enumerate(read_raw(given.path, self._dialect)):
-                batch.append(RowReport(row, source, raw))
+                batch.append(RawRow(row, source, raw))
                 size += _size(raw)
                 if len(batch) == BATCH_ROWS or size > BATCH_CHARACTERS:
                     yield batch, given.share
@@ -119,53 +119,55 @@ class Preparation:
             if batch:
                 yield batch, given.share
 
-    def _take(self, outcomes: Sequence[Outcome]) -> None:
-        """Write what the row_policies keeps of one batch."""
-        kept: dict[Side, list[tuple[Outcome, Example]]] = {side: [] for side in SIDES}
+    def _take(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Write what the policies keep of one batch."""
+        kept: dict[Side, list[tuple[RowOutcome, Example]]] = {side: [] for side in SIDES}
         for outcome in outcomes:
             side: Side = "held_out" if outcome.held_out else "train"
-            pieces = self._row_policies.keep(outcome, side)
-            kept[side] += [(outcome, piece) for piece in pieces]
+            if side == "train" and self._options.only_held_out:
+                continue
+            examples = self._policies.keep(outcome, side)
+            kept[side] += [(outcome, example) for example in examples]
             if outcome.refused:
                 line = {"path": outcome.source.path, "line": outcome.source.line, "reason": outcome.refused}
                 self._refused_file.write(json.dumps(line) + "\n")
-            elif pieces and outcome.chat:
+            elif examples and outcome.chat:
                 self._chats_file.write(outcome.chat + "\n")
         for side, pairs in kept.items():
             places = [(outcome.source.path, outcome.source.line) for outcome, _ in pairs]
-            self._writers[side].write([piece for _, piece in pairs], [outcome.row for outcome, _ in pairs], places)
+            self._writers[side].write([example for _, example in pairs], [outcome.row for outcome, _ in pairs], places)
 
     def _check_ends(self, path: str) -> None:
         """A model that never learns to end its turn would never stop."""
-        row_counts = self._row_policies.tallies["train"]
-        if row_counts.chat_examples and not row_counts.ends_learned:
+        counts = self._policies.counts["train"]
+        if counts.chat_examples and not counts.ends_learned:
             raise DataError(
-                f"the end-of-turn token is in the loss of none of {row_counts.chat_examples:,} examples: all are cut at"
-                f" {self._max_tokens:,} tokens, the longest has {row_counts.longest:,}",
+                f"the end-of-turn token is in the loss of none of {counts.chat_examples:,} examples: all are cut at"
+                f" {self._max_tokens:,} tokens, the longest has {counts.longest:,}",
                 where=path,
                 fix="raise model.max_seq_len, or leave longer rows out with data.too_long: drop",
             )
 
     def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:
         paths = {"train": inputs[0].path, "held_out": inputs[-1].path}
-        tallies = self._row_policies.tallies
-        used = [side for side in SIDES if tallies[side].read]
+        counts = self._policies.counts
+        used = [side for side in SIDES if counts[side].read]
         return {
-            **total(tallies.values()).as_json(),
+            **total(counts.values()).as_json(),
             "mask_method": self._renderer.method,
             "template_hash": self._renderer.template_hash,
             "max_seq_len": self._max_tokens,
-            "sources": {side: {"path": paths[side], **tallies[side].as_json()} for side in used},
+            "sources": {side: {"path": paths[side], **counts[side].as_json()} for side in used},
             "notes": self._notes(inputs),
         }
 
     def _notes(self, inputs: Sequence[Input]) -> list[str]:
         notes = []
         share = inputs[-1].share
-        if share and not self._row_policies.tallies["held_out"].examples:
+        if share and not self._policies.counts["held_out"].examples:
             few = (
                 "there is only one prompt"
-                if self._row_policies.n_prompts < 2
+                if self._policies.n_prompts < 2
                 else f"too few prompts for a share of {share:g}"
             )
             notes.append(f"nothing is held out: {few}; raise data.split or give data.val_path")

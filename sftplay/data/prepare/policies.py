@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from sftplay.config.schema.run import DataConfig
-from sftplay.data.prepare.batch import Example, Outcome
+from sftplay.data.prepare.batch import Example, RowOutcome
 from sftplay.data.prepare.report import RowCounts
 from sftplay.data.records import Source
 from sftplay.errors import DataError
@@ -26,7 +26,7 @@ class RowPolicies:
 
     def __init__(self, data: DataConfig, max_tokens: int) -> None:
         self._data, self._max_tokens = data, max_tokens
-        self.tallies: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
+        self.counts: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
         self.n_bad = 0
         self._bad: list[str] = []
         self._exact: dict[Side, set[int]] = {side: set() for side in SIDES}
@@ -47,20 +47,20 @@ class RowPolicies:
         """Remember a row that must not be trained on."""
         self._guarded.setdefault(normal_key, str(source))
 
-    def keep(self, outcome: Outcome, side: Side) -> Sequence[Example]:
+    def keep(self, outcome: RowOutcome, side: Side) -> Sequence[Example]:
         """What of a record goes on; empty when it was refused or dropped, and then it is known why."""
-        row_counts = self.tallies[side]
+        counts = self.counts[side]
         if outcome.refused:
-            row_counts.refused += 1
+            counts.refused += 1
             self._note_bad(outcome, outcome.refused)
             return []
-        is_seen = self._count_content(outcome, side, row_counts)
+        is_seen = self._count_content(outcome, side, counts)
         reason = self._reason_to_leave(outcome, side, is_seen=is_seen)
         if reason:
-            row_counts.dropped[reason] += 1
+            counts.dropped[reason] += 1
             return []
-        row_counts.add_record(outcome)
-        return outcome.pieces
+        counts.add_record(outcome)
+        return outcome.examples
 
     def check(self) -> None:
         """Raise the DataError that names the first five bad rows, if there were any."""
@@ -75,31 +75,31 @@ class RowPolicies:
             " for rows of the held-out set data.leaks: drop",
         )
 
-    def _count_content(self, outcome: Outcome, side: Side, row_counts: RowCounts) -> bool:
+    def _count_content(self, outcome: RowOutcome, side: Side, counts: RowCounts) -> bool:
         """Whether an earlier record of this side has the same content, in its normal form at least."""
         exact, normal, prompt = outcome.keys
         is_exact = exact in self._exact[side]
         is_seen = is_exact or normal in self._normal[side]
         self._exact[side].add(exact)
         self._normal[side].add(normal)
-        row_counts.duplicates += is_exact
-        row_counts.near_duplicates += is_seen and not is_exact
+        counts.duplicates += is_exact
+        counts.near_duplicates += is_seen and not is_exact
         if side == "held_out":
             self.guard(normal, outcome.source)
         elif outcome.is_chat and self._answers.setdefault(prompt, normal) != normal:
             self._several.add(prompt)
-            row_counts.prompts_with_several_answers = len(self._several)
+            counts.prompts_with_several_answers = len(self._several)
         for length in outcome.lengths:
-            row_counts.add_length(length)
+            counts.add_length(length)
         for column in outcome.unused:
-            is_named = column in row_counts.unused_columns or len(row_counts.unused_columns) < NAMED_COLUMNS
-            row_counts.unused_columns[column if is_named else OTHERS] += 1
-        row_counts.typed_specials += outcome.typed_specials > 0
+            is_named = column in counts.unused_columns or len(counts.unused_columns) < NAMED_COLUMNS
+            counts.unused_columns[column if is_named else OTHERS] += 1
+        counts.typed_specials += outcome.typed_specials > 0
         if self._data.system is not None and outcome.is_chat:
-            row_counts.with_system += outcome.has_system == self._data.system
+            counts.with_system += outcome.has_system == self._data.system
         return is_seen
 
-    def _reason_to_leave(self, outcome: Outcome, side: Side, *, is_seen: bool) -> str:
+    def _reason_to_leave(self, outcome: RowOutcome, side: Side, *, is_seen: bool) -> str:
         """Why the record is not trained on, or nothing; where the config says error, that is noted too."""
         twin = self._guarded.get(outcome.keys[1], "") if side == "train" else ""
         if twin:
@@ -110,12 +110,12 @@ class RowPolicies:
             return "duplicate"
         if outcome.dropped == "too_long" and self._data.too_long == "error":
             self._add_bad(f"{outcome.source} has {max(outcome.lengths):,} tokens; max_seq_len is {self._max_tokens:,}")
-        elif not outcome.pieces and outcome.dropped != "too_long":
+        elif not outcome.examples and outcome.dropped != "too_long":
             after = f" in its first {self._max_tokens:,} tokens" if outcome.dropped.endswith("cut") else ""
             self._note_bad(outcome, f"has nothing to learn{after}")
-        return "" if outcome.pieces else outcome.dropped
+        return "" if outcome.examples else outcome.dropped
 
-    def _note_bad(self, outcome: Outcome, reason: str) -> None:
+    def _note_bad(self, outcome: RowOutcome, reason: str) -> None:
         if self._data.on_bad_row == "error":
             self._add_bad(f"{outcome.source} {reason}")
 

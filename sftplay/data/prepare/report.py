@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sftplay.data.prepare.batch import Outcome
+from sftplay.data.prepare.batch import RowOutcome
 
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Upper edges of the length histogram, in tokens."""
@@ -65,19 +65,19 @@ class RowCounts:
         self.longest = max(self.longest, n_tokens)
         self.lengths[next((edge for edge in BINS if n_tokens <= edge), 0)] += 1
 
-    def add_record(self, outcome: Outcome) -> None:
+    def add_record(self, outcome: RowOutcome) -> None:
         """Count a record that goes on, whole or in part."""
-        pieces = outcome.pieces
-        is_cut = bool(outcome.dropped) or any(piece.is_cut for piece in pieces)
+        examples = outcome.examples
+        is_cut = bool(outcome.dropped) or any(example.is_cut for example in examples)
         self.cut += is_cut
         self.kept += not is_cut
         self.split += len(outcome.lengths) > 1
-        self.examples += len(pieces)
-        self.chat_examples += len(pieces) * outcome.is_chat
-        for piece in pieces:
-            self.tokens += len(piece.ids) // 4
-            self.trainable_tokens += piece.n_labels
-            self.ends_learned += piece.ends_learned
+        self.examples += len(examples)
+        self.chat_examples += len(examples) * outcome.is_chat
+        for example in examples:
+            self.tokens += len(example.ids) // 4
+            self.trainable_tokens += example.n_labels
+            self.ends_learned += example.ends_learned
 
     @property
     def read(self) -> int:
@@ -109,11 +109,11 @@ class RowCounts:
         }
 
 
-def total(tallies: Iterable[RowCounts]) -> RowCounts:
+def total(sources: Iterable[RowCounts]) -> RowCounts:
     """The sum of several sources."""
     whole = RowCounts()
-    for row_counts in tallies:
-        for name, value in vars(row_counts).items():
+    for source in sources:
+        for name, value in vars(source).items():
             so_far = getattr(whole, name)
             setattr(whole, name, max(so_far, value) if name == "longest" else so_far + value)
     return whole

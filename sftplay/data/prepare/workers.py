@@ -1,4 +1,4 @@
-"""Processes that treat batches side by side and hand the outcomes back in order.
+"""Processes that work on batches side by side and hand the outcomes back in order.
 
 They are started anew, not forked, so they hold neither torch nor the caller's memory. Small inputs need none: there
 the caller does the work itself.
@@ -17,32 +17,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sftplay.data.encode.render import Recipe, Renderer
-from sftplay.data.layouts.convert import Reading
-from sftplay.data.prepare.batch import Fit, Outcome, RowReport, Treatment
+from sftplay.data.prepare.batch import RawRow, RowOptions, RowOutcome, RowProcessor
 from sftplay.data.read.sources import files_of, is_hub_name
 from sftplay.errors import MachineError
 from sftplay.machine.probe import usable_cores
 from sftplay.signals import die_with_parent
 
-ALONE_BYTES = 4 << 20
+WORTH_WORKERS_BYTES = 4 << 20
 """Below this starting processes takes longer than the work."""
 
-MOST = 6
+MOST_WORKERS = 6
 """More would only wait for the one process that reads and writes."""
 
-AHEAD = 2
+BATCHES_AHEAD = 2
 """Batches in flight for each process: enough to keep it busy, few enough to bound memory."""
 
 UNPACKED = {".gz": 5, ".parquet": 4}
 """About how much larger the rows are than a file of that kind."""
 
-Work = tuple[list[RowReport], float]
+Work = tuple[list[RawRow], float]
 """A batch and the share of its prompts that is held out."""
 
-OURS = (signal.SIGINT, signal.SIGUSR1)
+SHARED_SIGNALS = (signal.SIGINT, signal.SIGUSR1)
 """Signals that a terminal or a scheduler sends to all processes, and that only the parent answers."""
 
-_treatment: list[Treatment] = []
+_processor: list[RowProcessor] = []
 """What a started process works with; empty in every other process."""
 
 
@@ -50,31 +49,31 @@ def n_workers(paths: Iterable[str]) -> int:
     """How many processes are worth starting for these inputs; 1 means none beside the caller."""
     named = list(paths)
     if any(is_hub_name(path) for path in named):
-        return min(usable_cores(), MOST)
+        return min(usable_cores(), MOST_WORKERS)
     n_bytes = sum(_unpacked_bytes(file) for path in named for file in files_of(path))
-    return 1 if n_bytes < ALONE_BYTES else min(usable_cores(), MOST)
+    return 1 if n_bytes < WORTH_WORKERS_BYTES else min(usable_cores(), MOST_WORKERS)
 
 
-def treat_all(
-    batches: Iterable[Work], renderer: Renderer, reading: Reading, fit: Fit, *, processes: int
-) -> Generator[list[Outcome]]:
+def process_all(
+    batches: Iterable[Work], renderer: Renderer, options: RowOptions, *, processes: int
+) -> Generator[list[RowOutcome]]:
     """The outcomes of each batch, in order; the batches are drawn only a little ahead. Close it to end its processes.
 
     Raises:
         MachineError: one of the processes was killed.
     """
     if processes == 1:
-        treatment = Treatment(renderer, reading, fit)
-        yield from (treatment.treat(lines, share) for lines, share in batches)
+        processor = RowProcessor(renderer, options)
+        yield from (processor.process(rows, share) for rows, share in batches)
         return
     pool = ProcessPoolExecutor(
         processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
-        initargs=(renderer.recipe(), reading, fit, os.getpid()),
+        initargs=(renderer.recipe(), options, os.getpid()),
     )
     try:
-        yield from _in_order(pool, batches, AHEAD * processes)
+        yield from _in_order(pool, batches, BATCHES_AHEAD * processes)
     except BrokenProcessPool as error:
         fix = "free memory, or prepare the data on a larger machine with `make process`"
         raise MachineError("a process that tokenises was killed from outside", where="data", fix=fix) from error
@@ -82,11 +81,11 @@ def treat_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, batches: Iterable[Work], most: int) -> Iterator[list[Outcome]]:
-    waiting: deque[Future[list[Outcome]]] = deque()
-    for lines, share in batches:
-        with _deaf():  # this may start a process
-            waiting.append(pool.submit(_treat, lines, share))
+def _in_order(pool: ProcessPoolExecutor, batches: Iterable[Work], most: int) -> Iterator[list[RowOutcome]]:
+    waiting: deque[Future[list[RowOutcome]]] = deque()
+    for rows, share in batches:
+        with _signals_held_back():  # this may start a process
+            waiting.append(pool.submit(_process, rows, share))
         if len(waiting) > most:
             yield waiting.popleft().result()
     while waiting:
@@ -94,25 +93,25 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterable[Work], most: int) -> 
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Hold OURS back: a process started meanwhile never gets them, and would else die of them as it imports."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
+def _signals_held_back() -> Iterator[None]:
+    """Block SHARED_SIGNALS; a process that starts meanwhile inherits that, or it could die of one while it imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHARED_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(recipe: Recipe, reading: Reading, fit: Fit, parent: int) -> None:
+def _begin(recipe: Recipe, options: RowOptions, parent: int) -> None:
     die_with_parent(parent)
-    for stop in OURS:  # the parent decides when to stop, and ends this process by SIGTERM
+    for stop in SHARED_SIGNALS:  # the parent decides when to stop, and ends this process by SIGTERM
         signal.signal(stop, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each: the cores are shared out already
-    _treatment.append(Treatment(Renderer.from_recipe(recipe), reading, fit))
+    _processor.append(RowProcessor(Renderer.from_recipe(recipe), options))
 
 
-def _treat(lines: list[RowReport], share: float) -> list[Outcome]:
-    return _treatment[0].treat(lines, share)
+def _process(rows: list[RawRow], share: float) -> list[RowOutcome]:
+    return _processor[0].process(rows, share)
 
 
 def _unpacked_bytes(file: Path) -> int:

@@ -1,6 +1,6 @@
 """Files with rows: which there are in a path, of which kind, and their bytes, unpacked.
 
-What the bytes mean is decided in `lines`, `documents` and `tables`.
+What the bytes mean is decided in `jsonl`, `json_document` and `tables`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows of one JSON document: the elements of an array, of the only list in an object, or the object itself.
 
-An array is read piece by piece, so that its size does not matter. A row is handed on as text and parsed later, like a
+An array is read block by block, so that its size does not matter. A row is handed on as text and parsed later, like a
 line; that it ends where it ends is found out here.
 """
 
@@ -19,7 +19,7 @@ from sftplay.data.read.jsonl import LONGEST
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
-PIECE = 1 << 16
+BLOCK = 1 << 16
 MOST_OF_OBJECT = 1 << 30
 """Characters of a document that is an object: it has to be looked through before its rows are known."""
 
@@ -46,7 +46,7 @@ def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
 
 
 class _Text:
-    """A document with a place in it; holds what is not read yet of one piece, or of one row."""
+    """A document with a place in it; holds what is not read yet of one block, or of one row."""
 
     def __init__(self, charset: Charset, stream: TextIO) -> None:
         self.charset = charset
@@ -96,11 +96,11 @@ class _Text:
         return DataError(what, where=f"{self.charset.file}:{n_lines + 1}", fix=FIX)
 
     def _grow(self) -> bool:
-        """Read on, a piece as long as what is held from here, so that all attempts together stay linear."""
+        """Read on, a block as long as what is held from here, so that all attempts together stay linear."""
         kept = self._held[self._at :]
         if len(kept) > self.most:
             raise self.broken(f"has a value of more than {self.most:,} characters, or one that never ends")
-        more = self._stream.read(max(PIECE, len(kept)))
+        more = self._stream.read(max(BLOCK, len(kept)))
         if more:
             self._lines_gone += self._held.count("\n", 0, self._at)
             self._held, self._at = kept + more, 0

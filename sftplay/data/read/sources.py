@@ -1,7 +1,7 @@
 """Rows of files, folders and hub data sets, each with the place it came from.
 
 A row that cannot be read comes out as `Refused`, so that whoever counts sees it; a file that cannot be read at all is a
-`DataError`. What a row means is decided in `formats`; the network is `hub`'s business.
+`DataError`. What a row means is decided in `layouts`; the network is `hub`'s business.
 """
 
 from __future__ import annotations

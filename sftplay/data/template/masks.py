@@ -5,7 +5,8 @@
     prefixes    the text up to a turn with the answer's header, and the text with the turn, differ by the turn
 
 A turn begins where the inference prompt ends and closes with its end-of-turn token; the calls it makes are part of it.
-Everything here is characters; no tokenizer is involved. Special tokens that somebody typed are guarded by `literals`.
+Everything here is characters; no tokenizer is involved. Special tokens that somebody typed are guarded in
+`typed_specials`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TurnFinder:
         special = list(special_tokens)
         self._special = _pattern(special, "+")
         self._closing = _pattern(special, r"+\s*\Z")
-        self._skeletons: dict[tuple[str, ...], SentinelLayout] = {}
+        self._layouts: dict[tuple[str, ...], SentinelLayout] = {}
         self._set_ends(ends)
 
     def learn_ends(self, chats: Iterable[Chat]) -> None:
@@ -181,19 +182,19 @@ class TurnFinder:
         return at + len(content) + len(tail) if tail else len(text.rstrip())
 
     def _sentinel_layout(self, roles: tuple[str, ...]) -> SentinelLayout:
-        if roles not in self._skeletons:
-            self._skeletons[roles] = read_sentinel_layout(self.template, roles, self._end)
-        return self._skeletons[roles]
+        if roles not in self._layouts:
+            self._layouts[roles] = read_sentinel_layout(self.template, roles, self._end)
+        return self._layouts[roles]
 
-    def _check(self, piece: str, message: Message, prompt: str) -> None:
-        """A learned piece must be the assistant's text, give or take white space and what the template puts before.
+    def _check(self, learned: str, message: Message, prompt: str) -> None:
+        """A learned learned must be the assistant's text, give or take white space and what the template puts before.
 
         The text may begin in `prompt`, the inference prompt: some of those open the thinking for the model.
         """
-        end = next((end for end in self.ends if piece.endswith(end)), None)
+        end = next((end for end in self.ends if learned.endswith(end)), None)
         if end is None:
-            raise Unproven(f"the learned text does not close with the end-of-turn token but with {piece[-20:]!r}")
-        body, content = piece[: len(piece) - len(end)], message.content
+            raise Unproven(f"the learned text does not close with the end-of-turn token but with {learned[-20:]!r}")
+        body, content = learned[: len(learned) - len(end)], message.content
         if message.calls:
             if not has_text(prompt[-len(content) :] * bool(content) + body, message):
                 raise Unproven(f"the template drops what the assistant says beside its calls: {content[:60]!r}")

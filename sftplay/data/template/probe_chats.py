@@ -1,4 +1,4 @@
-"""Dialogues of our own on which a chat template is tried out before any data is.
+"""Chats of the kit's own on which a chat template is tried out before any data is.
 
 They ask what data seldom does: equal turns, a user who types the template's own headers, calls with their results.
 """
@@ -12,7 +12,7 @@ from sftplay.data.template.templates import ChatTemplate
 from sftplay.errors import DataError
 
 OPENINGS = ("", "<think>\nWell.\n</think>\n\n")
-"""What the answers begin with: a template that expects thinking cannot hold on dialogues without any."""
+"""What the answers begin with: a template that expects thinking cannot hold on chats without any."""
 
 NEXT = Message("user", "Ping next?")
 
@@ -44,10 +44,10 @@ def tool_probe_chats() -> list[Chat]:
         NEXT,
         Message("assistant", "Pong next."),
     )
-    whole = Chat(turns, Source("(built-in dialogue with a call)", 1), tools=_TOOLS)
+    whole = Chat(turns, Source("(built-in chat with a call)", 1), tools=_TOOLS)
     return [whole, *whole.turns_apart()[:1]]
 
 
 def _by_turns(words: list[str]) -> Chat:
     turns = [Message("assistant" if place % 2 else "user", text) for place, text in enumerate(words)]
-    return Chat(tuple(turns), Source("(built-in dialogue)", 1))
+    return Chat(tuple(turns), Source("(built-in chat)", 1))

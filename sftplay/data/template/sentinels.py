@@ -53,7 +53,7 @@ class SentinelLayout:
 
 
 def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], end: re.Pattern[str]) -> SentinelLayout:
-    """The sentinel_layout of chats with these roles; `end` matches an end-of-turn token and white space before it.
+    """The layout of chats with these roles; `end` matches an end-of-turn token and white space before it.
 
     Raises:
         Unproven: a text is missing, doubled or out of order, inference would prompt otherwise, or a turn has no end.

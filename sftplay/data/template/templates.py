@@ -29,8 +29,8 @@ Span = tuple[int, int]
 """A half-open range of characters."""
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use. `literals`
-refuses a record that holds them."""
+"""Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use.
+`typed_specials` refuses a record that holds them."""
 
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template may raise on a chat it was not made for."""
@@ -38,7 +38,7 @@ FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ari
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """How a template wants to be given chats, found by trying (see `forms`); it says so nowhere itself."""
+    """How a template wants to be given chats, found by trying (see `traits`); it says so nowhere itself."""
 
     arguments_as_text: bool = False
     """A call's arguments are wanted as JSON text; transformers documents an object."""
@@ -154,7 +154,7 @@ class ChatTemplate:
         return _without_marks(text) if self.has_marks else (text, [])
 
     def in_traits(self, traits: TemplateTraits) -> ChatTemplate:
-        """The same template, given chats in another traits."""
+        """The same template, given chats as `traits` say."""
         return ChatTemplate(self.text, self._tokens, traits)
 
     def _turn(self, message: Message) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from sftplay.atomic import write_text
 from sftplay.config.schema.run import EvalConfig, RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import Examples
-from sftplay.data.records import Chat
+from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.deliver.evaluate.metrics import score_answers
 from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.monitor.out_of_memory import AdaptiveBatches
@@ -118,7 +118,7 @@ def _summed_loss(
     batch, device = batch[part], next(model.parameters()).device
     width = max(len(ids) for ids, _ in batch)
     ids = torch.full((len(batch), width), pad_token_id)
-    labels = torch.full((len(batch), width), -100)
+    labels = torch.full((len(batch), width), IGNORE_INDEX)
     mask = torch.zeros_like(ids)
     for i, (row, targets) in enumerate(batch):
         ids[i, : len(row)] = torch.tensor(row)
@@ -127,7 +127,7 @@ def _summed_loss(
     scores = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits[:, :-1]
     wanted = labels[:, 1:].to(device)
     loss = functional.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten(), reduction="sum")
-    return float(loss), int((wanted != -100).sum())
+    return float(loss), int((wanted != IGNORE_INDEX).sum())
 
 
 def _by_length(

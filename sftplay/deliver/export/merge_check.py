@@ -22,7 +22,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import load_examples
-from sftplay.data.records import Message
+from sftplay.data.records import IGNORE_INDEX, Message
 from sftplay.deliver.export.merge import adapter_of, load_unquantised, size_bytes, with_adapter
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import ConfigError, DataError, RunError
@@ -121,7 +121,7 @@ def _built_in(tokenizer: Any) -> list[list[int]]:
 
 
 def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
-    first = next((place for place, label in enumerate(labels) if label != -100), len(ids))
+    first = next((place for place, label in enumerate(labels) if label != IGNORE_INDEX), len(ids))
     return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # of plain text, all of it learned, one half
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.layouts.convert import Row
+from sftplay.data.layouts.fields import Row
 from sftplay.deliver.infer.generate import Generator, answer_batch
 from sftplay.deliver.infer.partial_answers import FIX_SPACE, PartialAnswers
 from sftplay.deliver.infer.prompts import Prompt, PromptFile

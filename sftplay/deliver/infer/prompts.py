@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sftplay.data.layouts.convert import Reading, Row, read_prompt
+from sftplay.data.layouts.convert import Reading, read_prompt
+from sftplay.data.layouts.fields import Row
 from sftplay.data.read.sources import files_of, read_rows
 from sftplay.data.records import Message, Refused, Source
 from sftplay.errors import DataError

@@ -6,10 +6,12 @@ It compares nothing itself; whether an answer is correct was decided when it was
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
+from sftplay.deliver.report.figures import format_figure
+from sftplay.deliver.report.page import cut
 from sftplay.deliver.report.run_files import RunFiles, answer_rows
-from sftplay.deliver.report.wording import escaped, format_figure, table
+from sftplay.deliver.report.sections import Table
 
 EACH = 4
 """Rows shown of each kind."""
@@ -29,23 +31,38 @@ KINDS: dict[Kind, str] = {
 }
 
 
-def show_answers(found: RunFiles, prefix: str = "") -> str:
-    """The answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; empty when there are none after training."""
-    before = _verdicts(found, f"{prefix}before")
-    after = _verdicts(found, f"{prefix}after")
+class Answer(NamedTuple):
+    """One row: its heading, and its texts as (name, correct or not or unknown, text)."""
+
+    title: str
+    texts: list[tuple[str, bool | None, str]]
+
+
+class Answers(NamedTuple):
+    """The answers of one measurement."""
+
+    counts: Table | None
+    shown: list[Answer]
+    n_rows: int
+    each: int = EACH
+
+
+def answers_of(run: RunFiles, prefix: str = "") -> Answers | None:
+    """The answers of eval/<prefix>before.jsonl and <prefix>after.jsonl; None when there are none after training."""
+    before = _verdicts(run, f"{prefix}before")
+    after = _verdicts(run, f"{prefix}after")
     if not after:
-        return ""
+        return None
     kinds: dict[Any, Kind] = {row: (before.get(row), verdict) for row, verdict in after.items()}
     chosen = _choose(kinds)
-    old, new = (_rows(found, f"{prefix}{name}", set(chosen)) for name in ("before", "after"))
-    cards = "".join(_card(kinds[row], new[row], old.get(row)) for row in chosen if row in new)
-    format_figure = f"{len(chosen):,} of {len(after):,} rows: the first {EACH} of each kind."
-    return f'{_counts(kinds)}<p class="soft">{format_figure}</p><div class="answers">{cards}</div>'
+    old, new = (_rows(run, f"{prefix}{name}", set(chosen)) for name in ("before", "after"))
+    shown = [_answer(kinds[row], new[row], old.get(row)) for row in chosen if row in new]
+    return Answers(_counts(kinds), shown, len(after))
 
 
-def _verdicts(found: RunFiles, tag: str) -> dict[Any, bool | None]:
+def _verdicts(run: RunFiles, tag: str) -> dict[Any, bool | None]:
     verdicts: dict[Any, bool | None] = {}
-    for row in answer_rows(found.folder, tag):
+    for row in answer_rows(run.folder, tag):
         if isinstance(row.get("row"), int | str):
             verdicts[row["row"]] = row["correct"] if isinstance(row.get("correct"), bool) else None
     return verdicts
@@ -57,39 +74,27 @@ def _choose(kinds: dict[Any, Kind]) -> list[Any]:
     return [row for kind in known for row in [row for row, of in kinds.items() if of == kind][:EACH]]
 
 
-def _rows(found: RunFiles, tag: str, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
-    rows = (row for row in answer_rows(found.folder, tag) if isinstance(row.get("row"), int | str))
+def _rows(run: RunFiles, tag: str, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
+    rows = (row for row in answer_rows(run.folder, tag) if isinstance(row.get("row"), int | str))
     return {row["row"]: row for row in rows if row["row"] in wanted}
 
 
-def _counts(kinds: dict[Any, Kind]) -> str:
+def _counts(kinds: dict[Any, Kind]) -> Table | None:
     counts = Counter(kinds.values())
     if set(counts) == {(None, None)}:
-        return ""
+        return None
     rows = [
-        [escaped(name), f"{counts[kind]:,}", format_figure("row_share", counts[kind] / len(kinds))]
+        [name, f"{counts[kind]:,}", format_figure("row_share", counts[kind] / len(kinds))]
         for kind, name in KINDS.items()
         if counts[kind]
     ]
-    return table(["Exact match", "Rows", "Share"], rows, kinds=" nn")
+    return Table(head=["Exact match", "Rows", "Share"], rows=rows, kinds=" nn")
 
 
-def _card(kind: Kind, new: dict[str, Any], old: dict[str, Any] | None) -> str:
-    parts = [("Prompt", _text(new.get("prompt"))), ("Reference", _text(new.get("reference")))]
-    if old is not None:
-        parts.append((f"Before {_verdict(kind[0])}", _text(old.get("prediction"))))
-    parts.append((f"After {_verdict(kind[1])}", _text(new.get("prediction"))))
-    inner = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in parts)
-    title = KINDS.get(kind, "without a verdict")
-    return f'<article class="answer"><h3>Row {escaped(new["row"], 80)}: {title}</h3><dl>{inner}</dl></article>'
-
-
-def _verdict(is_correct: bool | None) -> str:
-    if is_correct is None:
-        return ""
-    return '<span class="verdict good">✓ correct</span>' if is_correct else '<span class="verdict bad">✗ wrong</span>'
-
-
-def _text(value: object) -> str:
-    text = value if isinstance(value, str) else "" if value is None else str(value)
-    return f'<div class="text">{escaped(text, MOST_CHARACTERS)}</div>' if text.strip() else "<small>(empty)</small>"
+def _answer(kind: Kind, new: dict[str, Any], old: dict[str, Any] | None) -> Answer:
+    texts: list[tuple[str, bool | None, Any]]
+    texts = [("Prompt", None, new.get("prompt")), ("Reference", None, new.get("reference"))]
+    texts += [("Before", kind[0], old.get("prediction"))] if old is not None else []
+    texts += [("After", kind[1], new.get("prediction"))]
+    title = f"Row {cut(new['row'], 80)}: {KINDS.get(kind, 'without a verdict')}"
+    return Answer(title, [(name, verdict, "" if v is None else cut(v, MOST_CHARACTERS)) for name, verdict, v in texts])

@@ -1,17 +1,19 @@
 """Curves as inline SVG that fills whatever width it gets, with its labels as text beside it.
 
-It knows steps and figures, nothing of runs. The drawing stretches; strokes, dots and letters do not.
+It knows steps and figures, nothing of runs; `templates/chart.html` has the markup. The drawing stretches; strokes, dots
+and letters do not.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
+from sftplay.deliver.report.figures import format_figure
 from sftplay.deliver.report.history import Point
-from sftplay.deliver.report.wording import escaped, format_figure
 
 WIDTH, HEIGHT = 1000.0, 300.0
 MOST_DOTS = 60
@@ -26,28 +28,20 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve of a chart; `kind` is its colour: a, b, c or d. With `dots` every point shows."""
+    """One curve of a chart; `colour` is a, b, c or d of the style sheet. With `dots` every point shows."""
 
     key: str
     name: str
     points: Sequence[Point]
-    kind: str = "a"
+    colour: str = "a"
     dots: bool = False
     trend: Sequence[Point] = ()
     """Means over stretches, drawn over a curve that is then pale; for noisy figures of many points."""
 
-
-@dataclass(frozen=True)
-class Chart:
-    """Curves over one axis of steps. `unit` is a figure's key by which `wording.shown` formats values."""
-
-    title: str
-    unit: str
-    lines: Sequence[Curve]
-    last_step: float
-    resumed: Sequence[float] = ()
-    is_wide: bool = False
-    may_be_log: bool = False
+    @cached_property
+    def drawable(self) -> list[Point]:
+        """The points that have a place on an axis."""
+        return [point for point in self.points if is_drawable(point[1])]
 
 
 @dataclass(frozen=True)
@@ -67,61 +61,108 @@ class Axis:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
-def draw(chart: Chart) -> str:
-    """The chart as an HTML figure; empty when none of its lines has a point."""
-    lines = [line for line in chart.lines if len(line.points)]
-    if not lines:
-        return ""
-    values = [value for line in lines for _, value in line.points if is_drawable(value)]
-    across = linear_axis(0.0, max([chart.last_step, 1.0, *(line.points[-1][0] for line in lines)]), 4, whole=True)
-    up = value_axis(values, is_bytes=chart.unit.endswith("_bytes"), may_be_log=chart.may_be_log)
-    drawn = "".join(_marks(line.points, across) for line in lines)
-    drawn += "".join(
-        f'<line class="resume" x1="{_x(step, across)}" x2="{_x(step, across)}" y1="0" y2="{HEIGHT:g}"/>'
-        for step in chart.resumed
-    )
-    drawn += "".join(_path(line, across, up) for line in lines)
-    scale = " (logarithmic)" if up.is_log else ""
-    described = "; ".join(f"{line.name}: {summary(line, chart.unit)}" for line in lines)
-    picture = (
-        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img">'
-        f"<title>{escaped(chart.title)} against step{scale}. {escaped(described)}</title>{_grid(up)}{drawn}</svg>"
-    )
-    told = "".join(
-        f'<li class="{line.kind}"><b>{escaped(line.name)}</b> <span>{escaped(summary(line, chart.unit))}</span></li>'
-        for line in lines
-    )
-    wide = " big" if chart.is_wide else ""
-    return (
-        f'<figure class="chart{wide}"><figcaption>{escaped(chart.title)}<small>{scale}</small></figcaption>'
-        f'<div class="plot">{_upright(up, chart.unit)}<div class="area">{picture}<i class="cursor"></i></div>'
-        f'{_labels(across)}</div><ul class="legend">{told}</ul>{_points(chart.unit, lines, across)}'
-        "</figure>"
-    )
+class SvgPath(NamedTuple):
+    """One path of the drawing: its classes, the curve's key where it is the curve itself, and its data."""
+
+    classes: str
+    key: str
+    data: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Curves, of which at least one has a point, over one axis of steps."""
+
+    title: str
+    unit: str
+    """A figure's key, by which `figures.format_figure` formats values."""
+
+    curves: Sequence[Curve]
+    last_step: float
+    resumed: Sequence[float] = ()
+    """Steps after which the run was resumed."""
+
+    is_wide: bool = False
+    may_be_log: bool = False
+
+    @cached_property
+    def across(self) -> Axis:
+        """The axis of steps."""
+        ends = (curve.points[-1][0] for curve in self.curves)
+        return linear_axis(0.0, max([self.last_step, 1.0, *ends]), 4, whole=True)
+
+    @cached_property
+    def up(self) -> Axis:
+        """The axis of values."""
+        values = [value for curve in self.curves for _, value in curve.drawable]
+        return value_axis(values, is_bytes=self.unit.endswith("_bytes"), may_be_log=self.may_be_log)
+
+    def x(self, step: float) -> str:
+        """Where a step lies in the drawing."""
+        return f"{WIDTH * self.across.place(step):.1f}".removesuffix(".0")
+
+    def y(self, value: float) -> str:
+        """Where a value lies in the drawing."""
+        return f"{HEIGHT * (1 - self.up.place(value)):.1f}".removesuffix(".0")
+
+    def up_labels(self) -> list[tuple[float, str]]:
+        """Where labels stand beside the axis of values, from 0 (the top) to 1, and their texts."""
+        return [(1 - self.up.place(tick), _tick(tick, self.unit, self.up.high)) for tick in self.up.ticks]
+
+    def across_labels(self) -> list[tuple[float, str]]:
+        """Where labels stand below the axis of steps, from 0 (the left) to 1, and their texts."""
+        return [(self.across.place(tick), _tick(tick, "step", self.across.high)) for tick in self.across.ticks]
+
+    def summary(self, curve: Curve) -> str:
+        """Where a curve begins, its lowest and highest value, and where it ends."""
+        return _summary(curve, self.unit)
+
+    def not_finite(self) -> list[float]:
+        """Steps at which a value was not finite."""
+        return [
+            step
+            for curve in self.curves
+            for step in [step for step, value in curve.points if not is_drawable(value)][:MOST_DOTS]
+        ]
+
+    def paths(self) -> Iterator[SvgPath]:
+        """What the curves look like."""
+        for curve in self.curves:
+            # A lone point of a path shows only when it has a length, if of zero.
+            lone = "h0" if len(curve.drawable) == 1 else ""
+            yield SvgPath(f"line {curve.colour}{' pale' if curve.trend else ''}", curve.key, self._line(curve) + lone)
+            if turns := [self._turn(point) for point in curve.trend if is_drawable(point[1])]:
+                yield SvgPath(f"line {curve.colour}", "", f"M{'L'.join(turns)}")
+            if lone or (curve.dots and len(curve.drawable) <= MOST_DOTS):
+                yield SvgPath(
+                    f"dots {curve.colour}", "", "".join(f"M{self._turn(point)}h0" for point in curve.drawable)
+                )
+
+    def pointer_data(self) -> dict[str, Any]:
+        """The values that the pointer shows, exact where the drawing is rounded."""
+        kind = "bytes" if self.unit.endswith("_bytes") else "share" if self.unit.endswith("_share") else ""
+        curves = [
+            {"name": c.name, "x": [s for s, _ in c.drawable], "y": [float(f"{v:.5g}") for _, v in c.drawable]}
+            for c in self.curves
+        ]
+        return {"range": [self.across.low, self.across.high], "kind": kind, "curves": curves}
+
+    def _line(self, curve: Curve) -> str:
+        """The points in a row, with a gap where a value was not finite."""
+        parts, is_open = [], False
+        for point in curve.points:
+            if is_drawable(point[1]):
+                parts.append(f"{'L' if is_open else 'M'}{self._turn(point)}")
+            is_open = is_drawable(point[1])
+        return "".join(parts)
+
+    def _turn(self, point: Point) -> str:
+        return f"{self.x(point[0])} {self.y(point[1])}"
 
 
 def is_drawable(value: float) -> bool:
     """True for values that are finite and of a size that arithmetic with floats survives."""
     return abs(value) < MOST_DRAWN
-
-
-def summary(line: Curve, unit: str) -> str:
-    """Where a curve begins, its lowest and highest value, and where it ends."""
-    finite = [point for point in line.points if is_drawable(point[1])]
-    if not finite:
-        return "no finite value"
-    (first_step, first), (last_step, last) = finite[0], finite[-1]
-    text = f"{format_figure(unit, first)} at step {first_step:,.0f}"
-    if len({value for _, value in finite}) == 1 and len(finite) > 1:
-        text = f"{format_figure(unit, first)} throughout"
-    elif len(finite) > 1:
-        low, high = (pick(finite, key=lambda point: point[1]) for pick in (min, max))
-        text += f" → {format_figure(unit, last)} at step {last_step:,.0f}"
-        text += f"; lowest {format_figure(unit, low[1])} at {low[0]:,.0f}" if low not in (finite[0], finite[-1]) else ""
-        text += (
-            f"; highest {format_figure(unit, high[1])} at {high[0]:,.0f}" if high not in (finite[0], finite[-1]) else ""
-        )
-    return text + ("; not finite in places" if len(finite) < len(line.points) else "")
 
 
 def value_axis(values: Sequence[float], *, is_bytes: bool = False, may_be_log: bool = False) -> Axis:
@@ -160,90 +201,29 @@ def _log_axis(low: float, high: float) -> Axis:
     return Axis(10.0**first, 10.0**last, ticks, is_log=True)
 
 
-def _x(step: float, across: Axis) -> str:
-    return f"{WIDTH * across.place(step):.1f}".removesuffix(".0")
+def _summary(curve: Curve, unit: str) -> str:
+    finite = curve.drawable
+    if not finite:
+        return "no finite value"
+    (first_step, first), (last_step, last) = finite[0], finite[-1]
+    text = f"{format_figure(unit, first)} at step {first_step:,.0f}"
+    if len({value for _, value in finite}) == 1 and len(finite) > 1:
+        text = f"{format_figure(unit, first)} throughout"
+    elif len(finite) > 1:
+        text += f" → {format_figure(unit, last)} at step {last_step:,.0f}"
+        for word, pick in (("lowest", min), ("highest", max)):
+            step, value = extreme = pick(finite, key=lambda point: point[1])
+            if extreme not in (finite[0], finite[-1]):
+                text += f"; {word} {format_figure(unit, value)} at {step:,.0f}"
+    return text + ("; not finite in places" if len(finite) < len(curve.points) else "")
 
 
-def _y(value: float, up: Axis) -> str:
-    return f"{HEIGHT * (1 - up.place(value)):.1f}".removesuffix(".0")
-
-
-def _grid(up: Axis) -> str:
-    return "".join(f'<line class="grid" x1="0" x2="{WIDTH:g}" y1="{_y(t, up)}" y2="{_y(t, up)}"/>' for t in up.ticks)
-
-
-def _marks(points: Sequence[Point], across: Axis) -> str:
-    """A bar over the whole height where a value was not finite."""
-    bad = [step for step, value in points if not is_drawable(value)][:MOST_DOTS]
-    return "".join(
-        f'<line class="bad" x1="{_x(step, across)}" x2="{_x(step, across)}" y1="0" y2="{HEIGHT:g}"/>' for step in bad
-    )
-
-
-def _path(line: Curve, across: Axis, up: Axis) -> str:
-    finite = [(step, value) for step, value in line.points if is_drawable(value)]
-    parts, is_open = [], False
-    for step, value in line.points:
-        if not is_drawable(value):
-            is_open = False
-            continue
-        parts.append(f"{'L' if is_open else 'M'}{_x(step, across)} {_y(value, up)}")
-        is_open = True
-    # A lone point of a path shows only when it has a length, if of zero.
-    lone = "h0" if len(finite) == 1 else ""
-    data = f' data-series="{escaped(line.key)}"'
-    pale = " pale" if line.trend else ""
-    drawn = f'<path class="line {line.kind}{pale}"{data} d="{"".join(parts)}{lone}"/>'
-    if line.trend:
-        turns = [f"{_x(step, across)} {_y(value, up)}" for step, value in line.trend if is_drawable(value)]
-        drawn += f'<path class="line {line.kind}" d="M{"L".join(turns)}"/>' if turns else ""
-    if len(finite) == 1 or (line.dots and len(finite) <= MOST_DOTS):
-        dots = "".join(f"M{_x(step, across)} {_y(value, up)}h0" for step, value in finite)
-        drawn += f'<path class="dots {line.kind}" d="{dots}"/>'
-    return drawn
-
-
-def _upright(up: Axis, unit: str) -> str:
-    texts = [_tick(tick, up, unit) for tick in up.ticks]
-    spans = "".join(
-        f'<span style="top:{100 * (1 - up.place(tick)):.2f}%">{escaped(text)}</span>'
-        for tick, text in zip(up.ticks, texts, strict=True)
-    )
-    return f'<div class="up" aria-hidden="true" style="width:{max(map(len, texts))}ch">{spans}</div>'
-
-
-def _tick(tick: float, up: Axis, unit: str) -> str:
+def _tick(value: float, unit: str, high: float) -> str:
     if unit.endswith("_bytes"):
-        factor, name = (GIB, "GiB") if up.high >= GIB else (2.0**20, "MiB") if up.high >= 2**20 else (1.0, "B")
-        return f"{tick / factor:.4g} {name}"
-    if tick and (abs(tick) < 1e-3 or abs(tick) >= 1e7):
-        return f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e+").replace("e+", "e")
-    return (
-        format_figure(unit, tick)
-        if unit.endswith("_share")
-        else f"{tick:,.6g}"
-        if abs(tick) < 1e6
-        else f"{tick / 1e6:g}M"
-    )
-
-
-def _labels(across: Axis) -> str:
-    # The outermost labels stay inside the figure instead of being centred below their ends.
-    spans = ""
-    for tick in across.ticks:
-        place = across.place(tick)
-        side = ' class="first"' if place < 0.02 else ' class="last"' if place > 0.98 else ""
-        spans += f'<span{side} style="left:{100 * place:.2f}%">{_tick(tick, across, "step")}</span>'
-    return f'<div class="across" aria-hidden="true">{spans}</div>'
-
-
-def _points(unit: str, lines: Sequence[Curve], across: Axis) -> str:
-    """The values for the pointer, exact where the drawing is rounded."""
-    told = []
-    for line in lines:
-        finite = [(step, value) for step, value in line.points if is_drawable(value)]
-        told.append({"name": line.name, "x": [s for s, _ in finite], "y": [float(f"{v:.5g}") for _, v in finite]})
-    kind = "bytes" if unit.endswith("_bytes") else "share" if unit.endswith("_share") else ""
-    data = json.dumps({"range": [across.low, across.high], "kind": kind, "lines": told}, separators=(",", ":"))
-    safe = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return f'<script type="application/json">{safe}</script>'
+        factor, name = (GIB, "GiB") if high >= GIB else (2.0**20, "MiB") if high >= 2**20 else (1.0, "B")
+        return f"{value / factor:.4g} {name}"
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e7):
+        return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e+").replace("e+", "e")
+    if unit.endswith("_share"):
+        return format_figure(unit, value)
+    return f"{value:,.6g}" if abs(value) < 1e6 else f"{value / 1e6:g}M"

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from sftplay.deliver.report.figures import change, format_figure, name_of
 from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.run_files import RunFiles, answer_rows, mapping, mappings, read_run_files
-from sftplay.deliver.report.wording import change, format_figure, name_of
 from sftplay.launch.run_folder import RunFolder
 
 NOT_COMPARED = ("run_name", "output_dir", "train.resume")

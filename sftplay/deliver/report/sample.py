@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.launch.run_folder import RunFolder
 
 FILE = "samples/masked.json"
-IGNORED = -100
-"""Label of a token that is only read (torch.nn.functional.cross_entropy's ignore_index)."""
-
 HALF = "\ufffd"
 """What a decoder writes for bytes that are no whole character yet."""
 
@@ -28,7 +26,7 @@ def masked_sample(tokenizer: Any, example: dict[str, Any], source: str = "") -> 
     Of a character that several tokens spell, the last one has the text and those before it are empty.
     """
     ids = [int(token) for token in example["input_ids"]]
-    learned = [int(label) != IGNORED for label in example["labels"]]
+    learned = [int(label) != IGNORE_INDEX for label in example["labels"]]
     pieces = token_texts(tokenizer, ids)
     tokens = [[text, flag] for text, flag in zip(pieces, learned, strict=True)]
     return {"row": int(example.get("row", 0)), "source": source, "tokens": tokens}

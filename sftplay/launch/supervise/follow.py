@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_deat
 from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
 from sftplay.log import LINE, STATUS, screen
-from sftplay.signals import catch_signals, die_with_parent
+from sftplay.signals import catch_signals, popen_tied
 
 LAST_LINES = 20
 """Lines of a launcher that are shown when it ends without a word; all of them are in logs/launch.log."""
@@ -45,7 +44,7 @@ class NodeLost(RunError):
 
 
 def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Callable[[], None] | None = None) -> int:
-    """Run the launch to its end; the exit code of INTERFACES, whatever the launcher made of it.
+    """Run the launch to its end; the exit code of docs/interfaces.md, whatever the launcher made of it.
 
     A run that stands still is ended, as `train.stall_timeout` in the folder's resolved config says. How it ended is
     settled on node 0 only; elsewhere the launcher's code comes back, or the one of a stop signal. `look_around` is
@@ -58,10 +57,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Cal
     for path, text in launch.files.items():
         write_text(Path(path), text)
     with forwarder.installed():
-        process = subprocess.Popen(
-            launch.argv, env={**os.environ, **launch.env, **own}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
+        process = popen_tied(launch.argv, output=subprocess.PIPE, env={**launch.env, **own})
         forwarder.attach(process)
         watchdog.attach(process.pid)
         lines: queue.Queue[bytes | None] = queue.Queue()

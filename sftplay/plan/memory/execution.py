@@ -1,6 +1,7 @@
 """Which code a training step runs, as far as that decides bytes: dtypes, loss head, kernels, optimizer.
 
 The largest differences between two kits on the same model are not hyper-parameters but code paths: here, fields.
+`execution_of` gives the fields of the kit's own run of a config.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sftplay.config.schema.run import Optimizer as OptimizerName
+from sftplay.config.schema.run import RunConfig
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
 Head = Literal["standard", "chunked", "liger"]
@@ -129,3 +132,59 @@ def _in_full(shape: ModelShape, name: str) -> int:
     if any(word in name for word in ("embed", "wte", "lm_head")):
         return shape.vocab * shape.hidden
     return shape.layers * sum(each.inputs * each.outputs for each in shape.linears if each.name == name)
+
+
+OPTIMIZERS: dict[OptimizerName, Optimizer] = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "adamw",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+"""Paged states count in full: they leave the card only once it is full."""
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def execution_of(cfg: RunConfig) -> Execution:
+    """The code path of a config in which precision, attention, loss head and optimizer are decided."""
+    mode, train = cfg.tuning.mode, cfg.train
+    compute = BYTES[str(train.precision)]
+    weights = 4 if mode == "full" else compute
+    # A padded batch needs a mask, with which transformers copies grouped keys and values out to the heads.
+    is_masked = cfg.model.attn != "flash_attention_2"
+    return Execution(
+        weight_bytes=weights,
+        compute_bytes=compute,
+        stream_bytes=weights,
+        four_bit=mode == "qlora",
+        double_quant=cfg.tuning.double_quant,
+        has_autocast=compute < 4,
+        adapter=None if mode == "full" else _adapter(cfg),
+        checkpointing=train.gradient_checkpointing,
+        attention="eager" if cfg.model.attn == "eager" else "efficient" if is_masked else "flash",
+        repeats_kv=is_masked,
+        is_masked=is_masked,
+        head=_head(cfg),
+        logits_bytes=compute,
+        optimizer=OPTIMIZERS[train.optim],  # type: ignore[index]
+        is_foreach=train.optim == "adamw_torch",
+    )
+
+
+def _head(cfg: RunConfig) -> Head:
+    head = cfg.train.loss_head
+    return "chunked" if head == "chunked" else "liger" if head == "liger" else "standard"
+
+
+def _adapter(cfg: RunConfig) -> Adapter:
+    lora = cfg.tuning.lora
+    return Adapter(
+        rank=lora.r,
+        targets=None if lora.target_modules == "auto" else tuple(lora.target_modules),
+        has_dropout=lora.dropout > 0,
+        is_dora=lora.dora,
+        in_full=tuple(lora.modules_to_save),
+    )

@@ -12,8 +12,8 @@ from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device
+from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import Forecast, Setting, forecast
-from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape

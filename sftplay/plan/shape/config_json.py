@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.errors import ConfigError
-from sftplay.plan.shape.families import FAMILIES
-from sftplay.plan.shape.family import KEYS, Family, Flag
+from sftplay.plan.shape.families import FAMILIES, KEYS, Family, Flag
 
 NESTED = ("text_config", "llm_config", "language_config")
 """Where multimodal configs keep the text model."""

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device
+from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import Forecast, Setting, forecast
-from sftplay.plan.memory.kit_execution import execution_of
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
-from sftplay.plan.sizing.decision import Decision
+from sftplay.plan.sizing.decisions import Decision
 from sftplay.units import format_bytes
 
 KEY = "cluster.strategy"

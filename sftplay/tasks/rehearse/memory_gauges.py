@@ -1,36 +1,35 @@
-"""Gauges of memory: the most bytes held in each phase of a training step, on a GPU or, for tests and benchmarks, a CPU.
+"""Gauges of memory: the most bytes held in each phase of a training step, on this process's GPU.
 
-They say what was held, not why; phases are whatever words `enter` is given.
+They say what was held, not why; phases are whatever words `enter` is given. `load_gauge` also takes a gauge from
+elsewhere: tests and benchmarks measure on a CPU with one of their own.
 """
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any
 
 import torch
 
-from sftplay.monitor.metrics import peak_rss_bytes
-from sftplay.tasks.rehearse.live_bytes import LiveBytes
-
-Kind = Literal["cuda", "tensors", "process"]
-
-CLEAR_REFS = Path("/proc/self/clear_refs")
-STATUS = Path("/proc/self/status")
+CUDA_GAUGE = f"{__name__}:CudaGauge"
 
 
 class MemoryGauge(ABC):
-    """Keeps the largest peak of each phase; what a peak is, its kinds say."""
+    """Keeps the largest peak of each phase while in force; its kinds say what a peak is."""
 
     def __init__(self) -> None:
         self.peaks_bytes: dict[str, int] = {}
         self._phase: str | None = None
 
+    def __enter__(self) -> MemoryGauge:
+        return self
+
+    def __exit__(self, *_: Any) -> None:  # noqa: B027
+        """Nothing to undo."""
+
     def enter(self, phase: str) -> None:
-        """The phase that was is over; peaks belong to `phase` from now on."""
+        """End the phase before; peaks belong to `phase` from now on."""
         self._close()
         self._phase = phase
         self.restart()
@@ -105,43 +104,8 @@ class CudaGauge(MemoryGauge):
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
 
 
-class TensorGauge(MemoryGauge):
-    """Bytes of the tensors that live, on any device, as operators make them; slow, and blind to what kernels take."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        super().__init__()
-        self._live = live
-
-    def follow(self, model: Any) -> None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.detach()  # an operator shows the storage to the mode that is in force
-
-    def restart(self) -> None:
-        self._live.forget_peaks()
-        self._live.enter_phase("now")
-
-    def peak(self) -> int:
-        return self._live.peaks_bytes["now"]
-
-
-class ProcessGauge(MemoryGauge):
-    """Resident memory of this process; on Linux the peak of each phase, elsewhere the peak so far."""
-
-    def restart(self) -> None:
-        if CLEAR_REFS.exists():
-            CLEAR_REFS.write_text("5")  # resets VmHWM: proc(5)
-
-    def peak(self) -> int:
-        if sys.platform != "linux":
-            return peak_rss_bytes()
-        held = STATUS.read_text().split("VmHWM:")[1].split()[0]
-        return int(held) * 1024
-
-
-def make_memory_gauge(kind: Kind) -> tuple[MemoryGauge, Any]:
-    """The gauge and a context in which it works."""
-    if kind == "tensors":
-        live = LiveBytes()
-        return TensorGauge(live), live
-    gauge = CudaGauge() if kind == "cuda" else ProcessGauge()
-    return gauge, nullcontext()
+def load_gauge(name: str) -> MemoryGauge:
+    """A gauge by `module:class`."""
+    module, _, kind = name.partition(":")
+    gauge: MemoryGauge = getattr(import_module(module), kind)()
+    return gauge

@@ -28,7 +28,7 @@ from sftplay.monitor.observer import Observer, StepTrainer
 from sftplay.plan.memory.probe_fit import Point, Refusal, fit
 from sftplay.signals import die_with_parent
 from sftplay.tasks import sft
-from sftplay.tasks.rehearse.memory_gauges import MemoryGauge, make_memory_gauge
+from sftplay.tasks.rehearse.memory_gauges import CUDA_GAUGE, MemoryGauge, load_gauge
 from sftplay.tasks.run.run_task import make_trainable
 from sftplay.tasks.run.setup import make_setup
 from sftplay.tasks.run.task import TrainerParts
@@ -54,7 +54,8 @@ class Request:
     repeats: int = 1
     """Measured steps of each size. One step before them is not measured: the optimizer's state appears in it."""
 
-    gauge: str = "cuda"
+    gauge: str = CUDA_GAUGE
+    """`module:class` of the gauge."""
 
     @property
     def most_rows(self) -> int:
@@ -71,18 +72,18 @@ def main(folder: str) -> int:
     here = RunFolder(Path(folder))
     asked = here.read_json(REQUEST)
     request = Request(**{**asked, "rows": tuple(asked["rows"])})
-    here.write_json(MEASURED, measure_steps(load_resolved(here.path / RESOLVED), here, request))
+    cfg = load_resolved(here.path / RESOLVED)
+    here.write_json(MEASURED, measure_steps(cfg, here, request, gauge=load_gauge(request.gauge)))
     return 0
 
 
-def measure_steps(cfg: RunConfig, folder: RunFolder, request: Request) -> dict[str, Any]:
+def measure_steps(cfg: RunConfig, folder: RunFolder, request: Request, *, gauge: MemoryGauge) -> dict[str, Any]:
     """Points by micro-batch, and the micro-batch that ran out of memory, if one did.
 
     `cfg` is resolved; its effective batch and its data have no effect. The gauge also counts the loading of the model.
     """
     cfg = _probe_config(cfg, request)
-    gauge, counting = make_memory_gauge(request.gauge)  # type: ignore[arg-type]
-    with counting:
+    with gauge:
         tokenizer = load_tokenizer(cfg.model)
         model = make_trainable(load_base(cfg), cfg)
         gauge.follow(model)

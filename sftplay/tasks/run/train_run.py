@@ -16,6 +16,7 @@ from transformers.integrations import TensorBoardCallback
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.errors import ConfigError
 from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.monitor.checkpoints import read_marker, step_of
@@ -30,7 +31,7 @@ from sftplay.monitor.phases import TrackPhases
 from sftplay.monitor.profiler import ProfileSteps
 from sftplay.monitor.time_limit import StopInTime, find_deadline, process_start_s
 from sftplay.plan.memory.cards import find_card
-from sftplay.plan.memory.kit_execution import execution_of
+from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.report.flops import ModelFlops, model_flops
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.tasks.run.checkpointing import MarkComplete, accept_numbered_cpus, choose_checkpoint
@@ -38,7 +39,6 @@ from sftplay.tasks.run.preflight import Preflight
 from sftplay.tasks.run.rank_sync import GroupTimeout
 from sftplay.tasks.run.setup import RunSetup
 from sftplay.tasks.run.task import Rows, TrainerParts
-from sftplay.tasks.step.label_head import IGNORED
 from sftplay.tasks.step.micro_batches import MicroBatcher
 from sftplay.tasks.step.replay import ADVICE, Replay
 from sftplay.tasks.step.window import StepSetup
@@ -233,5 +233,5 @@ def even_out(rows: Dataset, multiple: int) -> Dataset:
     """
     if len(rows) % multiple == 0:
         return rows
-    filler = {**rows[0], "labels": [IGNORED] * len(rows[0]["labels"])}
+    filler = {**rows[0], "labels": [IGNORE_INDEX] * len(rows[0]["labels"])}
     return concatenate_datasets([rows, Dataset.from_list([filler] * (-len(rows) % multiple), features=rows.features)])

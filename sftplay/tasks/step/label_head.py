@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100
-"""Label of a token that is not learned; torch's cross entropy leaves it out."""
+from sftplay.data.records import IGNORE_INDEX
 
 PROOF_TOKENS = 8
 PROOF_TOLERANCE = 1e-2
@@ -32,10 +31,10 @@ class LabelHead:
 
         `labels` int64 [rows, tokens] -> int64 [1, labelled], for the model's argument `shift_labels`.
         """
-        shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].reshape(-1)
-        positions = (shifted != IGNORED).nonzero().squeeze(1)
+        shifted = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
+        positions = (shifted != IGNORE_INDEX).nonzero().squeeze(1)
         if len(positions) == 0:
-            positions = positions.new_zeros(1)  # the head needs one position; this one's label is IGNORED
+            positions = positions.new_zeros(1)  # the head needs one position; this one's label is IGNORE_INDEX
         self._positions = positions
         return shifted[positions][None]
 
@@ -82,7 +81,7 @@ def _agrees(model: Any, head: LabelHead) -> bool:
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(2 * PROOF_TOKENS, device=device).reshape(2, PROOF_TOKENS)
     labels = ids.clone()
-    labels[0, : PROOF_TOKENS // 2] = IGNORED
+    labels[0, : PROOF_TOKENS // 2] = IGNORE_INDEX
     wide = model(input_ids=ids, labels=labels, use_cache=False).loss
     narrow = model(input_ids=ids, labels=labels, shift_labels=head.narrow(labels), use_cache=False).loss
     return bool(torch.isclose(wide.float(), narrow.float(), rtol=PROOF_TOLERANCE))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sftplay.tasks.step.label_head import IGNORED
+from sftplay.data.records import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Collator:
         window = {
             "input_ids": torch.full((len(rows), width), self.pad_token_id),
             "attention_mask": torch.zeros((len(rows), width), dtype=torch.int64),
-            "labels": torch.full((len(rows), width), IGNORED),
+            "labels": torch.full((len(rows), width), IGNORE_INDEX),
         }
         for i, row in enumerate(rows):
             n = len(row["input_ids"])
@@ -121,7 +121,7 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], room: int) -> list[l
 def _join(window: dict[str, Tensor], lengths: list[int], groups: list[list[int]]) -> dict[str, Tensor]:
     width = max(sum(lengths[row] for row in group) for group in groups)
     ids = window["input_ids"].new_zeros((len(groups), width))
-    labels = torch.full_like(ids, IGNORED)
+    labels = torch.full_like(ids, IGNORE_INDEX)
     # The padding at the end counts positions of its own: for attention it is one more row.
     positions = torch.zeros_like(ids)
     for g, group in enumerate(groups):

@@ -1,10 +1,10 @@
-"""What happens when memory runs out for a window: the same rows in smaller micro-batches, noted in plan.json."""
+"""What happens when memory runs out for a window: the same rows in smaller micro-batches, noted in events.jsonl."""
 
 from __future__ import annotations
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.run_folder import OUT_OF_MEMORY, RunFolder
 from sftplay.monitor.gradient_sync import wants_overlap
 from sftplay.monitor.out_of_memory import OutOfMemory, Shortage, describe_shortages, free_memory
 from sftplay.tasks.step.micro_batches import MicroBatcher
@@ -45,14 +45,13 @@ class Replay:
         self.times += 1
         log.say(f"{what}; the same rows again, {smaller.micro_batch} at a time")
         if log.is_main():
-            note = {
-                "step": step,
-                "batch_size_before": micro_batcher.micro_batch,
-                "batch_size": smaller.micro_batch,
-                "ranks": [rank for rank, each in enumerate(shortages) if each],
-                "planned_bytes": planned.get("peak_bytes"),
-                "held_bytes": max(each.held_bytes for each in shortages if each),
-            }
-            # A resume and the next plan learn from it.
-            self._folder.write_json("plan.json", {**planned, "shortages": [*planned.get("shortages", []), note]})
+            self._folder.add_event(  # a resume reads it
+                OUT_OF_MEMORY,
+                step=step,
+                batch_size_before=micro_batcher.micro_batch,
+                batch_size=smaller.micro_batch,
+                ranks=[rank for rank, each in enumerate(shortages) if each],
+                planned_bytes=planned.get("peak_bytes"),
+                held_bytes=max(each.held_bytes for each in shortages if each),
+            )
         return smaller

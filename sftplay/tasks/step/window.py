@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from sftplay.data.records import IGNORE_INDEX
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.gradient_norm import gradient_norm
@@ -32,7 +33,7 @@ from sftplay.monitor.out_of_memory import (
     ran_out_of_memory,
 )
 from sftplay.tasks.step.gradient_average import average_gradients
-from sftplay.tasks.step.label_head import IGNORED, find_label_head
+from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import MicroBatcher
 from sftplay.tasks.step.replay import Replay
 
@@ -261,7 +262,7 @@ class Window(Base):
         lengths = window["attention_mask"].sum(1).tolist()
         self.counts.tokens += sum(lengths)
         self.counts.lengths += lengths
-        self.counts.label_tokens += int((window["labels"][:, 1:] != IGNORED).sum())
+        self.counts.label_tokens += int((window["labels"][:, 1:] != IGNORE_INDEX).sum())
         self.counts.rows += window["row"].tolist()
 
     def _count_loss(self, loss: Tensor, label_tokens: Any) -> None:
@@ -282,4 +283,4 @@ def labels_per_row(rows: Any) -> float:
     """
     if rows is None or len(rows) == 0:
         return 0.0
-    return sum(sum(label != IGNORED for label in row[1:]) for row in rows["labels"]) / len(rows)
+    return sum(sum(label != IGNORE_INDEX for label in row[1:]) for row in rows["labels"]) / len(rows)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sftplay.tasks.rehearse.live_bytes import LiveBytes
+from oracle.live_bytes import LiveBytes
 
 WEIGHTS = 4 * (64 * 128 + 128 + 128 * 32 + 32)  # fp32, two linear layers with bias
 

@@ -1,14 +1,8 @@
-"""Figures and texts as the report shows them: rounded for people, and safe inside HTML.
-
-Nothing that a file of the run holds reaches a page but through `escaped`.
-"""
+"""Figures as the report shows them: named in words, rounded for people, and compared."""
 
 from __future__ import annotations
 
-import html
 import math
-import re
-from typing import Any
 
 from sftplay.deliver.report.history import as_number
 from sftplay.units import format_bytes, format_seconds
@@ -33,33 +27,13 @@ NAMES = {
     "reserved_bytes": "reserved memory",
 }
 
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters no HTML text may hold, or that turn the direction of what follows; half surrogates are no UTF-8."""
-
-
-def escaped(value: object, limit: int | None = None) -> str:
-    """The value as HTML text, in an attribute too; of a long one the beginning, and how long it is.
-
-    Control characters, also those that turn the writing direction, are shown as escapes.
-    """
-    text = value if isinstance(value, str) else str(value)
-    cut = ""
-    if limit is not None and len(text) > limit:
-        text, cut = text[:limit], f" … ({len(text):,} characters in all)"
-    return html.escape(_STEERING.sub(_as_escape, text), quote=True) + cut
-
-
-def _as_escape(match: re.Match[str]) -> str:
-    code = ord(match.group())
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
 
 def name_of(key: str) -> str:
     """What a figure is called, in words."""
     return NAMES.get(key, key.replace("_", " "))
 
 
-def headed(text: str) -> str:
+def capitalized(text: str) -> str:
     """The text with a capital in front."""
     return text[:1].upper() + text[1:]
 
@@ -124,26 +98,3 @@ def interval(share: float, count: int) -> tuple[float, float]:
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     below = 1 + z * z / count
     return (middle - half) / below, (middle + half) / below
-
-
-def facts(rows: list[tuple[str, Any]]) -> str:
-    """Names with their values, as a list of definitions; rows with nothing to say are left out."""
-    shown_rows = [(name, value) for name, value in rows if value not in (None, "", [], {})]
-    inner = "".join(f"<div><dt>{escaped(n)}</dt><dd>{escaped(v, 2000)}</dd></div>" for n, v in shown_rows)
-    return f'<dl class="facts">{inner}</dl>' if inner else ""
-
-
-def table(head: list[str], rows: list[list[str]], *, caption: str = "", kinds: str = "", stacks: bool = False) -> str:
-    """A table of cells that are HTML already; `kinds` has a letter a column, `n` for figures, else text.
-
-    Where the page is too narrow it scrolls inside itself, or with `stacks` has its cells below each other.
-    """
-    marks = [' class="n"' if kind == "n" else "" for kind in kinds.ljust(len(head))]
-    top = "".join(f'<th scope="col"{mark}>{cell}</th>' for mark, cell in zip(marks, head, strict=True))
-    body = ""
-    for first, *rest in rows:
-        cells = "".join(f"<td{mark}>{cell}</td>" for mark, cell in zip(marks[1:], rest, strict=True))
-        body += f'<tr><th scope="row"{marks[0]}>{first}</th>{cells}</tr>'
-    title = f"<caption>{escaped(caption)}</caption>" if caption else ""
-    look = "wide stack" if stacks else "wide"
-    return f'<div class="{look}"><table>{title}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from sftplay.deliver.report.figures import capitalized, format_figure, is_better, name_of
 from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.run_files import RunFiles, mapping, texts
-from sftplay.deliver.report.wording import format_figure, headed, is_better, name_of
 from sftplay.units import format_bytes
 
 Weight = Literal["stop", "warn", "note"]
@@ -29,7 +29,7 @@ class Remark(NamedTuple):
     text: str
 
 
-def find(found: RunFiles) -> list[Remark]:
+def find_remarks(found: RunFiles) -> list[Remark]:
     """All findings, the gravest first."""
     parts = (_state, _attempts, _checkpoints, _steps, _figures, _data, _config, _files)
     order = ("stop", "warn", "note")
@@ -47,7 +47,7 @@ def cause_of(found: RunFiles) -> str:
 
 
 def _sentence(text: str) -> str:
-    return headed(text) + ("" if text.endswith((".", "!", "?")) else ".")
+    return capitalized(text) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 def _state(found: RunFiles) -> Iterator[Remark]:
@@ -97,7 +97,7 @@ def _steps(found: RunFiles) -> Iterator[Remark]:
     for key, at in history.bad_steps.items():
         places = ", ".join(f"{step:,}" for step in at)
         name = "training loss" if key == "loss" else name_of(key)
-        yield Remark("stop", f"{headed(name)} was not finite, first at step {places}.")
+        yield Remark("stop", f"{capitalized(name)} was not finite, first at step {places}.")
     if steps is not None and steps < FEW_STEPS and not any("few to learn" in line for line in found.said):
         yield Remark("warn", f"{steps:,} steps in all are few to learn from; more epochs, or a smaller batch.")
     if history.n_broken:
@@ -123,7 +123,7 @@ def _figures(found: RunFiles) -> Iterator[Remark]:
         if key in before and is_better(key, before[key], after[key]) is False:
             values = f"{format_figure(key, before[key])} → {format_figure(key, after[key])}"
             name = "held-out loss" if key == "loss" else name_of(key)
-            yield Remark("warn", f"{headed(name)} got worse by training: {values}.")
+            yield Remark("warn", f"{capitalized(name)} got worse by training: {values}.")
     count = as_number(after.get("n"))
     if count is not None and 0 < count < FEW_PROMPTS:
         yield Remark("note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough.")

@@ -1,0 +1,118 @@
+"""Files and folders are there whole or not at all, and one process at a time holds a lock."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sftplay.atomic import is_locked, locked, whole_file, whole_folder, write_bytes, write_text
+from sftplay.signals import popen_tied
+
+
+def write_half(place, path, **options):
+    with place(path, **options) as scratch:
+        half = scratch / "half" if place is whole_folder else scratch
+        half.write_text("half")
+        raise KeyboardInterrupt
+
+
+def fail_inside(place, path, **options):
+    with pytest.raises(KeyboardInterrupt):
+        write_half(place, path, **options)
+
+
+def test_a_file_has_its_old_content_until_the_new_one_is_complete(tmp_path):
+    path = tmp_path / "new" / "figures.json"
+    fail_inside(whole_file, path)
+    assert list(path.parent.iterdir()) == []
+    write_text(path, "grün\n")
+    fail_inside(whole_file, path)
+    assert path.read_text(encoding="utf-8") == "grün\n"
+    write_bytes(path, b"\x00")
+    assert path.read_bytes() == b"\x00"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_appears_complete_and_nothing_of_a_failed_one_is_left(tmp_path):
+    path = tmp_path / "runs" / "adapter"
+    (tmp_path / "runs" / ".adapter.part" / "killed").mkdir(parents=True)
+    fail_inside(whole_folder, path)
+    assert list(path.parent.iterdir()) == []
+    with whole_folder(path) as scratch:
+        assert list(scratch.iterdir()) == []
+        (scratch / "weights").write_text("1")
+        assert not path.exists()
+    assert [each.name for each in path.parent.iterdir()] == ["adapter"]
+
+
+def test_a_folder_is_replaced_only_where_that_is_asked_for(tmp_path):
+    path = tmp_path / "adapter"
+    for number in "12":
+        with whole_folder(path, replaces=True) as scratch:
+            (scratch / number).write_text(number)
+    fail_inside(whole_folder, path, replaces=True)
+    with pytest.raises(OSError), whole_folder(path) as scratch:
+        (scratch / "3").write_text("3")
+    assert [str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*")] == ["adapter", "adapter/2"]
+
+
+def hold(path: Path, told) -> None:
+    with locked(path):
+        told.send("held")
+        signal.pause()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_lock_is_released_when_its_process_is_killed(tmp_path, kind):
+    path = tmp_path if kind == "folder" else tmp_path / ".lock"
+    ours, theirs = multiprocessing.Pipe()
+    holder = multiprocessing.get_context("fork").Process(target=hold, args=(path, theirs))
+    holder.start()
+    assert ours.recv() == "held"
+    with pytest.raises(BlockingIOError), locked(path, waits=False):
+        pass
+    assert is_locked(path) is (kind == "file")
+    holder.kill()
+    holder.join()
+    with locked(path, waits=False):
+        pass
+    assert not is_locked(path)
+
+
+def test_no_lock_is_seen_where_there_is_no_file(tmp_path):
+    assert not is_locked(tmp_path / "none")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(2)")
+def test_a_tied_process_dies_with_its_parent_and_says_all_into_one_place(tmp_path):
+    speaks = (
+        "import os, sys, time; print(os.environ['WHO'], flush=True); print(os.getpid(), file=sys.stderr, flush=True)"
+    )
+    code = (
+        "import subprocess, sys; from sftplay.signals import popen_tied\n"
+        f"popen_tied([sys.executable, '-c', {speaks + '; time.sleep(600)'!r}], output=1, env={{'WHO': 'tied'}}).wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "tied\n"
+    pid = int(parent.stdout.readline())
+    assert os.getsid(pid) == pid
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == ""  # its end comes when the tied process has gone, too
+    parent.stdout.close()
+
+
+def test_a_tied_process_has_no_input_and_the_folder_it_is_given(tmp_path):
+    process = popen_tied(
+        [sys.executable, "-c", "import os, sys; print(os.getcwd(), repr(sys.stdin.read()))"],
+        output=subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    assert process.communicate()[0].decode() == f"{tmp_path} ''\n"
