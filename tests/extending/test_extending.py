@@ -56,6 +56,7 @@ def carry_out(section: str, home: Path, model: Path) -> tuple[Path, str]:
     return copy, printed
 
 
+@pytest.mark.slow
 def test_a_task_added_by_the_page_trains_and_learns(tiny_llama: Path, tmp_path: Path):
     copy, printed = carry_out("A task", tmp_path, tiny_llama)
     run = copy / "outputs" / "numbers"
