@@ -172,12 +172,12 @@ def window(run: Finished) -> dict[str, torch.Tensor]:
     )))  # fmt: skip
 
 
-def pieces(run: Finished) -> list[dict[str, torch.Tensor]]:
+def micro_batches(run: Finished) -> list[dict[str, torch.Tensor]]:
     return list(run.trainer.micro_batcher.cut(window(run)))
 
 
-def largest_piece(run: Finished) -> int:
-    return max(len(piece["input_ids"]) for piece in pieces(run))
+def largest_micro_batch(run: Finished) -> int:
+    return max(len(micro_batch["input_ids"]) for micro_batch in micro_batches(run))
 
 
 def callback(run: Finished, kind: str) -> Any:
@@ -683,10 +683,13 @@ TABLE: dict[str, Check] = {
     "train.weight_decay": pair(lambda run: group(run)["weight_decay"], 0.0, 0.3),
     "train.max_grad_norm": pair(arg("max_grad_norm"), 1.0, 0.7),
     "train.effective_batch_size": pair(lambda run: len(window(run)["row"]), 8, 12),
-    "train.batch_size": each("train__batch_size", largest_piece, {8: 8, 2: 2, 1: 1}),
-    "train.grad_accum": each("train__grad_accum", lambda run: len(pieces(run)), {1: 1, 2: 2, 8: 8}),
+    "train.batch_size": each("train__batch_size", largest_micro_batch, {8: 8, 2: 2, 1: 1}),
+    "train.grad_accum": each("train__grad_accum", lambda run: len(micro_batches(run)), {1: 1, 2: 2, 8: 8}),
     "train.batching": each(
-        "train__batching", lambda run: largest_piece(run) > 2, {"examples": False, "tokens": True}, train__batch_size=2
+        "train__batching",
+        lambda run: largest_micro_batch(run) > 2,
+        {"examples": False, "tokens": True},
+        train__batch_size=2,
     ),
     "train.probe": check_probe,
     # 8 rows a step: four times, and twice, what the rate of 0.01 was found with.
@@ -700,7 +703,7 @@ TABLE: dict[str, Check] = {
         "train__precision", precision_of, {"fp32": (False, torch.float32), "bf16": (True, torch.bfloat16)}
     ),
     "train.gradient_checkpointing": pair(arg("gradient_checkpointing"), False, True),
-    "train.packing": pair(lambda run: "position_ids" in pieces(run)[0], False, True),
+    "train.packing": pair(lambda run: "position_ids" in micro_batches(run)[0], False, True),
     "train.loss_head": pair(arg("loss_type"), "nll", "chunked_nll"),
     "train.optim": pair(lambda run: type(run.trainer.create_optimizer()).__name__, "AdamW", "SGD"),
     "train.neftune_alpha": pair(lambda run: run.trainer.neftune_noise_alpha, None, 5.0),

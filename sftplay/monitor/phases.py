@@ -14,7 +14,7 @@ from sftplay.heartbeat import Heartbeat
 
 
 class TrackPhases(TrainerCallback):
-    """Must be the last callback: what the others do in an event still belongs to the phase before."""
+    """Must be the last callback: the work of the others in an event belongs to the phase before it."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat

@@ -87,7 +87,7 @@ def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: P
     state.global_step = 1
     line, shown = line_of(writer, state)
     assert (line["label_tokens"], line["tokens_seen"], line["row_ids"]) == (5, 10, [[4, 1, 9]])
-    # Pieces: the rows of 5 and 3 tokens at a width of 5, the row of 2 alone.
+    # Micro-batches: the rows of 5 and 3 tokens at a width of 5, the row of 2 alone.
     rates = [line[key] for key in ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "step_s")]
     assert rates == [10 / 2, (2 * 5 + 2) / 2, 3 / 2, 2.0]
     assert line["padding_share"] == round(2 / 12, 4)

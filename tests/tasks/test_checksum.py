@@ -34,7 +34,7 @@ class LargestCopy(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    """Two pieces and 5 numbers in one weight, and a small frozen one."""
+    """Two chunks and 5 numbers in one weight, and a small frozen one."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(2 * CHUNK_NUMBERS + 5).bfloat16())
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
@@ -45,7 +45,7 @@ def test_equal_weights_have_one_digest(model: torch.nn.Module):
     assert checksum(model) == checksum(copy.deepcopy(model))
 
 
-@pytest.mark.parametrize("place", [0, CHUNK_NUMBERS, 2 * CHUNK_NUMBERS + 4], ids=["first", "second piece", "last"])
+@pytest.mark.parametrize("place", [0, CHUNK_NUMBERS, 2 * CHUNK_NUMBERS + 4], ids=["first", "second chunk", "last"])
 def test_one_other_number_anywhere_is_another_digest(model: torch.nn.Module, place: int):
     other: Any = copy.deepcopy(model)
     with torch.no_grad():
@@ -53,14 +53,14 @@ def test_one_other_number_anywhere_is_another_digest(model: torch.nn.Module, pla
     assert checksum(other) != checksum(model)
 
 
-def test_a_number_that_moved_into_another_piece_is_another_digest(model: torch.nn.Module):
+def test_a_number_that_moved_into_another_chunk_is_another_digest(model: torch.nn.Module):
     other: Any = copy.deepcopy(model)
     with torch.no_grad():
         other["weight"].copy_(other["weight"].roll(CHUNK_NUMBERS))
     assert checksum(other) != checksum(model)
 
 
-def test_no_copy_is_made_that_is_larger_than_one_piece_in_fp64(model: torch.nn.Module):
+def test_no_copy_is_made_that_is_larger_than_one_chunk_in_fp64(model: torch.nn.Module):
     with LargestCopy() as largest:
         checksum(model)
     assert 0 < largest.found_bytes <= CHUNK_NUMBERS * 8

@@ -1,4 +1,4 @@
-"""A rehearsal takes real steps of the run's own code on full rows and measures each phase of them."""
+"""The memory probe takes real steps of the run's own code on full rows and measures each phase of them."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def test_memory_that_runs_out_leaves_the_points_before_it(
 ):
     real = sft.WindowedSFTTrainer.compute_loss
 
-    def limited(self: Any, model: Any, piece: Any, *rest: Any, **more: Any) -> Any:
-        if len(piece["input_ids"]) > 2 and model.training:
+    def limited(self: Any, model: Any, micro_batch: Any, *rest: Any, **more: Any) -> Any:
+        if len(micro_batch["input_ids"]) > 2 and model.training:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, model, piece, *rest, **more)
+        return real(self, model, micro_batch, *rest, **more)
 
     monkeypatch.setattr(sft.WindowedSFTTrainer, "compute_loss", limited)
     left = measured(tmp_path, inputs, Request(rows=(1, 2, 4)))

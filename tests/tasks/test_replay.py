@@ -66,7 +66,7 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 
 
 def test_an_attempt_that_failed_leaves_nothing_behind(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With dropout, and pieces cut as before: random numbers, gradients and counts are those of a step never tried."""
+    """With dropout and the same micro-batches, random numbers, gradients and counts are those of a step never tried."""
     how = {"micro_batcher": SameAgain(4), "tuning__lora__dropout": 0.3, "train__batch_size": 4}
     spoil = failing(NO_MEMORY, {2, 6}, after=lambda: torch.rand(7))
     plain = train_failing(tmp_path / "plain", inputs, monkeypatch, None, **how)
@@ -94,7 +94,7 @@ class Marker:
             raise torch.OutOfMemoryError("an error of its own: one that is kept keeps its frames")
 
 
-def test_the_graph_of_a_failed_piece_is_gone_before_the_next_one_begins(
+def test_the_graph_of_a_failed_micro_batch_is_gone_before_the_next_one_begins(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     alive: list[int] = []
@@ -176,13 +176,13 @@ def test_ever_smaller_cuts_end_at_single_rows_and_lose_none(
     window = Collator(0)([{"input_ids": [7] * n, "labels": [7] * n, "row": i} for i, n in enumerate(lengths)])
     most = None
     while micro_batcher is not None:
-        pieces = list(micro_batcher.cut(window))
-        assert sum(int((piece["input_ids"] == 7).sum()) for piece in pieces) == sum(lengths)
+        micro_batches = list(micro_batcher.cut(window))
+        assert sum(int((micro_batch["input_ids"] == 7).sum()) for micro_batch in micro_batches) == sum(lengths)
         assert share % micro_batcher.micro_batch == 0
-        size = max(piece["input_ids"].numel() for piece in pieces)
+        size = max(micro_batch["input_ids"].numel() for micro_batch in micro_batches)
         assert most is None or size <= most
-        most, last, micro_batcher = size, pieces, micro_batcher.smaller(share)
-    assert all(len(piece["input_ids"]) == 1 for piece in last)
+        most, last, micro_batcher = size, micro_batches, micro_batcher.smaller(share)
+    assert all(len(micro_batch["input_ids"]) == 1 for micro_batch in last)
     assert len(last) == len(lengths)
 
 
