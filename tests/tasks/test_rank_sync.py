@@ -312,10 +312,11 @@ def test_two_ranks_that_fail_alike_are_told_of_once_and_others_each(
     error = None if is_bug else {"code": "data", "what": "row 7 is bad"}
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        assert worker._fail(folder, 4, ("row 7 is bad", "row 7 is bad\n  fix: mend it"), error=error) == 4
+        text = "row 7 is bad\n  fix: mend it"
+        assert worker._fail(folder, 4, cause="row 7 is bad", text=text, error=error) == 4
     said = capsys.readouterr()
     assert said.out == f"{LINE}row 7 is bad\n{LINE}  fix: mend it\n"
     assert said.err.count("row 7 is bad") == 2  # the log of each rank
-    worker._fail(folder, 5, ("disk full", "disk full"), error={"code": "run", "what": "disk full"})
+    worker._fail(folder, 5, cause="disk full", text="disk full", error={"code": "run", "what": "disk full"})
     assert f"{LINE}disk full" in capsys.readouterr().out
     assert folder.read_json("status.json")["exit_code"] == 5
