@@ -14,7 +14,8 @@ from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.cards import Card, find_card, parse_fleet
-from sftplay.plan.report.advice import Place, suggest
+from sftplay.plan.memory.forecast import Place
+from sftplay.plan.report.advice import suggest
 from sftplay.plan.report.compare import compare
 from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.report.tables import (
@@ -38,7 +39,7 @@ def plan(args: Namespace) -> int:
     machine, world_size = _where(args)
     sized = size_run(cfg, machine, world_size=world_size, shape=shape)
     if args.compare:
-        return _compare(args, sized, shape, machine)
+        return _compare(args, sized, shape=shape, machine=machine)
     seen = sized.forecast
     assert seen is not None
     work = workload_of(sized.cfg, seen.setting)
@@ -53,7 +54,7 @@ def plan(args: Namespace) -> int:
         *describe_model(seen),
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, rows of {sized.cfg.model.max_seq_len} tokens",
         f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
-        *(f"            {each.key} = {each.value}: {each.reason}" for each in sized.decisions),
+        *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(seen),
         *describe_workload(work),
@@ -66,8 +67,8 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
 
 
-def _compare(args: Namespace, sized: SizedRun, shape: ModelShape, machine: Machine) -> int:
-    rows = compare(sized.cfg, shape, device_of(machine, sized.world_size), sized.world_size)
+def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, machine: Machine) -> int:
+    rows = compare(sized.cfg, shape, place=Place(device_of(machine, sized.world_size), sized.world_size))
     if args.json:
         print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
         return 0
@@ -83,9 +84,10 @@ def _where(args: Namespace) -> tuple[Machine, int]:
         raise ConfigError("--gpus and --vram do not go together", where="command line", fix="leave one out")
     machine = probe()
     if args.gpus:
-        machine = _pretend(machine, *parse_fleet(args.gpus, "--gpus (GPUS=)"))
+        count, card = parse_fleet(args.gpus, "--gpus (GPUS=)")
+        machine = _pretend(machine, count, card=card)
     elif args.vram:
-        machine = _pretend(machine, 1, _card_of_size(args.vram))
+        machine = _pretend(machine, 1, card=_card_of_size(args.vram))
     world_size = args.nproc or max(1, len(machine.gpus))
     if 0 < len(machine.gpus) < world_size:
         raise MachineError(
@@ -104,6 +106,6 @@ def _card_of_size(words: str) -> Card:
     return replace(find_card("A10") or Card("", 0, (8, 0), 0), name=f"GPU of {words}", total_mib=size >> 20, tflops=0)
 
 
-def _pretend(machine: Machine, count: int, card: Card) -> Machine:
+def _pretend(machine: Machine, count: int, *, card: Card) -> Machine:
     gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
     return replace(machine, gpus=gpus, gpu_reason="")

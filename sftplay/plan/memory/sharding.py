@@ -8,7 +8,7 @@ measurements; `budget` plans the others with a wider margin.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from sftplay.plan.memory.execution import Execution, trained_params
 from sftplay.plan.memory.step import Standing
@@ -16,22 +16,20 @@ from sftplay.plan.shape.model_shape import ModelShape
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload"]
 
-STRATEGIES: tuple[Strategy, ...] = (
-    "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload",
-)  # fmt: skip
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 BUCKET_ELEMENTS = 500_000_000
-"""Of DeepSpeed's reduce bucket and of its all-gather bucket (deepspeed 0.19, `zero/config.py`)."""
+"""Size of DeepSpeed's reduce bucket and of its all-gather bucket (deepspeed 0.19, `zero/config.py`)."""
 
 HALF = 2
 FP32 = 4
 PINNED = 1.5
-"""Host memory that pinned buffers take over what they hold, which the allocator rounds up to powers of two."""
+"""Host memory of pinned buffers over their content; the allocator rounds up to powers of two."""
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """One device's part: what stands there throughout, what communication adds, and what went to the host."""
+    """One device's part: what it holds throughout a step, what communication adds, and what lies on the host."""
 
     standing: Standing
     buffers: float = 0.0
@@ -39,7 +37,7 @@ class DeviceShare:
 
 
 def share_of(
-    shape: ModelShape, path: Execution, standing: Standing, *, strategy: Strategy, world_size: int
+    shape: ModelShape, execution: Execution, standing: Standing, *, strategy: Strategy, world_size: int
 ) -> DeviceShare:
     """The part of one of `world_size` devices under `strategy`."""
     if strategy == "single":
@@ -48,17 +46,17 @@ def share_of(
         # torch copies gradients into buckets (DistributedDataParallel, gradient_as_bucket_view=False).
         return DeviceShare(standing, buffers=standing.gradients)
     if strategy.startswith("fsdp"):
-        return _fsdp(shape, path, standing, world_size, to_host=strategy.endswith("offload"))
-    return _zero(shape, path, standing, strategy=strategy, world_size=world_size)
+        return _fsdp(shape, execution, standing, world_size, to_host=strategy.endswith("offload"))
+    return _zero(shape, execution, standing, strategy=strategy, world_size=world_size)
 
 
 def _zero(
-    shape: ModelShape, path: Execution, standing: Standing, *, strategy: Strategy, world_size: int
+    shape: ModelShape, execution: Execution, standing: Standing, *, strategy: Strategy, world_size: int
 ) -> DeviceShare:
     stage, to_host = int(strategy[4]), strategy.endswith("offload")
-    trained = trained_params(shape, path)
-    weights = standing.weights * HALF / path.weight_bytes if path.trains_all else standing.weights
-    adapters = 0.0 if path.trains_all else float(trained * HALF)
+    trained = trained_params(shape, execution)
+    weights = standing.weights * HALF / execution.weight_bytes if execution.trains_all else standing.weights
+    adapters = 0.0 if execution.trains_all else float(trained * HALF)
     whole = weights + adapters
     if stage == 3:
         gathered = min(_gathered(shape, HALF, weights), whole * (1 - 1 / world_size))
@@ -78,8 +76,10 @@ def _zero(
     return DeviceShare(Standing(weights, adapters, gradients, optimizer), buffers, host)
 
 
-def _fsdp(shape: ModelShape, path: Execution, standing: Standing, world_size: int, *, to_host: bool) -> DeviceShare:
-    gathered = min(_gathered(shape, path.compute_bytes, standing.weights), standing.weights * (1 - 1 / world_size))
+def _fsdp(
+    shape: ModelShape, execution: Execution, standing: Standing, world_size: int, *, to_host: bool
+) -> DeviceShare:
+    gathered = min(_gathered(shape, execution.compute_bytes, standing.weights), standing.weights * (1 - 1 / world_size))
     parts = Standing(*(part / world_size for part in vars(standing).values()))
     if not to_host:
         return DeviceShare(parts, gathered)
@@ -88,7 +88,7 @@ def _fsdp(shape: ModelShape, path: Execution, standing: Standing, world_size: in
 
 
 def _gathered(shape: ModelShape, dtype_bytes: int, weights: float) -> float:
-    """Whole weights that lie there at a time: this layer, the next, which is fetched ahead, and the root's own."""
+    """Whole weights on a device at a time: this layer, the next, which is fetched ahead, and those outside layers."""
     layer = (shape.total_params - shape.other_params) / shape.layers
     root = shape.other_params * dtype_bytes
     per_weight = min(float(dtype_bytes), (weights - root) / max(1, shape.layers * layer)) if weights > root else 0.0
