@@ -6,11 +6,9 @@ answer inside chat markers; it is there to show and test the kit, not to be usef
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sftplay.atomic import locked, whole_folder
 from sftplay.data.template.chatml import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
 
@@ -93,7 +92,7 @@ def ensure_builtin(
     if folder.is_dir():
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with _lock(cache_dir / f"{folder.name}.lock"):
+    with locked(cache_dir / f"{folder.name}.lock"):
         if not folder.is_dir():
             _make(folder, chosen, text_dir, say)
     return folder
@@ -202,10 +201,6 @@ def _set_head(model: LlamaForCausalLM, layer: int, head: int, weights: tuple[tor
 
 
 def _make(folder: Path, recipe: Recipe, text_dir: Path, say: Callable[[str], None]) -> None:
-    """Build under a name no reader looks for, then rename: a broken-off build leaves nothing that looks finished."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     started = time.monotonic()
     files = text_files(text_dir)
     say(f"making {folder.name} from {text_dir.name}/*.txt (once, about a minute)")
@@ -216,9 +211,9 @@ def _make(folder: Path, recipe: Recipe, text_dir: Path, say: Callable[[str], Non
         _train_base(model, _token_streams(files, tokenizer), recipe, say)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    Path(unfinished).rename(folder)
+    with whole_folder(folder) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
     say(f"{folder.name} is ready after {time.monotonic() - started:.0f} s")
 
 
@@ -281,11 +276,3 @@ def _two_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold `path` for this process; the system lets go of it when the process dies."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

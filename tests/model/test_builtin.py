@@ -131,7 +131,7 @@ def test_the_fingerprint_follows_the_text_and_the_recipe(tmp_path):
 
 
 def test_a_broken_off_build_is_made_anew_and_leaves_no_debris(quick_folder, tmp_path):
-    debris = tmp_path / f"{quick_folder.name}.unfinished"
+    debris = tmp_path / f".{quick_folder.name}.part"
     debris.mkdir()
     (debris / "model.safetensors").write_bytes(b"half of it")
     made = builtin.ensure_builtin("tiny", tmp_path, lambda line: None, recipe=QUICK)

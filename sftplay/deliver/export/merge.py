@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -24,12 +22,11 @@ from sftplay import __version__, log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.deliver.export.scratch import check_target, write_folder
-from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.adapter import attach_adapter
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
 from sftplay.model.load import DTYPES
-from sftplay.model.merged_start import part_tied_ends, resolve_tie
+from sftplay.model.merged_start import merge_adapter
 from sftplay.model.source import is_hub_shaped, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
@@ -80,20 +77,12 @@ def merged_model(cfg: RunConfig, folder: RunFolder, dtype: Dtype | None) -> tupl
         RunError: a value is not finite, before or after rounding.
     """
     tokenizer = load_tokenizer(cfg.model, str(adapter_of(cfg, folder)))
-    model = with_adapter(load_unquantised(cfg, folder), folder)
+    base = load_unquantised(cfg, folder)
     log.status("merging layer by layer", "merge")
-    wanted = DTYPES[dtype] if dtype else None
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            _merge_layer(module, wanted, adapter_of(cfg, folder))
-        elif isinstance(module, ModulesToSaveWrapper):
-            module.modules_to_save.to(wanted or next(module.original_module.parameters()).dtype)
-    whole = model.unload()  # every layer is merged already; modules trained in full take their place
-    if wanted:
-        whole.to(wanted)
-    if resolve_tie(whole):
+    fix = "merge with the base's own dtype, or in bf16"
+    whole, is_untied = merge_adapter(base, adapter_of(cfg, folder), DTYPES[dtype] if dtype else None, fix=fix)
+    if is_untied:
         log.say("note: head and input embedding were one weight and are two now; the merged model holds both", "merge")
-    _check_finite(whole, adapter_of(cfg, folder))
     end_where_training_ended(whole.generation_config, tokenizer)
     return whole.eval(), tokenizer
 
@@ -155,39 +144,6 @@ def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
         return str(own), None
     model = resolve_names(cfg).model
     return locate(model.name), model.revision
-
-
-def with_adapter(base: Any, folder: RunFolder) -> Any:
-    """PEFT's model of `base` and the run's adapter, whose weights are fp32 as they were trained.
-
-    An input embedding and a head that share one weight are parted where the adapter touches either: merging into the
-    one would change the other (https://github.com/huggingface/peft/issues/2777).
-    """
-    model = attach_adapter(base, folder.path / "adapter").eval()
-    part_tied_ends(base)
-    return model
-
-
-def _merge_layer(layer: Any, wanted: torch.dtype | None, adapter: Path) -> None:
-    weight = layer.get_base_layer().weight
-    rounded_to = wanted or weight.dtype
-    weight.data = weight.data.float()  # PEFT would round the update first and then the sum
-    try:
-        layer.merge(safe_merge=True)
-    except ValueError as error:
-        raise RunError(
-            f"cannot be merged ({error})", where=str(adapter), fix="train again; look at the losses"
-        ) from error
-    merged = layer.get_base_layer().weight
-    merged.data = merged.data.to(rounded_to)
-
-
-def _check_finite(model: nn.Module, adapter: Path) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
-            kind = str(parameter.dtype).removeprefix("torch.")
-            what = f"{name} holds values that {kind} cannot hold, or that are not finite"
-            raise RunError(what, where=str(adapter), fix="merge with the base's own dtype, or in bf16")
 
 
 def end_where_training_ended(config: GenerationConfig, tokenizer: Any) -> None:

@@ -23,11 +23,12 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
-from sftplay.deliver.export.merge import adapter_of, load_unquantised, size_bytes, with_adapter
+from sftplay.deliver.export.merge import adapter_of, load_unquantised, size_bytes
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result
+from sftplay.model.merged_start import attach_for_merging
 from sftplay.model.tokenizer import load_tokenizer
 
 PROMPTS = 8
@@ -82,7 +83,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any
     tokenizer = load_tokenizer(cfg.model, str(adapter))
     prompts, origin = _choose_prompts(cfg, tokenizer)
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
-    reference = with_adapter(load_unquantised(cfg, folder, dtype=torch.float32), folder)
+    reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
     ends = _end_token_ids(tokenizer)
     expected = _hear(Generator(reference, tokenizer, ends, ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)

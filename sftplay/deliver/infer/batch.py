@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sftplay.atomic import whole_file
 from sftplay.data.layouts.fields import Row
 from sftplay.deliver.infer.generate import Generator, answer_batch
 from sftplay.deliver.infer.partial_answers import FIX_SPACE, PartialAnswers
@@ -65,19 +65,14 @@ def write_answered(questions: PromptFile, journal: PartialAnswers, out: Path, ba
     Raises:
         RunError: it cannot be written.
     """
-    scratch = out.with_name(f".{out.name}.whole")
     try:
-        with scratch.open("w", encoding="utf-8") as handle:
+        with whole_file(out) as scratch, scratch.open("w", encoding="utf-8") as handle:
             batches = journal.answers() if journal.n_batches else iter(())
             for window in questions.windows(batch_size):
                 found = {n: text for _ in range(-(-len(window) // batch_size)) for n, text in next(batches)}
                 for question in window:
                     handle.write(_line({**question.row, "response": found[question.number]}))
-            handle.flush()
-            os.fsync(handle.fileno())
-        scratch.replace(out)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         what = f"cannot be written ({error.strerror}); the answers are kept in {journal.path}"
         raise RunError(what, where=str(out), fix=FIX_SPACE) from error
     journal.remove()

@@ -5,13 +5,13 @@ It judges nothing; what could not be read is listed in `troubles`. Needs neither
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sftplay.atomic import is_locked
 from sftplay.config.read import yaml12
 from sftplay.config.read.resolved import flow
 from sftplay.deliver.report.history import History, Point, as_number, read_history
@@ -123,7 +123,7 @@ def read_run_files(folder: RunFolder) -> RunFiles:
     found.launch = _text(found, "launch.txt")
     texts_there = [p.name for p in _listed(folder.path / "samples", "*.txt")][:MOST_SAMPLES]
     found.samples = [(name, _text(found, f"samples/{name}")) for name in texts_there]
-    found.is_held = _is_held(folder)
+    found.is_held = is_locked(folder.path / ".lock")
     try:
         found.history = read_history(folder.metrics)
     except OSError as error:
@@ -229,18 +229,6 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
         return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
     except OSError:
         return []
-
-
-def _is_held(folder: RunFolder) -> bool:
-    # A shared lock: two readers do not disturb each other, and it is given back at once.
-    try:
-        with (folder.path / ".lock").open("r") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _read_checkpoints(found: RunFiles) -> None:
