@@ -120,9 +120,9 @@ def train_tokenizer(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFa
     same ids wherever it occurs: a model of a million weights can then copy one it has never seen.
     """
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r"\p{L}+|\p{N}{1,2}|\s+|[^\s\p{L}\p{N}]")
+    pattern = Regex(r"\p{L}+|\p{N}{1,2}|\s+|[^\s\p{L}\p{N}]")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pieces, behavior="isolated"), to_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -156,12 +156,12 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
     )
     model = LlamaForCausalLM(config)
     if recipe.layers > 1 and recipe.heads > 2:
-        _begin_with_copying(model)
+        _set_induction_heads(model)
     return model
 
 
 @torch.no_grad()
-def _begin_with_copying(model: LlamaForCausalLM) -> None:
+def _set_induction_heads(model: LlamaForCausalLM) -> None:
     """Set the first three heads of two layers so that together they continue a text that has begun to repeat itself.
 
     This is the induction circuit of Olsson et al. 2022 (In-context Learning and Induction Heads): layer 0 writes down
@@ -228,8 +228,8 @@ def _draw(streams: Streams, recipe: Recipe, generator: torch.Generator) -> torch
     others = [stream for file, stream in streams.items() if file != PRACTICE]
     windows = []
     for _ in range(recipe.rows):
-        practises = torch.rand((), generator=generator).item() < recipe.practice_share
-        stream = streams[PRACTICE] if practises else others[int(torch.randint(len(others), (), generator=generator))]
+        is_practice = torch.rand((), generator=generator).item() < recipe.practice_share
+        stream = streams[PRACTICE] if is_practice else others[int(torch.randint(len(others), (), generator=generator))]
         start = int(torch.randint(len(stream) - recipe.tokens, (), generator=generator))
         windows.append(stream[start : start + recipe.tokens])
     return torch.stack(windows)
@@ -251,7 +251,7 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, recipe: Recipe, say: 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak) for optimizer in optimizers]
     generator = torch.Generator().manual_seed(recipe.seed)
     model.train()
-    said = time.monotonic()
+    last_line_at = time.monotonic()
     for step in range(recipe.steps):
         input_ids = _draw(streams, recipe, generator)
         loss = model(input_ids=input_ids, labels=input_ids).loss
@@ -261,8 +261,8 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, recipe: Recipe, say: 
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if time.monotonic() - said >= SECONDS_BETWEEN_LINES or step == recipe.steps - 1:
-            said = time.monotonic()
+        if time.monotonic() - last_line_at >= SECONDS_BETWEEN_LINES or step == recipe.steps - 1:
+            last_line_at = time.monotonic()
             say(f"base training: step {step + 1} of {recipe.steps}, loss {loss.item():.2f}")
     model.eval()
 

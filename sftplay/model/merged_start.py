@@ -16,7 +16,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError, RunError
 from sftplay.model.adapter import attach_adapter
 from sftplay.model.source import locate
-from sftplay.model.start_point import place
+from sftplay.model.start_point import origin_of
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import open_model
 
@@ -53,7 +53,7 @@ def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:
     if getattr(base.config, "quantization_config", None):
         what = f"{name} is stored quantised; an adapter merged into rounded weights is not what was trained"
         fix = "leave model.merge_adapter out, or start from the same model in full precision"
-        raise MachineError(what, where=place(cfg, "model.merge_adapter"), fix=fix)
+        raise MachineError(what, where=origin_of(cfg, "model.merge_adapter"), fix=fix)
     whole, _ = merge_adapter(base, adapter, dtype, fix="use train.precision: bf16 or fp32, or train it again")
     whole.requires_grad_(True)  # PEFT has frozen it
     return whole

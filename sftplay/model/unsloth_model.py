@@ -1,4 +1,4 @@
-"""Opens a base and puts an adapter on it by unsloth, as `opening` and `adapter` do by the plain libraries.
+"""Opens a base and puts an adapter on it by unsloth, as `weights` and `adapter` do by the plain libraries.
 
 What unsloth would quietly do otherwise than asked is looked for afterwards, and refused.
 """

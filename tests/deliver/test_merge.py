@@ -311,8 +311,8 @@ def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], t
 def test_texts_may_part_only_where_the_reference_finds_both_tokens_as_good(theirs: list[int], gap: float, fate: str):
     scores = torch.zeros(4, 10)
     scores[1, 2], scores[1, 5] = 1.0, 1.0 - gap
-    expected = merge_check.Spoken(answers=[[1, 2, 3]], scores=[scores])
-    assert merge_check.parting(expected, merge_check.Spoken(answers=[theirs]), 0, tolerance=0.05) == fate
+    expected = merge_check.Outputs(answers=[[1, 2, 3]], scores=[scores])
+    assert merge_check.compare_answers(expected, merge_check.Outputs(answers=[theirs]), 0, tolerance=0.05) == fate
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
         for n, chat in enumerate(chats)
     )
     write_text(path.with_suffix(".jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    told = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
-    log.say(f"{tag}: {told}  (n {figures['n']})", "eval")
+    shown = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
+    log.say(f"{tag}: {shown}  (n {figures['n']})", "eval")
     return figures
 
 

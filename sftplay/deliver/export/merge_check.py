@@ -57,8 +57,8 @@ WEIGHT_NOISE = 1e-5
 
 
 @dataclass
-class Spoken:
-    """What a model makes of the prompts: greedy answers (token ids), and scores at the places of some answers."""
+class Outputs:
+    """What a model gives for the prompts: greedy answers (token ids), and its scores along some answers."""
 
     answers: list[list[int]] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
@@ -85,18 +85,18 @@ def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
     ends = _end_token_ids(tokenizer)
-    expected = _hear(Generator(reference, tokenizer, ends, ANSWER_TOKENS), prompts)
+    expected = _outputs_of(Generator(reference, tokenizer, ends, ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)
     problems = _find_altered(_merged_by_peft(reference), whole)
     del reference
     gc.collect()
     dtype = whole.dtype
-    found = _hear(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, told=expected.answers)
+    found = _outputs_of(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
     figures = _compare(expected, found, dtype) | {"prompts": origin, "altered": problems}
     if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
         problems.append("the chat template is not the one of the run")
     if cfg.tuning.mode == "qlora":
-        figures["quantised"] = _quantisation(cfg, folder, prompts, told=expected, whole=found)
+        figures["quantised"] = _quantisation(cfg, folder, prompts, expected=expected, whole=found)
     _judge(figures, problems, merged)
     return figures
 
@@ -133,21 +133,23 @@ def _end_token_ids(tokenizer: Any) -> list[int]:
 
 
 @torch.no_grad()
-def _hear(generator: Generator, prompts: Sequence[list[int]], told: Sequence[list[int]] | None = None) -> Spoken:
-    """The model's answers, and its scores for them, or for the answers `told` where given."""
-    model, spoken = generator.model, Spoken()
+def _outputs_of(
+    generator: Generator, prompts: Sequence[list[int]], given: Sequence[list[int]] | None = None
+) -> Outputs:
+    """The model's answers, and its scores for them, or for the `given` answers."""
+    model, outputs = generator.model, Outputs()
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
         model.to("cuda")
     device = next(model.parameters()).device
     for n, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
         answer = generator.generate(ids, torch.ones_like(ids))[0, len(prompt) :].tolist()
-        spoken.answers.append(answer)
-        sequence = torch.tensor([prompt + (told[n] if told else answer)], device=device)
-        spoken.scores.append(model(input_ids=sequence).logits[0, len(prompt) - 1 :].float().cpu())
+        outputs.answers.append(answer)
+        sequence = torch.tensor([prompt + (given[n] if given else answer)], device=device)
+        outputs.scores.append(model(input_ids=sequence).logits[0, len(prompt) - 1 :].float().cpu())
         log.status(f"answered {n + 1}/{len(prompts)}", "merge")
     model.to("cpu")
-    return spoken
+    return outputs
 
 
 def _open_merged(cfg: RunConfig, merged: Path) -> Any:
@@ -187,10 +189,10 @@ def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
     return altered + sorted(theirs)
 
 
-def _compare(expected: Spoken, found: Spoken, dtype: torch.dtype) -> dict[str, Any]:
+def _compare(expected: Outputs, found: Outputs, dtype: torch.dtype) -> dict[str, Any]:
     scale = max(float(scores.abs().max()) for scores in expected.scores)
     tolerance = ROUNDINGS[dtype] * UNITS[dtype] * scale
-    fates = [parting(expected, found, n, tolerance) for n in range(len(expected.answers))]
+    fates = [compare_answers(expected, found, n, tolerance) for n in range(len(expected.answers))]
     pairs = zip(expected.scores, found.scores, strict=True)
     return {
         "max_abs_logit_diff": max(float((a - b).abs().max()) for a, b in pairs),
@@ -202,7 +204,7 @@ def _compare(expected: Spoken, found: Spoken, dtype: torch.dtype) -> dict[str, A
     }
 
 
-def parting(expected: Spoken, found: Spoken, n: int, tolerance: float) -> str:
+def compare_answers(expected: Outputs, found: Outputs, n: int, tolerance: float) -> str:
     """`same`, `tie` (the reference scores both tokens alike where the answers part) or `apart`."""
     ours, theirs = expected.answers[n], found.answers[n]
     place = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
@@ -213,13 +215,13 @@ def parting(expected: Spoken, found: Spoken, n: int, tolerance: float) -> str:
 
 
 def _quantisation(
-    cfg: RunConfig, folder: RunFolder, prompts: Sequence[list[int]], *, told: Spoken, whole: Spoken
+    cfg: RunConfig, folder: RunFolder, prompts: Sequence[list[int]], *, expected: Outputs, whole: Outputs
 ) -> dict[str, float]:
     """How far the model as it was trained, its base in 4 bits, is from the merged one, at the same places."""
     four_bit = load_result(cfg, folder.path)
     device = next(four_bit.parameters()).device
     gaps, same = [], []
-    for prompt, answer, scores in zip(prompts, told.answers, whole.scores, strict=True):
+    for prompt, answer, scores in zip(prompts, expected.answers, whole.scores, strict=True):
         with torch.no_grad():
             out = four_bit(input_ids=torch.tensor([prompt + answer], device=device))
         trained = out.logits[0, len(prompt) - 1 :].float().cpu()

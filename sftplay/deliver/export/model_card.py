@@ -46,8 +46,8 @@ model = PeftModel.from_pretrained(base, "adapter")
 
 
 @dataclass(frozen=True)
-class Story:
-    """Everything a card tells, already without places of the machine it was made on."""
+class PublicRun:
+    """A run as it may be published: without paths of the machine, and without secrets."""
 
     name: str
     cfg: RunConfig
@@ -66,29 +66,29 @@ class Story:
     """The adapter lies beside the merged weights."""
 
 
-def write_card(story: Story, path: Path) -> None:
+def write_card(run: PublicRun, path: Path) -> None:
     """Write the card for the model in the folder of `path`, whose chat template decides how it is asked."""
     talks = (path.parent / "chat_template.jinja").is_file()
-    parts = [_front_matter(story), _opening(story), _loading(story, talks), _data(story), _evaluation(story)]
-    parts += [_training(story), _versions(story)]
+    parts = [_front_matter(run), _opening(run), _loading(run, talks), _data(run), _evaluation(run)]
+    parts += [_training(run), _versions(run)]
     path.write_text("\n".join(parts), encoding="utf-8")
 
 
-def _front_matter(story: Story) -> str:
+def _front_matter(run: PublicRun) -> str:
     """YAML as the hub reads it (https://huggingface.co/docs/hub/model-cards), where `unknown` is a licence too."""
-    mode = story.cfg.tuning.mode
-    lines = ["---", f"license: {story.licence or 'unknown'}", "library_name: transformers"]
+    mode = run.cfg.tuning.mode
+    lines = ["---", f"license: {run.licence or 'unknown'}", "library_name: transformers"]
     lines += ["pipeline_tag: text-generation", "tags:"]
-    lines += [f"- {tag}" for tag in ("sft-play", story.cfg.task_mode, mode)]
-    if story.hub_base:
-        lines += [f"base_model: {json.dumps(story.hub_base)}", "base_model_relation: finetune"]
-    if is_hub_name(story.cfg.data.train_path) and "/" in story.cfg.data.train_path:
-        lines += ["datasets:", f"- {json.dumps(story.cfg.data.train_path)}"]
+    lines += [f"- {tag}" for tag in ("sft-play", run.cfg.task_mode, mode)]
+    if run.hub_base:
+        lines += [f"base_model: {json.dumps(run.hub_base)}", "base_model_relation: finetune"]
+    if is_hub_name(run.cfg.data.train_path) and "/" in run.cfg.data.train_path:
+        lines += ["datasets:", f"- {json.dumps(run.cfg.data.train_path)}"]
     return "\n".join([*lines, "---", ""])
 
 
-def _opening(story: Story) -> str:
-    cfg = story.cfg
+def _opening(run: PublicRun) -> str:
+    cfg = run.cfg
     revision = f" (revision {cfg.model.revision})" if cfg.model.revision else ""
     how = {
         "full": "every weight was trained",
@@ -99,27 +99,27 @@ def _opening(story: Story) -> str:
         before = "had been merged into the base before" if cfg.model.merge_adapter else "was trained on"
         how += f"; the adapter of an earlier run {before}"
     licence = (
-        f"Its base says {story.licence}; what the data allows is for you to know."
-        if story.licence
+        f"Its base says {run.licence}; what the data allows is for you to know."
+        if run.licence
         else "Not known: neither base nor data said one here. Find out what both allow before you pass this model on."
     )
     return (
-        f"# {story.name}\n\n`{cfg.model.name}`{revision}, tuned with SFT-Play (task `{cfg.task_mode}`): {how}.\n\n"
+        f"# {run.name}\n\n`{cfg.model.name}`{revision}, tuned with SFT-Play (task `{cfg.task_mode}`): {how}.\n\n"
         f"**Licence.** {licence}\n\n"
         "**Limits.** Nothing was measured but what stands below: no safety, no other tasks.\n"
     )
 
 
-def _loading(story: Story, talks: bool) -> str:
+def _loading(run: PublicRun, talks: bool) -> str:
     text = f"## Load it\n\n```python\n{LOAD if talks else LOAD_TEXT}```\n"
-    if not story.has_adapter:
+    if not run.has_adapter:
         return text
-    base = json.dumps(story.hub_base or f"path/to/{story.cfg.model.name}")
+    base = json.dumps(run.hub_base or f"path/to/{run.cfg.model.name}")
     return f"{text}\nThe adapter alone, beside its base:\n\n```python\n{LOAD_ADAPTER.format(base=base)}```\n"
 
 
-def _data(story: Story) -> str:
-    report = story.data_report
+def _data(run: PublicRun) -> str:
+    report = run.data_report
     if not report:
         return "## Data\n\nThe run left no data report.\n"
     sources = {"all": report, **report.get("sources", {})} if len(report.get("sources", {})) > 1 else {"all": report}
@@ -138,15 +138,15 @@ def _count(source: Mapping[str, Any], key: str) -> str:
     return f"{sum(value.values()) if isinstance(value, dict) else value:,}"
 
 
-def _evaluation(story: Story) -> str:
-    if not story.figures:
+def _evaluation(run: PublicRun) -> str:
+    if not run.figures:
         return "## Evaluation\n\nNot measured.\n"
-    names = sorted(story.figures, key=lambda name: (name.removesuffix("before") == name, name))
-    keys = list(dict.fromkeys(key for figures in story.figures.values() for key in figures))
+    names = sorted(run.figures, key=lambda name: (name.removesuffix("before") == name, name))
+    keys = list(dict.fromkeys(key for figures in run.figures.values() for key in figures))
     numbers = (int, float)
-    keys = [key for key in keys if any(isinstance(story.figures[name].get(key), numbers) for name in names)]
-    table = _table(("", *names), [(key, *(_figure(story.figures[name].get(key)) for name in names)) for key in keys])
-    measured = story.cfg.eval
+    keys = [key for key in keys if any(isinstance(run.figures[name].get(key), numbers) for name in names)]
+    table = _table(("", *names), [(key, *(_figure(run.figures[name].get(key)) for name in names)) for key in keys])
+    measured = run.cfg.eval
     how = f"Held-out rows; answers are greedy, at most {measured.max_new_tokens} tokens; `before` is the untuned base."
     return f"## Evaluation\n\n{table}\n\n{how}\n"
 
@@ -157,12 +157,12 @@ def _figure(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "-"
 
 
-def _training(story: Story) -> str:
-    return f"## Training\n\n{_table(('setting', 'value'), list(_settings(story)))}\n\nAll: `config.resolved.yaml`.\n"
+def _training(run: PublicRun) -> str:
+    return f"## Training\n\n{_table(('setting', 'value'), list(_settings(run)))}\n\nAll: `config.resolved.yaml`.\n"
 
 
-def _settings(story: Story) -> Iterator[tuple[str, Any]]:
-    cfg = story.cfg
+def _settings(run: PublicRun) -> Iterator[tuple[str, Any]]:
+    cfg = run.cfg
     yield "tuning", cfg.tuning.mode
     if cfg.tuning.mode != "full":
         lora = cfg.tuning.lora
@@ -173,7 +173,7 @@ def _settings(story: Story) -> Iterator[tuple[str, Any]]:
         yield "layers", targets + "".join(f", {name} in full" for name in lora.modules_to_save)
     if cfg.tuning.mode == "qlora":
         yield "base while training", f"{cfg.tuning.quant_type}, double_quant {str(cfg.tuning.double_quant).lower()}"
-    yield "steps", story.manifest.get("steps", cfg.train.max_steps or f"{cfg.train.epochs:g} epochs")
+    yield "steps", run.manifest.get("steps", cfg.train.max_steps or f"{cfg.train.epochs:g} epochs")
     yield "rows a step", cfg.train.effective_batch_size
     yield "learning rate", f"{cfg.train.peak_rate}, {cfg.train.lr_scheduler}, warm-up {cfg.train.warmup_ratio:g}"
     yield "precision", cfg.train.precision
@@ -181,8 +181,8 @@ def _settings(story: Story) -> Iterator[tuple[str, Any]]:
     yield "seed", cfg.seed
 
 
-def _versions(story: Story) -> str:
-    manifest = story.manifest
+def _versions(run: PublicRun) -> str:
+    manifest = run.manifest
     known = {"sft-play": manifest.get("kit"), "commit": manifest.get("git_commit"), "python": manifest.get("python")}
     known |= manifest.get("machine", {}).get("libraries", {})
     rows = [(name, version) for name, version in known.items() if version]

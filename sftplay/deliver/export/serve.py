@@ -41,9 +41,9 @@ def serve(cfg: RunConfig, folder: RunFolder, server: Server, port: int) -> int:
     model = whole_model(cfg, folder)
     name = served_name(folder)
     with tempfile.TemporaryDirectory(prefix="sftplay-serve-") as place:
-        seen = lay_out(model, server_config(cfg, model), Path(place), name)
+        snapshot = make_hub_cache(model, server_config(cfg, model), Path(place), name)
         log.say(f"starting the server ({server}); its own lines go to {folder.logs / 'serve.log'}", "serve")
-        where = seen if server == "vllm" else Path(place)
+        where = snapshot if server == "vllm" else Path(place)
         launch = build_server(server, name, where, port, trusts_code=cfg.model.trust_remote_code)
         return run_server(launch, name, port, cwd=Path(place), log_file=(folder.logs / "serve.log").resolve())
 
@@ -92,7 +92,7 @@ def server_config(cfg: RunConfig, model: Path) -> GenerationConfig:
     return config
 
 
-def lay_out(model: Path, config: GenerationConfig, cache: Path, name: str) -> Path:
+def make_hub_cache(model: Path, config: GenerationConfig, cache: Path, name: str) -> Path:
     """A hub cache at `cache` that holds nothing but `model` under `name`, by links; the folder of the model in it.
 
     So the server's list of models is that one, by a name of one word: transformers' server lists what the cache holds,

@@ -24,7 +24,7 @@ MOST_STATE_BYTES = 2**25
 
 MOST_LOG_BYTES = 2**26
 MOST_SAMPLES = 5
-SAID = ("passed over", "is not continued", "] note: ")
+NOTE_MARKS = ("passed over", "is not continued", "] note: ")
 """Parts of the kit's own log lines that a reader of the report must not miss."""
 
 
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass
 class RunFiles:
-    """Everything the report tells, with empty values where nothing could be read."""
+    """What a run folder holds, with empty values for what could not be read."""
 
     folder: RunFolder
     plan: dict[str, Any] = field(default_factory=dict)
@@ -64,8 +64,8 @@ class RunFiles:
     samples: list[tuple[str, str]] = field(default_factory=list)
     """(name, text) of the first texts in samples/."""
 
-    said: list[str] = field(default_factory=list)
-    """Notes of the run itself, from its log."""
+    notes: list[str] = field(default_factory=list)
+    """Notes of the run, from its log."""
 
     set_aside: list[str] = field(default_factory=list)
     """Checkpoints that were moved to checkpoints/incomplete."""
@@ -111,28 +111,28 @@ class RunFiles:
 
 def read_run_files(folder: RunFolder) -> RunFiles:
     """Everything in the folder. Never raises for what it finds there."""
-    found = RunFiles(folder)
-    found.plan = _json(found, "plan.json")
-    found.manifest = _json(found, "manifest.json")
-    found.status = _json(found, "status.json")
-    found.data = _json(found, "data_report.json")
-    found.sample = _json(found, "samples/masked.json", is_optional=True)
-    found.settings = _settings(found)
+    run = RunFiles(folder)
+    run.plan = _json(run, "plan.json")
+    run.manifest = _json(run, "manifest.json")
+    run.status = _json(run, "status.json")
+    run.data = _json(run, "data_report.json")
+    run.sample = _json(run, "samples/masked.json", is_optional=True)
+    run.settings = _settings(run)
     for path in _listed(folder.eval, "*.json"):
-        found.evals[path.stem] = _json(found, f"eval/{path.name}")
-    found.launch = _text(found, "launch.txt")
-    texts_there = [p.name for p in _listed(folder.path / "samples", "*.txt")][:MOST_SAMPLES]
-    found.samples = [(name, _text(found, f"samples/{name}")) for name in texts_there]
-    found.is_held = is_locked(folder.path / ".lock")
+        run.evals[path.stem] = _json(run, f"eval/{path.name}")
+    run.launch = _text(run, "launch.txt")
+    names = [p.name for p in _listed(folder.path / "samples", "*.txt")][:MOST_SAMPLES]
+    run.samples = [(name, _text(run, f"samples/{name}")) for name in names]
+    run.is_held = is_locked(folder.path / ".lock")
     try:
-        found.history = read_history(folder.metrics)
+        run.history = read_history(folder.metrics)
     except OSError as error:
-        found.troubles.append(f"metrics.jsonl cannot be read ({error.strerror})")
+        run.troubles.append(f"metrics.jsonl cannot be read ({error.strerror})")
     if not folder.metrics.exists():
-        found.troubles.append("metrics.jsonl is not there: no step was logged yet")
-    _read_checkpoints(found)
-    found.said = _said(found)
-    return found
+        run.troubles.append("metrics.jsonl is not there: no step was logged yet")
+    _read_checkpoints(run)
+    run.notes = _notes(run)
+    return run
 
 
 def mapping(value: object) -> dict[str, Any]:
@@ -165,27 +165,27 @@ def answer_rows(folder: RunFolder, tag: str) -> Iterator[dict[str, Any]]:
         return
 
 
-def _json(found: RunFiles, name: str, *, is_optional: bool = False) -> dict[str, Any]:
+def _json(run: RunFiles, name: str, *, is_optional: bool = False) -> dict[str, Any]:
     try:
-        content = json.loads((found.folder.path / name).read_bytes())
+        content = json.loads((run.folder.path / name).read_bytes())
     except FileNotFoundError:
         if not is_optional:
-            found.troubles.append(f"{name} is not there")
+            run.troubles.append(f"{name} is not there")
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        found.troubles.append(f"{name} cannot be read ({_short(error)})")
+        run.troubles.append(f"{name} cannot be read ({_short(error)})")
         return {}
     if not isinstance(content, dict):
-        found.troubles.append(f"{name} holds no object")
+        run.troubles.append(f"{name} holds no object")
         return {}
     return content
 
 
-def _text(found: RunFiles, name: str) -> str:
+def _text(run: RunFiles, name: str) -> str:
     try:
-        return (found.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
+        return (run.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
     except OSError as error:
-        found.troubles.append(f"{name} is not there" if isinstance(error, FileNotFoundError) else _short(error))
+        run.troubles.append(f"{name} is not there" if isinstance(error, FileNotFoundError) else _short(error))
         return ""
 
 
@@ -194,13 +194,13 @@ def _short(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _settings(found: RunFiles) -> dict[str, Setting]:
-    path = found.folder.resolved
+def _settings(run: RunFiles) -> dict[str, Setting]:
+    path = run.folder.resolved
     try:
         document = yaml12.read(path, path.name)
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except ConfigError as error:
-        found.troubles.append(f"{path.name} cannot be read ({error.what})")
+        run.troubles.append(f"{path.name} cannot be read ({error.what})")
         return {}
     settings = {}
     for parts, value in _leaves(document.values, ()):
@@ -231,44 +231,44 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
         return []
 
 
-def _read_checkpoints(found: RunFiles) -> None:
-    checkpoints = list_checkpoints(found.folder.checkpoints)
-    found.unmarked = [path.name for path in checkpoints if not (path / MARKER).is_file()]
-    found.set_aside = [path.name for path in _listed(found.folder.checkpoints / "incomplete", "checkpoint-*")]
-    values = {step: loss for path in checkpoints[-1:] for step, loss in _logged_losses(found, path)}
-    for name, figures in found.evals.items():
+def _read_checkpoints(run: RunFiles) -> None:
+    checkpoints = list_checkpoints(run.folder.checkpoints)
+    run.unmarked = [path.name for path in checkpoints if not (path / MARKER).is_file()]
+    run.set_aside = [path.name for path in _listed(run.folder.checkpoints / "incomplete", "checkpoint-*")]
+    values = {step: loss for path in checkpoints[-1:] for step, loss in _logged_losses(run, path)}
+    for name, figures in run.evals.items():
         step, loss = name.removeprefix("step-"), as_number(figures.get("loss"))
         if name.startswith("step-") and step.isdecimal() and len(step) < 16 and loss is not None:
             values[float(step)] = loss
-    found.held_out = sorted(values.items())
+    run.held_out = sorted(values.items())
 
 
-def _logged_losses(found: RunFiles, checkpoint: Path) -> Iterator[Point]:
+def _logged_losses(run: RunFiles, checkpoint: Path) -> Iterator[Point]:
     """Held-out losses in the newest checkpoint's log; the Trainer keeps them nowhere else."""
     path = checkpoint / "trainer_state.json"
-    name = str(path.relative_to(found.folder.path))
+    name = str(path.relative_to(run.folder.path))
     if not path.is_file():
         return
     if path.stat().st_size > MOST_STATE_BYTES:
-        found.troubles.append(f"{name} is too large to look for held-out losses in")
+        run.troubles.append(f"{name} is too large to look for held-out losses in")
         return
-    for entry in mappings(_json(found, name).get("log_history")):
+    for entry in mappings(_json(run, name).get("log_history")):
         step, loss = as_number(entry.get("step")), as_number(entry.get("eval_loss"))
         if step is not None and loss is not None and abs(step) <= max(step_of(checkpoint), 0):
             yield step, loss
 
 
-def _said(found: RunFiles) -> list[str]:
-    path = found.folder.logs / "rank0.log"
+def _notes(run: RunFiles) -> list[str]:
+    path = run.folder.logs / "rank0.log"
     lines: dict[str, None] = {}
     try:
         if path.stat().st_size > MOST_LOG_BYTES:
-            found.troubles.append("logs/rank0.log is too large to look for notes in")
+            run.troubles.append("logs/rank0.log is too large to look for notes in")
             return []
         with path.open("rb") as handle:
             for raw in handle:
                 line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
-                if any(part in line for part in SAID):
+                if any(part in line for part in NOTE_MARKS):
                     lines[line.partition("] ")[2].removeprefix("note: ")] = None
     except OSError:
         return []
