@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
+import json
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,18 @@ HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bits
 TARGETS = re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.M)
 
 
-def find_cycle(name: Any, edges: Callable[[Any], Iterable[Any]], path: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def find_cycle(imports: Mapping[Any, Iterable[Any]]) -> list[Any]:
     """A chain of imports that leads back to where it began; empty when there is none."""
-    if name in path:
-        return (*path[path.index(name) :], name)
-    return next((found for each in sorted(edges(name)) if (found := find_cycle(each, edges, (*path, name)))), ())
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as found:
+        return found.args[1][::-1]
+    return []
 
 
 def test_a_module_imports_only_from_lower_floors_or_from_its_own_top_folder():
@@ -49,16 +58,14 @@ def test_a_module_imports_only_from_lower_floors_or_from_its_own_top_folder():
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
-    assert [found for module in MODULES if (found := find_cycle(module, imports_of))] == []
+    assert find_cycle({module: imports_of(module) for module in MODULES}) == []
 
 
 def test_folders_do_not_import_each_other_in_a_circle():
-    def beside(room: tuple[str, int]) -> set[tuple[str, int]]:
-        named = {room_of(name) for module in MODULES if room_of(module) == room for name in imports_of(module)}
-        return named - {room}
-
-    rooms = {room_of(module) for module in MODULES}
-    assert [found for room in sorted(rooms) if (found := find_cycle(room, beside))] == []
+    rooms: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    for module in MODULES:
+        rooms.setdefault(room_of(module), set()).update(map(room_of, imports_of(module)))
+    assert find_cycle({room: beside - {room} for room, beside in rooms.items()}) == []
 
 
 def test_no_folder_holds_more_modules_than_a_reader_takes_in_at_a_glance():
@@ -82,8 +89,9 @@ def test_every_file_that_the_architecture_page_tells_of_exists():
 
 
 def test_the_search_for_circles_finds_one():
-    chain = {"log": {"units"}, "units": {"errors"}, "errors": {"log"}}
-    assert find_cycle("log", lambda name: chain[name]) == ("log", "units", "errors", "log")
+    chain = find_cycle({"log": {"units"}, "units": {"errors"}, "errors": {"log"}, "cli": {"log"}})
+    assert sorted(chain[1:]) == ["errors", "log", "units"]
+    assert " ".join(chain) in "log units errors log units errors"
 
 
 IMPORT_ONE_AFTER_ANOTHER = """
@@ -105,83 +113,85 @@ sys.exit(bool(failed))
 """
 
 
-def in_order_of_imports() -> list[str]:
-    """All modules, each behind those it imports."""
-    placed: dict[str, None] = {}
-
-    def place(module: str) -> None:
-        if module not in placed:
-            for needed in sorted(imports_of(module)):
-                place(needed)
-            placed[module] = None
-
-    for module in MODULES:
-        place(module)
-    return [module for module in placed if module != "sftplay.__main__"]
-
-
 def test_every_module_imports_alone():
     # Imported behind exactly what it imports itself, a module can lean on nothing else: there are no circles, and a
     # name of another module can only be had by importing it from there.
-    for name, path in MODULES.items():
-        plain = [alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)
-                 for alias in node.names]  # fmt: skip
+    for name in MODULES:
+        plain = [alias.name for node in ast.walk(tree_of(name)) if isinstance(node, ast.Import) for alias in node.names]
         assert not [each for each in plain if each.split(".")[0] == "sftplay"], f"{name}: write from ... import"
-    argv = [sys.executable, "-c", IMPORT_ONE_AFTER_ANOTHER, " ".join(in_order_of_imports())]
+    in_order = TopologicalSorter({module: sorted(imports_of(module)) for module in MODULES}).static_order()
+    names = " ".join(module for module in in_order if module != "sftplay.__main__")
+    argv = [sys.executable, "-c", IMPORT_ONE_AFTER_ANOTHER, names]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def loaded_after(words: list[str], cwd: Path = ROOT) -> set[str]:
-    """Top-level modules in memory when a command line has been served."""
-    code = (
-        "import sys; from sftplay.cli import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "print('LOADED', *{name.split('.')[0] for name in sys.modules})"
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=cwd, env=env, capture_output=True, text=True)
-    return set(done.stdout.rsplit("LOADED", 1)[1].split())
+SERVE_EACH = """
+import importlib, json, os, sys
+lines, first = map(json.loads, sys.argv[1:])
+for module in first:
+    importlib.import_module(module)
+for words in lines:
+    child = os.fork()
+    if child == 0:
+        from sftplay.cli import main
+        try:
+            main(words)
+        except SystemExit:
+            pass
+        print("\\nLOADED", *{name.split(".")[0] for name in sys.modules}, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["gpu-info"], ["trian"], ["memory-check"]], ids=" ".join
-)
-def test_help_and_gpu_info_import_neither_torch_nor_pydantic(words):
-    assert loaded_after(words).isdisjoint((*HEAVY, "pydantic", "yaml", "numpy"))
+def loaded_after(lines: list[list[str]], first: list[str]) -> dict[str, set[str]]:
+    """Top-level modules in memory when a command line has been served, each in a process forked from one that has
+    imported the modules of `first` only."""
+    argv = [sys.executable, "-c", SERVE_EACH, json.dumps(lines), json.dumps(first)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = re.findall(r"^LOADED (.*)", done.stdout, re.M)
+    assert len(found) == len(lines), done.stdout + done.stderr
+    return {" ".join(words): set(names.split()) for words, names in zip(lines, found)}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["validate"],
-        ["train", "--dry-run"],
-        ["train", "--dry-run", "--nproc", "2"],
-        ["train", "train.learning_rat=1"],
-        ["train", "data.train_path=nowhere.jsonl"],
-        ["train", "model.name=/nowhere"],
-        ["train", "--nproc", "0"],
-        ["train", "train.batch_size=5"],
-        ["process", "data.train_path=nowhere.jsonl"],
-        ["inspect", "data.train_path=nowhere.jsonl"],
-        ["inspect", "data.format=sharegpt"],
-        ["render", "--out", "README.md"],
-        ["style"],
-        ["eval", "output_dir=/nowhere"],
-        ["infer", "output_dir=/nowhere"],
-        ["infer-batch", "--in", "x", "--out", "y", "output_dir=/nowhere"],
-        ["resume", "output_dir=/nowhere"],
-        ["report", "output_dir=/nowhere"],
-        ["merge", "output_dir=/nowhere"],
-        ["serve", "output_dir=/nowhere"],
-        ["compare", "--a", "nowhere", "--b", "nowhere"],
-    ],
-    ids=" ".join,
-)
-def test_validate_a_dry_run_and_refusals_import_no_torch(words):
-    verb, *rest = words
-    assert loaded_after([verb, "--config", "configs/run_demo.yaml", *rest]).isdisjoint(HEAVY)
+def test_help_and_gpu_info_import_neither_torch_nor_pydantic():
+    lines = [["--help"], ["train", "--help"], ["gpu-info"], ["trian"], ["memory-check"]]
+    unwanted = {*HEAVY, "pydantic", "yaml", "numpy"}
+    assert {line: found for line, names in loaded_after(lines, []).items() if (found := names & unwanted)} == {}
+
+
+REFUSED_OR_DRY = """\
+validate
+train --dry-run
+train --dry-run --nproc 2
+train train.learning_rat=1
+train data.train_path=nowhere.jsonl
+train model.name=/nowhere
+train --nproc 0
+train train.batch_size=5
+process data.train_path=nowhere.jsonl
+inspect data.train_path=nowhere.jsonl
+inspect data.format=sharegpt
+render --out README.md
+style
+eval output_dir=/nowhere
+infer output_dir=/nowhere
+infer-batch --in x --out y output_dir=/nowhere
+resume output_dir=/nowhere
+report output_dir=/nowhere
+merge output_dir=/nowhere
+serve output_dir=/nowhere
+compare --a nowhere --b nowhere
+"""
+
+
+def test_validate_a_dry_run_and_refusals_import_no_torch():
+    words = [line.split() for line in REFUSED_OR_DRY.splitlines()]
+    lines = [[verb, "--config", "configs/run_demo.yaml", *rest] for verb, *rest in words]
+    loaded = loaded_after(lines, ["sftplay.config.load"])
+    assert all({"pydantic", "sftplay"} <= names for names in loaded.values())
+    assert {line: found for line, names in loaded.items() if (found := names & {*HEAVY})} == {}
 
 
 def tracked_python_files() -> list[Path]:
@@ -215,11 +225,12 @@ def test_no_file_of_the_kit_is_longer_than_300_lines_beside_its_tables():
     assert {name: count for name, count in counts.items() if count > 300} == {}
 
 
+@cache
 def functions() -> list[tuple[str, ast.FunctionDef]]:
     return [
         (f"{name}.{node.name}", node)
-        for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in MODULES
+        for node in ast.walk(tree_of(name))
         if isinstance(node, ast.FunctionDef)
     ]
 
@@ -247,8 +258,7 @@ def test_no_function_takes_more_than_four_positional_parameters():
 
 
 def test_every_module_says_in_a_sentence_what_it_is():
-    lacking = [n for n, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
-    assert lacking == []
+    assert [name for name in MODULES if not ast.get_docstring(tree_of(name))] == []
 
 
 def test_no_module_has_a_name_that_says_nothing():
@@ -256,13 +266,11 @@ def test_no_module_has_a_name_that_says_nothing():
     assert [name for name in MODULES if name.rsplit(".", 1)[-1] in empty_words] == []
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_its_function(verb):
-    module, function, text = VERBS[verb]
-    path = MODULES[module]
-    names = [n.name for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
-    assert function in names
-    assert text
+def test_every_verb_has_its_function():
+    for verb, (module, function, text) in VERBS.items():
+        names = [node.name for node in tree_of(module).body if isinstance(node, ast.FunctionDef)]
+        assert function in names, verb
+        assert text, verb
 
 
 def test_every_target_has_a_help_text_and_is_listed():
@@ -319,12 +327,12 @@ MACHINE = Machine(
 RUNS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if path.name != "config_base.yaml"]
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_every_shipped_config_is_sized_to_its_exact_effective_batch(path, monkeypatch):
+def test_every_shipped_config_is_sized_to_its_exact_effective_batch(monkeypatch):
     monkeypatch.chdir(ROOT)
-    cfg = load_config(path.relative_to(ROOT))
-    train = size_run(cfg, MACHINE, world_size=2).cfg.train
-    assert train.batch_size * train.grad_accum * 2 == cfg.train.effective_batch_size
+    for path in RUNS:
+        cfg = load_config(path.relative_to(ROOT))
+        train = size_run(cfg, MACHINE, world_size=2).cfg.train
+        assert train.batch_size * train.grad_accum * 2 == cfg.train.effective_batch_size, path.name
 
 
 def test_every_test_file_lies_where_the_module_it_tests_lies():

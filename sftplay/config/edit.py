@@ -1,17 +1,17 @@
 """One value changed in a config file's text, while every other byte of it stays.
 
-It changes what it understands and refuses the rest; whether the new value may be used is `load`'s business.
+It changes what it understands and refuses the rest.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from sftplay.atomic import whole_file
 from sftplay.config.load import load_config
 from sftplay.config.read import yaml12
 from sftplay.config.read.resolved import quoted
@@ -27,20 +27,18 @@ class Unclear(Exception):
 def amend_file(path: Path, dotted: str, value: str) -> None:
     """Set `dotted`, a section and a key, to a text in the YAML file `path`, or leave the file as it was.
 
-    The file is replaced in one step, after the changed one has been loaded and found equal but for this value.
+    The file is replaced in one step, after the changed text was read back and found equal but for this value.
 
     Raises:
-        ConfigError: the file is written in a way in which this cannot be done safely; the line to add is named.
+        ConfigError: the config or the value is refused, or the file is written in a way in which this cannot be done
+            safely; then the line to add is named.
     """
-    wished = load_config(path).with_values({dotted: value}, "").model_dump()
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")  # beside it, where its includes are found
+    load_config(path, [f"{dotted}={quoted(value)}"])
     try:
-        _write(scratch, amended(path.read_bytes().decode("utf-8"), dotted, value))
-        if load_config(scratch).model_dump() != wished:
-            raise Unclear
-        target = path.resolve()  # a link stays a link
-        shutil.copymode(target, scratch)
-        scratch.replace(target)
+        content = amended(path.read_bytes().decode("utf-8"), dotted, value=value).encode("utf-8")
+        with whole_file(path.resolve()) as scratch:  # a link stays a link
+            scratch.write_bytes(content)
+            shutil.copymode(path, scratch)
     except (Unclear, ConfigError):
         section, _, name = dotted.partition(".")
         what = f"is written in a way in which {dotted} cannot be set without touching anything else"
@@ -49,43 +47,44 @@ def amend_file(path: Path, dotted: str, value: str) -> None:
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
         raise ConfigError(what, where=str(path), fix="make the file and its folder writable") from error
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
-def amended(text: str, dotted: str, value: str) -> str:
+def amended(text: str, dotted: str, *, value: str) -> str:
     """The YAML text with `dotted` set: its value replaced, else a line added below its section, else a section added.
 
     Raises:
-        Unclear: neither can be done, or something else would change too.
+        Unclear: none of these can be done, or something else would change too.
         ConfigError: it would not be YAML any more.
     """
     section, _, name = dotted.partition(".")
-    wished = _values(text)
-    changed = _changed(text, section, name, quoted(value))
-    wished[section] = {**(wished.get(section) or {}), name: value}
-    if _values(changed) != wished:
+    bom = BOM if text.startswith(BOM) else ""
+    text = text.removeprefix(BOM)
+    wanted = _values(text)
+    wanted[section] = {**(wanted.get(section) or {}), name: value}
+    start, end, inserted = _edit(text, section, name, value=quoted(value))
+    changed = text[:start] + inserted + text[end:]
+    if _values(changed) != wanted:
         raise Unclear
-    return changed
+    return bom + changed
 
 
-def _changed(text: str, section: str, name: str, value: str) -> str:
-    shift = len(BOM) if text.startswith(BOM) else 0
-    root = _mapping(_composed(text[shift:]))
+def _edit(text: str, section: str, name: str, *, value: str) -> tuple[int, int, str]:
+    """Start and end of what is replaced, and the text that takes its place."""
     newline = "\r\n" if "\r\n" in text else "\n"
-    found = _child(root, section)
+    found = _child(_mapping(_composed(text)), section)
     if found is None:
-        return _with_section(text, f"{section}:{newline}  {name}: {value}{newline}", newline)
+        before = "" if text.endswith("\n") else newline
+        return len(text), len(text), f"{before}{section}:{newline}  {name}: {value}{newline}"
     key, body = found
     inner = _child(body, name) if isinstance(body, yaml.MappingNode) else None
     if inner is not None:
-        start, end = (shift + index for index in _place(*inner))
-        return text[:start] + (" " if text[start - 1] == ":" else "") + value + text[end:]
-    indent = _mapping(body).value[0][0].start_mark.column if not _is_empty(body) else 2
-    at = text.find("\n", shift + key.end_mark.index) + 1
-    if at == 0:
-        text, at = text + newline, len(text) + len(newline)
-    return f"{text[:at]}{' ' * indent}{name}: {value}{newline}{text[at:]}"
+        start, end = _span(*inner)
+        return start, end, (" " if text[start - 1] == ":" else "") + value
+    is_empty = isinstance(body, yaml.ScalarNode) and body.start_mark.index == body.end_mark.index
+    indent = 2 if is_empty else _mapping(body).value[0][0].start_mark.column
+    line = f"{' ' * indent}{name}: {value}{newline}"
+    at = text.find("\n", key.end_mark.index) + 1
+    return (at, at, line) if at else (len(text), len(text), newline + line)
 
 
 def _composed(text: str) -> yaml.Node | None:
@@ -111,8 +110,8 @@ def _child(node: yaml.MappingNode, name: str) -> tuple[yaml.ScalarNode, yaml.Nod
     return None
 
 
-def _place(key: yaml.ScalarNode, value: yaml.Node) -> tuple[int, int]:
-    """Where a value stands that is one word or text on the line of its key."""
+def _span(key: yaml.ScalarNode, value: yaml.Node) -> tuple[int, int]:
+    """Where a value starts and ends that is one word or text on the line of its key."""
     start, end = value.start_mark, value.end_mark
     is_here = key.end_mark.line == start.line == end.line and key.end_mark.index < start.index
     if not isinstance(value, yaml.ScalarNode) or not is_here or value.style in ("|", ">"):
@@ -120,20 +119,5 @@ def _place(key: yaml.ScalarNode, value: yaml.Node) -> tuple[int, int]:
     return start.index, end.index
 
 
-def _is_empty(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.start_mark.index == node.end_mark.index
-
-
-def _with_section(text: str, lines: str, newline: str) -> str:
-    return text + ("" if text.endswith("\n") else newline) + lines
-
-
 def _values(text: str) -> dict[str, Any]:
-    return dict(yaml12.parse(text.removeprefix(BOM), "").values)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("wb") as file:
-        file.write(text.encode("utf-8"))
-        file.flush()
-        os.fsync(file.fileno())
+    return dict(yaml12.parse(text, "").values)

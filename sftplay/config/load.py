@@ -27,30 +27,29 @@ __all__ = ["dump_resolved", "load_config", "load_resolved"]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config in a YAML file, with what it includes below it and `a.b=c` texts laid over it.
+    """The config in a YAML file, laid over what it includes, with `a.b=c` texts laid over both.
 
     `--a.b=c` is the same as `a.b=c`; of two overrides of one key the later one counts. Paths in messages and origins
-    are as the user typed them, includes relative to the current folder.
+    are as the user typed them, those of includes relative to the current folder.
 
     Raises:
         ConfigError: a file that cannot be read or is not YAML.
         ConfigErrors: everything else that is wrong with it, all at once.
     """
-    file = os.fspath(path)
     override_layer, problems = read_overrides(overrides)
-    layers, found = resolve_precision([*read_layers(path), override_layer])
-    problems += found
+    layers, contradictions = resolve_precision([*read_layers(path), override_layer])
+    problems += contradictions
     merged = merge(layers)
-    merged.values = _with_empty_sections(merged.values, RunConfig)
+    merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.places)
     cfg: RunConfig | None
     try:
         cfg = RunConfig.model_validate(merged.values)
     except ValidationError as error:
-        problems += translated(error, merged, file)
-        cfg = _what_remains(merged.values, error)
+        problems += translated(error, merged, file=os.fspath(path))
+        cfg = _without_refused(merged.values, error)
     if cfg is not None:
-        cfg._origins = _origins(merged)
-        problems += _rule_problems(cfg, merged, offending_keys(problems))
+        cfg = cfg.with_origins(_origins(merged))
+        problems += _rule_problems(cfg, merged, offending=offending_keys(problems))
     if problems:
         raise ConfigErrors([problem.error for problem in sorted(problems, key=lambda problem: problem.place)])
     assert cfg is not None
@@ -58,14 +57,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """The config in a file that `dump_resolved` wrote, with the origins that its comments tell.
+    """The config in a file that `dump_resolved` wrote, with the origins that its comments name.
 
     Raises:
         ConfigError: as `load_config`.
     """
     cfg = load_config(path)
-    cfg._origins = read_origins(cfg, path.read_text(encoding="utf-8"))
-    return cfg
+    return cfg.with_origins(read_origins(cfg, path.read_text(encoding="utf-8")))
 
 
 def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict
     return filled
 
 
-def _what_remains(values: dict[str, Any], error: ValidationError) -> RunConfig | None:
+def _without_refused(values: dict[str, Any], error: ValidationError) -> RunConfig | None:
     """The config without the refused values, so that the rules between the others are checked in the same go."""
     tree = dict(values)
     for refused in error.errors(include_url=False):
@@ -94,7 +92,7 @@ def _what_remains(values: dict[str, Any], error: ValidationError) -> RunConfig |
 
 
 def _remove(tree: dict[str, Any], path: KeyPath) -> None:
-    """Drop the value at a path; where that leads into a list or a union's form, the whole value of the key."""
+    """Drop the value at a path. Inside a list or one form of a union, the whole value of the key is dropped."""
     branch = tree
     for part in path:
         inner = branch.get(str(part))
@@ -106,20 +104,15 @@ def _remove(tree: dict[str, Any], path: KeyPath) -> None:
 
 def _origins(merged: Layer) -> dict[str, str]:
     """Dotted key -> place, of every key that holds a value and of every key below `extra`."""
-    sections = all_sections()
-    dotted = {".".join(map(str, path)): place for path, place in merged.places.items() if _is_keys(path)}
-    return {key: str(place) for key, place in dotted.items() if key not in sections}
+    keys = [path for path in merged.places if all(isinstance(part, str) for part in path)]
+    dotted = {".".join(map(str, path)): str(merged.places[path]) for path in keys}
+    return {key: place for key, place in dotted.items() if key not in all_sections()}
 
 
-def _is_keys(path: KeyPath) -> bool:
-    return all(isinstance(part, str) for part in path)
-
-
-def _rule_problems(cfg: RunConfig, merged: Layer, offending: set[str]) -> list[Problem]:
+def _rule_problems(cfg: RunConfig, merged: Layer, *, offending: set[str]) -> list[Problem]:
     """The broken rules that look only at values which are right in themselves."""
-    problems = []
-    for finding in broken_rules(cfg):
-        if offending.isdisjoint(finding.keys):
-            place = merged.place_of(tuple(finding.key_in(cfg).split("."))) or Place(0, 0, "")
-            problems.append(Problem(place, finding.as_error(cfg)))
-    return problems
+    return [
+        Problem(merged.place_of(tuple(violation.key_in(cfg).split("."))) or Place(0, 0, ""), violation.as_error(cfg))
+        for violation in broken_rules(cfg)
+        if offending.isdisjoint(violation.keys)
+    ]

@@ -15,12 +15,11 @@ from sftplay.config.rules.resume_keys import SIZES, differences, values_that_dec
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
-from sftplay.control.past_shortages import sizes_of
-from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, size
+from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, size, sizes_of
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes.rendezvous import Rendezvous
-from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
+from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RESOLVED, RunFolder, find_run
 from sftplay.machine.probe import probe
 from sftplay.monitor.checkpoints import list_checkpoints, read_marker
 from sftplay.plan.sizing.size_run import SizedRun
@@ -38,14 +37,15 @@ def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None 
         return _leave_finished(args, (stored, cfg), folder)
     machine = probe()
     scale = read_scale(args, machine)
-    cfg, plan = check_inputs(cfg), folder.read_json("plan.json")
+    cfg = check_inputs(cfg)
     before = processes_of(cfg.train.resume, folder)
     starts_anew = before is None and cfg.train.resume == "auto"
     moves = before not in (None, scale.world_size)
-    if moves or plan.get("resized"):
+    if moves or folder.is_resized:
         cfg = free_sizes(cfg, scale)
     # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
-    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, plan)
+    smaller_rows = _rows_after_shortage(folder)
+    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows, folder)
     named = cfg.with_values({"run_name": stored.run_name}, "resume")
     sized = size(named.with_values(kept, "resume"), machine, scale)
     fits = not kept or _fits(sized)
@@ -55,7 +55,7 @@ def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None 
     if moves:
         _refuse_moved_parts(before, sized, scale)
         _say_moved(before, sized)
-    resized = moves or not fits or bool(kept and plan.get("shortages"))
+    resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
     sizes = {key: _value(sized.cfg, key) for key in SIZES} if starts_anew else {}
     _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
@@ -65,19 +65,27 @@ def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None 
     with folder.locked():
         write_text(folder.resolved, dump_resolved(sized.cfg))
         if starts_anew:
-            history = {"resized": resized, "shortages": plan.get("shortages", [])}
-            folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized), **history})
+            folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
+        if resized:
+            folder.add_event(RESIZED, world_size=sized.world_size, **{k.split(".")[1]: v for k, v in sizes.items()})
         return run_workers(command, (sized, folder), args, rendezvous)
 
 
-def _kept_sizes(cfg: RunConfig, stored: RunConfig, plan: dict[str, Any]) -> dict[str, Any]:
+def _rows_after_shortage(folder: RunFolder) -> int | None:
+    """The micro-batch with which a step that ran out of memory was run again, where no start has taken it up since."""
+    rows = None
+    for event in folder.read_events():
+        if event["event"] in (OUT_OF_MEMORY, RESIZED):
+            rows = event["batch_size"] if event["event"] == OUT_OF_MEMORY else None
+    return rows
+
+
+def _kept_sizes(cfg: RunConfig, stored: RunConfig, smaller_rows: int | None, folder: RunFolder) -> dict[str, Any]:
     """The sizes that `cfg` leaves open, as the run had them last."""
-    kept = {key: _value(stored, key) for key in SIZES if _value(cfg, key) == "auto"}
-    if kept and (shortages := plan.get("shortages")):
-        # The rows of a step that ran out of memory went on in smaller pieces.
-        learned = sizes_of(stored, shortages[-1]["batch_size"], plan["world_size"])
-        kept = {key: learned[key] for key in kept}
-    return kept
+    had = {key: _value(stored, key) for key in SIZES}
+    if smaller_rows:
+        had = sizes_of(stored, smaller_rows, folder.read_json("plan.json")["world_size"])
+    return {key: had[key] for key in SIZES if _value(cfg, key) == "auto"}
 
 
 def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> None:

@@ -7,7 +7,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
@@ -17,7 +17,6 @@ from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import needs_no_hub
 from sftplay.control.model_shape import known_shape
-from sftplay.control.past_shortages import learn, recall, shrink, smaller_start
 from sftplay.control.run_report import leave_report
 from sftplay.control.strategy_setup import environment_of, make_ready, with_pieces
 from sftplay.errors import ConfigError, MachineError
@@ -26,7 +25,7 @@ from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.command.ports import free_port
 from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
 from sftplay.launch.nodes.rendezvous import Rendezvous
-from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder
 from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import follow
 from sftplay.machine.probe import Machine
@@ -65,12 +64,12 @@ def run_workers(
             command = with_pieces(command, load_config(folder.resolved))
         elif restarts < most and (cause := cause_of_death(folder)):
             restarts += 1
+            folder.add_event(RESTARTED, cause=cause)
             log.say(f"restart {restarts} of {most}: {cause}")
             go_on(folder)
         else:
             break
         code = _start(command, folder, look)
-    learn(sized, folder)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return code
@@ -84,6 +83,35 @@ def _start(command: Launch, folder: RunFolder, look_around: Callable[[], None] |
     return code
 
 
+def smaller_start(folder: RunFolder, args: Namespace) -> int | None:
+    """The micro-batch with which a run that has just run out of memory may go on from its last checkpoint.
+
+    None where it ended otherwise or must not restart, and on several nodes, which would have to agree.
+    """
+    error = folder.read_json("status.json").get("error") or {}
+    rows = error.get("batch_size") if error.get("code") == "memory" and args.nnodes == 1 else None
+    return int(rows) if rows else None
+
+
+def shrink(folder: RunFolder, rows: int) -> None:
+    """Write smaller sizes into the run folder. The run's next attempt reads them there."""
+    stored, plan = load_config(folder.resolved), folder.read_json("plan.json")
+    sizes = sizes_of(stored, rows, plan["world_size"])
+    write_text(folder.resolved, dump_resolved(stored.with_values({**sizes, "train.resume": "auto"}, "out of memory")))
+    now = {"batch_size": rows, "grad_accum": sizes["train.grad_accum"]}
+    folder.write_json("plan.json", {**plan, **now})
+    folder.add_event(RESIZED, world_size=plan["world_size"], batch_size_before=stored.train.batch_size, **now)
+    log.say(
+        "out of memory where a step cannot be run again: the run goes on from its last checkpoint with "
+        f"{rows} rows at a time in place of {stored.train.batch_size}"
+    )
+
+
+def sizes_of(cfg: RunConfig, rows: int, world_size: int) -> dict[str, Any]:
+    """Micro-batch and accumulation of a step, by config key, for micro-batches of `rows` rows."""
+    return {"train.batch_size": rows, "train.grad_accum": cfg.train.effective_batch_size // world_size // rows}
+
+
 def go_on(folder: RunFolder) -> None:
     """Let the run's next start continue it: from its newest complete checkpoint, or once more from the one that it was
     told to begin with."""
@@ -94,20 +122,14 @@ def go_on(folder: RunFolder) -> None:
 
 
 def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None) -> SizedRun:
-    """The config with every `auto` decided for this machine, no larger than what earlier runs ran out of memory with.
+    """The config with every `auto` decided for this machine.
 
     Raises:
         ConfigError: the effective batch cannot be split exactly.
         MachineError: not even one row at a time fits, or what is asked for cannot run here.
     """
     shape = known_shape(cfg)
-    known = partial(
-        size_run, cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit
-    )
-    sized = known()
-    most_rows = recall(sized)
-    if most_rows[0]:
-        sized = known(most_rows=most_rows)
+    sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit)
     seen = sized.forecast
     if seen is None or shape is None or seen.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized

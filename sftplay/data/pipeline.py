@@ -17,7 +17,7 @@ from typing import Any
 from datasets import Dataset
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.cache import ensure_folder, fingerprint
+from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import to_record
 from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, dialect_of, reading_of
@@ -67,10 +67,14 @@ class Examples:
         return f"{place['path']}:{place['line']}"
 
 
-def load_examples(cfg: RunConfig, tokenizer: Any, renderer_template: str | None = None) -> Examples:
+def load_examples(
+    cfg: RunConfig, tokenizer: Any, renderer_template: str | None = None, *, checked: Mapping[str, str] | None = None
+) -> Examples:
     """The rows of `data.train_path`, and of `data.val_path` or the share of prompts that `data.split` holds out.
 
     `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model.
+    `checked` is for a caller that needs `held_out` only: the `files` of the report of a run on the same rows, whose bad
+    rows and leaks were looked for then. While these files are unchanged, rows to train on may be left out of `train`.
     Several processes may call this at once; one tokenises and the others wait.
 
     Raises:
@@ -82,8 +86,8 @@ def load_examples(cfg: RunConfig, tokenizer: Any, renderer_template: str | None 
     if cfg.data.val_path:
         inputs = [Input(cfg.data.train_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []
-    examples = _load(cfg, tokenizer, renderer_template, inputs=inputs, guarded=guarded)
-    if not len(examples.train):
+    examples = _load(cfg, tokenizer, renderer_template, inputs=inputs, guarded=guarded, checked=checked)
+    if not len(examples.train) and examples.report["files"] != checked:
         raise _nothing_to_learn(cfg.data.train_path, examples.report)
     return examples
 
@@ -98,7 +102,13 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, path: str, *, renderer_templat
 
 
 def _load(
-    cfg: RunConfig, tokenizer: Any, template: str | None, *, inputs: Sequence[Input], guarded: Sequence[str] = ()
+    cfg: RunConfig,
+    tokenizer: Any,
+    template: str | None,
+    *,
+    inputs: Sequence[Input],
+    guarded: Sequence[str] = (),
+    checked: Mapping[str, str] | None = None,
 ) -> Examples:
     # First: a missing file is said before any work.
     digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
@@ -117,7 +127,11 @@ def _load(
         "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
     }
     folder = Path(data.processed_dir) / fingerprint(parts)
-    preparation = Preparation(data, renderer, cfg.model.max_seq_len)
+    only_held_out = digests == checked and any(given.share for given in inputs) and not is_sound(folder)
+    if only_held_out:
+        inputs, guarded = [given for given in inputs if given.share], ()
+        folder = folder.with_name(fingerprint(parts | {"side": "held_out"}))
+    preparation = Preparation(data, renderer, cfg.model.max_seq_len, only_held_out=only_held_out)
 
     def make(unfinished: Path) -> None:
         preparation.run(inputs, unfinished, guarded)

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 
 RESOLVED = "config.resolved.yaml"
+
+OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
+"""Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt follows
+one whose process died."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,28 @@ class RunFolder:
         except FileNotFoundError:
             return {}
         return content
+
+    def add_event(self, event: str, **facts: Any) -> None:
+        """Append to events.jsonl what happened after plan.json was written. Callers: those of `update_status`."""
+        attempt = len(self.read_json("status.json").get("attempts", []))
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "event": event, **facts}
+        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl, oldest first. Runs made before there was this file have them in plan.json."""
+        plan, events = self.read_json("plan.json"), self.path / "events.jsonl"
+        found = [{"event": RESIZED}] if plan.get("resized") else []
+        found += [{"event": OUT_OF_MEMORY, **each} for each in plan.get("shortages", [])]
+        for line in events.read_text(encoding="utf-8").splitlines() if events.exists() else []:
+            with suppress(ValueError):  # cut short by a full disk
+                found.append(json.loads(line))
+        return found
+
+    @property
+    def is_resized(self) -> bool:
+        """True when micro-batch, accumulation or number of processes are no longer those of the run's first start."""
+        return any(each["event"] == RESIZED for each in self.read_events())
 
     def update_status(self, **changes: Any) -> None:
         """Merge `changes` into status.json. Only one process at a time calls this: the main rank, then the parent."""

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sftplay.config.explain.trl_arguments import OUR_KEYS
+from sftplay.config.explain.other_kits import kit_answer
 from sftplay.errors import ConfigError, MachineError
 
 CHANGED_BY_IT = ("transformers", "trl", "peft")
@@ -60,6 +60,7 @@ def check_arguments(given: dict[str, Any], taken: Any) -> None:
         found = getattr(taken, key)
         found = getattr(found, "value", found)
         if key in given and found != given[key]:
-            ours = OUR_KEYS[key]
+            answer = kit_answer(key)
+            assert answer, f"{key} is decided by no key"
             what = f"unsloth turns {key} from {given[key]} into {found} on this machine"
-            raise ConfigError(what, where=ours, fix=f"write another {ours}, or tuning.backend: bnb")
+            raise ConfigError(what, where=answer.key, fix=f"write another {answer.key}, or tuning.backend: bnb")

@@ -60,7 +60,7 @@ def files(draw) -> tuple[str, int]:
 @given(files(), TEXTS)
 def test_the_value_is_read_back_and_every_other_line_stays_as_it_was(file: tuple[str, int], value: str):
     text, place = file
-    changed = amended(text, KEY, value)
+    changed = amended(text, KEY, value=value)
     values = yaml.safe_load(changed.removeprefix("\ufeff"))  # an outside reader
     assert values["data"].pop("system") == value
     before = yaml.safe_load(text.removeprefix("\ufeff"))
@@ -76,7 +76,7 @@ def test_the_value_is_read_back_and_every_other_line_stays_as_it_was(file: tuple
 
 
 def changed(text: str, value: str = "Be brief.") -> str:
-    return amended(textwrap.dedent(text), KEY, value)
+    return amended(textwrap.dedent(text), KEY, value=value)
 
 
 def test_a_value_is_replaced_where_it_stands_with_its_comment_kept():

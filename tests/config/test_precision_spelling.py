@@ -9,6 +9,7 @@ ACCEPTED = {
     "{bf16: false, fp16: true}": "fp16",
     "{bf16: false, fp16: false}": "fp32",
     "{bf16: true, precision: bf16}": "bf16",
+    "{bf16: true, precision: null}": "bf16",
     "{bf16: false, fp16: false, precision: fp32}": "fp32",
     "{bf16: false, precision: fp16}": "fp16",
     "{fp16: false, precision: fp32}": "fp32",

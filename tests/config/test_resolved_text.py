@@ -132,8 +132,7 @@ def test_origins_are_read_back_from_the_comments(tmp_path):
         model=ModelConfig(name="a  # b"), data=DataConfig(train_path='"x"  # y', columns={"question": "k # l"})
     )
     origins = {"model.name": "my runs/a # b.yaml:3", "data.columns.question": "command line", "seed": "run.yaml:1"}
-    written = cfg.with_values({}, "")
-    written._origins = dict(origins)
+    written = cfg.with_origins(origins)
     (tmp_path / "config.resolved.yaml").write_text(dump_resolved(written), encoding="utf-8")
     again = load_resolved(tmp_path / "config.resolved.yaml")
     assert again.model_dump() == cfg.model_dump()

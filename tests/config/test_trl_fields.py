@@ -6,13 +6,16 @@ import sys
 import pytest
 
 from sftplay.config.explain import trl_arguments
-from sftplay.config.explain.trl_arguments import KIT_SETS, OUR_KEYS, OUR_PREFIXES, kit_answer, sft_config_fields
+from sftplay.config.explain.other_kits import OTHER_KITS, WITHOUT_KEY, kit_answer
+from sftplay.config.explain.trl_arguments import sft_config_fields
 from sftplay.config.schema.keys import all_keys
 
 
 def test_every_answer_names_a_key_that_exists():
-    assert {*OUR_KEYS.values(), *OUR_PREFIXES.values()} <= set(all_keys())
-    assert not set(OUR_KEYS) & set(KIT_SETS)
+    answers = [answer for name in sft_config_fields() if (answer := kit_answer(name))]
+    assert {answer.key for answer in answers} <= {"", *all_keys()}
+    assert len([answer for answer in answers if answer.key]) >= 50
+    assert not set(OTHER_KITS) & set(WITHOUT_KEY)
 
 
 @pytest.mark.slow
@@ -33,8 +36,7 @@ def test_inherited_fields_are_found():
 
 def test_the_table_of_what_the_kit_sets_holds_no_name_that_trl_never_had():
     # Names of the other supported releases, which the pinned one lacks.
-    elsewhere = {"activation_checkpointing", "dataloader_shuffle", "group_by_length"}
-    assert {*OUR_KEYS, *KIT_SETS} - sft_config_fields() <= elsewhere
+    assert set(WITHOUT_KEY) - sft_config_fields() <= {"dataloader_shuffle", "group_by_length"}
 
 
 @pytest.mark.parametrize(
@@ -43,8 +45,10 @@ def test_the_table_of_what_the_kit_sets_holds_no_name_that_trl_never_had():
 def test_an_argument_the_kit_sets_is_answered_with_our_key(refusals, name):
     (problem,) = refusals(f"train:\n  extra:\n    {name}: 1\n")
     assert problem.where == f"run.yaml:3 train.extra.{name}"
-    assert problem.nearest[0] in all_keys()
-    assert problem.fix == f"write {problem.nearest[0]}"
+    (key,) = problem.nearest
+    assert key in all_keys()
+    assert problem.what == f"the kit sets it from {key}"
+    assert problem.fix.startswith(f"write {key}")
 
 
 @pytest.mark.parametrize("name", ["ddp_backend", "deepspeed", "dataset_kwargs", "train_sampling_strategy", "hub_token"])

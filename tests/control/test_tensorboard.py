@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from sftplay.commands.look import tensorboard
+from sftplay.commands.look.tensorboard import stop
+from sftplay.control import tensorboard
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.command.ports import free_port
 
@@ -143,7 +144,7 @@ def test_a_process_that_merely_has_the_old_pid_is_left_alone(tmp_path, monkeypat
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         stale = {"pid": other.pid, "started": "12345", "url": "http://127.0.0.1:1", "folder": "outputs"}
         RECORD.write_text({"stale": json.dumps(stale), "broken": "{"}[record])
-        assert tensorboard.stop(None) == 0
+        assert stop(None) == 0
         assert other.poll() is None
         other.kill()
     assert not RECORD.exists()

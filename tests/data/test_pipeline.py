@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import load_examples, load_held_out, report_table
 from sftplay.data.prepare.one_pass import Preparation
 from sftplay.data.template.templates import CHATML
@@ -152,6 +153,49 @@ def test_validation_file_is_held_out_whole(tokenizer: Any, config: Config, write
         "held_out": str(val),
     }
     assert_accounted(examples.report, 25)
+
+
+@pytest.mark.parametrize("has_val_file", [False, True], ids=["split", "validation file"])
+def test_side_that_is_measured_is_prepared_alone_and_is_the_same(
+    tokenizer: Any,
+    config: Config,
+    write_rows: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_val_file: bool,
+):
+    train = write_rows([{"x": 1}, *[row(n) for n in range(60)], row(2), row(90)])
+    val = str(write_rows([{"x": 1}, *[row(n) for n in range(80, 90)], row(85)], "val.jsonl")) if has_val_file else None
+    options = {"val_path": val, "split": None if val else 0.25, "on_bad_row": "skip", "duplicates": "drop"}
+    whole = load_examples(config(train, **options), tokenizer)
+    n_rendered, render = [0], Renderer.render
+
+    def render_and_count(self: Renderer, records: Any, *more: Any) -> Any:
+        n_rendered[0] += len(records)
+        return render(self, records, *more)
+
+    monkeypatch.setattr(Renderer, "render", render_and_count)
+    cfg = config(train, **options, processed_dir=str(tmp_path / "cold"))
+    alone = load_examples(cfg, tokenizer, checked=whole.report["files"])
+    assert n_rendered[0] == len(alone.held_out) + alone.report["dropped"].get("duplicate", 0)
+    same = alone.report["sources"]["held_out"] | {"refused_rows": whole.report["refused_rows"]}
+    assert same == whole.report["sources"]["held_out"]
+    assert alone.held_out[:] == whole.held_out[:]
+    assert (alone.held_out_chats, len(alone.train)) == (whole.held_out_chats, 0)
+    assert [alone.source_of("held_out", n) for n in range(3)] == [whole.source_of("held_out", n) for n in range(3)]
+    # The rows that training has prepared already are taken as they lie there.
+    warm = load_examples(config(train, **options), tokenizer, checked=whole.report["files"])
+    assert (warm.report, warm.train[:]) == (whole.report, whole.train[:])
+
+
+def test_file_that_was_not_checked_for_leaks_is_checked_before_it_is_measured_on(
+    tokenizer: Any, config: Config, write_rows: Write
+):
+    train, val = write_rows([row(n) for n in range(20)]), write_rows([row(90)], "val.jsonl")
+    checked = load_examples(config(train, val_path=str(val)), tokenizer).report["files"]
+    write_rows([row(90), row(3)], "val.jsonl")
+    with pytest.raises(DataError, match=r"train\.jsonl:4 is held out as well, at .*val\.jsonl:2"):
+        load_examples(config(train, val_path=str(val)), tokenizer, checked=checked)
 
 
 def test_test_file_is_loaded_without_training_rows(tokenizer: Any, config: Config, write_rows: Write):

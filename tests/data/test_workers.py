@@ -22,7 +22,7 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading
 from sftplay.data.pipeline import load_examples
 from sftplay.data.prepare import workers
-from sftplay.data.prepare.batch import LengthLimit, RawRow
+from sftplay.data.prepare.batch import RawRow, RowOptions
 from sftplay.data.records import Source
 from sftplay.data.template.templates import CHATML
 from sftplay.errors import MachineError
@@ -73,7 +73,7 @@ def children() -> list[psutil.Process]:
 def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_work(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, [])
     with closing(
-        workers.process_all(batches(50), renderer, Reading(), LengthLimit(64, "truncate"), processes=2)
+        workers.process_all(batches(50), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
     ) as coming:
         next(coming)
         started = children()
@@ -87,7 +87,7 @@ def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_
 
 def test_abandoned_work_leaves_no_process(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, [])
-    coming = workers.process_all(batches(10_000), renderer, Reading(), LengthLimit(64, "truncate"), processes=2)
+    coming = workers.process_all(batches(10_000), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
     next(coming)
     assert children()
     coming.close()
@@ -97,7 +97,7 @@ def test_abandoned_work_leaves_no_process(tokenizer: Any):
 def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
     renderer = Renderer.prove(tokenizer, CHATML, [])
     with closing(
-        workers.process_all(batches(100_000), renderer, Reading(), LengthLimit(64, "truncate"), processes=2)
+        workers.process_all(batches(100_000), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
     ) as coming:
         next(coming)
         os.kill(children()[0].pid, signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
 PARENT = """
 import sys, time
 from transformers import PreTrainedTokenizerFast
-from sftplay.data.prepare.batch import LengthLimit, RawRow
+from sftplay.data.prepare.batch import RawRow, RowOptions
 from sftplay.data.prepare.workers import process_all
 from sftplay.data.layouts.convert import Reading
 from sftplay.data.records import Source
@@ -124,7 +124,7 @@ def batches():
 if __name__ == "__main__":
     tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
     renderer = Renderer.prove(tokenizer, CHATML, [])
-    for _ in process_all(batches(), renderer, Reading(), LengthLimit(64, "truncate"), processes=2):
+    for _ in process_all(batches(), renderer, RowOptions(Reading(), 64, "truncate"), processes=2):
         print("ready", flush=True)
         time.sleep(60)
 """
@@ -169,7 +169,7 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)
     renderer = Renderer.prove(tokenizer, CHATML, [])
-    done = list(workers.process_all(batches(20), renderer, Reading(), LengthLimit(64, "truncate"), processes=2))
+    done = list(workers.process_all(batches(20), renderer, RowOptions(Reading(), 64, "truncate"), processes=2))
     assert len(done) == 20
     assert len(started) >= 2
     assert "KeyboardInterrupt" not in capfd.readouterr().err

@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sftplay.data.pipeline import load_examples
+from sftplay.deliver.evaluate import evaluate as measuring
 from sftplay.deliver.evaluate.evaluate import evaluate, held_out_loss, ready_to_answer, spread
-from sftplay.deliver.evaluate.evaluate import evaluate as measuring
 from sftplay.deliver.evaluate.metrics import score_answers
 from sftplay.deliver.infer.generate import Generator, answer_all, stream_answer
 

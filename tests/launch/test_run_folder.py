@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
+from sftplay.control.resume import _rows_after_shortage
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch import run_folder as folders
 from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run, has_run, new_folder
@@ -229,3 +231,31 @@ def test_a_second_process_cannot_hold_a_run_until_the_first_has_been_killed(tmp_
         holder.stdout.close()
     with folder.locked():  # the kernel has let go
         assert folder.read_json("status.json")["pid"] == 4711
+
+
+def test_events_are_lines_with_time_and_attempt_and_a_cut_off_line_is_passed_over(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_events() == []
+    folder.update_status(attempts=[{"cause": None}, {"cause": None}])
+    folder.add_event("restarted", cause="rank 1 was killed")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "res\n')
+    folder.add_event("resized", batch_size=2)
+    first, second = folder.read_events()
+    assert (first["attempt"], first["event"], first["cause"]) == (2, "restarted", "rank 1 was killed")
+    assert second["batch_size"] == 2
+    assert time.strptime(second["time"], "%Y-%m-%dT%H:%M:%S%z")
+    assert folder.is_resized
+
+
+def test_events_of_runs_made_before_there_were_any_are_read_from_their_plan(tmp_path):
+    folder = RunFolder(tmp_path)
+    shortage = {"step": 3, "batch_size_before": 8, "batch_size": 4}
+    folder.write_json("plan.json", {"resized": False, "shortages": [shortage]})
+    assert folder.read_events() == [{"event": "out_of_memory", **shortage}]
+    assert not folder.is_resized
+    folder.write_json("plan.json", {"resized": True, "shortages": [shortage]})
+    assert folder.is_resized
+    assert _rows_after_shortage(folder) == 4
+    folder.add_event("resized", batch_size=4)
+    assert _rows_after_shortage(folder) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.config.rules.backend import unsloth_conflicts
+from sftplay.config.rules.cluster import unsloth_conflicts
 from sftplay.config.rules.general import check_rules
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Gpu, Machine

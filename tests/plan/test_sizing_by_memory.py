@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.shape.find import find_shape
-from sftplay.plan.sizing.size_run import size_run, split_batch
-from sftplay.plan.sizing.size_run import size_run as sizing
+from sftplay.plan.sizing.size_run import PLATEAU_TOKENS, size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -51,19 +50,9 @@ def test_the_automatic_micro_batch_is_the_largest_divisor_that_fits_and_still_he
     cfg = BASE.with_values(values, "test")
     batch, accum, _ = split_batch(cfg, processes, has_gpu=True, look=lambda rows: Seen(rows, cap))
     assert batch * accum == share
-    room = max(1, sizing.PLATEAU_TOKENS // length)
+    room = max(1, PLATEAU_TOKENS // length)
     fitting = [n for n in range(1, share + 1) if share % n == 0 and n <= min(cap, room)]
     assert batch == max(fitting, default=1)
-
-
-@given(st.integers(1, 256), st.integers(1, 300), st.integers(0, 300))
-def test_no_more_rows_than_an_earlier_run_could_hold_are_planned(share, most, cap):
-    cfg = BASE.with_values({"train.effective_batch_size": share}, "test")
-    how = {"has_gpu": True, "look": lambda rows: Seen(rows, cap), "most_rows": (most, "it ran out of memory")}
-    batch, accum, _ = split_batch(cfg, 1, **how)
-    assert batch * accum == share
-    free, _, _ = split_batch(cfg, 1, has_gpu=True, look=how["look"])
-    assert batch == (free if free <= most else max(n for n in range(1, most + 1) if share % n == 0))
 
 
 @given(st.integers(1, 64), st.integers(0, 3))

@@ -129,7 +129,8 @@ def test_run_moves_from_two_processes_to_one_and_back_on_the_same_curve(shop: Sh
         assert f"begun on {before} process(es), goes on on {now} with" in said
         assert "drawn otherwise" not in said
         plan = shop.folder(name).read_json("plan.json")
-        assert (plan["resized"], plan["world_size"], plan["effective_batch_size"]) == (True, now, STEP_ROWS)
+        assert shop.folder(name).is_resized
+        assert (plan["world_size"], plan["effective_batch_size"]) == (now, STEP_ROWS)
         assert plan["batch_size"] * plan["grad_accum"] * now == STEP_ROWS
     ours, whole = shop.metrics(name), shop.metrics("whole")
     assert [len(line["row_ids"]) for line in ours] == [2] * 4 + [1] * 4 + [2] * 4

@@ -12,6 +12,8 @@ import pytest
 from out_of_memory import ROOT, hooked
 from safetensors.torch import load_file
 
+from sftplay.launch.run_folder import RunFolder
+
 Sftplay = Callable[..., CompletedProcess[str]]
 Write = Callable[..., Path]
 
@@ -37,6 +39,10 @@ def lines(run: Path) -> list[dict[str, Any]]:
 def plan(run: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((run / "plan.json").read_text())
     return content
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return RunFolder(run).read_events()
 
 
 def check_same(run: Path, other: Path) -> None:
@@ -77,9 +83,8 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_r
             name = f"rank-{rank}-{wheres[0]}"
             failures = [(rank, step, micro, where) for (step, micro), where in zip(places, wheres, strict=True)]
             check_same(run(name, failures), undisturbed)
-            sizes = [(each["batch_size_before"], each["batch_size"]) for each in plan(runs / name)["shortages"]]
-            assert sizes == [(8, 4), (4, 2), (2, 1)]
-            assert [each["step"] for each in plan(runs / name)["shortages"]] == [1, 2, 3]
+            told = [(each["step"], each["batch_size_before"], each["batch_size"]) for each in events(runs / name)]
+            assert told == [(1, 8, 4), (2, 4, 2), (3, 2, 1)]
     dropped = run("dropped", [(0, 2, 2, "forward")], tuning__lora__dropout=0.3)
     assert [line["row_ids"] for line in lines(dropped)] == [line["row_ids"] for line in lines(undisturbed)]
 
@@ -101,7 +106,7 @@ def test_without_recovery_the_run_dies_of_it_with_a_reason(write_config: Write, 
 def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_checkpoint_with_smaller_pieces(
     write_config: Write, sftplay: Sftplay, tmp_path: Path
 ):
-    """A step half taken cannot be run again. What the next plan makes of it: fewer rows at a time."""
+    """A step half taken cannot be run again."""
     changes = {**ROWS, "train__save_steps": 2}
     undisturbed = write_config("undisturbed.yaml", run_name="undisturbed", **changes)
     config = write_config("restarted.yaml", run_name="restarted", **changes)
@@ -115,10 +120,9 @@ def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_ch
     assert [each["from_step"] for each in attempts] == [0, 2]
     assert plan(run)["batch_size"] < planned
     check_same(run, tmp_path / "outputs" / "undisturbed")
-    later = write_config("later.yaml", run_name="later", **{**changes, "train__max_steps": 1})
-    done = sftplay("train", "--config", later, "--json", **own_place(tmp_path))
-    assert plan(tmp_path / "outputs" / "later")["batch_size"] == plan(run)["batch_size"]
-    assert f"{planned} rows ran out of memory in {run}" in done.stderr
+    [event] = events(run)
+    assert (event["event"], event["attempt"], event["batch_size_before"]) == ("resized", 1, planned)
+    assert event["batch_size"] == plan(run)["batch_size"]
 
 
 @pytest.mark.long
@@ -131,10 +135,11 @@ def test_a_run_that_was_interrupted_behind_a_shortage_goes_on_with_the_smaller_p
     failures = [(0, 2, 1, "forward"), (0, 4, 0, "kill")]
     assert sftplay("train", "--config", config, **hooked(tmp_path, failures), timeout=120).returncode == 5
     run = tmp_path / "outputs" / "resumed"
-    after = plan(run)["shortages"][-1]["batch_size"]
+    after = events(run)[-1]["batch_size"]
     done = sftplay("resume", "--config", config, **own_place(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert plan(run)["batch_size"] == after
+    assert [each["event"] for each in events(run)] == ["out_of_memory", "resized"]
     check_same(run, tmp_path / "outputs" / "undisturbed")
 
 
@@ -151,7 +156,7 @@ def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(write_config: Wr
     for what in ("the evaluation", "the held-out loss", "answering"):
         assert f"out of memory in {what}: it goes on with" in said
     assert "the same rows again" not in said
-    assert "shortages" not in plan(short)
+    assert events(short) == []
     for measured in ("step-2.json", "step-4.json", "after.json"):
         figures, expected = (json.loads((run / "eval" / measured).read_text()) for run in (short, plain))
         assert figures["loss"] == pytest.approx(expected["loss"], abs=1e-5)

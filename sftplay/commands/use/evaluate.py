@@ -89,4 +89,5 @@ def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> Any:
     template = stored_template(tokenizer, folder)
     if split == "test":
         return load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
-    return load_examples(cfg, tokenizer, template)
+    checked = folder.read_json("data_report.json").get("files")
+    return load_examples(cfg, tokenizer, template, checked=checked)

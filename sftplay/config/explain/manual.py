@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sftplay.config.read.resolved import flow
-from sftplay.config.schema.describe import described_key
-from sftplay.config.schema.keys import all_sections, json_schema, section_of
+from sftplay.config.schema.describe import described
+from sftplay.config.schema.keys import all_sections, json_schema, node_at, section_of
 
 _HEAD = """# The config
 
@@ -69,7 +69,7 @@ def schema_text() -> str:
 
 def _row(section: str, name: str, field: FieldInfo) -> str:
     dotted = f"{section}.{name}".lstrip(".")
-    cells = [f"`{name}`", described_key(dotted), _default(field), _effect(field.description or "")]
+    cells = [f"`{name}`", described(node_at(dotted)), _default(field), _effect(field.description or "")]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

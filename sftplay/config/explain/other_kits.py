@@ -1,236 +1,180 @@
-"""Names that other kits use for what has another name here, and names that this version does not have yet.
+"""Names of other kits and arguments of TRL, each with what to write here in its place.
 
-They are never accepted, only answered: the reader of a config must find one name for one thing.
+They are never accepted, only answered, because a reader of a config must find one name for one thing.
 """
 
 from __future__ import annotations
 
-OTHER_KITS: dict[str, str] = {
-    # rows and steps
-    "micro_batch_size": "train.batch_size",
-    "per_device_train_batch_size": "train.batch_size",
-    "per_gpu_train_batch_size": "train.batch_size",
-    "train_batch_size": "train.effective_batch_size",
-    "global_batch_size": "train.effective_batch_size",
-    "total_batch_size": "train.effective_batch_size",
-    "max_tokens_per_batch": "train.batching",
-    "max_batch_tokens": "train.batching",
-    "auto_find_batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.grad_accum",
-    "gradient_accumulation": "train.grad_accum",
-    "accumulate_grad_batches": "train.grad_accum",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "max_epochs": "train.epochs",
-    "max_steps_per_epoch": "train.max_steps",
-    "train_steps": "train.max_steps",
-    "evaluation_strategy": "train.eval_steps",
-    "eval_strategy": "train.eval_steps",
-    "evals_per_epoch": "train.eval_steps",
-    "save_strategy": "train.save_steps",
-    "saves_per_epoch": "train.save_steps",
-    "metric_for_best_model": "train.best_metric",
-    "load_best_model_at_end": "train.best_metric",
-    "early_stopping_patience": "train.early_stopping",
-    "resume_from_checkpoint": "train.resume",
-    "auto_resume_from_checkpoints": "train.resume",
-    # rate and optimizer
-    "lr": "train.learning_rate",
-    "lr_scheduler_type": "train.lr_scheduler",
-    "scheduler": "train.lr_scheduler",
-    "warmup_steps": "train.warmup_ratio",
-    "num_warmup_steps": "train.warmup_ratio",
-    "optimizer": "train.optim",
-    "optimizer_type": "train.optim",
-    "gradient_clipping": "train.max_grad_norm",
-    "clip_grad_norm": "train.max_grad_norm",
-    "grad_clip": "train.max_grad_norm",
-    # memory and numbers
-    "mixed_precision": "train.precision",
-    "dtype": "train.precision",
-    "torch_dtype": "train.precision",
-    "compute_dtype": "train.precision",
-    "enable_activation_checkpointing": "train.gradient_checkpointing",
-    "activation_checkpointing": "train.gradient_checkpointing",
-    "use_gradient_checkpointing": "train.gradient_checkpointing",
-    "sample_packing": "train.packing",
-    "packed": "train.packing",
-    "use_liger_kernel": "train.loss_head",
-    "liger_kernel": "train.loss_head",
-    "enable_liger_kernel": "train.loss_head",
-    "neftune_noise_alpha": "train.neftune_alpha",
-    "preprocessing_num_workers": "train.dataloader_num_workers",
-    # model
-    "model_name_or_path": "model.name",
-    "base_model": "model.name",
-    "model_name": "model.name",
-    "model_path": "model.name",
-    "model_id": "model.name",
-    "model_revision": "model.revision",
-    "cutoff_len": "model.max_seq_len",
-    "max_length": "model.max_seq_len",
-    "max_seq_length": "model.max_seq_len",
-    "sequence_len": "model.max_seq_len",
-    "sequence_length": "model.max_seq_len",
-    "block_size": "model.max_seq_len",
-    "flash_attention": "model.attn",
-    "flash_attn": "model.attn",
-    "attn_implementation": "model.attn",
-    "attn_impl": "model.attn",
-    # what trains
-    "finetuning_type": "tuning.mode",
-    "tuner_type": "tuning.mode",
-    "train_type": "tuning.mode",
-    "sft_type": "tuning.mode",
-    "use_peft": "tuning.mode",
-    "load_in_4bit": "tuning.mode",
-    "load_in_8bit": "tuning.mode",
-    "quantization_bit": "tuning.mode",
-    "quant_bits": "tuning.mode",
-    "quantization_method": "tuning.backend",
-    "quant_method": "tuning.backend",
-    "bnb_4bit_quant_type": "tuning.quant_type",
-    "bnb_4bit_use_double_quant": "tuning.double_quant",
-    "double_quantization": "tuning.double_quant",
-    "lora_r": "tuning.lora.r",
-    "lora_rank": "tuning.lora.r",
-    "lora_alpha": "tuning.lora.alpha",
-    "lora_dropout": "tuning.lora.dropout",
-    "lora_target": "tuning.lora.target_modules",
-    "lora_target_modules": "tuning.lora.target_modules",
-    "lora_target_linear": "tuning.lora.target_modules",
-    "lora_attn_modules": "tuning.lora.target_modules",
-    "lora_modules_to_save": "tuning.lora.modules_to_save",
-    "additional_target": "tuning.lora.modules_to_save",
-    "use_dora": "tuning.lora.dora",
-    "peft_use_dora": "tuning.lora.dora",
-    "use_rslora": "tuning.lora.rslora",
-    "peft_use_rslora": "tuning.lora.rslora",
-    # data
-    "dataset": "data.train_path",
-    "dataset_path": "data.train_path",
-    "dataset_name": "data.train_path",
-    "train_file": "data.train_path",
-    "train_data": "data.train_path",
-    "val_dataset": "data.val_path",
-    "eval_dataset": "data.val_path",
-    "validation_file": "data.val_path",
-    "test_datasets": "data.val_path",
-    "val_set_size": "data.split",
-    "val_size": "data.split",
-    "test_size": "data.split",
-    "split_dataset_ratio": "data.split",
-    "chat_template": "data.template",
-    "conversation_template": "data.template",
-    "truncation_strategy": "data.too_long",
-    "excess_length_strategy": "data.too_long",
-    "dataset_prepared_path": "data.processed_dir",
-    "formatting": "data.format",
-    "data_format": "data.format",
-    "dataset_format": "data.format",
-    "conversation_style": "data.format",
-    "column_map": "data.columns",
-    "column_mapping": "data.columns",
-    "message_property_mappings": "data.columns",
-    "field_messages": "data.columns",
-    "field_instruction": "data.columns",
-    "field_input": "data.columns",
-    "field_output": "data.columns",
-    "field_system": "data.columns",
-    "field_tools": "data.columns",
-    "dataset_text_field": "data.columns",
-    "text_column": "data.columns",
-    "text_field": "data.columns",
-    "messages_column": "data.columns",
-    "conversation_column": "data.columns",
-    "conversations_key": "data.columns",
-    "default_system": "data.system",
-    "system_prompt": "data.system",
-    "system_message": "data.system",
-    "new_system_prompt": "data.system",
-    "chat_template_jinja": "data.template",
-    "chat_template_path": "data.template",
-    "file_encoding": "data.encoding",
-    "charset": "data.encoding",
-    "sep": "data.delimiter",
-    "separator": "data.delimiter",
-    "csv_delimiter": "data.delimiter",
-    "dataset_exact_deduplication": "data.duplicates",
-    "deduplicate": "data.duplicates",
-    "dedup": "data.duplicates",
-    "remove_duplicates": "data.duplicates",
-    "decontaminate": "data.leaks",
-    "decontamination": "data.leaks",
-    # the run
-    "stage": "task_mode",
-    "save_dir": "output_dir",
-    "data_seed": "seed",
-    "random_seed": "seed",
-    "per_device_eval_batch_size": "eval.batch_size",
-    "eval_batch_size": "eval.batch_size",
-    "max_new_token": "eval.max_new_tokens",
-    "max_predict_samples": "eval.limit",
-    "logging_steps": "logging.steps",
-    "log_every_n_steps": "logging.steps",
-    "report_to": "logging.backend",
-    "use_wandb": "logging.backend",
-    "metric_logger": "logging.backend",
-}
-"""Key of axolotl, LLaMA-Factory, TRL, ms-swift, Unsloth or torchtune -> the key that does it here."""
+import re
+from typing import NamedTuple
 
-HOW: dict[str, str] = {
-    "max_tokens_per_batch": "write train.batching: tokens; a piece then holds batch_size x max_seq_len tokens",
-    "max_batch_tokens": "write train.batching: tokens; a piece then holds batch_size x max_seq_len tokens",
-    "auto_find_batch_size": "write train.batch_size: auto",
-    "load_in_4bit": "write tuning.mode: qlora",
-    "quantization_bit": "write tuning.mode: qlora for 4 bits",
-    "quant_bits": "write tuning.mode: qlora for 4 bits",
-    "load_in_8bit": "8 bits are not offered; write tuning.mode: qlora for 4 bits",
-    "use_peft": "write tuning.mode: lora, or full",
-    "warmup_steps": "write train.warmup_ratio, the share of all steps",
-    "num_warmup_steps": "write train.warmup_ratio, the share of all steps",
-    "flash_attention": "write model.attn: flash_attention_2, or leave it to auto",
-    "flash_attn": "write model.attn: flash_attention_2, or leave it to auto",
-    "use_liger_kernel": "write train.loss_head: liger",
-    "liger_kernel": "write train.loss_head: liger",
-    "enable_liger_kernel": "write train.loss_head: liger",
-    "load_best_model_at_end": "write train.best_metric: loss",
-    "use_wandb": "write logging.backend: wandb",
-    "val_set_size": "write data.split, a share of the rows",
-    "evaluation_strategy": "write train.eval_steps, or leave it out for once an epoch",
-    "eval_strategy": "write train.eval_steps, or leave it out for once an epoch",
-    "save_strategy": "write train.save_steps, or leave it out for once an epoch",
-    "field_messages": "write data.columns: {messages: NAME}",
-    "messages_column": "write data.columns: {messages: NAME}",
-    "field_instruction": "write data.columns: {instruction: NAME}",
-    "field_input": "write data.columns: {input: NAME}",
-    "field_output": "write data.columns: {output: NAME}",
-    "field_system": "write data.columns: {system: NAME}",
-    "field_tools": "write data.columns: {tools: NAME}",
-    "conversation_column": "write data.columns: {conversations: NAME}",
-    "conversations_key": "write data.columns: {conversations: NAME}",
-    "dataset_text_field": "write data.columns: {text: NAME}",
-    "text_column": "write data.columns: {text: NAME}",
-    "text_field": "write data.columns: {text: NAME}",
-    "message_property_mappings": "data.columns names columns of a row; the keys of a message are found by themselves",
-    "dataset_exact_deduplication": "write data.duplicates: drop",
-    "deduplicate": "write data.duplicates: drop",
-    "dedup": "write data.duplicates: drop",
-    "remove_duplicates": "write data.duplicates: drop",
-    "decontaminate": "write data.leaks: drop, and name the other rows with data.val_path or data.test_path",
-    "decontamination": "write data.leaks: drop, and name the other rows with data.val_path or data.test_path",
+from sftplay.config.read.precision import SPELLINGS
+from sftplay.config.schema.keys import homes_of
+
+_NAMES: dict[str, str] = {
+    # rows and steps
+    "train.batch_size": "micro_batch_size per_device_train_batch_size per_gpu_train_batch_size",
+    "train.batch_size: auto": "auto_find_batch_size",
+    "train.batching: tokens; a micro-batch then holds batch_size x max_seq_len tokens": (
+        "max_tokens_per_batch max_batch_tokens"
+    ),
+    "train.effective_batch_size": "train_batch_size global_batch_size total_batch_size",
+    "train.grad_accum": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
+    "train.epochs": "num_train_epochs num_epochs max_epochs",
+    "train.max_steps": "max_steps_per_epoch train_steps",
+    "train.eval_steps": "evals_per_epoch",
+    "train.eval_steps, or leave it out for once an epoch": "evaluation_strategy eval_strategy",
+    "train.save_steps": "saves_per_epoch",
+    "train.save_steps, or leave it out for once an epoch": "save_strategy",
+    "train.best_metric": "metric_for_best_model greater_is_better",
+    "train.best_metric: loss": "load_best_model_at_end",
+    "train.early_stopping": "early_stopping_patience",
+    "train.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
+    # rate and optimizer
+    "train.learning_rate": "lr",
+    "train.lr_scheduler": "lr_scheduler_type scheduler",
+    "train.warmup_ratio, the share of all steps": "warmup_steps num_warmup_steps",
+    "train.optim": "optimizer optimizer_type",
+    "train.max_grad_norm": "gradient_clipping clip_grad_norm grad_clip",
+    # memory and numbers
+    "train.precision": "mixed_precision dtype torch_dtype compute_dtype",
+    "train.gradient_checkpointing": (
+        "enable_activation_checkpointing activation_checkpointing use_gradient_checkpointing"
+    ),
+    "train.packing": "sample_packing packed eval_packing packing_strategy padding_free",
+    "train.loss_head": "loss_type",
+    "train.loss_head: liger": "use_liger_kernel liger_kernel enable_liger_kernel",
+    "train.neftune_alpha": "neftune_noise_alpha",
+    "train.dataloader_num_workers": "preprocessing_num_workers",
+    # model
+    "model.name": "model_name_or_path base_model model_name model_path model_id",
+    "model.revision": "model_revision",
+    "model.max_seq_len": "cutoff_len max_length max_seq_length sequence_len sequence_length block_size",
+    "model.attn": "attn_implementation attn_impl",
+    "model.attn: flash_attention_2, or leave it to auto": "flash_attention flash_attn",
+    # what trains
+    "tuning.mode": "finetuning_type tuner_type train_type sft_type",
+    "tuning.mode: lora, or full": "use_peft",
+    "tuning.mode: qlora": "load_in_4bit",
+    "tuning.mode: qlora for 4 bits": "quantization_bit quant_bits",
+    "tuning.mode: qlora for 4 bits; 8 bits are not offered": "load_in_8bit",
+    "tuning.backend": "quantization_method quant_method",
+    "tuning.quant_type": "bnb_4bit_quant_type",
+    "tuning.double_quant": "bnb_4bit_use_double_quant double_quantization",
+    "tuning.lora.r": "lora_r lora_rank",
+    "tuning.lora.alpha": "lora_alpha",
+    "tuning.lora.dropout": "lora_dropout",
+    "tuning.lora.target_modules": "lora_target lora_target_modules lora_target_linear lora_attn_modules",
+    "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
+    "tuning.lora.dora": "use_dora peft_use_dora",
+    "tuning.lora.rslora": "use_rslora peft_use_rslora",
+    # data
+    "data.train_path": "dataset dataset_path dataset_name train_file train_data",
+    "data.val_path": "val_dataset eval_dataset validation_file test_datasets",
+    "data.split": "val_size test_size split_dataset_ratio",
+    "data.split, a share of the rows": "val_set_size",
+    "data.template": "chat_template conversation_template chat_template_jinja chat_template_path",
+    "data.too_long": "truncation_strategy excess_length_strategy truncation_mode",
+    "data.processed_dir": "dataset_prepared_path",
+    "data.format": "formatting data_format dataset_format conversation_style",
+    "data.columns": "column_map column_mapping",
+    "data.columns for columns of a row; the keys of a message are found by themselves": "message_property_mappings",
+    "data.columns: {messages: NAME}": "field_messages messages_column",
+    "data.columns: {conversations: NAME}": "conversation_column conversations_key",
+    "data.columns: {instruction: NAME}": "field_instruction",
+    "data.columns: {input: NAME}": "field_input",
+    "data.columns: {output: NAME}": "field_output",
+    "data.columns: {system: NAME}": "field_system",
+    "data.columns: {tools: NAME}": "field_tools",
+    "data.columns: {text: NAME}": "dataset_text_field text_column text_field",
+    "data.system": "default_system system_prompt system_message new_system_prompt",
+    "data.encoding": "file_encoding charset",
+    "data.delimiter": "sep separator csv_delimiter",
+    "data.duplicates: drop": "dataset_exact_deduplication deduplicate dedup remove_duplicates",
+    "data.leaks: drop, and name the other rows with data.val_path or data.test_path": "decontaminate decontamination",
+    # the run
+    "task_mode": "stage",
+    "output_dir": "save_dir",
+    "seed": "data_seed random_seed",
+    "eval.batch_size": "per_device_eval_batch_size eval_batch_size",
+    "eval.max_new_tokens": "max_new_token",
+    "eval.limit": "max_predict_samples",
+    "logging.steps": "logging_steps log_every_n_steps",
+    "logging.backend": "report_to metric_logger",
+    "logging.backend: wandb": "use_wandb",
+    "cluster.timeout": "ddp_timeout",
 }
-"""The action, where the name alone does not say it."""
+"""What to write here, the key first -> names of axolotl, LLaMA-Factory, TRL, ms-swift, Unsloth or torchtune for it."""
+
+OTHER_KITS: dict[str, str] = {name: action for action, names in _NAMES.items() for name in names.split()}
+"""Name in another kit -> what to write here, the key first."""
+
+_PREFIXES = {
+    "eval_": "train.eval_steps",
+    "save_": "train.save_steps",
+    "logging_": "logging.steps",
+    "warmup_": "train.warmup_ratio",
+}
+"""Start of the name of an argument of TRL -> the key that decides this group of arguments."""
+
+_ROWS = "rows reach the trainer rendered, masked, cut and in order"
+_LAUNCH = "the launcher decides how processes work together"
+
+_WITHOUT_KEY: dict[str, str] = {
+    _ROWS: (
+        "dataset_kwargs dataset_num_proc shuffle_dataset completion_only_loss assistant_only_loss eos_token pad_token "
+        "dataloader_drop_last dataloader_in_order dataloader_shuffle remove_unused_columns label_names "
+        "train_sampling_strategy length_column_name group_by_length"
+    ),
+    _LAUNCH: "accelerator_config parallelism_config fsdp fsdp_config deepspeed local_rank use_cpu",
+    "the kit writes and restores checkpoints itself": (
+        "ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint"
+    ),
+    "the Make target decides what is done": "do_train do_eval do_predict",
+    "the kit prints its own lines": "disable_tqdm log_level log_level_replica",
+    "see the section eval": "prediction_loss_only batch_eval_metrics include_for_metrics",
+    "the kit opens the model, see the section model": "model_init_kwargs",
+    "the loss is always averaged over all tokens of a step": "average_tokens_across_devices",
+    "a token does not belong in a file; set HF_TOKEN in the environment": "hub_token",
+}
+
+WITHOUT_KEY: dict[str, str] = {name: reason for reason, names in _WITHOUT_KEY.items() for name in names.split()}
+"""Argument of TRL's SFTConfig that no key here decides -> why it cannot be given."""
+
+
+class Answer(NamedTuple):
+    """Why an argument of TRL cannot be given in `train.extra`, and what to do."""
+
+    key: str
+    """The key that decides it; empty when there is none."""
+
+    what: str
+    fix: str
+
+
+def key_of(action: str) -> str:
+    """The key at the start of what to write."""
+    return re.split(r"[^\w.]", action, maxsplit=1)[0]
+
+
+def kit_answer(name: str) -> Answer | None:
+    """The answer to an argument of TRL's SFTConfig, or None when it may be given."""
+    if name in WITHOUT_KEY:
+        return Answer("", WITHOUT_KEY[name], "remove it")
+    actions = [key for key in homes_of(name) if key.rpartition(".")[0] in ("", "train", "model")]
+    actions += ["train.precision"] if name in SPELLINGS else []
+    actions += [OTHER_KITS[name]] if name in OTHER_KITS else []
+    actions += [key for start, key in _PREFIXES.items() if name.startswith(start)]
+    if actions:
+        key = key_of(actions[0])
+        return Answer(key, f"the kit sets it from {key}", f"write {actions[0]}")
+    return Answer("", _LAUNCH, "remove it") if name.startswith("ddp_") else None
+
 
 PLANNED_TASKS = ("cpt", "cpt_mixed", "dapt", "grpo", "score", "hrm")
 """Tasks of the design that this version does not have."""
 
-PLANNED_KEYS = (
-    "datasets",
-    "grpo",
-    "score",
-    "hrm",
-)
+PLANNED_KEYS = ("datasets", "grpo", "score", "hrm")
 """Keys and sections of the design that this version does not have."""
 
 PLANNED_CHOICES: dict[str, tuple[str, ...]] = {"task_mode": PLANNED_TASKS}

@@ -1,4 +1,4 @@
-"""From files and the command line to one tree of values, each remembering where it was written.
+"""From files and the command line to one tree of values that remembers where each was written.
 
 Files, their includes and the overrides are layers; a higher one wins. Nothing here knows which keys exist.
 """
@@ -6,21 +6,21 @@ Files, their includes and the overrides are layers; a higher one wins. Nothing h
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sftplay.config.read import yaml12
-from sftplay.config.read.yaml12 import KeyPath
+from sftplay.config.read.yaml12 import Document, KeyPath, drop_below
 from sftplay.errors import ConfigError
 
 COMMAND_LINE = "command line"
-_LAST = 1_000_000  # rank of the first override, behind any number of files
+_FIRST_OVERRIDE = 1_000_000  # its rank comes after that of any file
 
 
 class Place(NamedTuple):
-    """Where a value was written; places sort as a reader meets them: the file, its includes, the command line."""
+    """Where a value was written. Places sort as a reader meets them: the file, its includes, the command line."""
 
     rank: int
     line: int
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     error: ConfigError
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layer:
     """A tree of values and the place of every key in it."""
 
@@ -45,56 +45,45 @@ class Layer:
     places: dict[KeyPath, Place] = field(default_factory=dict)
 
     def place_of(self, path: KeyPath) -> Place | None:
-        """The place of a key, else of the nearest section around it that was written down."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.places:
-                return self.places[path[:length]]
-        return None
+        """The place of a key, or of the nearest section around it that was written down."""
+        sections = (path[:length] for length in range(len(path), 0, -1))
+        return next((self.places[section] for section in sections if section in self.places), None)
 
 
 def read_layers(path: str | Path) -> list[Layer]:
-    """The layers of a file: what it includes, lowest first, and then the file itself.
+    """The layers of a file: its includes, lowest first, and then the file itself.
 
     Raises:
-        ConfigError: a file that cannot be read, an include that is no path, or that leads back to itself.
+        ConfigError: a file that cannot be read, an include that is no path, or one that leads back to itself.
     """
-    layers: list[Layer] = []
-    _read_into(layers, Path(path), os.fspath(path), [])
-    ranks = {id(layer): rank for rank, layer in enumerate(reversed(layers))}
-    for layer in layers:
-        layer.places = {key: place._replace(rank=ranks[id(layer)]) for key, place in layer.places.items()}
-    return layers
+    files = list(_read_files(Path(path), os.fspath(path), including=[]))
+    return [_layer_of(document, len(files) - order, name) for order, (name, document) in enumerate(files, start=1)]
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
-    """The layer of `a.b=value` texts, a later one over an earlier, and a problem for each that cannot be read.
+    """The layer of `a.b=value` texts, where later ones win, and a problem for each that cannot be read.
 
-    A value that starts with a bracket, a brace or a quote is read as YAML; any other is one plain word, kept as it
-    stands but for the numbers, booleans and null of YAML 1.2. So `model.name=a: b` and `run_name=#1` are texts.
+    A value that starts with a bracket, a brace or a quote is read as YAML. Any other is one plain word: a number, a
+    boolean or null of YAML 1.2, else the text as it stands. So `model.name=a: b` and `run_name=#1` are texts.
     """
     merged, problems = Layer(), []
     for order, text in enumerate(overrides):
-        place = Place(_LAST + order, 0, COMMAND_LINE)
+        place = Place(_FIRST_OVERRIDE + order, 0, COMMAND_LINE)
         try:
-            merged = merged_over(merged, _override(text, place))
+            merged = merge([merged, _override(text, place)])
         except ConfigError as error:
             problems.append(Problem(place, error))
     return merged, problems
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
-    """All layers in one, sections merged key by key, every other value replaced by the highest layer that has it."""
+    """All layers in one: sections merged key by key, every other value taken from the highest layer that has it."""
     merged = Layer()
     for layer in layers:
-        merged = merged_over(merged, layer)
+        places = dict(merged.places)
+        values = _overlaid(merged.values, layer.values, places=places)
+        merged = Layer(values, places | layer.places)
     return merged
-
-
-def merged_over(below: Layer, above: Layer) -> Layer:
-    """`above` laid over `below`; neither is changed."""
-    places = dict(below.places)
-    values = _laid(below.values, above.values, (), places)
-    return Layer(values, {**places, **above.places})
 
 
 def nested(dotted: str, value: Any) -> dict[str, Any]:
@@ -104,65 +93,64 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _laid(below: dict[str, Any], above: dict[str, Any], path: KeyPath, places: dict[KeyPath, Place]) -> dict[str, Any]:
+def _overlaid(
+    below: dict[str, Any], above: dict[str, Any], *, places: dict[KeyPath, Place], path: KeyPath = ()
+) -> dict[str, Any]:
+    """`below` with the values of `above`. Places of values that were replaced are removed from `places`."""
     values = dict(below)
     for key, value in above.items():
         inner, old = (*path, key), below.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            values[key] = _laid(old, value, inner, places)
-        elif isinstance(old, dict) and value is None:
-            continue  # a section whose keys are all commented out says nothing
-        else:
+            values[key] = _overlaid(old, value, places=places, path=inner)
+        elif not isinstance(old, dict) or value is not None:  # a section with all keys commented out changes nothing
             values[key] = value
-            for known in [known for known in places if known[: len(inner)] == inner]:
-                del places[known]
+            drop_below(places, inner)
     return values
 
 
-def _read_into(layers: list[Layer], path: Path, name: str, open_files: list[Path]) -> None:
+def _layer_of(document: Document, rank: int, name: str) -> Layer:
+    values = {key: value for key, value in document.values.items() if key != "include"}
+    return Layer(values, {path: Place(rank, line, name) for path, line in document.lines.items() if path[0] in values})
+
+
+def _read_files(path: Path, name: str, *, including: list[Path]) -> Iterator[tuple[str, Document]]:
+    """Every included file and then the file itself, each with the name that messages give it."""
     document = yaml12.read(path, name)
-    places = {key: Place(0, line, name) for key, line in document.lines.items()}
-    values = dict(document.values)
-    opened = [*open_files, path.resolve()]
-    for order, included in enumerate(_include_list(values, name, places)):
-        place = places.get(("include", order), places.get(("include",)))
+    opened = [*including, path.resolve()]
+    for order, included in enumerate(_include_list(document, name)):
+        line = document.lines.get(("include", order), document.lines["include",])
         inner = path.parent / included
-        _check_include(inner, included, opened, f"{place} include")
-        _read_into(layers, inner, _shown(inner), opened)
-    values.pop("include", None)
-    layers.append(Layer(values, {key: place for key, place in places.items() if key[0] != "include"}))
+        _check_include(inner, included, opened=opened, where=f"{name}:{line} include")
+        yield from _read_files(inner, _display_name(inner), including=opened)
+    yield name, document
 
 
-def _include_list(values: dict[str, Any], name: str, places: dict[KeyPath, Place]) -> list[str]:
-    included = values.get("include", [])
+def _include_list(document: Document, name: str) -> list[str]:
+    included = document.values.get("include", [])
     listed = [included] if isinstance(included, str) else included
-    if included is None or not isinstance(listed, list) or not all(isinstance(one, str) and one for one in listed):
-        where = f"{places[('include',)]} include"
-        shown = "null" if included is None else repr(included)
-        raise ConfigError(f"{shown} is no path and no list of paths", where=where, fix="name a YAML file")
+    if not isinstance(listed, list) or not all(isinstance(one, str) and one for one in listed):
+        what = f"{'null' if included is None else repr(included)} is no path and no list of paths"
+        raise ConfigError(what, where=f"{name}:{document.lines['include',]} include", fix="name a YAML file")
     return listed
 
 
-def _check_include(inner: Path, included: str, opened: list[Path], where: str) -> None:
+def _check_include(inner: Path, included: str, *, opened: list[Path], where: str) -> None:
     if inner.resolve() in opened:
-        chain = " -> ".join(_shown(path) for path in [*opened, inner.resolve()])
+        chain = " -> ".join(_display_name(path) for path in [*opened, inner.resolve()])
         raise ConfigError(f"leads back to itself: {chain}", where=where, fix="remove one of these includes")
     if inner.exists():
         return
-    what = f"no such file: {_shown(inner)}"
+    fix = "correct the path; it starts at the folder of the including file"
     if Path(included).exists():
         beside = os.path.relpath(included, opened[-1].parent)
-        raise ConfigError(what, where=where, fix=f"paths start at the including file: write include: {beside}")
-    raise ConfigError(what, where=where, fix="correct the path; it starts at the folder of the including file")
+        fix = f"paths start at the including file: write include: {beside}"
+    raise ConfigError(f"no such file: {_display_name(inner)}", where=where, fix=fix)
 
 
-def _shown(path: Path) -> str:
+def _display_name(path: Path) -> str:
     """The path as messages print it: relative to the current folder where it lies below it."""
     tidy = Path(os.path.normpath(path))
-    try:
-        return str(tidy.relative_to(Path.cwd())) if tidy.is_absolute() else str(tidy)
-    except ValueError:
-        return str(tidy)
+    return str(tidy.relative_to(Path.cwd()) if tidy.is_relative_to(Path.cwd()) else tidy)
 
 
 def _override(text: str, place: Place) -> Layer:
@@ -173,9 +161,8 @@ def _override(text: str, place: Place) -> Layer:
         raise ConfigError(what, where=COMMAND_LINE, fix="write it like train.max_steps=100, without spaces around =")
     if key == "include":
         raise ConfigError("include works in a file only", where=COMMAND_LINE, fix="put it into the YAML file")
-    path = tuple(key.split("."))
     parsed = _parsed(value.strip(), key)
-    return Layer(nested(key, parsed), {path: place, **{(*path, *inner): place for inner in _paths_in(parsed)}})
+    return Layer(nested(key, parsed), dict.fromkeys(_paths_in(parsed, tuple(key.split("."))), place))
 
 
 def _parsed(value: str, key: str) -> Any:
@@ -188,11 +175,9 @@ def _parsed(value: str, key: str) -> Any:
         raise ConfigError(what, where=f"{COMMAND_LINE} {key}", fix="check its quotes and brackets") from None
 
 
-def _paths_in(value: Any) -> list[KeyPath]:
-    if isinstance(value, dict):
-        inner = list(value.items())
-    elif isinstance(value, list):
-        inner = list(enumerate(value))
-    else:
-        return []
-    return [path for key, below in inner for path in [(key,), *((key, *rest) for rest in _paths_in(below))]]
+def _paths_in(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """The path of a value, and the paths of everything in it."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inner:
+        yield from _paths_in(below, (*path, key))

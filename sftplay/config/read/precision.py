@@ -1,12 +1,12 @@
-"""Two accepted spellings: `train.bf16` and `train.fp16` for `train.precision`.
+"""Two accepted spellings of `train.precision`: the switches `train.bf16` and `train.fp16`.
 
 What they stand for:
 
 - `true` is that precision; both true are refused.
 - both `false` are fp32.
-- one `false` alone names nothing, it only rules a precision out. It is accepted where the precision is decided
-  elsewhere and is another one, and refused where it is the one ruled out or left to auto.
-- a file (or the command line) that gives `precision` as well must agree with what they stand for.
+- one `false` alone only rules a precision out. It is accepted when `precision` is given elsewhere as one of the others,
+  and refused when it is the one ruled out, or auto.
+- a file (or the command line) that gives `precision` as well must agree with its switches.
 - a higher layer replaces what lower ones decided, exactly as `precision` itself would.
 """
 
@@ -20,93 +20,75 @@ from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.errors import ConfigError
 
 SPELLINGS = ("bf16", "fp16")
-PRECISION = ("train", "precision")
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """What the switches of one layer stand for: a decision, or a precision that is ruled out."""
+class _Switches:
+    """What the switches of one layer allow, and the switch that problems are reported at."""
 
-    decided: str | None
-    ruled_out: str | None
+    allowed: tuple[str, ...]
     place: Place
     name: str
 
+    def problem(self, what: str, fix: str) -> Problem:
+        return _problem(self.place, f"train.{self.name}", what=what, fix=fix)
+
 
 def resolve_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[Problem]]:
-    """The layers with both spellings replaced by `train.precision`, and the contradictions found, lowest first."""
-    settled, problems = [], []
+    """The layers with the switches replaced by `train.precision`, and the contradictions found, lowest first."""
+    resolved, problems = [], []
     decided: Any = None
-    pending: Problem | None = None
+    undecided: list[Problem] = []
     for layer in layers:
-        found, reading = _read(layer)
+        switches, found = _switches_of(layer)
         problems += found
-        layer = _without_spellings(layer)
         given = layer.values["train"].get("precision") if isinstance(layer.values.get("train"), dict) else None
-        if reading and reading.decided and given is None:
-            layer = _with_precision(layer, reading.decided, reading.place)
-            given = reading.decided
-        elif reading and given is not None and _contradicts(reading, given):
-            problems.append(_contradiction(reading, given))
+        if switches and given is None and len(switches.allowed) == 1:
+            given = switches.allowed[0]
+        elif switches and given is not None and given not in switches.allowed:
+            said = switches.allowed[0] if len(switches.allowed) == 1 else f"not {switches.name}"
+            what = f"says {said}, but train.precision says {given}"
+            problems.append(switches.problem(what, "keep train.precision alone"))
         if given is not None:
-            decided, pending = given, None
-        if reading and reading.ruled_out and decided in (None, "auto", reading.ruled_out):
-            pending = _undecided(reading) if given is None else pending
-        settled.append(layer)
-    return settled, [*problems, *([pending] if pending else [])]
+            decided, undecided = given, []
+        elif switches and decided not in switches.allowed:
+            what = "false says what not to use, and nothing says what to use"
+            undecided = [switches.problem(what, f"write train.precision: {' or '.join(switches.allowed)}")]
+        resolved.append(_with_precision(layer, given, switches))
+    return resolved, problems + undecided
 
 
-def _read(layer: Layer) -> tuple[list[Problem], _Reading | None]:
+def _switches_of(layer: Layer) -> tuple[_Switches | None, list[Problem]]:
     train = layer.values.get("train")
-    switches = {name: train[name] for name in SPELLINGS if name in train} if isinstance(train, dict) else {}
-    problems = [_no_switch(layer, name, value) for name, value in switches.items() if not isinstance(value, bool)]
-    if problems or not switches:
-        return problems, None
-    chosen = [name for name, on in switches.items() if on]
-    place, name = min((layer.places[("train", name)], name) for name in chosen or switches)
+    values = {name: train[name] for name in SPELLINGS if name in train} if isinstance(train, dict) else {}
+    problems = [_no_boolean(layer, name, value) for name, value in values.items() if not isinstance(value, bool)]
+    if problems or not values:
+        return None, problems
+    chosen = [name for name, on in values.items() if on]
+    place, name = min((layer.places["train", name], name) for name in chosen or values)
     if len(chosen) == 2:
         fix = "keep one of them, or write train.precision: bf16"
-        return [Problem(place, ConfigError("both are true", where=f"{place} train.bf16, train.fp16", fix=fix))], None
-    if chosen or len(switches) == 2:
-        return [], _Reading(chosen[0] if chosen else "fp32", None, place, name)
-    return [], _Reading(None, name, place, name)
+        return None, [_problem(place, "train.bf16, train.fp16", what="both are true", fix=fix)]
+    allowed = chosen or [word for word in ("fp32", *SPELLINGS) if word not in values]
+    return _Switches(tuple(allowed), place, name), []
 
 
-def _contradicts(reading: _Reading, given: Any) -> bool:
-    return given != reading.decided if reading.decided else given in ("auto", reading.ruled_out)
-
-
-def _contradiction(reading: _Reading, given: Any) -> Problem:
-    said = reading.decided or f"not {reading.ruled_out}"
-    what = f"says {said}, but train.precision says {given}"
-    fix = "keep train.precision alone"
-    return Problem(reading.place, ConfigError(what, where=f"{reading.place} train.{reading.name}", fix=fix))
-
-
-def _undecided(reading: _Reading) -> Problem:
-    name = reading.ruled_out
-    what = "false says what not to use, and nothing says what to use"
-    fix = f"write train.precision: fp32 or {'fp16' if name == 'bf16' else 'bf16'}"
-    return Problem(reading.place, ConfigError(what, where=f"{reading.place} train.{name}", fix=fix))
-
-
-def _no_switch(layer: Layer, name: str, value: Any) -> Problem:
-    place = layer.places[("train", name)]
+def _no_boolean(layer: Layer, name: str, value: Any) -> Problem:
     fix = "write train.precision: auto" if value == "auto" else "write true or false, or use train.precision"
-    what = f"{value!r} is not true or false"
-    return Problem(place, ConfigError(what, where=f"{place} train.{name}", fix=fix))
+    return _problem(layer.places["train", name], f"train.{name}", what=f"{value!r} is not true or false", fix=fix)
 
 
-def _without_spellings(layer: Layer) -> Layer:
+def _problem(place: Place, keys: str, *, what: str, fix: str) -> Problem:
+    return Problem(place, ConfigError(what, where=f"{place} {keys}", fix=fix))
+
+
+def _with_precision(layer: Layer, precision: Any, switches: _Switches | None) -> Layer:
+    """The layer without its switches, and with the precision that they decide."""
     train = layer.values.get("train")
-    if not isinstance(train, dict) or not any(name in train for name in SPELLINGS):
+    if not isinstance(train, dict):
         return layer
-    kept = {key: value for key, value in train.items() if key not in SPELLINGS}
-    dropped = {("train", name) for name in SPELLINGS}
-    places = {path: place for path, place in layer.places.items() if path[:2] not in dropped}
-    return Layer({**layer.values, "train": kept}, places)
-
-
-def _with_precision(layer: Layer, precision: str, place: Place) -> Layer:
-    train = {**layer.values["train"], "precision": precision}
-    return Layer({**layer.values, "train": train}, {**layer.places, PRECISION: place})
+    train = {key: value for key, value in train.items() if key not in SPELLINGS}
+    places = {path: place for path, place in layer.places.items() if path[:2] not in [("train", n) for n in SPELLINGS]}
+    if switches and precision is not None and train.get("precision") is None:
+        train["precision"], places["train", "precision"] = precision, switches.place
+    return Layer({**layer.values, "train": train}, places)

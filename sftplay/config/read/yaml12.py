@@ -61,6 +61,12 @@ def scalar(text: str) -> Any:
     return text
 
 
+def drop_below(paths: dict[KeyPath, Any], path: KeyPath) -> None:
+    """Remove a path and everything below it."""
+    for known in [known for known in paths if known[: len(path)] == path]:
+        del paths[known]
+
+
 def parse(text: str, name: str) -> Document:
     """The document in `text`; `name` stands for it in messages.
 
@@ -204,7 +210,7 @@ class _Builder:
                 continue
             own[key] = line
             if key in values:
-                self._forget((*path, key))
+                drop_below(self.lines, (*path, key))
             self.lines[(*path, key)] = line
             values[key] = self.value(value_node, (*path, key))
         return values
@@ -224,10 +230,6 @@ class _Builder:
         shown = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
         self._problem(node, f"{shown} stands where a key's name belongs", "write a name, or quote it")
         return None
-
-    def _forget(self, path: KeyPath) -> None:
-        for known in [known for known in self.lines if known[: len(path)] == path]:
-            del self.lines[known]
 
     def _check_tag(self, node: yaml.Node, kind: str) -> None:
         if node.tag != _TAG + kind:

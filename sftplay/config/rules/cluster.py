@@ -1,4 +1,4 @@
-"""What cannot be combined under `cluster`, by the support matrix and by what each strategy reads.
+"""What several processes and the backend unsloth cannot do, or would not follow.
 
 Nothing here looks at the machine or at the number of processes.
 """
@@ -11,36 +11,68 @@ from sftplay.config.rules.matrix import PRECISIONS, STRATEGIES, TABLE
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.run import RunConfig
 
-KEY = "cluster.strategy"
+STRATEGY = "cluster.strategy"
+BACKEND = "tuning.backend"
 ZERO = ("zero1", "zero2", "zero3")
 
 
 def broken_cluster_rules(cfg: RunConfig) -> Iterator[Violation]:
-    """Combinations that upstream cannot run, and settings that the chosen strategy would not read."""
-    strategy = cfg.cluster.strategy
+    """Combinations that upstream cannot run, and settings that the chosen strategy or backend would not follow."""
+    strategy, uses_zero = cfg.cluster.strategy, cfg.cluster.strategy in (*ZERO, "auto")
     if strategy in STRATEGIES:
         yield from _blocked(cfg)
-    if cfg.cluster.deepspeed is not None and strategy not in (*ZERO, "auto"):
-        what = f"names a DeepSpeed file, but {KEY} {strategy} does not use one"
-        yield Violation(
-            ("cluster.deepspeed", KEY), what, f"write {KEY}: {', '.join(ZERO)}; or remove cluster.deepspeed"
-        )
-    if cfg.cluster.launcher == "deepspeed" and strategy not in (*ZERO, "auto"):
-        what = f"deepspeed starts runs of {', '.join(ZERO)} only, but {KEY} is {strategy}"
-        fix = f"write cluster.launcher: torchrun or accelerate; or {KEY}: {', '.join(ZERO)}"
-        yield Violation(("cluster.launcher", KEY), what, fix)
-    if cfg.tuning.backend == "unsloth" and strategy not in ("auto", "ddp"):  # of one process, ddp is what auto becomes
-        what = f"{strategy} needs several processes, and tuning.backend unsloth trains in one"
-        yield Violation((KEY, "tuning.backend"), what, "write tuning.backend: bnb")
+    if cfg.cluster.deepspeed is not None and not uses_zero:
+        what = f"names a DeepSpeed file, but {STRATEGY} {strategy} does not use one"
+        fix = f"write {STRATEGY}: {', '.join(ZERO)}; or remove cluster.deepspeed"
+        yield Violation(("cluster.deepspeed", STRATEGY), what, fix)
+    if cfg.cluster.launcher == "deepspeed" and not uses_zero:
+        what = f"deepspeed starts runs of {', '.join(ZERO)} only, but {STRATEGY} is {strategy}"
+        fix = f"write cluster.launcher: torchrun or accelerate; or {STRATEGY}: {', '.join(ZERO)}"
+        yield Violation(("cluster.launcher", STRATEGY), what, fix)
+    if cfg.tuning.backend == "unsloth":
+        if strategy not in ("auto", "ddp"):  # in a single process, auto becomes ddp
+            what = f"{strategy} needs several processes, and {BACKEND} unsloth trains in one"
+            yield Violation((STRATEGY, BACKEND), what, f"write {BACKEND}: bnb")
+        yield from unsloth_conflicts(cfg)
+
+
+def unsloth_conflicts(cfg: RunConfig) -> Iterator[Violation]:
+    """Every key that unsloth would not follow, whatever backend is asked for.
+
+    Source: unsloth and unsloth_zoo 2026.10.9.
+    """
+    for key, conflicts, what, remedy in _unsloth_table(cfg):
+        if conflicts:
+            yield Violation((key, BACKEND), f"{what}, with {BACKEND} unsloth", f"write {remedy}, or {BACKEND}: bnb")
+
+
+def _unsloth_table(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:
+    """Key, whether it conflicts, what would happen, what to write instead."""
+    model, tuning, train = cfg.model, cfg.tuning, cfg.train
+    in_4_bits = tuning.mode == "qlora"
+    yield "tuning.mode", tuning.mode == "full", "full is not offered", "tuning.mode: lora or qlora"
+    # Both loaders write nf4 and double quantisation into a BitsAndBytesConfig of their own.
+    fixed = in_4_bits and tuning.quant_type != "nf4"
+    yield "tuning.quant_type", fixed, f"{tuning.quant_type} would be ignored for nf4", "tuning.quant_type: nf4"
+    fixed = in_4_bits and not tuning.double_quant
+    yield "tuning.double_quant", fixed, "false would be ignored", "tuning.double_quant: true"
+    # It reopens an adapter with a base that it chooses by the adapter's own file.
+    continued = model.adapter is not None and not model.merge_adapter
+    yield "model.adapter", continued, "an adapter cannot be continued", "model.merge_adapter: true"
+    yield "model.attn", model.attn == "eager", "eager would be ignored for its own attention", "model.attn: auto"
+    # Its attention separates packed rows by a list of lengths from its own trainer, not by the position ids used here.
+    yield "train.packing", train.packing is True, "packed rows would not be kept apart", "train.packing: auto"
+    other = train.loss_head in ("chunked", "liger")
+    yield "train.loss_head", other, f"{train.loss_head} would meet a loss of its own", "train.loss_head: auto"
 
 
 def _blocked(cfg: RunConfig) -> Iterator[Violation]:
-    """A blocked combination; where the precision is auto, one that is blocked in every precision."""
+    """A blocked combination; with train.precision auto, one that is blocked in every precision."""
     mode, strategy, precision = cfg.tuning.mode, cfg.cluster.strategy, cfg.train.precision
     cells = dict(zip(PRECISIONS, TABLE[mode, strategy], strict=True))
     asked = [cells[precision]] if precision in cells else list(cells.values())
     if all(cell.state == "blocked" for cell in asked):
         always = all(TABLE[method, strategy][0].state == "blocked" for method in ("full", "lora", "qlora"))
         what = f"{strategy}{'' if always else f' with tuning.mode {mode}'}: {asked[0].why}"
-        keys = (KEY,) if always else (KEY, "tuning.mode", "train.precision")
+        keys = (STRATEGY,) if always else (STRATEGY, "tuning.mode", "train.precision")
         yield Violation(keys, what, f"write {asked[0].nearest}")

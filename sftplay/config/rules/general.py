@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sftplay.config.explain.trl_arguments import kit_answer, sft_config_fields
-from sftplay.config.rules.backend import broken_backend_rules
+from sftplay.config.explain.other_kits import kit_answer
+from sftplay.config.explain.trl_arguments import sft_config_fields
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.violation import Violation
@@ -193,10 +193,8 @@ def _extra(cfg: RunConfig) -> Iterator[Violation]:
     fields = sft_config_fields() if cfg.train.extra else None
     for name in cfg.train.extra:
         key = f"train.extra.{name}"
-        answer = kit_answer(name)
-        if answer:
-            ours, reason = answer
-            yield Violation((key,), reason, f"write {ours}" if ours else "remove it", (ours,) if ours else ())
+        if answer := kit_answer(name):
+            yield Violation((key,), answer.what, answer.fix, (answer.key,) if answer.key else ())
         elif fields is not None and name not in fields:
             near = [known for known in nearest_names(name, sorted(fields)) if not kit_answer(known)]
             fix = f"did you mean {near[0]!r}?" if near else "remove it; see the fields of trl.SFTConfig"
@@ -262,6 +260,5 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _rate_scaling,
     _extra,
     broken_data_rules,
-    broken_backend_rules,
     broken_cluster_rules,
 )

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sftplay.config.schema.keys import node_at
-
-
-def described_key(dotted: str) -> str:
-    """What a key accepts, in words."""
-    return described(node_at(dotted))
-
 
 def described(node: dict[str, Any]) -> str:
     """What a JSON schema node accepts, in words."""

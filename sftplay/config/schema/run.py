@@ -156,6 +156,12 @@ class RunConfig(Section):
         """Dotted key -> `file:line` or `command line`, for every value that is not a default."""
         return self._origins
 
+    def with_origins(self, origins: dict[str, str]) -> RunConfig:
+        """A copy that remembers these origins and no others."""
+        copy = self.model_copy()
+        copy._origins = dict(origins)
+        return copy
+
     def with_values(self, values: dict[str, Any], origin: str) -> RunConfig:
         """A copy with dotted keys replaced and checked again; `origin` is remembered for each."""
         tree = self.model_dump()
@@ -165,6 +171,4 @@ class RunConfig(Section):
             for part in path:
                 branch = branch[part]
             branch[last] = value
-        changed = RunConfig.model_validate(tree)
-        changed._origins = {**self._origins, **dict.fromkeys(values, origin)}
-        return changed
+        return RunConfig.model_validate(tree).with_origins(self._origins | dict.fromkeys(values, origin))

@@ -86,18 +86,23 @@ class RowOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthLimit:
-    """How long an example may be, and what happens to longer ones."""
+class RowOptions:
+    """What the config says about single rows."""
 
+    reading: Reading
     max_tokens: int
+    """Longest example."""
+
     too_long: TooLong
+    only_held_out: bool = False
+    """Rows to train on are read, to tell on which side they are, but not rendered."""
 
 
 class RowProcessor:
     """Turns batches of raw rows into outcomes, in order."""
 
-    def __init__(self, renderer: Renderer, reading: Reading, fit: LengthLimit) -> None:
-        self._renderer, self._reading, self._fit = renderer, reading, fit
+    def __init__(self, renderer: Renderer, options: RowOptions) -> None:
+        self._renderer, self._options = renderer, options
         self._ends = set(renderer.end_token_ids)
 
     def process(self, rows: Sequence[RawRow], share: float) -> list[RowOutcome]:
@@ -109,10 +114,11 @@ class RowProcessor:
             record = self._record(row, outcome)
             if record is not None:
                 self._describe(record, outcome, share)
-                waiting.append(outcome)
-                records.append(record)
+                if outcome.held_out or not self._options.only_held_out:
+                    waiting.append(outcome)
+                    records.append(record)
         groups: list[list[Rendered]] = [[] for _ in records]
-        for example in self._renderer.render(records, self._fit.max_tokens):
+        for example in self._renderer.render(records, self._options.max_tokens):
             groups[example.of].append(example)
         for outcome, group in zip(waiting, groups, strict=True):
             self._fill(outcome, group)
@@ -124,11 +130,11 @@ class RowProcessor:
             outcome.refused = row.reason
             return None
         try:
-            record = to_record(row, raw_row.source, self._reading)
+            record = to_record(row, raw_row.source, self._options.reading)
         except DataError as error:
             outcome.refused = error.what
             return None
-        outcome.unused = unused_columns(row, self._reading)
+        outcome.unused = unused_columns(row, self._options.reading)
         return record
 
     def _describe(self, record: Record, outcome: RowOutcome, share: float) -> None:
@@ -157,9 +163,9 @@ class RowProcessor:
 
     def _fitted(self, example: Rendered) -> Example | str:
         """The example as far as it fits, or why it is left out."""
-        limit = self._fit.max_tokens
+        limit = self._options.max_tokens
         is_long = len(example.input_ids) > limit
-        if is_long and self._fit.too_long != "truncate":
+        if is_long and self._options.too_long != "truncate":
             return "too_long"
         ids, labels = example.input_ids, example.labels
         if is_long:

@@ -19,7 +19,7 @@ from sftplay.config.schema.run import DataConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading, to_record
 from sftplay.data.prepare.arrow import RowWriter
-from sftplay.data.prepare.batch import Example, LengthLimit, RawRow, RowOutcome, short
+from sftplay.data.prepare.batch import Example, RawRow, RowOptions, RowOutcome, short
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.prepare.workers import Work, n_workers, process_all
@@ -54,9 +54,10 @@ def dialect_of(data: DataConfig) -> Dialect:
 class Preparation:
     """Fills a folder with token rows and their places, the held-out chats, the refused rows and the report."""
 
-    def __init__(self, data: DataConfig, renderer: Renderer, max_tokens: int) -> None:
-        self._data, self._renderer, self._max_tokens = data, renderer, max_tokens
-        self._reading, self._dialect = reading_of(data), dialect_of(data)
+    def __init__(self, data: DataConfig, renderer: Renderer, max_tokens: int, *, only_held_out: bool = False) -> None:
+        """With `only_held_out` rows to train on are neither rendered nor judged nor counted."""
+        self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, dialect_of(data)
+        self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out)
         self._policies = RowPolicies(data, max_tokens)
         self._began = self._said = time.monotonic()
 
@@ -75,10 +76,9 @@ class Preparation:
         with ExitStack() as files:
             self._open(folder, files)
             processes = n_workers([given.path for given in inputs])
-            fit = LengthLimit(self._max_tokens, self._data.too_long)
             # Held-out rows go first: whether a training row is one of them must be known when it is met.
             batches = self._batches(list(reversed(inputs)))
-            processed = process_all(batches, self._renderer, self._reading, fit, processes=processes)
+            processed = process_all(batches, self._renderer, self._options, processes=processes)
             files.enter_context(closing(processed))  # whatever happens here, its processes end now
             n_read = 0
             for outcomes in processed:
@@ -94,7 +94,7 @@ class Preparation:
             if isinstance(row, Refused):
                 continue
             try:
-                self._policies.guard(short(keys_of(to_record(row, source, self._reading)).normal), source)
+                self._policies.guard(short(keys_of(to_record(row, source, self._options.reading)).normal), source)
             except DataError:  # it is counted where that file is measured on
                 continue
 
@@ -124,6 +124,8 @@ class Preparation:
         kept: dict[Side, list[tuple[RowOutcome, Example]]] = {side: [] for side in SIDES}
         for outcome in outcomes:
             side: Side = "held_out" if outcome.held_out else "train"
+            if side == "train" and self._options.only_held_out:
+                continue
             examples = self._policies.keep(outcome, side)
             kept[side] += [(outcome, example) for example in examples]
             if outcome.refused:

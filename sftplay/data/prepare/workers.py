@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sftplay.data.encode.render import Recipe, Renderer
-from sftplay.data.layouts.convert import Reading
-from sftplay.data.prepare.batch import LengthLimit, RawRow, RowOutcome, RowProcessor
+from sftplay.data.prepare.batch import RawRow, RowOptions, RowOutcome, RowProcessor
 from sftplay.data.read.sources import files_of, is_hub_name
 from sftplay.errors import MachineError
 from sftplay.machine.probe import usable_cores
@@ -56,7 +55,7 @@ def n_workers(paths: Iterable[str]) -> int:
 
 
 def process_all(
-    batches: Iterable[Work], renderer: Renderer, reading: Reading, limit: LengthLimit, *, processes: int
+    batches: Iterable[Work], renderer: Renderer, options: RowOptions, *, processes: int
 ) -> Generator[list[RowOutcome]]:
     """The outcomes of each batch, in order; the batches are drawn only a little ahead. Close it to end its processes.
 
@@ -64,14 +63,14 @@ def process_all(
         MachineError: one of the processes was killed.
     """
     if processes == 1:
-        processor = RowProcessor(renderer, reading, limit)
+        processor = RowProcessor(renderer, options)
         yield from (processor.process(rows, share) for rows, share in batches)
         return
     pool = ProcessPoolExecutor(
         processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
-        initargs=(renderer.recipe(), reading, limit, os.getpid()),
+        initargs=(renderer.recipe(), options, os.getpid()),
     )
     try:
         yield from _in_order(pool, batches, BATCHES_AHEAD * processes)
@@ -103,12 +102,12 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(recipe: Recipe, reading: Reading, limit: LengthLimit, parent: int) -> None:
+def _begin(recipe: Recipe, options: RowOptions, parent: int) -> None:
     die_with_parent(parent)
     for stop in SHARED_SIGNALS:  # the parent decides when to stop, and ends this process by SIGTERM
         signal.signal(stop, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each: the cores are shared out already
-    _processor.append(RowProcessor(Renderer.from_recipe(recipe), reading, limit))
+    _processor.append(RowProcessor(Renderer.from_recipe(recipe), options))
 
 
 def _process(rows: list[RawRow], share: float) -> list[RowOutcome]:

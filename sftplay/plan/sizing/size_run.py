@@ -85,13 +85,11 @@ def size_run(
     shape: ModelShape | None = None,
     local_processes: int | None = None,
     fit: Fit | None = None,
-    most_rows: tuple[int | None, str] = (None, ""),
 ) -> SizedRun:
     """Replace every `auto` by a number or a name.
 
     `shape` is the model's, None when it is not known before the download; `vocab_size` may be known without it.
-    `local_processes` is how many of the `world_size` share this machine, None for all. `fit` is what a probe measured,
-    `most_rows` the most rows an automatic piece may have, and why.
+    `local_processes` is how many of the `world_size` share this machine, None for all. `fit` is what a probe measured.
 
     Raises:
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
@@ -114,7 +112,7 @@ def size_run(
             head = _compare_heads(decided, shape, device, world_size)
             decisions[-1], decided = head, decided.with_values({head.key: head.value}, "auto")
         look = foresight(decided, shape, device, world_size, fit=fit)
-    batch, accum, reason = split_batch(decided, world_size, has_gpu=bool(machine.gpus), look=look, most_rows=most_rows)
+    batch, accum, reason = split_batch(decided, world_size, has_gpu=bool(machine.gpus), look=look)
     decisions += [Decision("train.batch_size", batch, reason), Decision("train.grad_accum", accum, reason)]
     values = {d.key: d.value for d in decisions if _get(given, d.key) == "auto"}
     sized = given.with_values(values, "auto")
@@ -146,12 +144,10 @@ def split_batch(
     *,
     has_gpu: bool,
     look: Callable[[int], Forecast] | None = None,
-    most_rows: tuple[int | None, str] = (None, ""),
 ) -> tuple[int, int, str]:
     """Micro-batch and accumulation whose product over all processes is exactly the effective batch, and the reason.
 
     With `look`, which forecasts a micro-batch, an automatic one is the largest that fits the device and still helps.
-    With `most_rows` it is no larger than that.
     """
     train, total = cfg.train, cfg.train.effective_batch_size
     batch, accum = train.batch_size, train.grad_accum
@@ -176,10 +172,6 @@ def split_batch(
         rows = max(helpful)
         return rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens"
     rows = _largest_that_fits(helpful, look)
-    most, why = most_rows
-    if most and rows > most:
-        rows = max(n for n in divisors if n <= most)
-        return rows, share // rows, why
     return rows, share // rows, _why(look(rows), helpful, divisors, tokens)
 
 

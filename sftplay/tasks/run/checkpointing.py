@@ -113,7 +113,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, facts: dict[str, Any]) 
                 where=f"{cfg.origins.get('train.resume', '')} train.resume".strip(),
                 fix="use train.resume=auto, which finds the newest complete checkpoint",
             )
-    check_same_run(checkpoint, facts, resized=folder.read_json("plan.json").get("resized", False))
+    check_same_run(checkpoint, facts, resized=folder.is_resized)
     log.say(f"continuing from {checkpoint}", "resume")
     _clear_the_way(folder, after_step=step_of(checkpoint))
     return checkpoint

@@ -1,4 +1,4 @@
-"""What becomes of a window for which memory did not suffice: a smaller cut, said aloud and written to plan.json."""
+"""What becomes of a window for which memory did not suffice: a smaller cut, said aloud and written to events.jsonl."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.run_folder import OUT_OF_MEMORY, RunFolder
 from sftplay.monitor.gradient_sync import wants_overlap
 from sftplay.monitor.out_of_memory import Agreement, OutOfMemory, Shortage, describe_shortages, free_memory
 from sftplay.tasks.step.micro_batches import MicroBatcher
@@ -58,15 +58,13 @@ class Replay:
         self.times += 1
         log.say(f"{what}; the same rows again, {smaller.micro_batch} at a time")
         if log.is_main():
-            note = {"step": step, "batch_size_before": micro_batcher.micro_batch, "batch_size": smaller.micro_batch}
-            self._keep(planned, note, shortages)
+            self._folder.add_event(  # a resume reads it
+                OUT_OF_MEMORY,
+                step=step,
+                batch_size_before=micro_batcher.micro_batch,
+                batch_size=smaller.micro_batch,
+                ranks=[rank for rank, each in enumerate(shortages) if each],
+                planned_bytes=planned.get("peak_bytes"),
+                held_bytes=max(each.held_bytes for each in shortages if each),
+            )
         return smaller
-
-    def _keep(self, planned: dict[str, Any], note: dict[str, Any], shortages: list[Shortage | None]) -> None:
-        """Write it to plan.json, from which a resume and the next plan learn."""
-        note |= {
-            "ranks": [rank for rank, each in enumerate(shortages) if each],
-            "planned_bytes": planned.get("peak_bytes"),
-            "held_bytes": max(each.held_bytes for each in shortages if each),
-        }
-        self._folder.write_json("plan.json", {**planned, "shortages": [*planned.get("shortages", []), note]})
