@@ -94,7 +94,7 @@ def ensure_builtin(
     cache_dir.mkdir(parents=True, exist_ok=True)
     with locked(cache_dir / f"{folder.name}.lock"):
         if not folder.is_dir():
-            _make(folder, chosen, text_dir, say)
+            _make(folder, recipe=chosen, text_dir=text_dir, say=say)
     return folder
 
 
@@ -185,22 +185,34 @@ def _set_induction_heads(model: LlamaForCausalLM) -> None:
         query, key = torch.zeros(width, size), torch.zeros(width, size)
         key[:half, 0] = fast
         query[:, 0] = torch.cat([fast * torch.cos(places * turns), -fast * torch.sin(places * turns)])
-        _set_head(model, 0, head, (query, key, content[what], embedding_std * written[head].T))
+        output = embedding_std * written[head].T
+        _set_head(model, layer=0, head=head, query=query, key=key, value=content[what], output=output)
     matches = [(content[0], written[0]), (content[1], written[1]), (written[0], written[2])]
     for head, (query, key) in enumerate(matches):
-        _set_head(model, 1, head, (slow * query, slow * key, content[head], 8 * embedding_std * content[head].T))
+        output = 8 * embedding_std * content[head].T
+        _set_head(model, layer=1, head=head, query=slow * query, key=slow * key, value=content[head], output=output)
 
 
-def _set_head(model: LlamaForCausalLM, layer: int, head: int, weights: tuple[torch.Tensor, ...]) -> None:
-    """Put query, key, value [width, size] and output [size, width] in the place of one head."""
+def _set_head(
+    model: LlamaForCausalLM,
+    *,
+    layer: int,
+    head: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """Give one head these weights: query, key and value [width, size], output [size, width]."""
     attention = model.model.layers[layer].self_attn
     rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-    for projection, weight in zip((attention.q_proj, attention.k_proj, attention.v_proj), weights[:3], strict=True):
-        projection.weight[rows] = weight
-    attention.o_proj.weight[:, rows] = weights[3]
+    attention.q_proj.weight[rows] = query
+    attention.k_proj.weight[rows] = key
+    attention.v_proj.weight[rows] = value
+    attention.o_proj.weight[:, rows] = output
 
 
-def _make(folder: Path, recipe: Recipe, text_dir: Path, say: Callable[[str], None]) -> None:
+def _make(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[str], None]) -> None:
     started = time.monotonic()
     files = text_files(text_dir)
     say(f"making {folder.name} from {text_dir.name}/*.txt (once, about a minute)")
@@ -208,7 +220,7 @@ def _make(folder: Path, recipe: Recipe, text_dir: Path, say: Callable[[str], Non
     with _two_threads(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = new_model(recipe, tokenizer)
-        _train_base(model, _token_streams(files, tokenizer), recipe, say)
+        _train_base(model, _token_streams(files, tokenizer), recipe=recipe, say=say)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     with whole_folder(folder) as scratch:
@@ -235,7 +247,7 @@ def _draw(streams: Streams, recipe: Recipe, generator: torch.Generator) -> torch
     return torch.stack(windows)
 
 
-def _train_base(model: LlamaForCausalLM, streams: Streams, recipe: Recipe, say: Callable[[str], None]) -> None:
+def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, say: Callable[[str], None]) -> None:
     """Plain language modelling on the shipped text, in place: every token is predicted from those before it."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]

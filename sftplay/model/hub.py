@@ -16,7 +16,7 @@ CONNECT_S = 9.0
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-"""Names under which transformers looks for weights: all of them, or where each of several parts is listed."""
+"""Names under which transformers looks for weights: the one file, or the list of its parts."""
 
 _SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
 

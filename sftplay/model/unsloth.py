@@ -49,7 +49,7 @@ def import_first() -> Any:
 
 
 def check_arguments(given: dict[str, Any], taken: Any) -> None:
-    """Refuse a run of which unsloth has changed an argument while TRL's config was made from it.
+    """Refuse a run when unsloth has changed one of its arguments while TRL's config was made.
 
     On a CPU it switches off 16-bit numbers, and optimizers and kernels that it thinks a CPU has not.
 

@@ -59,7 +59,7 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
             )
     except (OSError, ValueError, ImportError, RuntimeError, NotImplementedError, SafetensorError) as error:
         raise explain_failure(error, cfg.model, where) from error
-    _check_held_as_asked(model, cfg, where, missing)
+    _check_held_as_asked(model, cfg, where=where, missing=missing)
     keep_four_bit_exact(model)
     return model
 
@@ -107,7 +107,7 @@ def _checkpointing(cfg: RunConfig) -> str | bool:
     return "unsloth" if cfg.train.gradient_checkpointing else False
 
 
-def _check_held_as_asked(model: nn.Module, cfg: RunConfig, where: str, missing: list[str]) -> None:
+def _check_held_as_asked(model: nn.Module, cfg: RunConfig, *, where: str, missing: list[str]) -> None:
     """unsloth falls back to other numbers with a printed line, where the kit promised to stop."""
     if missing:
         raise MachineError(f"the model cannot be loaded ({missing[0]})", where=where, fix="check its files")

@@ -111,7 +111,7 @@ def infer_batch(args: Namespace) -> int:
             raise DataError("has changed while it was being answered", where=args.input, fix=fix)
         from sftplay.deliver.infer.batch import write_answered
 
-        write_answered(questions, partial, out, cfg.eval.batch_size)
+        write_answered(questions, partial, out=out, batch_size=cfg.eval.batch_size)
     log.say(f"{n} answers in {out}", "infer")
     if args.json:
         print(json.dumps({"answers": n, "kept": n_kept, "out": str(out)}))

@@ -37,8 +37,8 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
     """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
 
     `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
-    figures are means over the prompts answered, of which there are `n`. Plain texts have no prompt: where no chat is
-    held out there are none, and no other figures.
+    figures are means over the `n` prompts answered. Plain texts have no prompt: without a held-out chat `n` is 0 and
+    there are no other figures.
     """
     tag = path.stem
     tokenizer = examples.renderer.tokenizer
@@ -145,7 +145,7 @@ def _by_length(
 def ready_to_answer(model: Any) -> Iterator[None]:
     """The model in evaluation mode with its cache on and no recomputation, restored afterwards.
 
-    A 16-bit model of which some weights train in fp32 computes under autocast, as in training.
+    A 16-bit model with some fp32 weights that train computes under autocast, as in training.
     """
     was_training, had_cache = model.training, model.config.use_cache
     recomputes = getattr(model, "is_gradient_checkpointing", False)

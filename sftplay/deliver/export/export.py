@@ -51,7 +51,7 @@ _SECRET = re.compile(r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{1
 def export(
     cfg: RunConfig, folder: RunFolder, out: Path, *, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write the run's model to `out` so that plain transformers loads it; an adapter run's adapter lies in it too.
+    """Write the run's model to `out`, for plain transformers. An adapter run's adapter lies in it too.
 
     Weights in safetensors shards of at most `shard_bytes` (with an index where there are several), tokenizer with the
     trained chat template, generation config with the end tokens of training, README.md (the model card),
@@ -153,7 +153,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 class Cleaner:
-    """Takes places of this machine and secrets out of JSON values; `known` are strings of which some are paths."""
+    """Takes paths of this machine and secrets out of JSON values; some of the strings in `known` are such paths."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         places = {place for place in known if _is_place(place) and place.strip("/")}

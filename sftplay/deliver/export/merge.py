@@ -43,7 +43,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 """What a model that sees needs beside its tokenizer; it goes unchanged from the base into the merged model."""
 
 
-def merge(cfg: RunConfig, folder: RunFolder, out: Path, dtype: Dtype | None) -> Path:
+def merge(cfg: RunConfig, folder: RunFolder, out: Path, *, dtype: Dtype | None = None) -> Path:
     """Write the run's adapter and base as one model to `out`; `dtype` None keeps the base's own.
 
     Safetensors shards, tokenizer with the trained chat template, and a generation config that ends answers where

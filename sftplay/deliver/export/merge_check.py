@@ -192,7 +192,7 @@ def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
 def _compare(expected: Outputs, found: Outputs, dtype: torch.dtype) -> dict[str, Any]:
     scale = max(float(scores.abs().max()) for scores in expected.scores)
     tolerance = ROUNDINGS[dtype] * UNITS[dtype] * scale
-    fates = [compare_answers(expected, found, n, tolerance) for n in range(len(expected.answers))]
+    fates = [compare_answers(expected, found, n=n, tolerance=tolerance) for n in range(len(expected.answers))]
     pairs = zip(expected.scores, found.scores, strict=True)
     return {
         "max_abs_logit_diff": max(float((a - b).abs().max()) for a, b in pairs),
@@ -204,7 +204,7 @@ def _compare(expected: Outputs, found: Outputs, dtype: torch.dtype) -> dict[str,
     }
 
 
-def compare_answers(expected: Outputs, found: Outputs, n: int, tolerance: float) -> str:
+def compare_answers(expected: Outputs, found: Outputs, *, n: int, tolerance: float) -> str:
     """`same`, `tie` (the reference scores both tokens alike where the answers part) or `apart`."""
     ours, theirs = expected.answers[n], found.answers[n]
     place = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)

@@ -72,7 +72,7 @@ def choose_port(port: int) -> int:
     return found
 
 
-def build_server(server: Server, name: str, folder: Path, port: int, *, trusts_code: bool) -> Launch:
+def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
     """The server of the model `name`, which lies in `folder`: a hub cache (see `serve`) for transformers, whose own
     server takes hub names only in its list of models; the model's folder itself for vLLM.
     """

@@ -65,7 +65,7 @@ def _by_length(window: list[Prompt], renderer: Any, batch_size: int) -> list[Bat
     return [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
 
 
-def write_answered(questions: PromptFile, partial: PartialAnswers, out: Path, batch_size: int) -> None:
+def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path, batch_size: int) -> None:
     """Write every row with its `response`, in order; `out` appears whole, and `partial` is removed.
 
     Raises:

@@ -51,7 +51,7 @@ class Conversation:
         try:
             prompt, generator = self._fitted(note)
             self.n_asked += 1
-            for part in stream_answer(generator, prompt, self.n_asked, stop):
+            for part in stream_answer(generator, prompt, row=self.n_asked, stop=stop):
                 parts.append(part)
                 yield part
         except BaseException:

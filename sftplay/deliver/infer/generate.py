@@ -47,7 +47,7 @@ class Generator:
 
     @torch.no_grad()
     def generate(
-        self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int] = (), streamer: TextStreamer | None = None
+        self, ids: torch.Tensor, mask: torch.Tensor, *, rows: Sequence[int] = (), streamer: TextStreamer | None = None
     ) -> Any:
         """Continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` are the numbers of the prompts.
 
@@ -82,7 +82,7 @@ def answer_batch(generator: Generator, prompts: Sequence[list[int]], rows: Seque
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
-    out = generator.generate(ids, mask, rows)
+    out = generator.generate(ids, mask, rows=rows)
     answers: list[str] = generator.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
     return answers
 
@@ -113,12 +113,12 @@ def answer_all(
     return answers
 
 
-def stream_answer(generator: Generator, prompt: list[int], row: int = 0, stop: Event | None = None) -> Iterator[str]:
+def stream_answer(generator: Generator, prompt: list[int], *, row: int = 0, stop: Event | None = None) -> Iterator[str]:
     """Parts of the answer to one prompt as they are made, until `stop` is set; together they are the answer."""
     streamer = TextStreamer(generator.tokenizer, stop or Event())
     ids = torch.tensor([prompt])
     with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(generator.generate, ids, torch.ones_like(ids), [row], streamer)
+        work = pool.submit(generator.generate, ids, torch.ones_like(ids), rows=[row], streamer=streamer)
         work.add_done_callback(lambda _: streamer.end())  # else a failure would leave the reader waiting
         try:
             yield from iter(streamer.queue.get, None)

@@ -19,7 +19,7 @@ BATCHES_IN_WINDOW = 64
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row: its number in the whole file, its place, its fields, and what of them the model is asked."""
+    """One row: its number in the whole file, its place, its fields, and the question that they hold."""
 
     number: int
     source: Source
