@@ -1,4 +1,4 @@
-"""What a run starts from: names of earlier runs and of adapters, turned into the folders and bases they mean.
+"""Turns names of earlier runs and of adapters into the folders and bases that a run starts from.
 
 It loads no weights and imports no heavy library, so that a wrong name is refused before anything starts.
 """

@@ -1,6 +1,6 @@
 """Opens a base and puts an adapter on it by unsloth, as `weights` and `adapter` do by the plain libraries.
 
-What unsloth would quietly do otherwise than asked is looked for afterwards, and refused.
+It checks afterwards that unsloth did what was asked, and refuses the model when it did not.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _check_held_as_asked(model: nn.Module, cfg: RunConfig, *, where: str, missin
 
 @contextmanager
 def _missing_weights() -> Iterator[list[str]]:
-    """A line for each report of weights that are in no file, which transformers fills with random numbers."""
+    """A line for each weight that is in no file; transformers fills such weights with random numbers."""
     seen: list[str] = []
 
     class Listener(logging.Handler):

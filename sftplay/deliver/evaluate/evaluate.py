@@ -72,7 +72,7 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
 def reference_of(chat: Chat, renderer: Renderer) -> str:
     """What the model should have answered in the chat's last turn, in the form in which its answers are read.
 
-    Calls are what the template writes for them, without special tokens, which answers are read without too.
+    A tool call is the text that the template writes for it, without special tokens, as answers are read.
     """
     last = chat.messages[-1]
     if not last.calls:

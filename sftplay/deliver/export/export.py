@@ -32,9 +32,9 @@ from sftplay.deliver.export.model_card import PublicRun, write_card
 from sftplay.deliver.export.scratch import check_target, write_folder
 from sftplay.errors import MachineError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.load import DTYPES
 from sftplay.model.source import BUILTIN, is_local
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.weights import DTYPES
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

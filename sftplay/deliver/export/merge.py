@@ -1,7 +1,6 @@
 """Merges a run's adapter into its full-precision base, and writes the whole model as plain libraries read it.
 
-Never into 4-bit weights: the base of a qlora run is opened again unquantised. It does not judge the outcome; `parity`
-does.
+Never into 4-bit weights: the base of a qlora run is opened again unquantised. `merge_check` judges the outcome.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from sftplay.deliver.export.scratch import check_target, write_folder
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
-from sftplay.model.load import DTYPES
 from sftplay.model.merged_start import merge_adapter
 from sftplay.model.source import is_hub_shaped, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.weights import DTYPES
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -103,7 +102,7 @@ def adapter_of(cfg: RunConfig, folder: RunFolder) -> Path:
 
 
 def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | None = None) -> Any:
-    """The base the run's adapter belongs to, on the CPU, in `dtype` or the one it is stored in, never in 4 bits.
+    """The base of the run's adapter, on the CPU, never in 4 bits; in `dtype`, or in the one it is stored in.
 
     Raises:
         MachineError: it cannot be read whole, or is stored quantised.
@@ -149,11 +148,7 @@ def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
 def end_where_training_ended(config: GenerationConfig, tokenizer: Any) -> None:
     """Add the chat template's end tokens to those at which generation with plain transformers stops."""
     shipped = config.eos_token_id if config.eos_token_id is not None else []
-    ends = {shipped} if isinstance(shipped, int) else set(shipped)
-    if tokenizer.chat_template:
-        ends |= set(Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids)
-    elif tokenizer.eos_token_id is not None:
-        ends.add(tokenizer.eos_token_id)
+    ends = {*end_token_ids(tokenizer), *([shipped] if isinstance(shipped, int) else shipped)}
     config.eos_token_id = min(ends) if len(ends) == 1 else sorted(ends)
     config.pad_token_id = tokenizer.pad_token_id
     sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -161,6 +156,13 @@ def end_where_training_ended(config: GenerationConfig, tokenizer: Any) -> None:
         # Several shipped configs name a temperature without sampling; transformers reads that and refuses to write it.
         for key in sampling:
             setattr(config, key, None)
+
+
+def end_token_ids(tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the chat template's, or the tokenizer's own where it has no template."""
+    if tokenizer.chat_template:
+        return list(Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids)
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def save_whole(model: Any, tokenizer: Any, target: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -171,14 +173,14 @@ def save_whole(model: Any, tokenizer: Any, target: Path, *, shard_bytes: int = S
 
 
 def carry_processor(cfg: RunConfig, folder: RunFolder, target: Path) -> None:
-    """Copy what the base has beside a tokenizer to read pictures with."""
+    """Copy the base's files for reading pictures, where it has any."""
     for name in PROCESSOR_FILES:
         if found := file_of_base(cfg, folder, name):
             shutil.copyfile(found, target / name)
 
 
 def file_of_base(cfg: RunConfig, folder: RunFolder, name: str) -> Path | None:
-    """A file that lies beside the base's weights, None where there is none or it cannot be had."""
+    """A file beside the base's weights, None when it is not there or cannot be fetched."""
     base, revision = base_of(cfg, folder)
     try:
         found = cached_file(

@@ -1,7 +1,7 @@
 """Compares a merged model with the adapter it came from: weights, scores and greedy texts.
 
-The reference is PEFT with the adapter beside the unquantised base, everything in fp32; what is left between the two is
-the rounding of the merged weights, and anything beyond that is an error. It repairs nothing.
+The reference is PEFT with the adapter on the unquantised base, all in fp32. The rounding of the merged weights explains
+a small difference; a larger one is an error. It repairs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
-from sftplay.deliver.export.merge import adapter_of, load_unquantised, size_bytes
+from sftplay.deliver.export.merge import adapter_of, end_token_ids, load_unquantised, size_bytes
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import RunFolder
@@ -43,7 +43,7 @@ QUESTIONS = (
     "Count from one to five.",
     "Translate 'good morning' into German.",
 )
-"""Asked where a run has no held-out rows."""
+"""Asked when a run has no held-out rows."""
 
 UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of one rounding: half a unit in the last place."""
@@ -68,9 +68,9 @@ class Outputs:
 def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any]:
     """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and what else there is to say.
 
-    Two texts also count as equal that part where the reference finds both tokens as good within the tolerance
-    (`parted_at_ties`). For a qlora run, `quantised` tells how far the 4-bit base with the adapter is from the merged
-    model; that is information, and no error.
+    Two texts also count as equal when, at their first difference, the reference scores both tokens alike within the
+    tolerance (`parted_at_ties`). For a qlora run, `quantised` is the distance of the 4-bit base with the adapter from
+    the merged model; that is information, not an error.
 
     Raises:
         ConfigError: there is no adapter, or nothing at `merged`.
@@ -84,8 +84,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any
     prompts, origin = _choose_prompts(cfg, tokenizer)
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
-    ends = _end_token_ids(tokenizer)
-    expected = _outputs_of(Generator(reference, tokenizer, ends, ANSWER_TOKENS), prompts)
+    expected = _outputs_of(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)
     problems = _find_altered(_merged_by_peft(reference), whole)
     del reference
@@ -124,12 +123,6 @@ def _built_in(tokenizer: Any) -> list[list[int]]:
 def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
     first = next((place for place, label in enumerate(labels) if label != IGNORE_INDEX), len(ids))
     return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # of plain text, all of it learned, one half
-
-
-def _end_token_ids(tokenizer: Any) -> list[int]:
-    if not tokenizer.chat_template:
-        return [tokenizer.eos_token_id]
-    return Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids
 
 
 @torch.no_grad()
@@ -174,7 +167,7 @@ def _merged_by_peft(reference: Any) -> nn.Module:
 
 
 def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
-    """Names of the tensors that are further from PEFT's own fp32 merge than one rounding of each value."""
+    """Names of the tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
     altered = []
     theirs = dict(expected.named_parameters(remove_duplicate=False))
     for name, parameter in whole.named_parameters(remove_duplicate=False):

@@ -93,10 +93,10 @@ def server_config(cfg: RunConfig, model: Path) -> GenerationConfig:
 
 
 def make_hub_cache(cache: Path, model: Path, *, config: GenerationConfig, name: str) -> Path:
-    """A hub cache at `cache` that holds nothing but `model` under `name`, by links; the folder of the model in it.
+    """Make a hub cache at `cache` that holds only `model`, as links, under `name`; the model's folder in it.
 
-    So the server's list of models is that one, by a name of one word: transformers' server lists what the cache holds,
-    and fails where there is no cache.
+    The server's list of models is then this one name: transformers' server lists what the cache holds, and fails
+    without a cache.
     """
     home = cache / f"models--{name}"
     snapshot = home / "snapshots" / REVISION

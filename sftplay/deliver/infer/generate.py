@@ -130,8 +130,7 @@ def stream_answer(generator: Generator, prompt: list[int], *, row: int = 0, stop
 class TextStreamer(BaseStreamer):
     """The text of one answer as its tokens come; a character is held back until all its bytes are there.
 
-    transformers' own streamers decode a part of the tokens at a time, which loses the space before a word with some
-    tokenizers.
+    transformers' own streamers decode a few tokens at a time, and with some tokenizers lose the space before a word.
     """
 
     def __init__(self, tokenizer: Any, stop: Event) -> None:

@@ -63,7 +63,7 @@ class PromptFile:
                 number += 1
 
     def windows(self, batch_size: int) -> Iterator[list[Prompt]]:
-        """All rows, in order, so many at a time as are sorted by length together."""
+        """All rows, in order, in windows; the rows of one window are sorted by length together."""
         rows = iter(self)
         while window := list(islice(rows, BATCHES_IN_WINDOW * batch_size)):
             yield window

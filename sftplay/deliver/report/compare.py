@@ -146,10 +146,10 @@ def _data_facts(run: RunFiles) -> dict[str, Any]:
 
 
 def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]]:
-    """Whether both were measured on the same rows, and the warnings that follow where that is not sure.
+    """Whether both were measured on the same rows, and the warnings when that is not sure.
 
-    The fingerprint covers files, options and tokenizer, so an equal one settles it; else the prompts and references
-    that were answered tell.
+    The fingerprint covers files, options and tokenizer: equal fingerprints mean equal rows. Otherwise the prompts and
+    references that were answered are compared.
     """
     fingerprint = one.data.get("fingerprint")
     limits = [run.value("eval.limit") for run in (one, two)]
