@@ -27,10 +27,10 @@ from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.monitor.out_of_memory import Portions
 
 LOSS_TOKENS = 8192
-"""Most tokens of one piece when the held-out loss is computed."""
+"""Most tokens of one batch when the held-out loss is computed."""
 
 SCORES_BYTES = 2**30
-"""Most bytes of fp32 scores over the vocabulary in one piece, where a single row does not take more."""
+"""Most bytes of fp32 scores over the vocabulary in one batch; a single row may take more."""
 
 
 def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict[str, Any]:

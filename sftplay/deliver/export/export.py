@@ -157,7 +157,7 @@ class Cleaner:
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         places = {place for place in known if _is_place(place) and place.strip("/")}
-        self.known = sorted(places, key=len, reverse=True)  # the longer of two that begin alike goes first
+        self.known = sorted(places, key=len, reverse=True)  # the longer of two with the same beginning goes first
 
     def __call__(self, value: Any) -> Any:
         """A copy in which absolute paths are cut to their last part, and secrets are gone."""

@@ -198,7 +198,7 @@ def _compare(expected: Outputs, found: Outputs, dtype: torch.dtype) -> dict[str,
 
 
 def compare_answers(expected: Outputs, found: Outputs, *, n: int, tolerance: float) -> str:
-    """`same`, `tie` (the reference scores both tokens alike where the answers part) or `apart`."""
+    """`same`, `tie` (the reference scores both tokens the same where the answers first differ) or `apart`."""
     ours, theirs = expected.answers[n], found.answers[n]
     place = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
     if place is None:

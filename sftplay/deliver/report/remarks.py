@@ -14,7 +14,7 @@ from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
 
-Weight = Literal["stop", "warn", "note"]
+Severity = Literal["stop", "warn", "note"]
 
 FEW_STEPS = 50
 FEW_PROMPTS = 30
@@ -25,15 +25,15 @@ RISE = 1.02
 class Remark(NamedTuple):
     """How much it matters, and a sentence."""
 
-    weight: Weight
+    severity: Severity
     text: str
 
 
 def find_remarks(run: RunFiles) -> list[Remark]:
-    """All remarks, the gravest first."""
+    """All remarks, the most severe first."""
     parts = (_state, _attempts, _checkpoints, _steps, _figures, _data, _config, _files)
     order = ("stop", "warn", "note")
-    return sorted((f for part in parts for f in part(run)), key=lambda remark: order.index(remark.weight))
+    return sorted((f for part in parts for f in part(run)), key=lambda remark: order.index(remark.severity))
 
 
 def cause_of(run: RunFiles) -> str:
