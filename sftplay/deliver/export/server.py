@@ -5,14 +5,12 @@ It knows nothing of runs and loads no model; what is served lies in a folder tha
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +20,7 @@ from sftplay import log
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.command.command import Launch, offline_environment, quiet_environment
 from sftplay.launch.command.ports import HOST, free_port
-from sftplay.signals import die_with_parent
+from sftplay.signals import popen_tied
 
 Server = Literal["transformers", "vllm"]
 
@@ -96,11 +94,8 @@ def run_server(launch: Launch, name: str, port: int, *, cwd: Path, log_file: Pat
         RunError: it ended by itself, with its last lines.
     """
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("w", encoding="utf-8") as handle, _StopSignals().installed() as stopper:
-        process = subprocess.Popen(
-            launch.argv, env={**os.environ, **launch.env}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=handle,
-            stderr=handle, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
+    with log_file.open("wb") as handle, _StopSignals().installed() as stopper:
+        process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
         try:
             _wait_until_it_answers(process, stopper, port)
             if not stopper.received and process.poll() is None:
