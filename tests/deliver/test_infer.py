@@ -58,9 +58,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> list[str]:
     prompts: list[str] = []
     real = Generator.generate
 
-    def generate(self: Generator, ids: torch.Tensor, *rest: Any) -> Any:
+    def generate(self: Generator, ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
         prompts.append(tokenizer.decode(ids[0]))
-        return real(self, ids, *rest)
+        return real(self, ids, *rest, **named)
 
     monkeypatch.setattr(Generator, "generate", generate)
     return prompts
@@ -112,7 +112,7 @@ def test_longest_answer_and_temperature_are_set_and_shown(conversation: Conversa
     short, _ = say(conversation, "why")
     assert greedy.startswith(short)
     assert len(tokenizer(short)["input_ids"]) <= 3 < len(tokenizer(greedy)["input_ids"])
-    assert run_command(conversation, "/temperature") == "temperature 0: the likeliest text"
+    assert run_command(conversation, "/temperature") == "temperature 0: the likeliest words"
     assert run_command(conversation, "/temperature 5") == run_command(conversation, "/temperature") == "temperature 5"
     assert run_command(conversation, "/max 8")
     answers = set()
