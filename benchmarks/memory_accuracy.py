@@ -173,7 +173,7 @@ def _judge(row: Mapping[str, str], *, is_alone: bool) -> Judged:
         return Judged(row, excluded=reason)
     assert shape is not None
     size = Size(rows=int(row["batch"]), seq=int(row["seq_len"].lstrip("<=")))
-    found = [estimate(shape, path, size) for path in _paths(row)]
+    found = [estimate(shape, execution, size) for execution in _executions(row)]
     fitting = [each for each in found if each.peak_bytes <= _card_bytes(row["gpu"])] or found[-1:]
     chosen = fitting[0]
     reason = "" if len(fitting) == 1 or is_alone else "its table holds two code paths under the same columns"
@@ -202,8 +202,8 @@ def _card_bytes(gpu: str) -> float:
     return sizes[0] * 1e9 if sizes else float("inf")
 
 
-def _paths(row: Mapping[str, str]) -> list[Execution]:
-    """The code paths that may have run, the harness's own stock path first."""
+def _executions(row: Mapping[str, str]) -> list[Execution]:
+    """What may have run, the harness's own stock code first."""
     harness = HARNESSES.get(row["harness"], GENERIC)
     common = Execution(
         weight_bytes=2,

@@ -238,7 +238,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     process.stdout.close()  # as `head` does, at the latest moment before anything is written
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(30) == 0
+    assert process.wait(240) == 0
 
 
 @pytest.fixture

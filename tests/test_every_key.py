@@ -372,7 +372,7 @@ def check_max_restarts(bench: Bench) -> None:
         cfg, folder = new_run(bench.home / f"restarts-{most}", bench.inputs, cluster__max_restarts=most)
         starts: list[RunFolder] = []
         with patch.object(launching, "follow", die):
-            launching.run_workers(Launch((), {}), (SizedRun(cfg, 1, ()), folder), args)
+            launching.run_workers(Launch((), {}), (SizedRun(cfg, 1, {}), folder), args)
         assert len(starts) == 1 + most
 
 

@@ -30,8 +30,9 @@ from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import follow
 from sftplay.machine.probe import Machine
 from sftplay.monitor.checkpoints import newest_complete
+from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
-from sftplay.plan.report.advice import Place, suggest
+from sftplay.plan.report.advice import suggest
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.units import GIB, format_bytes
 
@@ -219,11 +220,10 @@ def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
             f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
         )
     log.say(f"run {folder.path}")
-    for decision in sized.decisions:
-        log.say(f"auto {decision.key} = {decision.value}: {decision.reason}")
-    chosen = any(decision.key == "train.batch_size" for decision in sized.decisions)
+    for key, decision in sized.decisions.items():
+        log.say(f"auto {key} = {decision.value}: {decision.reason}")
     sizes = f"{train_section.batch_size} per {'GPU' if gpus else 'process'}"
-    said = "Auto-calculated batch size" if chosen else "Batch size"
+    said = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
     log.say(f"{said}: {sizes}, gradient accumulation: {train_section.grad_accum}")
     log.say(f"Effective batch size: {train_section.effective_batch_size}, precision: {train_section.precision}")
     for note in all_notes(sized):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sftplay.machine.gpu import Gpu, GpuProcess
 from sftplay.machine.probe import Machine
 from sftplay.units import GIB, format_bytes, format_count
 
 UNSEEN_BYTES = 128 * 2**20
-"""Memory in use beyond what processes account for that is worth a word; idle drivers hold a little less."""
+"""Memory in use beyond that of the visible processes that is worth a line; idle drivers hold a little less."""
 
 CPU_FULL_BYTES_PER_PARAM = 16
 """fp32 weight, gradient and two AdamW states: 4 x 4 bytes."""
@@ -70,7 +68,7 @@ def headline(gpu: Gpu) -> str:
 
 
 def holders(gpu: Gpu) -> list[GpuProcess]:
-    """Who holds its memory, most first; what nobody visible accounts for comes last, as process 0."""
+    """The processes that hold its memory, most first; last, as process 0, those that cannot be seen."""
     known = [process.used_bytes for process in gpu.processes]
     unseen = gpu.used_bytes - sum(used or 0 for used in known)
     rest = [GpuProcess(0, "", unseen)] if unseen > UNSEEN_BYTES and None not in known else []
@@ -78,7 +76,7 @@ def holders(gpu: Gpu) -> list[GpuProcess]:
 
 
 def label(process: GpuProcess) -> str:
-    """`python (4450)`, or that it cannot be seen."""
+    """`python (4450)`; process 0 stands for those that cannot be seen."""
     return f"{process.name or 'process'} ({process.pid})" if process.pid else "processes that cannot be seen from here"
 
 
@@ -93,13 +91,13 @@ def _gpu(gpu: Gpu) -> list[str]:
 
 
 def _state(gpu: Gpu) -> list[str]:
-    words = [f"{gpu.temperature_c} C"] if gpu.temperature_c is not None else []
+    facts = [f"{gpu.temperature_c} C"] if gpu.temperature_c is not None else []
     if gpu.power_w is not None:
-        words.append(f"{gpu.power_w:.0f} W" + (f" of {gpu.power_limit_w:.0f} W" if gpu.power_limit_w else ""))
-    words += [f"busy {gpu.busy_percent} %"] if gpu.busy_percent is not None else []
+        facts.append(f"{gpu.power_w:.0f} W" + (f" of {gpu.power_limit_w:.0f} W" if gpu.power_limit_w else ""))
+    facts += [f"busy {gpu.busy_percent} %"] if gpu.busy_percent is not None else []
     errors = "not reported" if gpu.memory_errors is None else gpu.memory_errors
-    words.append(f"uncorrected memory errors: {errors}")
-    return words
+    facts.append(f"uncorrected memory errors: {errors}")
+    return facts
 
 
 def _instances(machine: Machine) -> list[str]:
@@ -115,19 +113,19 @@ def _instances(machine: Machine) -> list[str]:
 def _links(machine: Machine) -> list[str]:
     if not machine.links:
         return []
-    words = {word for row in machine.links for word in row} - {"X"}
-    meaning = "; ".join(f"{word}: {MEANING.get(word[:2], MEANING.get(word, 'unknown'))}" for word in sorted(words))
-    width = max(5, *(len(word) + 1 for word in words))
+    kinds = {kind for row in machine.links for kind in row} - {"X"}
+    meaning = "; ".join(f"{kind}: {MEANING.get(kind[:2], MEANING.get(kind, 'unknown'))}" for kind in sorted(kinds))
+    width = max(5, *(len(kind) + 1 for kind in kinds))
     names = [f"GPU{n}" for n in range(len(machine.links))]
     table = [f"  {'':<5}" + "".join(f"{name:>{width}}" for name in names)]
-    table += [f"  {name:<5}" + "".join(f"{word:>{width}}" for word in row) for name, row in zip(names, machine.links)]
+    table += [f"  {name:<5}" + "".join(f"{kind:>{width}}" for kind in row) for name, row in zip(names, machine.links)]
     return [f"Links between GPUs ({meaning}):", *table, *_peers(machine)]
 
 
 def _peers(machine: Machine) -> list[str]:
     if not machine.without_peer_access:
         return []
-    pairs: Any = ", ".join(f"{a}-{b}" for a, b in machine.without_peer_access)
+    pairs = ", ".join(f"{a}-{b}" for a, b in machine.without_peer_access)
     return [f"  no peer access: {pairs}"]
 
 
@@ -139,4 +137,4 @@ MEANING = {
     "NODE": "across PCIe host bridges",
     "SYS": "across CPU sockets, slowest",
 }
-"""What nvidia-smi's words for a connection stand for."""
+"""What nvidia-smi's names of a connection mean."""

@@ -1,6 +1,6 @@
 """Who holds which memory now: processes on each GPU, and the runs of this kit with what was planned for them.
 
-It reads what runs write and the kernel tells; nothing is asked of a run itself.
+It reads the files of runs and of the kernel, and asks no run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RunMemory:
     name: str
     step: int
     is_alive: bool
-    """False: its process has gone without a word."""
+    """False when its process has ended and left no exit code."""
     planned_bytes: int | None
     budget_bytes: int | None
     ranks: tuple[RankMemory, ...]
@@ -93,8 +93,8 @@ def describe_run(run: RunMemory) -> list[str]:
             "peak": rank.peak_bytes,
             "headroom": rank.headroom_bytes,
         }
-        told = "".join(f", {name} {_size(value)}" for name, value in parts.items() if value is not None)
-        lines.append(f"  rank {rank.rank} (process {rank.pid}): {place}, holds {_size(rank.held_bytes)}{told}")
+        known = "".join(f", {name} {_size(value)}" for name, value in parts.items() if value is not None)
+        lines.append(f"  rank {rank.rank} (process {rank.pid}): {place}, holds {_size(rank.held_bytes)}{known}")
     return lines
 
 
@@ -114,13 +114,12 @@ def _read_run(folder: Path, status: dict[str, Any], machine: Machine) -> RunMemo
     plan, metrics = _read_json(folder / "plan.json"), _last_line(folder / "metrics.jsonl")
     pids = [rank["pid"] for rank in status.get("ranks") or []] or [status["pid"]] * bool(status.get("pid"))
     budget = plan.get("budget_bytes")
-    ranks = tuple(_read_rank(n, pid, (metrics, budget, machine)) for n, pid in enumerate(pids))
+    ranks = tuple(_read_rank(n, pid, metrics=metrics, budget=budget, machine=machine) for n, pid in enumerate(pids))
     alive = not pids or any(resident_bytes(pid) for pid in pids)
     return RunMemory(folder.name, status.get("step") or 0, alive, plan.get("peak_bytes"), budget, ranks)
 
 
-def _read_rank(rank: int, pid: int, known: tuple[dict[str, Any], int | None, Machine]) -> RankMemory:
-    metrics, budget, machine = known
+def _read_rank(rank: int, pid: int, *, metrics: dict[str, Any], budget: int | None, machine: Machine) -> RankMemory:
     every = metrics.get("ranks_memory") or [metrics]  # one entry a rank, or the main rank's fields alone
     own = every[rank] if rank < len(every) else {}
     gpu, held = _place(pid, machine)
@@ -131,10 +130,16 @@ def _read_rank(rank: int, pid: int, known: tuple[dict[str, Any], int | None, Mac
     most = max((size for size in (own.get("reserved_bytes"), peak, held) if size is not None), default=None)
     limit = budget or (machine.ram_bytes if on_cpu else gpu.total_bytes if gpu else None)
     headroom = None if most is None or limit is None else limit - most
-    index = gpu.index if gpu else None
     return RankMemory(
-        rank, pid, index, held, own.get("allocated_bytes"), own.get("reserved_bytes"), peak, headroom
-    )  # fmt: skip
+        rank=rank,
+        pid=pid,
+        gpu=gpu.index if gpu else None,
+        held_bytes=held,
+        allocated_bytes=own.get("allocated_bytes"),
+        reserved_bytes=own.get("reserved_bytes"),
+        peak_bytes=peak,
+        headroom_bytes=headroom,
+    )
 
 
 def _place(pid: int, machine: Machine) -> tuple[Gpu | None, int | None]:

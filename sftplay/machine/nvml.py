@@ -7,34 +7,18 @@ power limit, old drivers no MIG.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sftplay.machine.gpu import Gpu, GpuProcess, GpuReading, MigInstance
 from sftplay.machine.ram import ram_free_bytes, ram_limit_bytes
-from sftplay.machine.visible_devices import Choice, Present, choose
+from sftplay.machine.visible_devices import Present, choose
 
+LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""NVML_TOPOLOGY_* as `nvidia-smi topo -m` names them; 0 is two GPUs on one board."""
 
-def ask(nvml: Any, function: str, *args: Any, **kwargs: Any) -> Any:
-    """What one NVML function returns; None where card, driver, permission or package has no answer."""
-    call = getattr(nvml, function, None)
-    if call is None:
-        return None
-    try:
-        return call(*args, **kwargs)
-    except nvml.NVMLError:
-        return None
-
-
-def as_text(answer: Any) -> str:
-    """NVML's strings are bytes in packages before 11.515; an absent answer is empty."""
-    if answer is None:
-        return ""
-    return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
-
-
-Handles = list[Any | None]
-"""One a GPU of the machine, in PCI order; None for a GPU that does not answer."""
+SWITCH = "switch"
+"""The far end of an NVLink that is no GPU. In virtual machines the driver cannot tell what it is: a switch too."""
 
 
 def read_gpus(*, in_detail: bool = False) -> GpuReading:
@@ -59,24 +43,41 @@ def read_gpus(*, in_detail: bool = False) -> GpuReading:
         nvml.nvmlShutdown()
 
 
+@dataclass(frozen=True)
+class _Device:
+    """Handles of a device that CUDA gives this process. A GPU that does not answer has None for a handle."""
+
+    own: Any
+    whole: Any
+    """Of the GPU that it is or lies on."""
+
+    machine_index: int
+    is_mig: bool
+
+
 def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
-    count = ask(nvml, "nvmlDeviceGetCount") or 0
-    handles: Handles = [ask(nvml, "nvmlDeviceGetHandleByIndex", place) for place in range(count)]
+    count = _ask(nvml, "nvmlDeviceGetCount") or 0
+    handles = [_ask(nvml, "nvmlDeviceGetHandleByIndex", place) for place in range(count)]
     slices = [_mig_handles(nvml, handle) for handle in handles]
     present = [_present(nvml, handle, slices[place]) for place, handle in enumerate(handles)]
     chosen, reason = choose(present, visible)
-    gpus = tuple(_device(nvml, index, choice, (handles, slices)) for index, choice in enumerate(chosen))
+    devices = [
+        _Device(handles[place] if n is None else (slices[place] or [])[n], handles[place], place, n is not None)
+        for place, n in chosen
+    ]
+    gpus = [_gpu(nvml, index, device) for index, device in enumerate(devices)]
     if in_detail:
-        gpus = tuple(_with_details(nvml, gpu, _handle(own, handles, slices)) for gpu, own in zip(gpus, chosen))
-    whole = [handles[place] for place, instance in chosen if instance is None]
-    cuda = ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
+        gpus = [_with_details(nvml, gpu, device) for gpu, device in zip(gpus, devices, strict=True)]
+    whole = [device.whole for device in devices if not device.is_mig]
+    wants_links = in_detail and len(whole) > 1
+    cuda = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
     return GpuReading(
-        gpus=gpus,
+        gpus=tuple(gpus),
         reason=reason,
-        driver=as_text(ask(nvml, "nvmlSystemGetDriverVersion")),
+        driver=_as_text(_ask(nvml, "nvmlSystemGetDriverVersion")),
         cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
-        links=read_links(nvml, whole) if in_detail and len(whole) > 1 else (),
-        without_peer_access=read_peers(nvml, whole) if in_detail and len(whole) > 1 else (),
+        links=_links(nvml, whole) if wants_links else (),
+        without_peer_access=_without_peer_access(nvml, whole) if wants_links else (),
         instances=tuple(_instance(nvml, place, each) for place, group in enumerate(slices) for each in group or ()),
         notes=tuple(f"GPU {place} does not answer" for place, handle in enumerate(handles) if handle is None),
     )
@@ -84,43 +85,34 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
 
 def _mig_handles(nvml: Any, handle: Any) -> list[Any] | None:
     """Handles of a GPU's instances; None while MIG is off or unknown to it."""
-    mode = ask(nvml, "nvmlDeviceGetMigMode", handle) if handle is not None else None
+    mode = _ask(nvml, "nvmlDeviceGetMigMode", handle) if handle is not None else None
     if not mode or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
         return None
-    most = ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
-    found = (ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(most))
+    most = _ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+    found = (_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(most))
     return [each for each in found if each is not None]
 
 
 def _present(nvml: Any, handle: Any, slices: list[Any] | None) -> Present:
-    uuid = as_text(ask(nvml, "nvmlDeviceGetUUID", handle)) if handle is not None else ""
+    uuid = _as_text(_ask(nvml, "nvmlDeviceGetUUID", handle)) if handle is not None else ""
     if slices is None:
         return Present(uuid)
-    return Present(uuid, tuple(as_text(ask(nvml, "nvmlDeviceGetUUID", each)) for each in slices))
+    return Present(uuid, tuple(_as_text(_ask(nvml, "nvmlDeviceGetUUID", each)) for each in slices))
 
 
-def _handle(choice: Choice, handles: Handles, slices: list[list[Any] | None]) -> tuple[Any, Any]:
-    """Handle of the device itself, and of the whole GPU it is or lies on."""
-    place, instance = choice
-    whole = handles[place]
-    own = whole if instance is None else (slices[place] or [])[instance]
-    return own, whole
-
-
-def _device(nvml: Any, index: int, choice: Choice, known: tuple[Handles, list[list[Any] | None]]) -> Gpu:
-    own, whole = _handle(choice, *known)
-    total, free, used = _memory(nvml, own)
+def _gpu(nvml: Any, index: int, device: _Device) -> Gpu:
+    total, free, used = _memory(nvml, device.own)
     return Gpu(
         index=index,
-        name=as_text(ask(nvml, "nvmlDeviceGetName", own)) or "GPU without an answer",
+        name=_as_text(_ask(nvml, "nvmlDeviceGetName", device.own)) or "GPU without an answer",
         total_bytes=total,
         free_bytes=free,
-        capability=tuple(ask(nvml, "nvmlDeviceGetCudaComputeCapability", whole) or (0, 0)),
+        capability=tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", device.whole) or (0, 0)),
         used_bytes=used,
-        uuid=as_text(ask(nvml, "nvmlDeviceGetUUID", own)),
-        bus_id=as_text(getattr(ask(nvml, "nvmlDeviceGetPciInfo", whole), "busId", None)),
-        machine_index=choice[0],
-        is_mig=choice[1] is not None,
+        uuid=_as_text(_ask(nvml, "nvmlDeviceGetUUID", device.own)),
+        bus_id=_bus_id(_ask(nvml, "nvmlDeviceGetPciInfo", device.whole)),
+        machine_index=device.machine_index,
+        is_mig=device.is_mig,
     )
 
 
@@ -131,8 +123,8 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
     """
     if handle is None:
         return 0, 0, 0
-    memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version=nvml.nvmlMemory_v2)
-    memory = memory or ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version=nvml.nvmlMemory_v2)
+    memory = memory or _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     if memory is None:
         total, free = ram_limit_bytes(), ram_free_bytes()
         return total, free, total - free
@@ -141,28 +133,28 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
 
 def _instance(nvml: Any, place: int, handle: Any) -> MigInstance:
     total, free, _ = _memory(nvml, handle)
-    uuid, name = (as_text(ask(nvml, f"nvmlDeviceGet{what}", handle)) for what in ("UUID", "Name"))
+    uuid, name = (_as_text(_ask(nvml, f"nvmlDeviceGet{what}", handle)) for what in ("UUID", "Name"))
     return MigInstance(uuid, name, place, total, free)
 
 
-def _with_details(nvml: Any, gpu: Gpu, handles: tuple[Any, Any]) -> Gpu:
-    own, whole = handles
+def _with_details(nvml: Any, gpu: Gpu, device: _Device) -> Gpu:
+    own, whole = device.own, device.whole
     if whole is None:
         return gpu
-    power, limit = (ask(nvml, f"nvmlDeviceGet{what}", whole) for what in ("PowerUsage", "EnforcedPowerLimit"))
-    rows = ask(nvml, "nvmlDeviceGetRemappedRows", whole)
+    power, limit = (_ask(nvml, f"nvmlDeviceGet{what}", whole) for what in ("PowerUsage", "EnforcedPowerLimit"))
+    rows = _ask(nvml, "nvmlDeviceGetRemappedRows", whole)
     return replace(
         gpu,
-        temperature_c=ask(nvml, "nvmlDeviceGetTemperature", whole, nvml.NVML_TEMPERATURE_GPU),
+        temperature_c=_ask(nvml, "nvmlDeviceGetTemperature", whole, nvml.NVML_TEMPERATURE_GPU),
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
-        busy_percent=getattr(ask(nvml, "nvmlDeviceGetUtilizationRates", own), "gpu", None),
-        memory_errors=ask(
+        busy_percent=getattr(_ask(nvml, "nvmlDeviceGetUtilizationRates", own), "gpu", None),
+        memory_errors=_ask(
             nvml, "nvmlDeviceGetTotalEccErrors", whole, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
         needs_reset=None if rows is None else bool(rows[2]),
         is_failing=None if rows is None else bool(rows[3]),
-        compute_mode=ask(nvml, "nvmlDeviceGetComputeMode", whole),
+        compute_mode=_ask(nvml, "nvmlDeviceGetComputeMode", whole),
         processes=_processes(nvml, own),
     )
 
@@ -171,57 +163,72 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
     """Who holds memory, most first; a process that computes and draws is in both of NVML's lists."""
     found: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics"):
-        for each in ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
+        for each in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
             found[each.pid] = max(found.get(each.pid) or 0, each.usedGpuMemory or 0) or None
     holders = (
-        GpuProcess(pid, as_text(ask(nvml, "nvmlSystemGetProcessName", pid)).rsplit("/", 1)[-1], used)
+        GpuProcess(pid, _as_text(_ask(nvml, "nvmlSystemGetProcessName", pid)).rsplit("/", 1)[-1], used)
         for pid, used in found.items()
     )
     return tuple(sorted(holders, key=lambda holder: (-(holder.used_bytes or 0), holder.pid)))
 
 
-LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-"""NVML_TOPOLOGY_* in the words of `nvidia-smi topo -m`; 0 is two GPUs on one board."""
-
-SWITCH = "switch"
-"""The far end of an NVLink that is no GPU. In virtual machines the driver cannot tell what it is: a switch too."""
-
-
-def read_links(nvml: Any, handles: list[Any]) -> tuple[tuple[str, ...], ...]:
-    """A square matrix in nvidia-smi's words; X on its diagonal, ? where the driver does not say."""
-    buses = [as_text(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None)) for handle in handles]
+def _links(nvml: Any, handles: list[Any]) -> tuple[tuple[str, ...], ...]:
+    """A square matrix in nvidia-smi's terms; X on its diagonal, ? where the driver does not say."""
+    buses = [_bus_id(_ask(nvml, "nvmlDeviceGetPciInfo", handle)) for handle in handles]
     ends = [_far_ends(nvml, handle) for handle in handles]
     rows = []
     for a, first in enumerate(handles):
         row = []
         for b, second in enumerate(handles):
             joined = ends[a].count(buses[b]) or min(ends[a].count(SWITCH), ends[b].count(SWITCH))
-            level = LEVELS.get(ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second), "?") if a != b else "X"
+            level = LEVELS.get(_ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second), "?") if a != b else "X"
             row.append(f"NV{joined}" if joined and a != b else level)
         rows.append(tuple(row))
     return tuple(rows)
 
 
-def read_peers(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...]:
-    """Pairs of which the driver says that they cannot read each other's memory."""
+def _without_peer_access(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...]:
+    """Pairs of GPUs that cannot read each other's memory, as far as the driver says so."""
     pairs = [(a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
     reading = 0  # NVML_P2P_CAPS_INDEX_READ, which the package has as the tuple (0,) by a stray comma
-    told = {(a, b): ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], reading) for a, b in pairs}
-    return tuple(pair for pair, status in told.items() if status not in (None, nvml.NVML_P2P_STATUS_OK))
+    answers = {(a, b): _ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], reading) for a, b in pairs}
+    return tuple(pair for pair, status in answers.items() if status not in (None, nvml.NVML_P2P_STATUS_OK))
 
 
 def _far_ends(nvml: Any, handle: Any) -> list[str]:
     """Where each active NVLink of a GPU ends: another GPU's bus address, or a switch."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        is_active = ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+        is_active = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
         if is_active is None:
-            break  # no such link, and so none behind it
+            break  # this link does not exist, so no later one does
         if not is_active:
             continue
-        kind = ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+        kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
-            ends.append(as_text(getattr(ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link), "busId", None)))
+            ends.append(_bus_id(_ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)))
         else:
             ends.append(SWITCH)
     return ends
+
+
+def _ask(nvml: Any, function: str, *args: Any, **kwargs: Any) -> Any:
+    """The answer of one NVML function; None where card, driver, permission or package has none."""
+    call = getattr(nvml, function, None)
+    if call is None:
+        return None
+    try:
+        return call(*args, **kwargs)
+    except nvml.NVMLError:
+        return None
+
+
+def _as_text(answer: Any) -> str:
+    """NVML's strings are bytes in packages before 11.515; an absent answer is empty."""
+    if answer is None:
+        return ""
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
+
+
+def _bus_id(pci_info: Any) -> str:
+    return _as_text(getattr(pci_info, "busId", None))

@@ -132,7 +132,7 @@ def test_watching_shows_it_again_until_it_is_interrupted(running):
         while seen < 2:
             seen += "run mine" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=240) == 0
 
 
 def test_watching_and_one_document_do_not_go_together(tmp_path):

@@ -277,7 +277,7 @@ def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Ca
 @pytest.mark.usefixtures("oracle_on_path")
 def test_a_rehearsal_that_dies_is_told_with_its_log(write_config: Callable[..., Path], tmp_path: Path):
     sized = small(write_config)
-    lost = SizedRun(sized.cfg.with_values({"model.name": str(tmp_path / "gone")}, "test"), 1, (), (), sized.forecast)
+    lost = SizedRun(sized.cfg.with_values({"model.name": str(tmp_path / "gone")}, "test"), 1, {}, (), sized.forecast)
     with pytest.raises(RunError, match="ended with code") as caught:
         run_rehearsal(lost, {"rows": [1], "gauge": TENSORS}, Bench(machine(L4), 1, tmp_path))
     assert "gone" in Path(caught.value.where).read_text()

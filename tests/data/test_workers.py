@@ -149,7 +149,7 @@ def test_processes_of_a_killed_parent_end(tokenizer: Any, tmp_path: Path):
     finally:
         parent.kill()
         parent.communicate()
-    wait_until(lambda: not any(is_alive(pid) for pid in started), 10)
+    wait_until(lambda: not any(is_alive(pid) for pid in started))
 
 
 def test_interrupt_while_processes_start_is_the_parents_alone(

@@ -626,7 +626,7 @@ class Browser:
         with contextlib.suppress(OSError, AssertionError):
             self.session = ""
             self.call("Browser.close")
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=240)
         os.close(self._in)
         self._out.close()
 

@@ -181,6 +181,6 @@ def test_stopping_it_ends_ours_and_no_other_server(checkout: Checkout, launched:
     done = checkout.make("tb-stop")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"stopped (process {record['pid']})" in done.stdout
-    wait_until(lambda: not any(is_alive(pid) for pid in family), 10)
+    wait_until(lambda: not any(is_alive(pid) for pid in family))
     assert checkout.record == {}
     assert [stranger.poll() for stranger in checkout.strangers] == [None, None]

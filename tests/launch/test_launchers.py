@@ -264,7 +264,7 @@ def chain() -> Iterator[list[int]]:
     """Pids of a process, its child, that one's child and that one's, two of them leading groups of their own."""
     first = subprocess.Popen([sys.executable, "-c", CHAIN, "3", CHAIN])
     top = psutil.Process(first.pid)
-    wait_until(lambda: len(top.children(recursive=True)) == 3, 60)
+    wait_until(lambda: len(top.children(recursive=True)) == 3)
     pids = [first.pid, *(each.pid for each in top.children(recursive=True))]
     yield pids
     for pid in pids:
@@ -285,4 +285,4 @@ def test_process_descends_from_itself_its_parent_and_all_above_and_from_nobody_e
 
 def test_end_of_a_launch_reaches_all_below_it(chain: list[int]):
     assert end_launch(chain[0]) == []
-    wait_until(lambda: not any(map(is_alive, chain)), 10)
+    wait_until(lambda: not any(map(is_alive, chain)))

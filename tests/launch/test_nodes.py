@@ -193,7 +193,7 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
     assert [process.wait(120) for process in pair] == [143, 143], cluster.said("stopped", 0)
     assert cluster.status("stopped")["state"] == "stopped"
     pids = [rank["pid"] for rank in cluster.status("stopped")["ranks"]]
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), 10)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert [code for code, _said in cluster.both("stopped", verb="resume")] == [0, 0]
     assert weights(cluster, "stopped") == weights(cluster, "alone")
     # A job that is queued again although its run is done has nothing to do, on any node.

@@ -409,7 +409,7 @@ def test_launcher_that_is_killed_while_its_launch_begins_leaves_nobody(shop: Sho
     wait_for(lambda: len(processes_of(shop.folder(name))) >= processes_seen, process, lambda: shop.said(name))
     process.kill()
     process.wait()
-    wait_until(lambda: not processes_of(shop.folder(name)), 30)
+    wait_until(lambda: not processes_of(shop.folder(name)))
 
 
 @pytest.mark.slow
@@ -423,4 +423,4 @@ def test_launcher_that_is_killed_while_its_ranks_train_leaves_nobody_and_nothing
     assert len(everybody) >= 5  # torchrun, two ranks, a loader of rows each
     process.kill()
     process.wait()
-    wait_until(lambda: not any(is_alive(each.pid) for each in everybody) and not processes_of(shop.folder(name)), 30)
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody) and not processes_of(shop.folder(name)))

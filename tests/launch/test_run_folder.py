@@ -144,7 +144,7 @@ def test_runs_started_at_the_same_moment_get_different_folders(config, monkeypat
     processes = [fork.Process(target=claim, args=(config(), barrier, names)) for _ in range(4)]
     for process in processes:
         process.start()
-    assert len({names.get(timeout=20) for _ in processes}) == 4
+    assert len({names.get(timeout=120) for _ in processes}) == 4
     for process in processes:
         process.join()
 

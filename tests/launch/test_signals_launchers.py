@@ -183,7 +183,7 @@ def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(s
     process.send_signal(number)
     shop.let_go(run)
     assert process.wait(LIMIT_S) == 128 + number, shop.said(run)
-    wait_until(lambda: not any(is_alive(each.pid) for each in everybody), 20)
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody))
     status = shop.status(run)
     assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, name)
     assert shop.complete(run) == [status["step"]]
@@ -203,7 +203,7 @@ def test_whoever_is_killed_between_the_command_and_the_ranks_of_deepspeed_takes_
     everybody[place].kill()
     code = process.wait(LIMIT_S)
     assert code == (-signal.SIGKILL if place == 0 else 5), shop.said(run)
-    wait_until(lambda: not any(is_alive(each.pid) for each in everybody), 20)
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody))
 
 
 def test_rank_of_deepspeed_that_is_killed_is_a_death(shop: Shop):
@@ -212,7 +212,7 @@ def test_rank_of_deepspeed_that_is_killed_is_a_death(shop: Shop):
     os.kill(shop.status(run)["ranks"][1]["pid"], signal.SIGKILL)
     shop.let_go(run)
     assert process.wait(LIMIT_S) == 5, shop.said(run)
-    wait_until(lambda: not any(is_alive(each.pid) for each in everybody), 20)
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody))
     status = shop.status(run)
     assert (status["state"], status["error"]["code"]) == ("failed", "death")
     assert status["error"]["what"] == "a rank was killed by SIGKILL"

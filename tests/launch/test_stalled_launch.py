@@ -74,12 +74,12 @@ def test_a_second_stop_signal_ends_a_run_that_stands_still_and_is_given_time(fol
     argv = [sys.executable, "-c", FOLLOW, str(folder.path), sys.executable, RANK, told]
     follower = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        wait_until((folder.logs / "ready").exists, 30)
+        wait_until((folder.logs / "ready").exists)
         follower.send_signal(signal.SIGTERM)
-        wait_until((folder.logs / "noted").exists, 30)
+        wait_until((folder.logs / "noted").exists)
         assert follower.poll() is None
         follower.send_signal(signal.SIGTERM)
-        assert follower.wait(30) == 143
+        assert follower.wait(240) == 143
     finally:
         follower.kill()
         follower.wait()

@@ -69,7 +69,7 @@ def start(folder, watchdog):
         process = subprocess.Popen(argv, env=env, start_new_session=True)
         started.append(process)
         phase = told.get("phase", "data")
-        wait_until(lambda: any((beat.rank, beat.phase) == (number, phase) for beat in read_heartbeats(folder.logs)), 30)
+        wait_until(lambda: any((beat.rank, beat.phase) == (number, phase) for beat in read_heartbeats(folder.logs)))
         return process
 
     yield start

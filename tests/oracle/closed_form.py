@@ -1,52 +1,16 @@
-"""Small configs of ten families, and closed form and trace of one step beside each other."""
+"""The closed form's bytes of a traced step, and both beside each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
+from oracle.cases import Case, TraceSettings
+from oracle.record import recorded_peaks
 from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.memory.step import WORKSPACE_BYTES, Size, estimate
 from sftplay.plan.shape.find import shape_from_config
-
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
-GEMMA = LLAMA | {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 64, "tie_word_embeddings": True}
-NEOX = LLAMA | {"intermediate_size": 4096, "hidden_act": "gelu", "partial_rotary_factor": 0.25}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "mistral": LLAMA | {"model_type": "mistral", "intermediate_size": 3584},
-    "qwen2": LLAMA | {"model_type": "qwen2", "vocab_size": 151_936, "tie_word_embeddings": True},
-    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 128},
-    "gemma2": GEMMA | {"model_type": "gemma2", "final_logit_softcapping": 30.0, "sliding_window": 4096},
-    "gemma3": GEMMA | {"model_type": "gemma3_text", "sliding_window": 4096, "num_hidden_layers": 6},
-    "phi3": LLAMA | {"model_type": "phi3", "num_key_value_heads": 16, "pad_token_id": 0},
-    "phi": NEOX | {"model_type": "phi", "num_key_value_heads": 16, "hidden_act": "gelu_new"},
-    "gpt_neox": NEOX | {"model_type": "gpt_neox", "num_key_value_heads": 16},
-    "gpt2": {
-        "model_type": "gpt2",
-        "n_embd": 1024,
-        "n_head": 16,
-        "n_layer": 4,
-        "n_positions": 2048,
-        "vocab_size": 50_257,
-    },
-    "olmo2": LLAMA | {"model_type": "olmo2", "pad_token_id": 0},
-    "granite": LLAMA | {"model_type": "granite", "tie_word_embeddings": True},
-    "smollm3": LLAMA | {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layers": [1, 1, 1, 0]},
-}
 
 
 @dataclass(frozen=True)
@@ -68,61 +32,65 @@ class Compared:
         return {name: self.closed[name] / self.traced[name] - 1 for name in phases}
 
 
-@cache
-def traced_bytes(family: str, vocab: int | None, how: Any) -> dict[str, float]:
-    """Peaks by trace: head (scores, loss and its backward), layer (the layers' two directions), step."""
-    from oracle.trace import trace_step
-
-    peaks = trace_step(config_of(family, vocab), how).peaks_bytes
+def by_closed_forms_phases(peaks: Mapping[str, int]) -> dict[str, int]:
+    """A trace's peaks: head (scores, loss and its backward), layer (the layers' two directions), step."""
     layer = max(peaks["backward"], peaks["forward"])
     return {"head": max(peaks["head"], peaks["loss"]), "layer": layer, "step": peaks["step"]}
 
 
-def closed_bytes(family: str, vocab: int | None, how: Any, **more: Any) -> dict[str, float]:
-    """The same by closed form; `more` changes the code path."""
-    config = config_of(family, vocab) | ({"n_layer": how.layers, "num_hidden_layers": how.layers} if how.layers else {})
+def traced_bytes(case: Case) -> dict[str, int]:
+    """Bytes by phase of the closed form as recorded."""
+    return by_closed_forms_phases(recorded_peaks(case))
+
+
+def closed_bytes(case: Case) -> dict[str, float]:
+    """The same by closed form."""
+    settings, config = case.settings, case.config
+    if settings.layers:
+        config |= {"n_layer": settings.layers, "num_hidden_layers": settings.layers}
     size = Size(
-        rows=how.batch,
-        seq=how.seq,
-        labelled=max(1, round(how.labels_share * how.batch * how.seq)),
-        accumulates=how.pieces > 1,
+        rows=settings.batch,
+        seq=settings.seq,
+        labelled=max(1, round(settings.labels_share * settings.batch * settings.seq)),
+        accumulates=settings.micro_batches > 1,
     )
-    found = estimate(shape_from_config(config, name=family), path_of(how, **more), size)
+    found = estimate(shape_from_config(config, name=case.family), execution_of(settings), size)
     return {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in found.phases.items()}
 
 
-def config_of(family: str, vocab: int | None) -> dict[str, Any]:
-    return FAMILIES[family] | ({"vocab_size": vocab} if vocab else {})
-
-
-def path_of(how: Any, **more: Any) -> Execution:
-    """The code path that a trace of these settings runs."""
+def execution_of(settings: TraceSettings, **more: Any) -> Execution:
+    """What a trace of these settings runs; `more` replaces fields."""
     sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
-    weights = sizes[how.base or ("fp32" if how.method == "full" else "bf16")]
-    compute = sizes[how.autocast]
+    weights = sizes[settings.base or ("fp32" if settings.method == "full" else "bf16")]
+    compute = sizes[settings.autocast]
     adapter = None
-    if how.method != "full":
-        adapter = Adapter(rank=how.r, targets=how.targets, weight_bytes=sizes[how.adapter], has_dropout=how.dropout > 0)
+    if settings.method != "full":
+        adapter = Adapter(
+            rank=settings.r,
+            targets=settings.targets,
+            weight_bytes=sizes[settings.adapter],
+            has_dropout=settings.dropout > 0,
+        )
     fields: dict[str, Any] = {
         "weight_bytes": weights,
         "compute_bytes": compute,
         "stream_bytes": weights,
-        "four_bit": how.method == "qlora",
-        "double_quant": how.double_quant,
+        "four_bit": settings.method == "qlora",
+        "double_quant": settings.double_quant,
         "has_autocast": compute < 4,
         "adapter": adapter,
-        "checkpointing": how.checkpointing,
-        "attention": "eager" if how.attention == "eager" else "efficient" if how.padded else "flash",
-        "repeats_kv": how.padded,
-        "is_masked": how.padded,
-        "head": "chunked" if how.head == "chunked" else "standard",
+        "checkpointing": settings.checkpointing,
+        "attention": "eager" if settings.attention == "eager" else "efficient" if settings.padded else "flash",
+        "repeats_kv": settings.padded,
+        "is_masked": settings.padded,
+        "head": "chunked" if settings.head == "chunked" else "standard",
         "logits_bytes": compute,
-        "is_foreach": how.optimizer == "adamw",
-        "holds_scores": how.keeps_output,
+        "is_foreach": settings.optimizer == "adamw",
+        "holds_scores": settings.keeps_output,
     }
     return Execution(**(fields | more))
 
 
-def compare(family: str, how: Any, vocab: int | None = None, **more: Any) -> Compared:
-    """One step by both."""
-    return Compared(traced_bytes(family, vocab, how), closed_bytes(family, vocab, how, **more))
+def compare(case: Case) -> Compared:
+    """The recorded trace and the closed form of one step."""
+    return Compared(traced_bytes(case), closed_bytes(case))

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from oracle import gpu_kernels, live_bytes, trace, traced_model
+from oracle.cases import TraceSettings
 from oracle.gpu_kernels import InPlaceSums
 from oracle.live_bytes import LiveBytes
-from oracle.trace import CHUNK, TraceSettings, extrapolate, trace_step
+from oracle.trace import CHUNK, extrapolate, trace_step
 
 LLAMA = {
     "model_type": "llama",
@@ -48,6 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {"model_type": "falcon", "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000},
 }
 SMALL = {"batch": 2, "seq": 128}
+
+pytestmark = pytest.mark.slow  # fast tests use recorded traces
 
 
 def run_really(how: TraceSettings) -> dict[str, int]:
@@ -154,8 +157,8 @@ def test_adamw_by_foreach_takes_a_copy_of_what_trains():
     assert foreach.peaks_bytes["step"] == pytest.approx(5 * weights, rel=0.02)
 
 
-def test_from_the_second_piece_on_gradients_lie_there_during_the_forward():
-    one, two = (trace_step(LLAMA, TraceSettings(method="full", pieces=n, **SMALL)) for n in (1, 2))
+def test_from_the_second_micro_batch_on_gradients_lie_there_during_the_forward():
+    one, two = (trace_step(LLAMA, TraceSettings(method="full", micro_batches=n, **SMALL)) for n in (1, 2))
     weights = sum(one.static_bytes.values())
     assert two.peaks_bytes["forward"] - one.peaks_bytes["forward"] == pytest.approx(weights, rel=0.01)
 

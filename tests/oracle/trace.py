@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from oracle.cases import TraceSettings
 from oracle.gpu_kernels import CudaKernels, InPlaceSums, replaced
 from oracle.live_bytes import Block, LiveBytes
 from oracle.traced_model import DTYPES, adapt, build_causal, pattern_length
-from oracle.traced_model import TraceSettings as TraceSettings
 
 CHUNK = 256
 """Rows of scores that TRL's chunked loss computes at a time."""
@@ -134,13 +134,13 @@ class _Step:
         self.kept: tuple[Block, ...] = ()
 
     def run(self) -> Traced:
-        """The step, piece by piece."""
+        """The step, one micro-batch after the other."""
         live = self.live
         live.forget_peaks()
         live.enter_phase("load")
         self.resting = {id(block) for block in live.alive()}
-        for _ in range(self.how.pieces):
-            self._run_piece()
+        for _ in range(self.how.micro_batches):
+            self._run_micro_batch()
         live.enter_phase("step")
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         if self.optimizer is not None:
@@ -148,7 +148,7 @@ class _Step:
         held = {phase: tuple(blocks[:LARGEST]) for phase, blocks in live.at_peaks().items()}
         return Traced(dict(live.peaks_bytes), _bytes_by_dtype(self.model), held, self.kept)
 
-    def _run_piece(self) -> None:
+    def _run_micro_batch(self) -> None:
         how, live = self.how, self.live
         live.enter_phase("forward")
         ids = torch.zeros(how.batch, how.seq, dtype=torch.int64)

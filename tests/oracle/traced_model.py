@@ -4,66 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from oracle.cases import TraceSettings
 from oracle.gpu_kernels import four_bit_class, replaced
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Precision = Literal["fp32", "bf16", "fp16"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceSettings:
-    """What decides the memory of a step besides the model."""
-
-    method: Literal["full", "lora", "qlora"]
-    layers: int | None = None
-    """Depth; None is the model's own."""
-
-    batch: int = 1
-    seq: int = 2048
-    """Tokens in each of the `batch` rows."""
-
-    labels_share: float = 1.0
-    """Part of the tokens that carry a label."""
-
-    r: int = 32
-    targets: tuple[str, ...] | None = None
-    """Names of the adapted layers; None is every matrix inside the layers."""
-
-    dropout: float = 0.0
-    base: Precision | None = None
-    """Of weights that are not quantised; None is fp32 where everything trains, else bf16."""
-
-    adapter: Precision = "fp32"
-    autocast: Precision = "bf16"
-    """The precision of products; fp32 is no autocast."""
-
-    checkpointing: bool = True
-    head: Literal["standard", "plain", "chunked"] = "standard"
-    """standard: scores only where a label waits (tasks/label_head); plain: scores of all tokens; chunked: TRL's."""
-
-    optimizer: Literal["adamw_fused", "adamw", "none"] = "adamw_fused"
-    pieces: int = 1
-    """Micro-batches of the step; from the second on all gradients exist while a piece is computed."""
-
-    padded: bool = False
-    """Rows of unlike length: attention needs a mask."""
-
-    fp32_output: bool = True
-    """Under autocast, 16-bit outputs become fp32: accelerate does it, a loop of one's own does not."""
-
-    keeps_output: bool = False
-    """The model's output, logits and all, lives until backward has ended, as in a loop that holds on to it."""
-
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    double_quant: bool = True
-    kbit_prepared: bool = False
-    """PEFT's prepare_model_for_kbit_training has run; the kit does not call it."""
 
 
 def build_causal(config: Mapping[str, Any], how: TraceSettings) -> Any:

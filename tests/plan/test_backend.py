@@ -37,7 +37,7 @@ def config(backend, **changes):
 
 def decided(cfg, machine, **options):
     sized = size_run(cfg, machine, **options)
-    reasons = [d.reason for d in sized.decisions if d.key == "tuning.backend"]
+    reasons = [each.reason for key, each in sized.decisions.items() if key == "tuning.backend"]
     return sized.cfg.tuning.backend, reasons
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle.closed_form import FAMILIES, closed_bytes, path_of, traced_bytes
-from oracle.trace import TraceSettings
+from oracle.cases import FAMILIES, TERMS, TraceSettings, case_of_term
+from oracle.closed_form import closed_bytes, execution_of, traced_bytes
 
 from sftplay.plan.memory import execution, head, layer, sharding
 from sftplay.plan.memory import step as memory
@@ -21,50 +21,38 @@ from sftplay.plan.shape.find import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
 TOO_LITTLE, TOO_MUCH = 0.9, 1.1
-BASE = {"method": "lora", "layers": 4, "batch": 2, "seq": 1024, "checkpointing": False}
 
 
 def times(function, factor):
     return lambda *args, **more: factor * function(*args, **more)
 
 
-CHECKPOINTED = {"checkpointing": True}
-FULL = {"method": "full", "batch": 1}
 TRACED = {
-    # term: (module, function, phase, vocabulary, settings, share within which the right one is and a wrong one is not)
-    "the MLP's kept tensors": (layer, "_mlp_kept", "head", 2048, {}, 0.01),
-    "the norms' fp32 inputs": (layer, "_norms_kept", "head", 2048, {}, 0.005),
-    "attention's kept tensors": (layer, "_attention_kept", "head", 2048, {}, 0.01),
-    "the copy that each pair keeps of its input": (layer, "_inputs_kept", "head", 2048, {}, 0.01),
-    "what the activation keeps": (layer, "_activation_kept", "head", 2048, {}, 0.01),
-    "the scores": (head, "_scores", "head", None, {}, 0.01),
-    "the layers' inputs under checkpointing": (
-        memory, "kept_bytes", "head", 4096, CHECKPOINTED | {"layers": 16, "r": 1}, 0.01
-    ),
-    "16-bit copies of what trains in fp32": (layer, "_fixed", "head", 2048, {"method": "full", "seq": 64}, 0.003),
-    "16-bit copy of the head": (head, "_rounded_head", "head", None, FULL | {"layers": 2}, 0.002),
-    "the layers' rounded weights": (memory, "_rounded_layers", "head", 2048, FULL | CHECKPOINTED | {"seq": 64}, 0.003),
-    "a 4-bit weight unpacked": (
-        layer, "_weight_moment", "layer", 512,
-        CHECKPOINTED | {"method": "qlora", "batch": 1, "seq": 64, "layers": 2, "r": 1}, 0.01,
-    ),
-    "the MLP's working set": (layer, "_mlp_transient", "layer", 2048, CHECKPOINTED, 0.01),
-    "eager attention's working set": (
-        layer, "_attention_transient", "layer", 2048,
-        CHECKPOINTED | {"attention": "eager", "batch": 1, "seq": 2048}, 0.015,
-    ),
-}  # fmt: skip
+    # term: (module, function, phase, share within which the right one is and a wrong one is not)
+    "the MLP's kept tensors": (layer, "_mlp_kept", "head", 0.01),
+    "the norms' fp32 inputs": (layer, "_norms_kept", "head", 0.005),
+    "attention's kept tensors": (layer, "_attention_kept", "head", 0.01),
+    "the copy that each pair keeps of its input": (layer, "_inputs_kept", "head", 0.01),
+    "what the activation keeps": (layer, "_activation_kept", "head", 0.01),
+    "the scores": (head, "_scores", "head", 0.01),
+    "the layers' inputs under checkpointing": (memory, "kept_bytes", "head", 0.01),
+    "16-bit copies of what trains in fp32": (layer, "_fixed", "head", 0.003),
+    "16-bit copy of the head": (head, "_rounded_head", "head", 0.002),
+    "the layers' rounded weights": (memory, "_rounded_layers", "head", 0.003),
+    "a 4-bit weight unpacked": (layer, "_weight_moment", "layer", 0.01),
+    "the MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
+    "eager attention's working set": (layer, "_attention_transient", "layer", 0.015),
+}
 
 
 def error_of(term: str) -> float:
-    _, _, phase, vocab, more, _ = TRACED[term]
-    how = TraceSettings(**(BASE | more))
-    return abs(closed_bytes("llama", vocab, how)[phase] / traced_bytes("llama", vocab, how)[phase] - 1)
+    case, phase = case_of_term(term), TRACED[term][2]
+    return abs(closed_bytes(case)[phase] / traced_bytes(case)[phase] - 1)
 
 
-@pytest.mark.parametrize("term", TRACED)
+@pytest.mark.parametrize("term", TERMS)
 def test_a_term_off_by_a_tenth_leaves_the_trace(term, monkeypatch):
-    module, name, *_, tolerance = TRACED[term]
+    module, name, _, tolerance = TRACED[term]
     right = getattr(module, name)
     assert error_of(term) < tolerance
     for factor in (TOO_LITTLE, TOO_MUCH):
@@ -111,7 +99,7 @@ def test_adamw_8bit_holds_two_bytes_and_the_maxima_of_its_blocks():
 def test_pairs_of_an_adapter_weigh_rank_times_both_widths():
     # q and o are 1024 wide on both sides, k and v lead to 4 heads of 64, the MLP is 2816 wide.
     widths = 2 * (1024 + 1024) + 2 * (1024 + 256) + 3 * (1024 + 2816)
-    code = path_of(TraceSettings(method="lora", r=8))
+    code = execution_of(TraceSettings(method="lora", r=8))
     assert trained_params(SHAPE, code) == 4 * 8 * widths
     assert standing_bytes(SHAPE, code).adapters == 4 * 4 * 8 * widths
     dora = replace(code, adapter=replace(code.adapter, is_dora=True))
@@ -119,7 +107,7 @@ def test_pairs_of_an_adapter_weigh_rank_times_both_widths():
 
 
 def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them():
-    code = path_of(TraceSettings(method="lora"))
+    code = execution_of(TraceSettings(method="lora"))
     tokens, scores = 1024, 1024 * SHAPE.vocab
     norm = tokens * layer.norm_kept(SHAPE, code)
     assert head.head_in_backward(SHAPE, code, tokens, tokens) - norm == 12 * scores
@@ -138,7 +126,7 @@ def test_the_workspace_is_what_torch_configures_by_default():
 
 
 def test_a_mask_is_a_boolean_and_a_16_bit_number_an_entry():
-    code = path_of(TraceSettings(method="lora", padded=True))
+    code = execution_of(TraceSettings(method="lora", padded=True))
     size = Size(rows=3, seq=500)
     assert estimate(SHAPE, code, size).phases["head"]["mask"] == 3 * 500 * 500 * (1 + 2)
 
@@ -152,7 +140,7 @@ def test_foreach_holds_one_more_copy_of_what_trains():
 
 
 def test_ddp_holds_a_copy_of_the_gradients_in_its_buckets():
-    code = path_of(TraceSettings(method="full"))
+    code = execution_of(TraceSettings(method="full"))
     standing = standing_bytes(SHAPE, code)
     assert share_of(SHAPE, code, standing, strategy="ddp", world_size=2).buffers == 4 * SHAPE.total_params
 
@@ -166,14 +154,14 @@ def test_deepspeeds_buckets_hold_five_hundred_million_elements():
 
 
 def test_grouped_keys_that_are_copied_out_weigh_as_much_as_queries():
-    code = path_of(TraceSettings(method="lora", padded=True))
+    code = execution_of(TraceSettings(method="lora", padded=True))
     apart = layer._attention_kept(SHAPE, code, 64) - layer._attention_kept(SHAPE, replace(code, repeats_kv=False), 64)
     assert apart == 2 * 2 * (1024 - 256)
 
 
 def test_dropout_keeps_a_byte_an_element():
     def kept(has_dropout: bool) -> float:
-        code = replace(path_of(TraceSettings(method="lora")), adapter=Adapter(rank=8, has_dropout=has_dropout))
+        code = replace(execution_of(TraceSettings(method="lora")), adapter=Adapter(rank=8, has_dropout=has_dropout))
         return layer.layer_bytes(SHAPE, code, 1, 1).kept
 
     assert kept(True) - kept(False) == sum(each.inputs for each in SHAPE.linears)

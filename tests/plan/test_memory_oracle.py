@@ -1,76 +1,67 @@
-"""The closed form against the fake-tensor trace, which knows nothing of it: families, methods, depths, token counts."""
+"""The closed form against the fake-tensor trace, which knows nothing of it: families, methods, depths, token counts.
+
+Fast tests compare with the recorded traces; `tests/oracle/test_record.py` holds the record against new ones.
+"""
 
 from __future__ import annotations
 
 from itertools import product
 
 import pytest
-from oracle.closed_form import FAMILIES, compare
-from oracle.trace import TraceSettings
+from oracle.cases import (
+    FAMILIES,
+    METHODS,
+    RECORDED_FAMILIES,
+    VARIANTS,
+    Case,
+    TraceSettings,
+    cases_by_depth,
+    cases_of_variant,
+    cases_with_few_scores,
+)
+from oracle.closed_form import Compared, by_closed_forms_phases, closed_bytes, compare
 
 TOLERANCE = 0.03
-METHODS = ("full", "lora", "qlora")
-DEPTHS = (2, 4)
-TOKENS = (512, 1024)
-FAST = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
-SMALL_VOCAB = 2048
-"""So few scores that the layers, and not the head, decide the peak."""
-
-VARIANTS = {
-    "chunked": {"head": "chunked"},
-    "chunked in two pieces": {"head": "chunked", "pieces": 2},
-    "a quarter labelled": {"labels_share": 0.25},
-    "two pieces": {"pieces": 2},
-    "padded": {"padded": True},
-    "foreach": {"optimizer": "adamw"},
-    "dropout": {"dropout": 0.1},
-    "16-bit adapter": {"adapter": "bf16"},
-    "fp32 without autocast": {"autocast": "fp32", "base": "fp32"},
-    "attention only": {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
-    "output kept": {"keeps_output": True, "fp32_output": False},
-    "scales not quantised": {"double_quant": False},
-}
 
 
-def assert_close(found):
+def assert_close(found: Compared) -> None:
     assert found.peak_error == pytest.approx(0, abs=TOLERANCE)
     assert found.errors() == pytest.approx(dict.fromkeys(found.errors(), 0), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAST)
+@pytest.mark.parametrize("family", RECORDED_FAMILIES)
 def test_the_closed_form_is_within_three_percent_of_the_trace(family, method):
-    for layers, tokens in product(DEPTHS, TOKENS):
-        how = TraceSettings(method=method, layers=layers, batch=2, seq=tokens, checkpointing=layers == DEPTHS[0])
-        assert_close(compare(family, how))
+    for case in cases_by_depth(family, method):
+        assert_close(compare(case))
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAST)
+@pytest.mark.parametrize("family", RECORDED_FAMILIES)
 def test_it_is_so_where_a_layer_decides_the_peak(family, method):
-    for checkpointing in (True, False):
-        how = TraceSettings(method=method, layers=4, batch=2, seq=1024, checkpointing=checkpointing)
-        assert_close(compare(family, how, SMALL_VOCAB))
+    for case in cases_with_few_scores(family, method):
+        assert_close(compare(case))
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_is_so_for_every_code_path_of_the_kit(name, method):
-    if method == "full" and name in ("dropout", "16-bit adapter", "attention only"):
-        pytest.skip("of adapters only")
-    if method == "qlora" and name == "fp32 without autocast":
-        pytest.skip("bitsandbytes' layer computes in 16 bits")
-    for checkpointing in (True, False):
-        how = TraceSettings(method=method, layers=4, batch=2, seq=1024, checkpointing=checkpointing, **VARIANTS[name])
-        assert_close(compare("llama", how))
+def test_it_is_so_for_every_execution_of_the_kit(name):
+    for method in METHODS:
+        for case in cases_of_variant(name, method):
+            assert_close(compare(case))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_so_for_more_families_depths_and_heads(family, method):
+    from oracle.trace import trace_step
+
     for layers, tokens, checkpointing, head in product((2, 4), (512, 1024), (True, False), ("standard", "chunked")):
         # Gemma 3 repeats its layers in sixes.
         depth = 3 * layers if family == "gemma3" else layers
-        how = TraceSettings(method=method, layers=depth, batch=2, seq=tokens, checkpointing=checkpointing, head=head)
-        assert_close(compare(family, how))
+        settings = TraceSettings(
+            method=method, layers=depth, batch=2, seq=tokens, checkpointing=checkpointing, head=head
+        )
+        case = Case(family, settings)
+        traced = by_closed_forms_phases(trace_step(case.config, settings).peaks_bytes)
+        assert_close(Compared(traced, closed_bytes(case)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle.closed_form import FAMILIES
+from oracle.cases import FAMILIES
 
 from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.memory.sharding import STRATEGIES, share_of
@@ -23,7 +23,7 @@ ranks = st.integers(1, 256)
 worlds = st.integers(2, 16)
 
 
-def path_for(method: str, *, rank: int = 16, **more) -> Execution:
+def execution_for(method: str, *, rank: int = 16, **more) -> Execution:
     wide = 4 if method == "full" else 2
     fields = {
         "weight_bytes": wide,
@@ -38,8 +38,8 @@ def path_for(method: str, *, rank: int = 16, **more) -> Execution:
 
 
 @st.composite
-def paths(draw, method=methods) -> Execution:
-    return path_for(
+def executions(draw, method=methods) -> Execution:
+    return execution_for(
         draw(method),
         rank=draw(ranks),
         checkpointing=draw(st.booleans()),
@@ -49,100 +49,105 @@ def paths(draw, method=methods) -> Execution:
     )
 
 
-def peak(shape, path, n, seq) -> int:
-    return estimate(shape, path, Size(rows=n, seq=seq)).peak_bytes
+def peak(shape, execution, n, seq) -> int:
+    return estimate(shape, execution, Size(rows=n, seq=seq)).peak_bytes
 
 
-@given(shapes, paths(), rows, seqs)
-def test_a_larger_micro_batch_never_needs_less(shape, path, n, seq):
-    assert peak(shape, path, n, seq) <= peak(shape, path, n + 1, seq)
+@given(shapes, executions(), rows, seqs)
+def test_a_larger_micro_batch_never_needs_less(shape, execution, n, seq):
+    assert peak(shape, execution, n, seq) <= peak(shape, execution, n + 1, seq)
 
 
-@given(shapes, paths(), rows, seqs)
-def test_longer_rows_never_need_less(shape, path, n, seq):
-    assert peak(shape, path, n, seq) <= peak(shape, path, n, seq + 1)
+@given(shapes, executions(), rows, seqs)
+def test_longer_rows_never_need_less(shape, execution, n, seq):
+    assert peak(shape, execution, n, seq) <= peak(shape, execution, n, seq + 1)
 
 
-@given(shapes, paths(), rows, seqs)
-def test_a_deeper_model_needs_more(shape, path, n, seq):
-    assert peak(shape, path, n, seq) < peak(replace(shape, layers=shape.layers + 1), path, n, seq)
+@given(shapes, executions(), rows, seqs)
+def test_a_deeper_model_needs_more(shape, execution, n, seq):
+    assert peak(shape, execution, n, seq) < peak(replace(shape, layers=shape.layers + 1), execution, n, seq)
 
 
-@given(shapes, paths(st.sampled_from(("lora", "qlora"))), rows, seqs)
-def test_a_wider_adapter_needs_more(shape, path, n, seq):
-    wider = replace(path, adapter=replace(path.adapter, rank=path.adapter.rank + 1))
-    assert peak(shape, path, n, seq) < peak(shape, wider, n, seq)
+@given(shapes, executions(st.sampled_from(("lora", "qlora"))), rows, seqs)
+def test_a_wider_adapter_needs_more(shape, execution, n, seq):
+    wider = replace(execution, adapter=replace(execution.adapter, rank=execution.adapter.rank + 1))
+    assert peak(shape, execution, n, seq) < peak(shape, wider, n, seq)
 
 
-@given(shapes, paths(), rows, seqs)
-def test_checkpointing_never_needs_more(shape, path, n, seq):
-    on, off = (peak(shape, replace(path, checkpointing=c), n, seq) for c in (True, False))
+@given(shapes, executions(), rows, seqs)
+def test_checkpointing_never_needs_more(shape, execution, n, seq):
+    on, off = (peak(shape, replace(execution, checkpointing=c), n, seq) for c in (True, False))
     assert on <= off * 1.001
 
 
 @given(shapes, rows, seqs)
 def test_four_bits_stand_below_an_adapter_and_that_below_full(shape, n, seq):
-    full, lora, qlora = (sum(vars(standing_bytes(shape, path_for(m))).values()) for m in ("full", "lora", "qlora"))
+    full, lora, qlora = (sum(vars(standing_bytes(shape, execution_for(m))).values()) for m in ("full", "lora", "qlora"))
     assert qlora < lora < full
 
 
-@given(shapes, paths(), rows, seqs)
-def test_components_add_up_to_the_peak_and_the_peak_is_the_largest_phase(shape, path, n, seq):
-    found = estimate(shape, path, Size(rows=n, seq=seq))
+@given(shapes, executions(), rows, seqs)
+def test_components_add_up_to_the_peak_and_the_peak_is_the_largest_phase(shape, execution, n, seq):
+    found = estimate(shape, execution, Size(rows=n, seq=seq))
     assert sum(found.components.values()) == found.peak_bytes
     assert found.peak_bytes == pytest.approx(max(sum(parts.values()) for parts in found.phases.values()), abs=16)
     assert all(size >= 0 for parts in found.phases.values() for size in parts.values())
 
 
-@given(shapes, paths(), rows, st.integers(2, 4096))
-def test_fewer_labels_never_need_more(shape, path, n, seq):
+@given(shapes, executions(), rows, st.integers(2, 4096))
+def test_fewer_labels_never_need_more(shape, execution, n, seq):
     half, whole = (
-        estimate(shape, path, Size(rows=n, seq=seq, labelled=each)).peak_bytes for each in (n * seq // 2, n * seq)
+        estimate(shape, execution, Size(rows=n, seq=seq, labelled=each)).peak_bytes for each in (n * seq // 2, n * seq)
     )
     assert half <= whole
 
 
-def total(shape, path, strategy, world) -> float:
-    share = share_of(shape, path, standing_bytes(shape, path), strategy=strategy, world_size=world)
+def total(shape, execution, strategy, world) -> float:
+    share = share_of(shape, execution, standing_bytes(shape, execution), strategy=strategy, world_size=world)
     return sum(vars(share.standing).values()) + share.buffers
 
 
-@given(shapes, paths(), worlds)
-def test_each_stage_of_zero_lets_less_stand_on_a_device(shape, path, world):
+@given(shapes, executions(), worlds)
+def test_each_stage_of_zero_lets_less_stand_on_a_device(shape, execution, world):
     stages = [
-        sum(vars(share_of(shape, path, standing_bytes(shape, path), strategy=name, world_size=world).standing).values())
+        sum(
+            vars(
+                share_of(shape, execution, standing_bytes(shape, execution), strategy=name, world_size=world).standing
+            ).values()
+        )
         for name in ("zero1", "zero2", "zero3")
     ]
     assert stages == sorted(stages, reverse=True)
-    assert total(shape, path, "zero2", world) <= total(shape, path, "zero1", world)
+    assert total(shape, execution, "zero2", world) <= total(shape, execution, "zero1", world)
 
 
-@given(shapes, paths(), st.sampled_from([name for name in STRATEGIES if name[:4] in ("zero", "fsdp")]), worlds)
-def test_more_devices_never_let_more_stand_on_each(shape, path, strategy, world):
-    standing = standing_bytes(shape, path)
+@given(shapes, executions(), st.sampled_from([name for name in STRATEGIES if name[:4] in ("zero", "fsdp")]), worlds)
+def test_more_devices_never_let_more_stand_on_each(shape, execution, strategy, world):
+    standing = standing_bytes(shape, execution)
     fewer, more = (
-        vars(share_of(shape, path, standing, strategy=strategy, world_size=n).standing) for n in (world, world + 1)
+        vars(share_of(shape, execution, standing, strategy=strategy, world_size=n).standing) for n in (world, world + 1)
     )
     assert all(more[name] <= fewer[name] for name in fewer)
 
 
-@given(shapes, paths())
-def test_one_device_holds_all_of_what_is_sharded(shape, path):
-    standing = standing_bytes(shape, path)
-    share = share_of(shape, path, standing, strategy="fsdp", world_size=1)
+@given(shapes, executions())
+def test_one_device_holds_all_of_what_is_sharded(shape, execution):
+    standing = standing_bytes(shape, execution)
+    share = share_of(shape, execution, standing, strategy="fsdp", world_size=1)
     assert share.standing == standing
     assert share.buffers == 0
-    assert share_of(shape, path, standing, strategy="single", world_size=1).standing == standing
+    assert share_of(shape, execution, standing, strategy="single", world_size=1).standing == standing
 
 
-@given(shapes, paths(), st.sampled_from(("zero2", "zero3", "fsdp")), worlds)
-def test_offload_moves_bytes_to_the_host_and_leaves_no_more_on_the_device(shape, path, strategy, world):
-    standing = standing_bytes(shape, path)
+@given(shapes, executions(), st.sampled_from(("zero2", "zero3", "fsdp")), worlds)
+def test_offload_moves_bytes_to_the_host_and_leaves_no_more_on_the_device(shape, execution, strategy, world):
+    standing = standing_bytes(shape, execution)
     stays, goes = (
-        share_of(shape, path, standing, strategy=name, world_size=world) for name in (strategy, f"{strategy}_offload")
+        share_of(shape, execution, standing, strategy=name, world_size=world)
+        for name in (strategy, f"{strategy}_offload")
     )
     assert stays.host == 0 < goes.host
-    assert total(shape, path, f"{strategy}_offload", world) <= total(shape, path, strategy, world)
+    assert total(shape, execution, f"{strategy}_offload", world) <= total(shape, execution, strategy, world)
     moved = sum(vars(stays.standing).values()) - sum(vars(goes.standing).values())
     assert goes.host >= moved
 
@@ -151,9 +156,9 @@ def test_zero_holds_two_four_and_twelve_bytes_a_parameter_as_its_paper_says():
     # Rajbhandari et al. 2020, figure 1: 7.5 B parameters on 64 devices, 31.4, 16.6 and 1.9 GB (mixed precision, Adam).
     config = FAMILIES["llama"]
     shape = shape_from_config(config, name="x")
-    path = path_for("full")
+    execution = execution_for("full")
     params = shape.total_params
     for strategy, published in (("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)):
-        share = share_of(shape, path, standing_bytes(shape, path), strategy=strategy, world_size=64)
+        share = share_of(shape, execution, standing_bytes(shape, execution), strategy=strategy, world_size=64)
         held = sum(vars(share.standing).values())
         assert held / params * 7.5 == pytest.approx(published, abs=0.06)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
-from sftplay.plan.sizing import numerics
+from sftplay.plan.sizing import decisions
 from sftplay.plan.sizing import size_run as sizing
 from sftplay.plan.sizing.size_run import size_run, split_batch
 
@@ -104,22 +104,24 @@ def leaves(tree, prefix=""):
 def test_no_value_that_the_machine_decides_is_left_on_auto(name, gpus):
     sized = size_run(load_config(ROOT / f"configs/{name}.yaml"), machine(*gpus))
     assert {key for key, value in leaves(sized.cfg.model_dump()) if value == "auto"} <= LEFT_AUTO
-    assert all(decision.reason for decision in sized.decisions)
+    assert all(decision.reason for decision in sized.decisions.values())
 
 
 def test_decisions_are_those_values_that_stood_on_auto_and_are_remembered_as_such():
     before = dict(leaves(config().model_dump()))
     sized = size_run(config(), CPU)
     after = dict(leaves(sized.cfg.model_dump()))
-    assert {d.key: d.value for d in sized.decisions} == {k: after[k] for k in before if before[k] != after[k]}
-    assert all(sized.cfg.origins[d.key] == "auto" for d in sized.decisions)
+    assert {key: each.value for key, each in sized.decisions.items()} == {
+        k: after[k] for k in before if before[k] != after[k]
+    }
+    assert all(sized.cfg.origins[key] == "auto" for key in sized.decisions)
 
 
 def test_sizing_twice_changes_nothing():
     once = size_run(config(), CPU, world_size=2)
     twice = size_run(once.cfg, CPU, world_size=2)
     assert twice.cfg == once.cfg
-    assert twice.decisions == ()
+    assert twice.decisions == {}
 
 
 def test_a_value_that_was_given_is_never_changed():
@@ -177,7 +179,7 @@ def test_on_a_gpu_large_vocabularies_are_chunked():
 
 def test_rows_are_packed_where_a_kernel_skips_the_gaps_and_nowhere_else(monkeypatch):
     assert size_run(config(packing="auto"), machine(H200)).cfg.train.packing is False
-    monkeypatch.setattr(numerics, "find_spec", lambda name: object())
+    monkeypatch.setattr(decisions, "find_spec", lambda name: object())
     sized = size_run(config(packing="auto"), machine(H200)).cfg
     assert (sized.model.attn, sized.train.packing) == ("flash_attention_2", True)
     assert size_run(config(packing="auto"), machine(V100)).cfg.train.packing is False

@@ -128,7 +128,7 @@ def kill_tree_at_step(shop: Shop, mode: str, name: str, step: int) -> None:
     tree = [parent.pid, *(each.pid for each in psutil.Process(parent.pid).children(recursive=True))]
     for pid in tree:
         os.kill(pid, signal.SIGKILL)
-    assert parent.wait(30) == -signal.SIGKILL
+    assert parent.wait(240) == -signal.SIGKILL
     wait_until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in tree))
 
 

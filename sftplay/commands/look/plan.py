@@ -14,7 +14,8 @@ from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.cards import Card, find_card, parse_fleet
-from sftplay.plan.report.advice import Place, suggest
+from sftplay.plan.memory.forecast import Place
+from sftplay.plan.report.advice import suggest
 from sftplay.plan.report.compare import compare
 from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.report.tables import (
@@ -53,7 +54,7 @@ def plan(args: Namespace) -> int:
         *describe_model(seen),
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, rows of {sized.cfg.model.max_seq_len} tokens",
         f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
-        *(f"            {each.key} = {each.value}: {each.reason}" for each in sized.decisions),
+        *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(seen),
         *describe_workload(work),
@@ -67,7 +68,7 @@ def plan(args: Namespace) -> int:
 
 
 def _compare(args: Namespace, sized: SizedRun, shape: ModelShape, machine: Machine) -> int:
-    rows = compare(sized.cfg, shape, device_of(machine, sized.world_size), sized.world_size)
+    rows = compare(sized.cfg, shape, place=Place(device_of(machine, sized.world_size), sized.world_size))
     if args.json:
         print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
         return 0

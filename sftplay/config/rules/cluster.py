@@ -24,15 +24,15 @@ def broken_cluster_rules(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.cluster.deepspeed is not None and not uses_zero:
         what = f"names a DeepSpeed file, but {STRATEGY} {strategy} does not use one"
         fix = f"write {STRATEGY}: {', '.join(ZERO)}; or remove cluster.deepspeed"
-        yield Violation(("cluster.deepspeed", STRATEGY), what, fix)
+        yield Violation(("cluster.deepspeed", STRATEGY), what, fix=fix)
     if cfg.cluster.launcher == "deepspeed" and not uses_zero:
         what = f"deepspeed starts runs of {', '.join(ZERO)} only, but {STRATEGY} is {strategy}"
         fix = f"write cluster.launcher: torchrun or accelerate; or {STRATEGY}: {', '.join(ZERO)}"
-        yield Violation(("cluster.launcher", STRATEGY), what, fix)
+        yield Violation(("cluster.launcher", STRATEGY), what, fix=fix)
     if cfg.tuning.backend == "unsloth":
         if strategy not in ("auto", "ddp"):  # in a single process, auto becomes ddp
             what = f"{strategy} needs several processes, and {BACKEND} unsloth trains in one"
-            yield Violation((STRATEGY, BACKEND), what, f"write {BACKEND}: bnb")
+            yield Violation((STRATEGY, BACKEND), what, fix=f"write {BACKEND}: bnb")
         yield from unsloth_conflicts(cfg)
 
 
@@ -43,7 +43,7 @@ def unsloth_conflicts(cfg: RunConfig) -> Iterator[Violation]:
     """
     for key, conflicts, what, remedy in _unsloth_table(cfg):
         if conflicts:
-            yield Violation((key, BACKEND), f"{what}, with {BACKEND} unsloth", f"write {remedy}, or {BACKEND}: bnb")
+            yield Violation((key, BACKEND), f"{what}, with {BACKEND} unsloth", fix=f"write {remedy}, or {BACKEND}: bnb")
 
 
 def _unsloth_table(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:
@@ -75,4 +75,4 @@ def _blocked(cfg: RunConfig) -> Iterator[Violation]:
         always = all(TABLE[method, strategy][0].state == "blocked" for method in ("full", "lora", "qlora"))
         what = f"{strategy}{'' if always else f' with tuning.mode {mode}'}: {asked[0].why}"
         keys = (STRATEGY,) if always else (STRATEGY, "tuning.mode", "train.precision")
-        yield Violation(keys, what, f"write {asked[0].nearest}")
+        yield Violation(keys, what, fix=f"write {asked[0].nearest}")

@@ -48,7 +48,7 @@ def _folders(cfg: RunConfig) -> Iterator[Violation]:
             path = getattr(cfg.data, name)
             if path and _is_read_with(path, folder):
                 what = f"{folder!r} lies in the folder of rows {path!r}: what is written there would be read as rows"
-                yield Violation((key, f"data.{name}"), what, "name a folder outside of it, or one that is hidden")
+                yield Violation((key, f"data.{name}"), what, fix="name a folder outside of it, or one that is hidden")
 
 
 def _is_read_with(path: str, folder: str) -> bool:
@@ -61,10 +61,10 @@ def _columns(data: DataConfig) -> Iterator[Violation]:
     for name, column in data.columns.items():
         key = f"data.columns.{name}"
         if not column.strip():
-            yield Violation((key,), "is empty", "name a column of your file, or leave the key out")
+            yield Violation((key,), "is empty", fix="name a column of your file, or leave the key out")
         elif column in first:
             what = f"the column {column!r} is given to {first[column]!r} already"
-            yield Violation((key, f"data.columns.{first[column]}"), what, "keep it in one of the two")
+            yield Violation((key, f"data.columns.{first[column]}"), what, fix="keep it in one of the two")
         else:
             first[column] = name
 
@@ -82,7 +82,7 @@ def _encoding(name: str) -> Iterator[Violation]:
     except (LookupError, ValueError):
         what = f"Python knows no encoding called {name!r}"
     fix = f"did you mean {near[0]!r}?" if near else "write auto, or a name such as utf-8, cp1252 or shift_jis"
-    yield Violation(("data.encoding",), what, fix, tuple(near))
+    yield Violation(("data.encoding",), what, fix=fix, nearest=tuple(near))
 
 
 def _near_encodings(name: str) -> list[str]:
@@ -96,10 +96,12 @@ def _delimiter(text: str) -> Iterator[Violation]:
         return
     key = ("data.delimiter",)
     if text.lower() in _SPELT:
-        yield Violation(key, f"{text!r} is not one character", f'write it in double quotes: "{_SPELT[text.lower()]}"')
+        yield Violation(
+            key, f"{text!r} is not one character", fix=f'write it in double quotes: "{_SPELT[text.lower()]}"'
+        )
     elif len(text) == 1:
-        yield Violation(key, f"{text!r} cannot stand between cells", "write another character, or auto")
+        yield Violation(key, f"{text!r} cannot stand between cells", fix="write another character, or auto")
     else:
         near = tuple(nearest_names(text, ["auto"]))
         fix = "did you mean 'auto'?" if near else "write the one character between two cells, or auto"
-        yield Violation(key, f"{text!r} is {'no' if not text else 'not one'} character", fix, near)
+        yield Violation(key, f"{text!r} is {'no' if not text else 'not one'} character", fix=fix, nearest=near)

@@ -1,8 +1,8 @@
 """The support matrix: which tuning mode works under which strategy in which precision, and how that is known.
 
-Three kinds of cells. `works`: a test of this kit runs it on two processes or one, without a GPU. `gpu`: it is the same
-code in another number format or on more devices, and nothing here has run it. `blocked`: upstream cannot do it.
-The table decides nothing about memory; that is for `plan`.
+There are three kinds of cells. `works`: a test of this kit runs it on one or two processes, without a GPU. `gpu`: it is
+the same code in another number format or on more devices, and no test has run it. `blocked`: upstream cannot do it.
+The table says nothing about memory; that is for `plan`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ SHARDED_TEST = "tests/tasks/test_sharded_runs.py::test_a_sharded_run_has_the_cur
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination. `why`: the test that runs it, what a GPU is needed for, or what upstream lacks."""
+    """How one combination is known to work, or why it does not."""
 
     state: State
     why: str
+    """The test that runs it, what a GPU is needed for, or what upstream lacks."""
+
     nearest: str = ""
-    """Of a blocked one: what to write in its place, as `key: value`."""
+    """What to write in place of a blocked one, as `key: value`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A cell with its place in the table."""
+    """A cell with the combination that it stands for."""
 
     method: str
     strategy: str
@@ -82,30 +84,17 @@ TABLE: dict[tuple[str, str], tuple[Cell, Cell, Cell]] = {
         _FP16,
     ),
     ("qlora", "single"): (_runs(f"{_SINGLE}::test_loss_falls[qlora]"), _BF16, _FP16),
-    ("full", "ddp"): (_runs(f"{SHARDED_TEST}[ddp-full]"), _BF16, _FP16),
+    **{
+        (method, strategy): (_runs(f"{SHARDED_TEST}[{strategy}-{method}]"), _BF16, _FP16)
+        for method in METHODS
+        for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3")
+    },
     ("lora", "ddp"): (_runs(_PAIR), _BF16, _FP16),
-    ("qlora", "ddp"): (_runs(f"{SHARDED_TEST}[ddp-qlora]"), _BF16, _FP16),
-    ("full", "fsdp"): (_runs(f"{SHARDED_TEST}[fsdp-full]"), _BF16, _FP16),
-    ("lora", "fsdp"): (_runs(f"{SHARDED_TEST}[fsdp-lora]"), _BF16, _FP16),
-    ("qlora", "fsdp"): (_runs(f"{SHARDED_TEST}[fsdp-qlora]"), _BF16, _FP16),
-    ("full", "hsdp"): (_FOUR, _FOUR, _FP16),
-    ("lora", "hsdp"): (_FOUR, _FOUR, _FP16),
-    ("qlora", "hsdp"): (_FOUR, _FOUR, _FP16),
-    ("full", "zero1"): (_runs(f"{SHARDED_TEST}[zero1-full]"), _BF16, _FP16),
-    ("lora", "zero1"): (_runs(f"{SHARDED_TEST}[zero1-lora]"), _BF16, _FP16),
-    ("qlora", "zero1"): (_runs(f"{SHARDED_TEST}[zero1-qlora]"), _BF16, _FP16),
-    ("full", "zero2"): (_runs(f"{SHARDED_TEST}[zero2-full]"), _BF16, _FP16),
-    ("lora", "zero2"): (_runs(f"{SHARDED_TEST}[zero2-lora]"), _BF16, _FP16),
-    ("qlora", "zero2"): (_runs(f"{SHARDED_TEST}[zero2-qlora]"), _BF16, _FP16),
-    ("full", "zero3"): (_runs(f"{SHARDED_TEST}[zero3-full]"), _BF16, _FP16),
-    ("lora", "zero3"): (_runs(f"{SHARDED_TEST}[zero3-lora]"), _BF16, _FP16),
-    ("qlora", "zero3"): (_runs(f"{SHARDED_TEST}[zero3-qlora]"), _BF16, _FP16),
+    **{(method, "hsdp"): (_FOUR, _FOUR, _FP16) for method in METHODS},
     ("full", "tensor"): (_CUT, _CUT, _CUT),
     ("lora", "tensor"): (_CUT, _CUT, _CUT),
     ("qlora", "tensor"): (_CUT_CODES, _CUT_CODES, _CUT_CODES),
-    ("full", "pipeline"): (_STAGES, _STAGES, _STAGES),
-    ("lora", "pipeline"): (_STAGES, _STAGES, _STAGES),
-    ("qlora", "pipeline"): (_STAGES, _STAGES, _STAGES),
+    **{(method, "pipeline"): (_STAGES, _STAGES, _STAGES) for method in METHODS},
 }
 """(method, strategy) -> the cells of fp32, bf16 and fp16."""
 
@@ -116,11 +105,6 @@ def rows() -> Iterator[Row]:
         for strategy in STRATEGIES:
             for precision, cell in zip(PRECISIONS, TABLE[method, strategy], strict=True):
                 yield Row(method, strategy, precision, cell)
-
-
-def cell_of(method: str, strategy: str, precision: str) -> Cell:
-    """The cell of one combination."""
-    return TABLE[method, strategy][PRECISIONS.index(precision)]
 
 
 _HEAD = """# Strategies
@@ -145,15 +129,12 @@ def as_markdown() -> str:
     for method in METHODS:
         cells = [" / ".join(words[cell.state] for cell in TABLE[method, strategy]) for strategy in STRATEGIES]
         lines.append(f"| {method} | {' | '.join(cells)} |")
-    return (
-        _HEAD
-        + "\n".join([*lines, "", *_section("Tests", "works"), "", *_section("Not here", "gpu")])
-        + ("\n\n" + "\n".join(_section("Refused", "blocked")) + "\n")
-    )
+    sections = [_section("Tests", "works"), _section("Not here", "gpu"), _section("Refused", "blocked")]
+    return _HEAD + "\n\n".join("\n".join(part) for part in [lines, *sections]) + "\n"
 
 
 def _section(title: str, state: State) -> list[str]:
-    """The reasons of one kind of cells, each once, with the combinations it stands for."""
+    """The reasons of one kind of cells, each once, with its combinations."""
     found: dict[Cell, dict[str, dict[str, list[str]]]] = {}
     for row in rows():
         if row.cell.state == state:
@@ -169,7 +150,7 @@ def _section(title: str, state: State) -> list[str]:
 
 
 def _place(precision: str, strategies: dict[str, list[str]]) -> str:
-    """Strategies of each method, methods with the same ones together."""
+    """The strategies of each method; methods with the same strategies stand together."""
     methods: dict[str, list[str]] = {}
     for method, names in strategies.items():
         methods.setdefault(", ".join(names), []).append(method)

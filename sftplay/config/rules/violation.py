@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
@@ -14,15 +14,15 @@ class Violation:
 
     keys: tuple[str, ...]
     what: str
-    fix: str
-    nearest: tuple[str, ...] = ()
+    fix: str = field(kw_only=True)
+    nearest: tuple[str, ...] = field(default=(), kw_only=True)
 
     def as_error(self, cfg: RunConfig) -> ConfigError:
-        """The finding as an error at the place its first key was written, or the first other key that was."""
+        """The violation as an error at the place where `key_in` was written."""
         key = self.key_in(cfg)
         where = f"{cfg.origins[key]} {key}" if key in cfg.origins else key
         return ConfigError(self.what, where=where, fix=self.fix, nearest=self.nearest)
 
     def key_in(self, cfg: RunConfig) -> str:
-        """The key the finding is reported at: the first one that was written down."""
+        """The key to report it at: the first one that was written down."""
         return next((key for key in self.keys if key in cfg.origins), self.keys[0])

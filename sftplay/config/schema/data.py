@@ -1,6 +1,6 @@
-"""The sections about rows: `data`, where they are and what happens to the awkward ones, and `eval`.
+"""The sections about rows: `data`, where they are and what happens to unusual ones, and `eval`.
 
-Reading a row is `data.formats`' business; rules between keys are in `data_rules`.
+Rows are read in `sftplay.data`; rules between keys are in `rules.data`.
 """
 
 from __future__ import annotations
@@ -38,82 +38,84 @@ Column = Literal[
     "tools",
     "history",
 ]
-"""What `data.columns` may map; `data.formats` reads rows by these names."""
+"""What `data.columns` may map; `data.layouts` reads rows by these names."""
 
 
 class DataConfig(Section):
-    """Where the rows are and what happens to the awkward ones."""
+    """Where the rows are and what happens to unusual ones."""
 
     train_path: str
-    """Rows to learn: a file (jsonl, json, csv, tsv, parquet; the text ones also as .gz), a folder of such files, or a
-    data set's hub name."""
+    """Training rows: a file (jsonl, json, csv, tsv, parquet; all but parquet also as .gz), a folder of such files, or
+    the hub name of a dataset."""
 
     val_path: str | None = None
-    """Held-out rows, same formats. None splits them off the training rows, see split."""
+    """Held-out rows, in the same formats. None splits them off the training rows, see split."""
 
     test_path: str | None = None
     """Rows for `eval --split test`, never seen in training."""
 
     format: Layout | Auto = "auto"
-    """Layout of a row. auto looks at each row's keys."""
+    """Layout of a row. auto finds it by the keys of each row."""
 
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Names that differ in your file, as field: column (`{question: frage}`). A field that is not listed keeps its own
-    name."""
+    """Column names of your file where they differ, as field: column (`{question: frage}`). A field that is not listed
+    keeps its own name."""
 
     encoding: str = "auto"
-    """Encoding of text files by Python's name for it (cp1252, shift_jis). auto takes UTF-8, or UTF-16 and UTF-32 where
-    they show. A byte order mark is always believed."""
+    """Encoding of text files, by its name in Python (cp1252, shift_jis). auto: UTF-16 or UTF-32 if it is detected, else
+    UTF-8. A byte order mark always decides."""
 
     delimiter: str = "auto"
     """The one character between the cells of a csv or tsv file. auto finds it in the header."""
 
     system: str | None = None
-    """System prompt of every chat that has none of its own, in training, eval and infer; `make style` writes it. None
+    """System prompt for every chat that has none of its own, in training, eval and infer; `make style` writes it. None
     adds none."""
 
     split: Share | None = None
-    """Share of the training rows held out when there is no val_path, chosen by a hash of the prompt, so that the
+    """Share of the training rows that is held out when there is no val_path. A hash of the prompt chooses them, so the
     same prompt is always on the same side. None means 0.05; 0 holds out nothing."""
 
     template: str = "auto"
-    """Chat template: auto takes the tokenizer's own, chatml the plain ChatML, else the path of a Jinja file."""
+    """Chat template: auto for the tokenizer's own, chatml for plain ChatML, else the path of a Jinja file."""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """An unreadable row: stop with exit code 4, or leave it out, count it and list it with file and line."""
+    """What happens to a row that cannot be read. error: stop with exit code 4. skip: leave it out, count it, and list
+    it with file and line."""
 
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """A row longer than max_seq_len: cut its end, leave it out, or stop with exit code 4."""
+    """What happens to a row longer than max_seq_len. truncate: cut its end. drop: leave it out. error: stop with exit
+    code 4."""
 
     duplicates: Literal["keep", "drop"] = "keep"
-    """A row equal to an earlier one, or differing only in white space, case or Unicode's spelling: train on it again,
-    or leave it out. Both are counted."""
+    """What happens to a row that equals an earlier one, or differs only in white space, case or Unicode normalisation.
+    keep: train on it again. drop: leave it out. Both are counted."""
 
     leaks: Literal["error", "drop"] = "error"
-    """A training row that also stands in val_path or test_path, compared in the same way: stop with exit code 4, or
-    leave it out of training."""
+    """What happens to a training row that is also in val_path or test_path, compared in the same way. error: stop with
+    exit code 4. drop: leave it out of training."""
 
     processed_dir: str = ".cache/processed"
-    """Folder of the tokenised rows, kept from run to run; safe to delete."""
+    """Folder of the tokenised rows, which later runs use again; safe to delete."""
 
 
 class EvalConfig(Section):
-    """Measuring a model on the held-out rows."""
+    """Evaluation of a model on the held-out rows."""
 
     before: bool = False
-    """Measure the untrained model when the run starts."""
+    """Evaluate the untrained model when the run starts."""
 
     after: bool = False
-    """Measure the result when the run ends."""
+    """Evaluate the result when the run ends."""
 
     limit: Positive | None = 200
-    """Most prompts answered; the loss always uses every held-out row. None means all."""
+    """Maximum number of prompts to answer; the loss always uses every held-out row. None means all."""
 
     max_new_tokens: Positive = 128
-    """Longest answer in tokens."""
+    """Maximum length of an answer in tokens."""
 
     batch_size: Positive = 16
-    """Prompts answered side by side."""
+    """Number of prompts that are answered at the same time."""
 
     metrics: list[Metric] = Field(default=["exact_match"], min_length=1)
-    """What answers are compared by, with surrounding white space removed."""
+    """Metrics that compare an answer with its reference, without surrounding white space."""

@@ -1,6 +1,6 @@
 """The sections of a run's YAML, typed and frozen; a string under each field is the manual.
 
-It checks single values only. Rules between fields live in `rules`, reading files in `load`.
+It checks single values only. Rules between fields are in `rules`; `load` reads files.
 """
 
 from __future__ import annotations
@@ -28,89 +28,92 @@ class ModelConfig(Section):
     """Which model is tuned, and how it is opened."""
 
     name: str
-    """A hub name (`org/model`), a local folder, `builtin:tiny`, which needs no download, or a finished run: its name or
-    folder. A run with an adapter means its base and, as model.adapter, its adapter."""
+    """A hub name (`org/model`), a local folder, `builtin:tiny`, which needs no download, or the name or folder of a
+    finished run. A run with an adapter means its base, and its adapter as model.adapter."""
 
     revision: str | None = None
-    """Branch, tag or commit on the hub. None means the hub's default branch; use a commit to repeat a run."""
+    """Branch, tag or commit on the hub. None means the default branch; give a commit to make a run repeatable."""
 
     adapter: str | None = None
-    """A run, or a folder with an adapter, to start from: its weights train on, as one adapter on the same base. r,
-    alpha, target_modules and the like must be those of the adapter. None starts a new one."""
+    """A run, or a folder with an adapter, to continue from: the same adapter is trained further, on the same base. r,
+    alpha, target_modules and the like must be those of the adapter. None starts a new adapter."""
 
     merge_adapter: bool = False
     """Merge model.adapter into the full-precision base first, and train a new adapter (or everything) on that."""
 
     max_seq_len: Annotated[int, Field(ge=8)] = 2048
-    """Longest row in tokens. Memory grows linearly with it; `data.too_long` says what happens to longer rows."""
+    """Maximum length of a row in tokens. Memory grows linearly with it. data.too_long decides about longer rows."""
 
     trust_remote_code: bool = False
-    """Run Python code that ships with the model. It can do anything you can; leave it off unless you have read it."""
+    """Run Python code that ships with the model. It can do everything that you can; leave it off unless you have read
+    it."""
 
     allow_pickle: bool = False
-    """Open weights that are only there as pickles (pytorch_model.bin), which can hide code. Safetensors cannot."""
+    """Load weights from pickle files (pytorch_model.bin) if there is nothing else. A pickle can contain code;
+    safetensors cannot."""
 
     attn: Attention | Auto = "auto"
-    """Attention kernel. auto takes flash_attention_2 where GPU and package allow it, else sdpa."""
+    """Attention kernel. auto: flash_attention_2 if GPU and installed packages allow it, else sdpa."""
 
 
 class LoraConfig(Section):
     """Which weights train beside the frozen base (modes lora and qlora)."""
 
     r: Positive = 32
-    """Width of the low-rank pair. Memory and capacity grow linearly with it."""
+    """Rank of the adapter's matrices. Memory and capacity grow linearly with it."""
 
     alpha: PositiveFloat | None = None
-    """Update scale: the pair is multiplied by alpha / r. None means 2 * r."""
+    """Scale of the adapter: its output is multiplied by alpha / r. None means 2 * r."""
 
     dropout: Share = 0.0
-    """Share of the pair's inputs dropped while training. 0.05 helps on small data; 0 is faster."""
+    """Dropout of the adapter's inputs while training. 0.05 helps on small data; 0 is faster."""
 
     target_modules: list[str] | Auto = "auto"
-    """Names of the linear layers that get a pair. auto takes every linear layer but the output head."""
+    """Names of the linear layers that get an adapter. auto takes every linear layer but the output head."""
 
     modules_to_save: list[str] = Field(default_factory=list)
     """Modules trained in full and saved with the adapter, such as embed_tokens or lm_head after adding tokens."""
 
     dora: bool = False
-    """Weight-decomposed LoRA: better at small r, slower."""
+    """DoRA, weight-decomposed LoRA: better at small r, slower."""
 
     rslora: bool = False
-    """Scale by alpha / sqrt(r) in place of alpha / r, which keeps large r useful."""
+    """Rank-stabilised LoRA: scale by alpha / sqrt(r) in place of alpha / r, which keeps a large r useful."""
 
 
 class TuningConfig(Section):
-    """What trains: everything, or an adapter on a frozen base in 16/32 or in 4 bits."""
+    """What trains: everything, or an adapter on a frozen base in 16, 32 or 4 bits."""
 
     mode: Literal["full", "lora", "qlora"] = "lora"
     """full trains every weight; lora an adapter; qlora an adapter on a base held in 4 bits."""
 
     backend: Backend | Auto = "bnb"
-    """Who opens the model and puts the adapter on it. bnb: transformers and PEFT, 4 bits by bitsandbytes. unsloth: its
-    kernels, for lora and qlora in one process (make train-unsloth). auto: unsloth where a GPU and the versions
-    installed allow it, else bnb; the log says which and why."""
+    """What loads the model and adds the adapter. bnb: transformers and PEFT, 4 bits by bitsandbytes. unsloth: its
+    kernels, for lora and qlora in one process (`make train-unsloth`). auto: unsloth if GPU and installed versions allow
+    it, else bnb; the log says which and why."""
 
     quant_type: Literal["nf4", "fp4"] = "nf4"
-    """4-bit code of qlora. nf4 fits normally distributed weights better."""
+    """4-bit data type of qlora. nf4 fits normally distributed weights better."""
 
     double_quant: bool = True
-    """Quantise the scales too: saves about 0.4 bit a weight at no measurable loss."""
+    """Quantise the quantisation constants too: saves about 0.4 bits per weight at no measurable loss."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
-    """Shape of the adapter."""
+    """The adapter."""
 
 
 class LoggingConfig(Section):
-    """What a run writes down while it trains."""
+    """What a run logs while it trains."""
 
     backend: list[Tracker] | Tracker | Literal["none"] = "tensorboard"
-    """Tracker or list of trackers that transformers supports; none switches them off. metrics.jsonl is always there."""
+    """Tracker or list of trackers that transformers supports; none switches them off. metrics.jsonl is always
+    written."""
 
     steps: Positive = 10
     """Steps between two lines of metrics."""
 
     row_ids: bool = False
-    """Write the ids of the rows each step trained on into metrics.jsonl."""
+    """Write the ids of the rows that each step trained on into metrics.jsonl."""
 
 
 class RunConfig(Section):
@@ -120,13 +123,13 @@ class RunConfig(Section):
     """The task. sft: supervised fine-tuning on the assistant's turns."""
 
     run_name: str | None = None
-    """Folder below output_dir. None means the config's name and the time."""
+    """Folder below output_dir. None means the name of the config and the time."""
 
     output_dir: str = "outputs"
-    """Where run folders go."""
+    """Folder of all run folders."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of the data order, the adapter's start and dropout."""
+    """Seed of the data order, the initial adapter weights and dropout."""
 
     model: ModelConfig
     """Which model is tuned."""
@@ -138,13 +141,13 @@ class RunConfig(Section):
     """How it trains."""
 
     data: DataConfig
-    """On what it trains."""
+    """What it trains on."""
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
-    """How it is measured."""
+    """How it is evaluated."""
 
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
-    """What is written down."""
+    """What is logged."""
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """How its processes work together."""
@@ -155,6 +158,13 @@ class RunConfig(Section):
     def origins(self) -> dict[str, str]:
         """Dotted key -> `file:line` or `command line`, for every value that is not a default."""
         return self._origins
+
+    def value_of(self, dotted: str) -> Any:
+        """The value of a dotted key; also of one below `data.columns` and `train.extra`."""
+        value: Any = self
+        for name in dotted.split("."):
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        return value
 
     def with_origins(self, origins: dict[str, str]) -> RunConfig:
         """A copy that remembers these origins and no others."""

@@ -1,4 +1,4 @@
-"""GPUs that a plan can be asked about by name, where none is at hand. A card that is there is asked itself.
+"""GPUs that a plan can be made for by name when they are not in this machine. A card that is here is asked itself.
 
 Memory in MiB as nvidia-smi prints its total for one card of the kind (makers' data sheets round to decimal GB); torch
 sees up to 3 % less. Peak 16-bit tensor throughput without sparsity and memory bandwidth are the data sheets' figures
@@ -84,20 +84,20 @@ def find_card(name: str) -> Card | None:
     return (by_name | aliases).get(without_size)
 
 
-def parse_fleet(words: str, where: str) -> tuple[int, Card]:
+def parse_fleet(text: str, where: str) -> tuple[int, Card]:
     """`2xH200` or `H200` -> how many of which card.
 
     Raises:
         ConfigError: no such card; near ones are named.
     """
-    match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?(.+)", words.strip())
-    count, name = (int(match[1] or 1), match[2]) if match else (1, words)
+    match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?(.+)", text.strip())
+    count, name = (int(match[1] or 1), match[2]) if match else (1, text)
     card = find_card(name)
     if count < 1 or card is None:
         near = nearest_names(name, [each.name for each in CARDS])
         meant = f"did you mean {' or '.join(near)}? else " if near else ""
         raise ConfigError(
-            f"no card called {words!r} is known",
+            f"no card called {text!r} is known",
             where=where,
             fix=f"{meant}write a number and a card, such as 2xH200, or its memory with VRAM=24GiB",
         )

@@ -1,6 +1,6 @@
 """Which code a training step runs, as far as that decides bytes: dtypes, loss head, kernels, optimizer.
 
-The largest differences between two kits on the same model are not hyper-parameters but code paths: here, fields.
+The largest differences between two kits on the same model lie in the code that runs, not in hyper-parameters.
 `execution_of` gives the fields of the kit's own run of a config.
 """
 
@@ -116,9 +116,9 @@ class Execution:
         return STATE_BYTES[self.optimizer] * self.trained_bytes
 
 
-def trained_params(shape: ModelShape, path: Execution) -> int:
+def trained_params(shape: ModelShape, execution: Execution) -> int:
     """Weights that train: all of the model's, or the pairs (and DoRA's magnitudes) of the adapter."""
-    adapter = path.adapter
+    adapter = execution.adapter
     if adapter is None:
         return shape.total_params
     covered = [linear for linear in shape.linears if adapter.covers(linear)]
@@ -149,7 +149,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def execution_of(cfg: RunConfig) -> Execution:
-    """The code path of a config in which precision, attention, loss head and optimizer are decided."""
+    """The execution of a config in which precision, attention, loss head and optimizer are decided."""
     mode, train = cfg.tuning.mode, cfg.train
     compute = BYTES[str(train.precision)]
     weights = 4 if mode == "full" else compute

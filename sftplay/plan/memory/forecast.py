@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
-from sftplay.plan.memory.execution import Execution
+from sftplay.plan.memory.execution import Execution, execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.sharding import Strategy, share_of
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
@@ -22,12 +23,12 @@ class Setting:
     """What a forecast is about: a model, the code that runs, and where."""
 
     shape: ModelShape
-    path: Execution
+    execution: Execution
     device: Device
     strategy: Strategy = "single"
     world_size: int = 1
     fit: Fit | None = None
-    """What a probe measured of this model and path on this device; None leaves the estimate as it is."""
+    """What a probe measured of this model and execution on this device; None leaves the estimate as it is."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +91,46 @@ class Forecast:
 
 def forecast(setting: Setting, size: Size) -> Forecast:
     """Bytes of `size` in `setting`, in the steady state of training."""
-    shape, path = setting.shape, setting.path
-    standing = standing_bytes(shape, path)
-    share = share_of(shape, path, standing, strategy=setting.strategy, world_size=setting.world_size)
-    footprint = estimate(shape, path, size, standing=share.standing, buffers=share.buffers)
+    shape, execution = setting.shape, setting.execution
+    standing = standing_bytes(shape, execution)
+    share = share_of(shape, execution, standing, strategy=setting.strategy, world_size=setting.world_size)
+    footprint = estimate(shape, execution, size, standing=share.standing, buffers=share.buffers)
     if setting.fit is not None:
         footprint = _scaled(footprint, setting, size, setting.fit)
     return Forecast(setting, size, footprint, round(share.host))
 
 
-def _scaled(footprint: Footprint, setting: Setting, size: Size, fit: Fit) -> Footprint:
-    """The estimate with every phase scaled by what the probe measured over what it would have been estimated at.
+@dataclass(frozen=True)
+class Place:
+    """Where a run would be: the kind of device, and how many processes."""
 
-    The probe was one process; what several add keeps its share of the whole.
+    device: Device
+    world_size: int
+
+
+def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy) -> Forecast:
+    """The forecast with one row a micro-batch, the least that a run can do with.
+
+    `cfg` has no `auto` besides its sizes.
     """
-    alike = Size(rows=size.rows, seq=size.seq, accumulates=fit.accumulates)
-    estimated = estimate(setting.shape, setting.path, alike).phases
+    setting = Setting(
+        shape=shape,
+        execution=execution_of(cfg),
+        device=place.device,
+        strategy=strategy,
+        world_size=place.world_size,
+    )
+    accumulates = cfg.train.effective_batch_size > place.world_size
+    return forecast(setting, Size(rows=1, seq=cfg.model.max_seq_len, accumulates=accumulates))
+
+
+def _scaled(footprint: Footprint, setting: Setting, size: Size, fit: Fit) -> Footprint:
+    """The estimate with every phase scaled by the probe's measurement over the estimate for the probed step.
+
+    The probe ran one process; the share that several processes add is scaled with the rest.
+    """
+    probed = Size(rows=size.rows, seq=size.seq, accumulates=fit.accumulates)
+    estimated = estimate(setting.shape, setting.execution, probed).phases
     phases = {}
     for name, parts in footprint.phases.items():
         factor = fit.lines[name].at(size.tokens) / sum(estimated[name].values()) if name in fit.lines else 1.0

@@ -10,52 +10,59 @@ CHUNK_TOKENS = 256
 """Tokens whose scores exist at a time in TRL's chunked loss (trl 1.14, `_chunked_cross_entropy_loss`)."""
 
 
-def head_in_forward(shape: ModelShape, path: Execution, tokens: int, labelled: int) -> float:
+def head_in_forward(shape: ModelShape, execution: Execution, tokens: int, labelled: int) -> float:
     """Bytes alive when the loss has just been computed, for `tokens` of which `labelled` carry a label."""
-    out = norm_out_bytes(shape, path)
-    norm = tokens * (norm_kept(shape, path) + out * shape.hidden)
-    fp32_copy = 0 if path.logits_bytes == FP32 else FP32
-    shifted = FP32 if path.shifts_scores else 0
-    scores = _scores(shape, path, labelled, path.logits_bytes + fp32_copy + shifted + FP32)
-    return norm + _rounded_head(shape, path) + scores
+    out = norm_out_bytes(shape, execution)
+    norm = tokens * (norm_kept(shape, execution) + out * shape.hidden)
+    fp32_copy = 0 if execution.logits_bytes == FP32 else FP32
+    shifted = FP32 if execution.shifts_scores else 0
+    scores = _scores(shape, execution, labelled, execution.logits_bytes + fp32_copy + shifted + FP32)
+    return norm + _rounded_head(shape, execution) + scores
 
 
-def head_in_backward(shape: ModelShape, path: Execution, tokens: int, labelled: int) -> float:
+def head_in_backward(shape: ModelShape, execution: Execution, tokens: int, labelled: int) -> float:
     """Bytes alive in the loss's backward, or in that of the head's own weight where it trains."""
-    norm = tokens * norm_kept(shape, path)
-    held = path.logits_bytes if path.holds_scores else 0
-    rounded = _rounded_head(shape, path)
+    norm = tokens * norm_kept(shape, execution)
+    held = execution.logits_bytes if execution.holds_scores else 0
+    rounded = _rounded_head(shape, execution)
     # Its log-softmax, which autograd saves, the gradient of that, and of what went in: all fp32
     # (torch, `_log_softmax_backward_data`).
-    loss = rounded + _scores(shape, path, labelled, held + 3 * FP32)
-    if not path.trains_all:
+    loss = rounded + _scores(shape, execution, labelled, held + 3 * FP32)
+    if not execution.trains_all:
         return norm + loss
     # The weight's gradient is made in the product's dtype and then in the weight's own.
     size = shape.vocab * shape.hidden
-    product = rounded + _scores(shape, path, labelled, held + path.logits_bytes) + size * path.compute_bytes
-    cast = size * (path.compute_bytes + path.weight_bytes) if rounded else 0
-    if path.head != "chunked" or labelled <= CHUNK_TOKENS:
+    product = (
+        rounded + _scores(shape, execution, labelled, held + execution.logits_bytes) + size * execution.compute_bytes
+    )
+    cast = size * (execution.compute_bytes + execution.weight_bytes) if rounded else 0
+    if execution.head != "chunked" or labelled <= CHUNK_TOKENS:
         return norm + max(loss, product, cast)
     # A loss in chunks adds up the weight's gradient over them. The first two are transposed views, which autograd's
     # engine does not add to in place.
-    so_far = size * path.weight_bytes
+    so_far = size * execution.weight_bytes
     return norm + max(so_far + max(loss, product, cast), 3 * so_far + _kept_for_chunks(shape, labelled))
 
 
-def _scores(shape: ModelShape, path: Execution, labelled: int, per_score: int) -> float:
+def _scores(shape: ModelShape, execution: Execution, labelled: int, per_score: int) -> float:
     """Of the scores over the vocabulary that exist at once, with what a chunked loss keeps for all tokens."""
-    per_score += path.logits_bytes if shape.softcap_final else 0  # its tanh is saved
-    if path.head == "standard":
+    per_score += execution.logits_bytes if shape.softcap_final else 0  # its tanh is saved
+    if execution.head == "standard":
         return float(labelled * shape.vocab * per_score)
-    if path.head == "chunked":
+    if execution.head == "chunked":
         chunk = min(labelled, CHUNK_TOKENS) * shape.vocab
-        rounded = _rounded_for_chunks(shape, path)
+        rounded = _rounded_for_chunks(shape, execution)
         widened = (
-            norm_out_bytes(shape, path) * shape.vocab * shape.hidden + path.compute_bytes * chunk if rounded else 0
+            norm_out_bytes(shape, execution) * shape.vocab * shape.hidden + execution.compute_bytes * chunk
+            if rounded
+            else 0
         )
         scores = (5 if shape.softcap_final else 4) * FP32 * chunk  # the fifth is the tanh
         return rounded + max(scores, widened) + _kept_for_chunks(shape, labelled)
-    return float(liger_chunk(shape, labelled) * shape.vocab * per_score) + labelled * shape.hidden * path.compute_bytes
+    return (
+        float(liger_chunk(shape, labelled) * shape.vocab * per_score)
+        + labelled * shape.hidden * execution.compute_bytes
+    )
 
 
 def _kept_for_chunks(shape: ModelShape, labelled: int) -> float:
@@ -63,22 +70,22 @@ def _kept_for_chunks(shape: ModelShape, labelled: int) -> float:
     return float(labelled * shape.hidden * FP32)
 
 
-def _rounded_for_chunks(shape: ModelShape, path: Execution) -> float:
+def _rounded_for_chunks(shape: ModelShape, execution: Execution) -> float:
     """TRL widens a 16-bit head to hidden states that a layer norm made fp32, and autocast rounds it back."""
-    if norm_out_bytes(shape, path) == path.weight_bytes or path.weight_bytes != path.compute_bytes:
+    if norm_out_bytes(shape, execution) == execution.weight_bytes or execution.weight_bytes != execution.compute_bytes:
         return 0.0
-    return float(path.compute_bytes * shape.vocab * shape.hidden)
+    return float(execution.compute_bytes * shape.vocab * shape.hidden)
 
 
 def liger_chunk(shape: ModelShape, labelled: int) -> int:
     """Tokens per chunk of Liger's fused loss (liger-kernel, `fused_linear_cross_entropy_forward`)."""
-    pieces = -(-shape.vocab // shape.hidden)
-    chunk = -(-labelled // pieces)
+    chunks = -(-shape.vocab // shape.hidden)
+    chunk = -(-labelled // chunks)
     return min(labelled, 1 << (chunk - 1).bit_length() if chunk > 1 else 1)
 
 
-def _rounded_head(shape: ModelShape, path: Execution) -> float:
+def _rounded_head(shape: ModelShape, execution: Execution) -> float:
     """The head's weight as the product takes it, where autocast rounds it."""
-    if not path.has_autocast or path.weight_bytes == path.compute_bytes:
+    if not execution.has_autocast or execution.weight_bytes == execution.compute_bytes:
         return 0.0
-    return float(path.compute_bytes * shape.vocab * shape.hidden)
+    return float(execution.compute_bytes * shape.vocab * shape.hidden)

@@ -47,100 +47,102 @@ class LayerBytes:
         return max(self.kept + self.transient, self.kept_without_mlp + self.transient_attention)
 
 
-def layer_bytes(shape: ModelShape, path: Execution, tokens: int, seq: int) -> LayerBytes:
+def layer_bytes(shape: ModelShape, execution: Execution, tokens: int, seq: int) -> LayerBytes:
     """Bytes of one layer for a micro-batch of `tokens` in rows of `seq`."""
-    mlp = _mlp_kept(shape, path) * tokens + _fixed(shape, path, of_mlp=True)
-    rest = (_norms_kept(shape, path) + _attention_kept(shape, path, seq)) * tokens + _fixed(shape, path, of_mlp=False)
+    mlp = _mlp_kept(shape, execution) * tokens + _fixed(shape, execution, of_mlp=True)
+    rest = (_norms_kept(shape, execution) + _attention_kept(shape, execution, seq)) * tokens + _fixed(
+        shape, execution, of_mlp=False
+    )
     return LayerBytes(
         kept=mlp + rest,
-        transient=_mlp_transient(shape, path, tokens) + _stream_gradient(shape, path) * tokens,
+        transient=_mlp_transient(shape, execution, tokens) + _stream_gradient(shape, execution) * tokens,
         kept_without_mlp=rest,
-        transient_attention=(_attention_transient(shape, path, seq) + _stream_gradient(shape, path)) * tokens,
+        transient_attention=(_attention_transient(shape, execution, seq) + _stream_gradient(shape, execution)) * tokens,
     )
 
 
-def stream_bytes(shape: ModelShape, path: Execution) -> int:
+def stream_bytes(shape: ModelShape, execution: Execution) -> int:
     """Of the residual stream: fp32 where 4-bit layers answer to a layer norm's fp32 under autocast."""
-    return max(path.stream_bytes, inner_bytes(shape, path)) if path.four_bit else path.stream_bytes
+    return max(execution.stream_bytes, inner_bytes(shape, execution)) if execution.four_bit else execution.stream_bytes
 
 
-def norm_out_bytes(shape: ModelShape, path: Execution) -> int:
+def norm_out_bytes(shape: ModelShape, execution: Execution) -> int:
     """Of what a norm writes: torch's layer norm writes fp32 under autocast, an RMS norm the stream's dtype."""
-    return FP32 if shape.norm == "layer" and path.has_autocast else path.stream_bytes
+    return FP32 if shape.norm == "layer" and execution.has_autocast else execution.stream_bytes
 
 
-def inner_bytes(shape: ModelShape, path: Execution) -> int:
+def inner_bytes(shape: ModelShape, execution: Execution) -> int:
     """Of what a linear writes. A 4-bit layer answers in its input's dtype (bitsandbytes, `Linear4bit.forward`)."""
-    into = norm_out_bytes(shape, path)
-    if path.has_autocast and not (path.four_bit and into == FP32):
-        return path.compute_bytes
+    into = norm_out_bytes(shape, execution)
+    if execution.has_autocast and not (execution.four_bit and into == FP32):
+        return execution.compute_bytes
     return into
 
 
-def norm_kept(shape: ModelShape, path: Execution) -> float:
+def norm_kept(shape: ModelShape, execution: Execution) -> float:
     """Per token, of one norm over the stream."""
     if shape.norm == "layer":
         # torch saves the input, which autocast has copied to fp32.
-        return shape.hidden * (FP32 if path.has_autocast else stream_bytes(shape, path))
-    trained = path.stream_bytes if path.trains_all else 0
+        return shape.hidden * (FP32 if execution.has_autocast else stream_bytes(shape, execution))
+    trained = execution.stream_bytes if execution.trains_all else 0
     return shape.hidden * (FP32 + trained)
 
 
-def _norms_kept(shape: ModelShape, path: Execution) -> float:
+def _norms_kept(shape: ModelShape, execution: Execution) -> float:
     per_head = 0.0
     if shape.qk_norm:
         widths = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim
-        per_head = widths * (FP32 + (inner_bytes(shape, path) if path.trains_all else 0))
-    return copies_of_stream(shape, path) * norm_kept(shape, path) + per_head
+        per_head = widths * (FP32 + (inner_bytes(shape, execution) if execution.trains_all else 0))
+    return copies_of_stream(shape, execution) * norm_kept(shape, execution) + per_head
 
 
-def norm_moment(shape: ModelShape, path: Execution) -> float:
+def norm_moment(shape: ModelShape, execution: Execution) -> float:
     """Per token, what differentiating one norm over the stream holds beside what it kept."""
     # An RMS norm is written in elementary operations, five of whose fp32 gradients are alive at once.
     return shape.hidden * FP32 * (5 if shape.norm == "rms" else 2)
 
 
-def copies_of_stream(shape: ModelShape, path: Execution) -> int:
+def copies_of_stream(shape: ModelShape, execution: Execution) -> int:
     """Tensors that a layer's norms keep: norms of a parallel block read the same stream, and where it is fp32 they keep
     it itself and not a copy each."""
-    return 1 if shape.parallel_block and stream_bytes(shape, path) == FP32 else shape.norms_per_layer
+    return 1 if shape.parallel_block and stream_bytes(shape, execution) == FP32 else shape.norms_per_layer
 
 
-def _attention_kept(shape: ModelShape, path: Execution, seq: int) -> float:
-    inner = inner_bytes(shape, path)
+def _attention_kept(shape: ModelShape, execution: Execution, seq: int) -> float:
+    inner = inner_bytes(shape, execution)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    held = query if path.repeats_kv or path.attention == "eager" else keys
+    held = query if execution.repeats_kv or execution.attention == "eager" else keys
     linears = _linears(shape, of_mlp=False)
-    entering = _inputs_kept(shape, path, linears, width=shape.hidden, into=norm_out_bytes(shape, path))
-    leaving = _inputs_kept(shape, path, linears, width=query, into=inner, is_attention_output=True)
-    if path.attention == "eager":
+    entering = _inputs_kept(shape, execution, linears, width=shape.hidden, into=norm_out_bytes(shape, execution))
+    leaving = _inputs_kept(shape, execution, linears, width=query, into=inner, is_attention_output=True)
+    if execution.attention == "eager":
         probabilities = shape.heads * seq * (FP32 + (inner if inner < FP32 else 0))
         return entering + leaving + inner * (query + 2 * held) + probabilities
-    saved = path.compute_bytes if path.has_autocast else inner  # autocast rounds what goes into the kernel
+    saved = execution.compute_bytes if execution.has_autocast else inner  # autocast rounds what goes into the kernel
     # Values that are a part of one tensor with queries and keys keep all of it, while rotation makes new ones of those.
     is_fused = len(linears) == 2 and shape.family not in UNROTATED and saved == inner
     return entering + leaving + saved * (2 * query + 2 * held + (query + keys if is_fused else 0)) + FP32 * shape.heads
 
 
-def _mlp_kept(shape: ModelShape, path: Execution) -> float:
+def _mlp_kept(shape: ModelShape, execution: Execution) -> float:
     linears = _linears(shape, of_mlp=True)
-    entering = _inputs_kept(shape, path, linears, width=shape.hidden, into=norm_out_bytes(shape, path))
-    product = _inputs_kept(shape, path, linears, width=shape.mlp, into=_product_bytes(shape, path))
-    return entering + product + shape.mlp * _activation_kept(shape, path)
+    entering = _inputs_kept(shape, execution, linears, width=shape.hidden, into=norm_out_bytes(shape, execution))
+    product = _inputs_kept(shape, execution, linears, width=shape.mlp, into=_product_bytes(shape, execution))
+    return entering + product + shape.mlp * _activation_kept(shape, execution)
 
 
-def _activation_kept(shape: ModelShape, path: Execution) -> float:
+def _activation_kept(shape: ModelShape, execution: Execution) -> float:
     """Per token and unit of the MLP's width; gated: what goes into the activation, what comes out, and its factor."""
-    inner = inner_bytes(shape, path)
+    inner = inner_bytes(shape, execution)
     if shape.activation not in COMPOSED:
         return inner * (3 if shape.gated_mlp else 1)
     gate = 2 * inner if shape.gated_mlp else 0
-    return gate + 3 * _product_bytes(shape, path) + inner
+    return gate + 3 * _product_bytes(shape, execution) + inner
 
 
-def _product_bytes(shape: ModelShape, path: Execution) -> int:
+def _product_bytes(shape: ModelShape, execution: Execution) -> int:
     """Of what the activation hands to the down projection."""
-    return FP32 if shape.activation in COMPOSED and path.has_autocast else inner_bytes(shape, path)
+    return FP32 if shape.activation in COMPOSED and execution.has_autocast else inner_bytes(shape, execution)
 
 
 def _linears(shape: ModelShape, *, of_mlp: bool) -> list[Linear]:
@@ -149,7 +151,7 @@ def _linears(shape: ModelShape, *, of_mlp: bool) -> list[Linear]:
 
 def _inputs_kept(
     shape: ModelShape,
-    path: Execution,
+    execution: Execution,
     linears: list[Linear],
     *,
     width: int,
@@ -160,16 +162,16 @@ def _inputs_kept(
     reads = [
         linear for linear in linears if linear.inputs == width and _reads(shape, linear, width, is_attention_output)
     ]
-    adapter = path.adapter
+    adapter = execution.adapter
     total, is_shared = 0.0, False
     for linear in reads:
         if adapter is None:
-            copied = path.has_autocast and into != path.compute_bytes
-            total += path.compute_bytes * width if copied else 0
+            copied = execution.has_autocast and into != execution.compute_bytes
+            total += execution.compute_bytes * width if copied else 0
             is_shared |= not copied
         elif adapter.covers(linear):
-            own = pair_input_bytes(path, adapter, into)
-            total += own * width + pair_kept(path, adapter, linear, into)
+            own = pair_input_bytes(execution, adapter, into)
+            total += own * width + pair_kept(execution, adapter, linear, into)
             is_shared |= own == 0
     is_kept_already = is_attention_output and shape.family not in CONCATENATED
     return total + (into * width if is_shared and not is_kept_already else 0)
@@ -187,72 +189,82 @@ def _output_projection(shape: ModelShape) -> Linear:
     return _linears(shape, of_mlp=False)[-1]
 
 
-def _fixed(shape: ModelShape, path: Execution, *, of_mlp: bool) -> float:
+def _fixed(shape: ModelShape, execution: Execution, *, of_mlp: bool) -> float:
     """Rounded copies of what trains in fp32, which autograd keeps under autocast."""
-    if not path.has_autocast or path.trained_bytes == path.compute_bytes:
+    if not execution.has_autocast or execution.trained_bytes == execution.compute_bytes:
         return 0.0
-    adapter, linears = path.adapter, _linears(shape, of_mlp=of_mlp)
+    adapter, linears = execution.adapter, _linears(shape, of_mlp=of_mlp)
     if adapter is None:
-        return float(path.compute_bytes * sum(each.inputs * each.outputs for each in linears))
+        return float(execution.compute_bytes * sum(each.inputs * each.outputs for each in linears))
     widths = sum(each.inputs + each.outputs for each in linears if adapter.covers(each))
-    return float(path.compute_bytes * adapter.rank * widths)
+    return float(execution.compute_bytes * adapter.rank * widths)
 
 
-def _stream_gradient(shape: ModelShape, path: Execution) -> float:
+def _stream_gradient(shape: ModelShape, execution: Execution) -> float:
     """Per token: the gradient of the stream, and its rounded copy that enters the branch."""
-    inner, stream = inner_bytes(shape, path), stream_bytes(shape, path)
+    inner, stream = inner_bytes(shape, execution), stream_bytes(shape, execution)
     return shape.hidden * (stream + (inner if inner != stream else 0))
 
 
-def _mlp_transient(shape: ModelShape, path: Execution, tokens: int) -> float:
+def _mlp_transient(shape: ModelShape, execution: Execution, tokens: int) -> float:
     """The most that is held in the MLP beside `kept`: when its output is made, or while that is differentiated."""
     down = next(linear for linear in reversed(shape.linears) if linear.is_mlp)
-    into = _product_bytes(shape, path)
+    into = _product_bytes(shape, execution)
     factors = 3 if shape.gated_mlp or shape.activation in COMPOSED else 2
-    is_pair = path.adapter is not None and path.adapter.covers(down)
+    is_pair = execution.adapter is not None and execution.adapter.covers(down)
     is_fused = any(each.is_mlp and each.outputs == 2 * shape.mlp for each in shape.linears)
-    moments = pair_moments(path, path.adapter, into, is_fused) if is_pair and path.adapter else PairMoments(0, 0, into)
-    weight = _weight_moment(path, down)
-    own_gradient = path.weight_bytes * down.inputs * down.outputs if path.trains_all else 0
+    moments = (
+        pair_moments(execution, execution.adapter, into, is_fused)
+        if is_pair and execution.adapter
+        else PairMoments(0, 0, into)
+    )
+    weight = _weight_moment(execution, down)
+    own_gradient = execution.weight_bytes * down.inputs * down.outputs if execution.trains_all else 0
     # Unpacking starts with the scales, in fp32 before and after their offset is added (bitsandbytes, dequantize_4bit).
-    scales = 2 * FP32 / NF4_BLOCK * down.inputs * down.outputs if path.double_quant else 0
-    unpacking = weight + scales if path.four_bit else 0.0
-    in_forward = max(moments.forward * shape.mlp * tokens, unpacking) + _forward_streams(shape, path) * tokens
+    scales = 2 * FP32 / NF4_BLOCK * down.inputs * down.outputs if execution.double_quant else 0
+    unpacking = weight + scales if execution.four_bit else 0.0
+    in_forward = max(moments.forward * shape.mlp * tokens, unpacking) + _forward_streams(shape, execution) * tokens
     in_pair = moments.pair * shape.mlp * tokens
     arriving = (2 if is_pair else 1) * into - moments.released
     in_product = arriving * shape.mlp * tokens + weight
-    if path.four_bit and into != path.compute_bytes:  # the product's own gradient before it is as wide as its input
-        in_product = max(in_product, (arriving + path.compute_bytes) * shape.mlp * tokens)
+    if (
+        execution.four_bit and into != execution.compute_bytes
+    ):  # the product's own gradient before it is as wide as its input
+        in_product = max(in_product, (arriving + execution.compute_bytes) * shape.mlp * tokens)
     in_factors = (factors * into - moments.released) * shape.mlp * tokens + own_gradient
     is_normed_after = shape.norms_per_layer > 2 or shape.family in POST_NORMED
-    in_norm = norm_moment(shape, path) * tokens if is_normed_after else 0.0
+    in_norm = norm_moment(shape, execution) * tokens if is_normed_after else 0.0
     return max(in_forward, in_pair, in_product, in_factors, in_norm)
 
 
-def _forward_streams(shape: ModelShape, path: Execution) -> float:
+def _forward_streams(shape: ModelShape, execution: Execution) -> float:
     """Per token, while an MLP's output is made: the stream beside it, that output, and what the norm wrote."""
-    inner, out = inner_bytes(shape, path), norm_out_bytes(shape, path)
-    is_copied = path.adapter is not None and pair_input_bytes(path, path.adapter, out) > 0
-    return shape.hidden * (stream_bytes(shape, path) + inner + (out + inner if is_copied else 0))
+    inner, out = inner_bytes(shape, execution), norm_out_bytes(shape, execution)
+    is_copied = execution.adapter is not None and pair_input_bytes(execution, execution.adapter, out) > 0
+    return shape.hidden * (stream_bytes(shape, execution) + inner + (out + inner if is_copied else 0))
 
 
-def _weight_moment(path: Execution, linear: Linear) -> float:
+def _weight_moment(execution: Execution, linear: Linear) -> float:
     """Made for one product with a weight: the weight out of its 4 bits, or its gradient and that gradient in fp32."""
     size = linear.inputs * linear.outputs
-    if path.four_bit:
-        return path.compute_bytes * size
-    if path.trains_all:
-        rounded = path.compute_bytes if path.has_autocast and path.weight_bytes != path.compute_bytes else 0
-        return (path.weight_bytes + rounded) * size
+    if execution.four_bit:
+        return execution.compute_bytes * size
+    if execution.trains_all:
+        rounded = (
+            execution.compute_bytes
+            if execution.has_autocast and execution.weight_bytes != execution.compute_bytes
+            else 0
+        )
+        return (execution.weight_bytes + rounded) * size
     return 0.0
 
 
-def _attention_transient(shape: ModelShape, path: Execution, seq: int) -> float:
+def _attention_transient(shape: ModelShape, execution: Execution, seq: int) -> float:
     """Per token: gradients of the product's inputs and output, and what its kernel sums them up in."""
-    inner = inner_bytes(shape, path)
+    inner = inner_bytes(shape, execution)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    held = query if path.repeats_kv or path.attention == "eager" else keys
-    if path.attention == "eager":
+    held = query if execution.repeats_kv or execution.attention == "eager" else keys
+    if execution.attention == "eager":
         # The softmax, its gradient and that of the scores are fp32; the rounded probabilities are gone by then.
         return inner * query + shape.heads * seq * (2 * FP32 - (inner if inner < FP32 else 0))
     # Sums for the queries are fp32, and each head has gradients of the keys and values that it shares

@@ -38,16 +38,16 @@ class Rollout:
         return self.prompt_tokens + self.answer_tokens
 
 
-def cache_bytes(shape: ModelShape, path: Execution, rollout: Rollout) -> int:
+def cache_bytes(shape: ModelShape, execution: Execution, rollout: Rollout) -> int:
     """Keys and values of all layers for every answer at its longest; a sliding window keeps no more than itself."""
-    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * inner_bytes(shape, path)
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * inner_bytes(shape, execution)
     return rollout.answers * rollout.tokens * per_token
 
 
-def estimate_grpo(shape: ModelShape, path: Execution, rollout: Rollout) -> Footprint:
+def estimate_grpo(shape: ModelShape, execution: Execution, rollout: Rollout) -> Footprint:
     """Bytes of every phase of one GRPO step on one device that holds the whole model, in the steady state."""
-    standing = standing_bytes(shape, path)
-    reference = standing.weights if rollout.has_reference and path.trains_all else 0.0
+    standing = standing_bytes(shape, execution)
+    reference = standing.weights if rollout.has_reference and execution.trains_all else 0.0
     resident = {
         "weights": standing.weights,
         "adapters": standing.adapters,
@@ -56,13 +56,17 @@ def estimate_grpo(shape: ModelShape, path: Execution, rollout: Rollout) -> Footp
         "workspace": float(WORKSPACE_BYTES),
     }
     learned = Size(rows=rollout.learned_at_a_time, seq=rollout.tokens, accumulates=True)
-    one = layer_bytes(shape, path, learned.tokens, learned.seq)
-    scores = rollout.answers * shape.vocab * (path.logits_bytes + 4)  # of the newest token, and in fp32 to draw from
-    generate = {**resident, "key-value cache": float(cache_bytes(shape, path, rollout)), "head": float(scores)}
+    one = layer_bytes(shape, execution, learned.tokens, learned.seq)
+    scores = (
+        rollout.answers * shape.vocab * (execution.logits_bytes + 4)
+    )  # of the newest token, and in fp32 to draw from
+    generate = {**resident, "key-value cache": float(cache_bytes(shape, execution, rollout)), "head": float(scores)}
     score = {
         **resident,
         "layer": LIVE_LAYERS * one.kept,
-        "head": head_in_forward(shape, path, learned.tokens, learned.rows * rollout.answer_tokens),
+        "head": head_in_forward(shape, execution, learned.tokens, learned.rows * rollout.answer_tokens),
     }
-    update = {name: {**parts, "reference": reference} for name, parts in estimate(shape, path, learned).phases.items()}
+    update = {
+        name: {**parts, "reference": reference} for name, parts in estimate(shape, execution, learned).phases.items()
+    }
     return Footprint({"generate": generate, "score": score, **update})

@@ -39,7 +39,7 @@ class DeviceShare:
 
 
 def share_of(
-    shape: ModelShape, path: Execution, standing: Standing, *, strategy: Strategy, world_size: int
+    shape: ModelShape, execution: Execution, standing: Standing, *, strategy: Strategy, world_size: int
 ) -> DeviceShare:
     """The part of one of `world_size` devices under `strategy`."""
     if strategy == "single":
@@ -48,17 +48,17 @@ def share_of(
         # torch copies gradients into buckets (DistributedDataParallel, gradient_as_bucket_view=False).
         return DeviceShare(standing, buffers=standing.gradients)
     if strategy.startswith("fsdp"):
-        return _fsdp(shape, path, standing, world_size, to_host=strategy.endswith("offload"))
-    return _zero(shape, path, standing, strategy=strategy, world_size=world_size)
+        return _fsdp(shape, execution, standing, world_size, to_host=strategy.endswith("offload"))
+    return _zero(shape, execution, standing, strategy=strategy, world_size=world_size)
 
 
 def _zero(
-    shape: ModelShape, path: Execution, standing: Standing, *, strategy: Strategy, world_size: int
+    shape: ModelShape, execution: Execution, standing: Standing, *, strategy: Strategy, world_size: int
 ) -> DeviceShare:
     stage, to_host = int(strategy[4]), strategy.endswith("offload")
-    trained = trained_params(shape, path)
-    weights = standing.weights * HALF / path.weight_bytes if path.trains_all else standing.weights
-    adapters = 0.0 if path.trains_all else float(trained * HALF)
+    trained = trained_params(shape, execution)
+    weights = standing.weights * HALF / execution.weight_bytes if execution.trains_all else standing.weights
+    adapters = 0.0 if execution.trains_all else float(trained * HALF)
     whole = weights + adapters
     if stage == 3:
         gathered = min(_gathered(shape, HALF, weights), whole * (1 - 1 / world_size))
@@ -78,8 +78,10 @@ def _zero(
     return DeviceShare(Standing(weights, adapters, gradients, optimizer), buffers, host)
 
 
-def _fsdp(shape: ModelShape, path: Execution, standing: Standing, world_size: int, *, to_host: bool) -> DeviceShare:
-    gathered = min(_gathered(shape, path.compute_bytes, standing.weights), standing.weights * (1 - 1 / world_size))
+def _fsdp(
+    shape: ModelShape, execution: Execution, standing: Standing, world_size: int, *, to_host: bool
+) -> DeviceShare:
+    gathered = min(_gathered(shape, execution.compute_bytes, standing.weights), standing.weights * (1 - 1 / world_size))
     parts = Standing(*(part / world_size for part in vars(standing).values()))
     if not to_host:
         return DeviceShare(parts, gathered)

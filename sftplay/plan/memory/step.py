@@ -1,4 +1,4 @@
-"""The closed form: bytes on one device at each phase of a training step, from a shape, a code path and a size.
+"""The closed form: bytes on one device at each phase of a training step, from a shape, an execution and a size.
 
 It allocates nothing and imports no torch. What several devices share or split is `sharding`'s business. Figures are
 what torch's allocator hands out (`max_memory_allocated`); the process around it is added by `budget`.
@@ -71,27 +71,27 @@ class Standing:
     optimizer: float
 
 
-def standing_bytes(shape: ModelShape, path: Execution) -> Standing:
+def standing_bytes(shape: ModelShape, execution: Execution) -> Standing:
     """Weights, adapters, gradients and optimizer state of a model that no one shares."""
-    trained = trained_params(shape, path)
+    trained = trained_params(shape, execution)
     others = shape.total_params - shape.linear_params + shape.vision_params
     return Standing(
-        weights=shape.linear_params * path.linear_bytes + others * path.weight_bytes,
-        adapters=0.0 if path.trains_all else float(trained * path.trained_bytes),
-        gradients=float(trained * path.trained_bytes),
-        optimizer=trained * path.state_bytes,
+        weights=shape.linear_params * execution.linear_bytes + others * execution.weight_bytes,
+        adapters=0.0 if execution.trains_all else float(trained * execution.trained_bytes),
+        gradients=float(trained * execution.trained_bytes),
+        optimizer=trained * execution.state_bytes,
     )
 
 
 def estimate(
-    shape: ModelShape, path: Execution, size: Size, *, standing: Standing | None = None, buffers: float = 0.0
+    shape: ModelShape, execution: Execution, size: Size, *, standing: Standing | None = None, buffers: float = 0.0
 ) -> Footprint:
     """Bytes of every phase of one optimizer step on one device, in the steady state.
 
     `standing` is the device's part of what lies there throughout, None for all of it; `buffers` is what communication
     adds. The optimizer's state exists from the second step on, so the first step may fit where later ones do not.
     """
-    standing = standing or standing_bytes(shape, path)
+    standing = standing or standing_bytes(shape, execution)
     resident = {
         "weights": standing.weights,
         "adapters": standing.adapters,
@@ -99,88 +99,92 @@ def estimate(
         "buckets and sharding": buffers,
         "workspace": float(WORKSPACE_BYTES),
     }
-    if path.is_masked:
-        resident["mask"] = float(_mask_bytes(shape, path) * size.rows * size.seq**2)
-    step = {"gradients": standing.gradients, "optimizer step": standing.gradients if path.is_foreach else 0.0}
+    if execution.is_masked:
+        resident["mask"] = float(_mask_bytes(shape, execution) * size.rows * size.seq**2)
+    step = {"gradients": standing.gradients, "optimizer step": standing.gradients if execution.is_foreach else 0.0}
     return Footprint(
         {
-            "head": {**resident, **_head_phase(shape, path, size, standing)},
-            "layer": {**resident, **_layer_phase(shape, path, size, standing)},
+            "head": {**resident, **_head_phase(shape, execution, size, standing)},
+            "layer": {**resident, **_layer_phase(shape, execution, size, standing)},
             "step": {**resident, "mask": 0.0, **step},
         }
     )
 
 
-def _mask_bytes(shape: ModelShape, path: Execution) -> int:
+def _mask_bytes(shape: ModelShape, execution: Execution) -> int:
     """Of an entry of rows x tokens x tokens; under checkpointing one layer's bias lives at a time."""
-    if path.attention == "eager":
+    if execution.attention == "eager":
         return MASK_BYTES + BIAS_BYTES
-    return MASK_BYTES + BIAS_BYTES * (1 if path.checkpointing else shape.layers)
+    return MASK_BYTES + BIAS_BYTES * (1 if execution.checkpointing else shape.layers)
 
 
-def kept_bytes(shape: ModelShape, path: Execution, size: Size) -> float:
+def kept_bytes(shape: ModelShape, execution: Execution, size: Size) -> float:
     """What all layers keep from forward to backward: their inputs, or with checkpointing off everything."""
-    if path.checkpointing:
-        return float(shape.layers * size.tokens * shape.hidden * stream_bytes(shape, path))
-    kept = shape.layers * layer_bytes(shape, path, size.tokens, size.seq).kept
+    if execution.checkpointing:
+        return float(shape.layers * size.tokens * shape.hidden * stream_bytes(shape, execution))
+    kept = shape.layers * layer_bytes(shape, execution, size.tokens, size.seq).kept
     # Without a gradient to hand to the frozen embedding, the norms that read it keep nothing.
-    first_norms = copies_of_stream(shape, path) if shape.parallel_block else 1
-    return kept if path.trains_all else kept - first_norms * size.tokens * norm_kept(shape, path)
+    first_norms = copies_of_stream(shape, execution) if shape.parallel_block else 1
+    return kept if execution.trains_all else kept - first_norms * size.tokens * norm_kept(shape, execution)
 
 
-def _head_phase(shape: ModelShape, path: Execution, size: Size, standing: Standing) -> dict[str, float]:
+def _head_phase(shape: ModelShape, execution: Execution, size: Size, standing: Standing) -> dict[str, float]:
     """The end of forward or the begin of backward, whichever holds more."""
     labelled = size.tokens if size.labelled is None else size.labelled
     fullest = max(
-        head_in_forward(shape, path, size.tokens, labelled) + _rounded_layers(shape, path),
-        head_in_backward(shape, path, size.tokens, labelled),
+        head_in_forward(shape, execution, size.tokens, labelled) + _rounded_layers(shape, execution),
+        head_in_backward(shape, execution, size.tokens, labelled),
     )
     waiting = standing.gradients if size.accumulates else 0.0
-    return {"gradients": waiting, "activations": kept_bytes(shape, path, size), "head": fullest}
+    return {"gradients": waiting, "activations": kept_bytes(shape, execution, size), "head": fullest}
 
 
-def _layer_phase(shape: ModelShape, path: Execution, size: Size, standing: Standing) -> dict[str, float]:
+def _layer_phase(shape: ModelShape, execution: Execution, size: Size, standing: Standing) -> dict[str, float]:
     """Backward in the layer it enters first, or in the one it leaves last: gradients grow while activations go."""
-    layer = layer_bytes(shape, path, size.tokens, size.seq)
-    kept, gradients = kept_bytes(shape, path, size), standing.gradients
-    own = layer.peak if path.checkpointing else layer.peak - layer.kept
-    if path.checkpointing and shape.norm == "layer" and stream_bytes(shape, path) == FP32:
-        own -= size.tokens * norm_kept(shape, path)  # the first norm keeps the layer's input, which is there already
-    early, late = (gradients, gradients) if size.accumulates else _gradients_by_then(shape, path, gradients)
+    layer = layer_bytes(shape, execution, size.tokens, size.seq)
+    kept, gradients = kept_bytes(shape, execution, size), standing.gradients
+    own = layer.peak if execution.checkpointing else layer.peak - layer.kept
+    if execution.checkpointing and shape.norm == "layer" and stream_bytes(shape, execution) == FP32:
+        own -= size.tokens * norm_kept(
+            shape, execution
+        )  # the first norm keeps the layer's input, which is there already
+    early, late = (gradients, gradients) if size.accumulates else _gradients_by_then(shape, execution, gradients)
     first = {"gradients": early, "activations": kept, "layer": own}
     last = {"gradients": late, "activations": kept / shape.layers, "layer": own}
-    embedding = {"gradients": gradients, "layer": _embedding_moment(shape, path, size)}
-    last_norm = size.tokens * (norm_kept(shape, path) + norm_moment(shape, path))
+    embedding = {"gradients": gradients, "layer": _embedding_moment(shape, execution, size)}
+    last_norm = size.tokens * (norm_kept(shape, execution) + norm_moment(shape, execution))
     norm = {"gradients": early, "activations": kept, "layer": last_norm}
     return max(first, last, norm, embedding, key=lambda phase: sum(phase.values()))
 
 
-def _embedding_moment(shape: ModelShape, path: Execution, size: Size) -> float:
+def _embedding_moment(shape: ModelShape, execution: Execution, size: Size) -> float:
     """Gradient of the stream, and of the embedding where it meets the head's before both become the tied weight's."""
-    stream = float(size.tokens * shape.hidden * stream_bytes(shape, path))
-    if not path.trains_all:
+    stream = float(size.tokens * shape.hidden * stream_bytes(shape, execution))
+    if not execution.trains_all:
         return stream
-    own = shape.vocab * shape.hidden * path.trained_bytes
+    own = shape.vocab * shape.hidden * execution.trained_bytes
     # The head's gradient is a transposed view unless autocast rounded the weight; the engine adds to no view in place.
-    is_rounded = path.has_autocast and path.weight_bytes != path.compute_bytes
-    is_view = path.head == "standard" and not is_rounded
+    is_rounded = execution.has_autocast and execution.weight_bytes != execution.compute_bytes
+    is_view = execution.head == "standard" and not is_rounded
     return stream + own * (shape.tied * (1 + is_view) + size.accumulates)
 
 
-def _gradients_by_then(shape: ModelShape, path: Execution, gradients: float) -> tuple[float, float]:
+def _gradients_by_then(shape: ModelShape, execution: Execution, gradients: float) -> tuple[float, float]:
     """Gradients that exist when backward is in the layer it enters first, and in the one it leaves last.
 
     The head's is the first to be made and, untied, the embedding's the last.
     """
-    trained = trained_params(shape, path)
-    head = shape.vocab * shape.hidden / trained if path.trains_all else 0.0
-    layers = (shape.total_params - shape.other_params) / trained if path.trains_all else 1.0
+    trained = trained_params(shape, execution)
+    head = shape.vocab * shape.hidden / trained if execution.trains_all else 0.0
+    layers = (shape.total_params - shape.other_params) / trained if execution.trains_all else 1.0
     return gradients * head, gradients * (head + layers * (shape.layers - 1) / shape.layers)
 
 
-def _rounded_layers(shape: ModelShape, path: Execution) -> float:
+def _rounded_layers(shape: ModelShape, execution: Execution) -> float:
     """16-bit copies of what trains in the layers; autocast keeps them from their first use to the end of forward."""
-    is_kept = not path.checkpointing  # then they are among the activations
-    if is_kept or not path.has_autocast or path.trained_bytes == path.compute_bytes:
+    is_kept = not execution.checkpointing  # then they are among the activations
+    if is_kept or not execution.has_autocast or execution.trained_bytes == execution.compute_bytes:
         return 0.0
-    return float(path.compute_bytes * (shape.linear_params if path.trains_all else trained_params(shape, path)))
+    return float(
+        execution.compute_bytes * (shape.linear_params if execution.trains_all else trained_params(shape, execution))
+    )

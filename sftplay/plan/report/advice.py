@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.budget import Device
-from sftplay.plan.memory.execution import execution_of
-from sftplay.plan.memory.forecast import Forecast, Setting, forecast
+from sftplay.plan.memory.forecast import Place, forecast_one_row
 from sftplay.plan.memory.sharding import Strategy
-from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 
 SHORTEST = 128
@@ -38,14 +35,6 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run would be: the kind of device, and how many processes."""
-
-    device: Device
-    world_size: int
-
-
-@dataclass(frozen=True)
 class _Step:
     """A change of config values, or of the strategy the processes share the model by."""
 
@@ -55,7 +44,7 @@ class _Step:
 
 
 def suggest(cfg: RunConfig, shape: ModelShape, place: Place) -> list[Suggestion]:
-    """Changes that make a run fit with one row a piece; when no single one does, all of them, added up in order.
+    """Changes that make a run fit with one row a micro-batch; where no single one does, all of them added up in order.
 
     `cfg` has no `auto` besides its sizes.
     """
@@ -75,23 +64,10 @@ def suggest(cfg: RunConfig, shape: ModelShape, place: Place) -> list[Suggestion]
 def _try(cfg: RunConfig, shape: ModelShape, place: Place, steps: list[_Step]) -> Suggestion:
     values = {key: value for step in steps for key, value in step.values.items()}
     changed = cfg.with_values(values, "suggestion") if values else cfg
-    strategy = next((step.strategy for step in reversed(steps) if step.strategy), None)
-    seen = look_at_one_row(changed, shape, place, strategy)
-    return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, 1, seen.verdict == "fits")
-
-
-def look_at_one_row(cfg: RunConfig, shape: ModelShape, place: Place, strategy: Strategy | None = None) -> Forecast:
-    """The forecast with one row a piece, the least a run can do with."""
     usual: Strategy = "single" if place.world_size == 1 else "ddp"
-    setting = Setting(
-        shape=shape,
-        path=execution_of(cfg),
-        device=place.device,
-        strategy=strategy or usual,
-        world_size=place.world_size,
-    )
-    share = cfg.train.effective_batch_size // place.world_size
-    return forecast(setting, Size(rows=1, seq=cfg.model.max_seq_len, accumulates=share > 1))
+    strategy = next((step.strategy for step in reversed(steps) if step.strategy), usual)
+    seen = forecast_one_row(changed, shape, place=place, strategy=strategy)
+    return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, 1, seen.verdict == "fits")
 
 
 def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:

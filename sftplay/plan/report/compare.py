@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.budget import Device
-from sftplay.plan.memory.execution import execution_of
-from sftplay.plan.memory.forecast import Forecast, Setting, forecast
+from sftplay.plan.memory.forecast import Forecast, Place, forecast_one_row
 from sftplay.plan.memory.sharding import STRATEGIES, Strategy
-from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 
 MODES = ("full", "lora", "qlora")
@@ -28,7 +25,7 @@ RANK: tuple[Strategy, ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """One mode under one strategy, with one row a piece."""
+    """One mode under one strategy, with one row a micro-batch."""
 
     mode: str
     strategy: Strategy
@@ -49,12 +46,12 @@ class Row:
         }
 
 
-def compare(cfg: RunConfig, shape: ModelShape, device: Device, world_size: int) -> list[Row]:
+def compare(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Row]:
     """All rows that make sense here. Recommended is the config's own mode where some strategy fits it, else the nearest
     cheaper mode, under the strategy that communicates least."""
-    rows = list(_rows(cfg, shape, device, world_size))
+    rows = list(_rows(cfg, shape, place))
     wanted = MODES[MODES.index(cfg.tuning.mode) :]
-    using_all = [row for row in rows if world_size == 1 or row.strategy != "single"]
+    using_all = [row for row in rows if place.world_size == 1 or row.strategy != "single"]
     best = min(
         (row for row in using_all if row.mode in wanted and row.forecast.verdict == "fits"),
         key=lambda row: (wanted.index(row.mode), RANK.index(row.strategy)),
@@ -63,17 +60,14 @@ def compare(cfg: RunConfig, shape: ModelShape, device: Device, world_size: int) 
     return [Row(row.mode, row.strategy, row.forecast, row is best) for row in rows]
 
 
-def _rows(cfg: RunConfig, shape: ModelShape, device: Device, world_size: int) -> Iterator[Row]:
+def _rows(cfg: RunConfig, shape: ModelShape, place: Place) -> Iterator[Row]:
     for mode in MODES:
-        path = execution_of(cfg.with_values({"tuning.mode": mode}, "compare"))
+        tuned = cfg.with_values({"tuning.mode": mode}, "compare")
         for strategy in STRATEGIES:
             alone = strategy == "single"
-            if (not alone and world_size == 1) or (mode == "qlora" and strategy in WITHOUT_FOUR_BIT):
+            if (not alone and place.world_size == 1) or (mode == "qlora" and strategy in WITHOUT_FOUR_BIT):
                 continue
-            if not device.is_gpu and strategy not in ("single", "ddp"):
+            if not place.device.is_gpu and strategy not in ("single", "ddp"):
                 continue
-            setting = Setting(
-                shape=shape, path=path, device=device, strategy=strategy, world_size=1 if alone else world_size
-            )
-            size = Size(rows=1, seq=cfg.model.max_seq_len, accumulates=cfg.train.effective_batch_size > world_size)
-            yield Row(mode, strategy, forecast(setting, size))
+            own = Place(place.device, 1) if alone else place
+            yield Row(mode, strategy, forecast_one_row(tuned, shape, place=own, strategy=strategy))

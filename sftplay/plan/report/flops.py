@@ -1,6 +1,6 @@
 """Model FLOPs: the multiplications and additions that training a row needs, whoever computes them.
 
-What a code path adds is not counted: padding, scores of tokens without a label, recomputation under gradient
+What an execution adds is not counted: padding, scores of tokens without a label, recomputation under gradient
 checkpointing or in a fused kernel, the optimizer, and all that is no matrix product. So a share of a card's peak that
 follows from it (MFU: PaLM, Chowdhery 2022, appendix B) never grows by work that teaches nothing.
 """
@@ -61,7 +61,7 @@ def seen_pairs(tokens: int, window: int | None = None) -> int:
     return full * (full + 1) // 2 + (tokens - full) * full
 
 
-def model_flops(shape: ModelShape, path: Execution) -> ModelFlops | None:
+def model_flops(shape: ModelShape, execution: Execution) -> ModelFlops | None:
     """The operations of a model of this shape; None where the shape leaves parts of the model out.
 
     A product takes 2 operations a weight forward, 2 for the gradient of its input, and 2 for that of its weight where
@@ -69,9 +69,9 @@ def model_flops(shape: ModelShape, path: Execution) -> ModelFlops | None:
     """
     if shape.unmodelled:
         return None
-    first = _layer(shape, path.adapter, reached=_trains(path.adapter, EMBEDDINGS))
-    later = _layer(shape, path.adapter, reached=True)
-    head = FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT * _trains(path.adapter, HEADS)
+    first = _layer(shape, execution.adapter, reached=_trains(execution.adapter, EMBEDDINGS))
+    later = _layer(shape, execution.adapter, reached=True)
+    head = FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT * _trains(execution.adapter, HEADS)
     near_layers = _layers_with_window(shape)
     # Only the first layer may lack a gradient; a pattern of several kinds of layers ends with one that sees all.
     first_is_near = near_layers > 0

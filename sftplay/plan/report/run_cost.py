@@ -43,11 +43,11 @@ def workload_of(cfg: RunConfig, setting: Setting) -> Workload:
     train = cfg.train
     steps, reason = _steps(cfg)
     tokens = steps * train.effective_batch_size * cfg.model.max_seq_len if steps is not None else None
-    trained = trained_params(setting.shape, setting.path)
-    checkpoint = int(trained * (setting.path.trained_bytes + setting.path.state_bytes))
+    trained = trained_params(setting.shape, setting.execution)
+    checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
     seconds, basis = _seconds(setting, tokens)
     # One more lies there while the newest is written, and the result at the end.
-    disk = checkpoint * (train.save_total_limit + 1) + trained * setting.path.trained_bytes
+    disk = checkpoint * (train.save_total_limit + 1) + trained * setting.execution.trained_bytes
     return Workload(steps, reason, tokens, checkpoint, disk, seconds, basis)
 
 
@@ -87,8 +87,8 @@ def _seconds(setting: Setting, tokens: int | None) -> tuple[float | None, str]:
 def flops_per_token(setting: Setting) -> float:
     """Operations of one step per token in products with weights; those between queries and keys come to a few percent
     below some thousand tokens (PaLM, Chowdhery 2022, appendix B) and are left out."""
-    shape, path = setting.shape, setting.path
-    passes = FORWARD + BACKWARD_INPUT + (FORWARD if path.checkpointing else 0)
-    passes += BACKWARD_WEIGHT if path.trains_all else 0
+    shape, execution = setting.shape, setting.execution
+    passes = FORWARD + BACKWARD_INPUT + (FORWARD if execution.checkpointing else 0)
+    passes += BACKWARD_WEIGHT if execution.trains_all else 0
     weights = shape.linear_params + shape.vocab * shape.hidden
     return float(passes * weights)

@@ -1,4 +1,4 @@
-"""A plan in words and figures, as `make plan` prints it; what each line means is in docs/plan.md."""
+"""The lines of a plan as `make plan` prints them; docs/plan.md says what each one means."""
 
 from __future__ import annotations
 

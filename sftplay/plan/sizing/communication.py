@@ -1,4 +1,4 @@
-"""What gradients travel over: a link's nominal speed, the time an exchange takes on it, and the hooks it carries."""
+"""What gradients travel over: a link's nominal speed, the time of an exchange on it, and the hooks it supports."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def nominal_link(machine: Machine, nproc: int, nnodes: int) -> tuple[float | Non
         return None, "the network between the nodes: its nominal speed is not known here"
     if not machine.gpus:
         return None, "loopback, which is this machine's memory: it has no nominal speed"
-    words = {word for i, row in enumerate(machine.links[:nproc]) for word in row[i + 1 : nproc]}
-    if not words:
+    kinds = {kind for i, row in enumerate(machine.links[:nproc]) for kind in row[i + 1 : nproc]}
+    if not kinds:
         return None, "the driver does not say how the GPUs are joined"
-    counts = [int(word[2:]) for word in words if word.startswith("NV") and word[2:].isdigit()]
+    counts = [int(kind[2:]) for kind in kinds if kind.startswith("NV") and kind[2:].isdigit()]
     capability = machine.gpus[0].capability
     each = None if capability == SLOWER_NVLINK else NVLINK_BYTES_PER_S.get(capability[0])
-    if len(counts) < len(words) or each is None:
-        return None, f"{', '.join(sorted(words))}: its nominal speed is not known here"
+    if len(counts) < len(kinds) or each is None:
+        return None, f"{', '.join(sorted(kinds))}: its nominal speed is not known here"
     return min(counts) * each, f"NVLink, {min(counts)} links of {each / 1e9:g} GB/s each way"
 
 
 def turning_bytes(sweep: Sequence[Exchange]) -> int:
-    """The size whose exchange spends as long on starting as on sending: the smallest size's time, at the best speed."""
+    """The size whose exchange takes as long to start as to send: the smallest size's time, at the best speed."""
     return round(sweep[0].latency_s * max(each.algorithm_bytes_per_s() for each in sweep))
 
 
@@ -77,7 +77,7 @@ def exchange_s(sweep: Sequence[Exchange], total_bytes: float, bucket_bytes: floa
 
 
 def refuse_hook(cfg: RunConfig, machine: Machine, world_size: int) -> None:
-    """Let a run go on only where its processes' exchange carries `cluster.comm.hook`.
+    """Check that the communication between the processes supports `cluster.comm.hook`.
 
     Raises:
         MachineError: it does not.

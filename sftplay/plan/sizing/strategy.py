@@ -5,16 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.plan.memory.budget import Device
-from sftplay.plan.memory.execution import execution_of
-from sftplay.plan.memory.forecast import Forecast, Setting, forecast
+from sftplay.plan.memory.forecast import Place, forecast_one_row
 from sftplay.plan.memory.sharding import Strategy
-from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision
 from sftplay.units import format_bytes
 
-KEY = "cluster.strategy"
+STRATEGY = "cluster.strategy"
 
 
 def planned_strategy(cfg: RunConfig, world_size: int) -> Strategy:
@@ -26,25 +23,27 @@ def planned_strategy(cfg: RunConfig, world_size: int) -> Strategy:
     return kinds.get(cfg.cluster.strategy, "ddp")
 
 
-def choose_strategy(cfg: RunConfig, shape: ModelShape | None, device: Device, world_size: int) -> Decision:
+def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decision:
     """The first of ddp, zero3 and fsdp that holds one row at a time; ddp where none does or nothing can be said."""
-    if world_size == 1:
-        return Decision(KEY, "ddp", "one process holds everything")
+    if place.world_size == 1:
+        return Decision("ddp", "one process holds everything")
     if shape is None:
-        return Decision(KEY, "ddp", "the model's shape is not known here, so nothing says that it must be split")
-    if not device.is_gpu:
-        return Decision(KEY, "ddp", "processes on CPUs share one memory: a split would save nothing")
-    whole = _one_row(cfg, shape, device, ("ddp", world_size))
+        return Decision("ddp", "the model's shape is not known here, so nothing says that it must be split")
+    if not place.device.is_gpu:
+        return Decision("ddp", "processes on CPUs share one memory: a split would save nothing")
+    whole = forecast_one_row(cfg, shape, place=place, strategy="ddp")
+    need = format_bytes(whole.peak_bytes)
     if whole.verdict != "does_not_fit":
-        return Decision(KEY, "ddp", f"each GPU can hold all of it{_saving(cfg, shape, device, whole)}")
+        saved = whole.peak_bytes - forecast_one_row(cfg, shape, place=place, strategy="zero2").peak_bytes
+        saving = f"; zero2 would save {format_bytes(saved)} of {need}" if saved > 0 else ""
+        return Decision("ddp", f"each GPU can hold all of it{saving}")
     for strategy in _splits(cfg):
-        split = _one_row(cfg, shape, device, (strategy, world_size))
+        split = forecast_one_row(cfg, shape, place=place, strategy=strategy)
         if split.verdict != "does_not_fit":
-            need, room = format_bytes(whole.peak_bytes), format_bytes(whole.budget_bytes)
-            return Decision(
-                KEY, strategy, f"ddp needs {need} of {room} on each GPU, split it is {format_bytes(split.peak_bytes)}"
-            )
-    return Decision(KEY, "ddp", "no split makes it fit either")
+            room = format_bytes(whole.budget_bytes)
+            reason = f"ddp needs {need} of {room} on each GPU, split it is {format_bytes(split.peak_bytes)}"
+            return Decision(strategy, reason)
+    return Decision("ddp", "no split makes it fit either")
 
 
 def _splits(cfg: RunConfig) -> tuple[Strategy, ...]:
@@ -52,16 +51,3 @@ def _splits(cfg: RunConfig) -> tuple[Strategy, ...]:
     if cfg.tuning.mode == "qlora" or find_spec("deepspeed") is None:
         return ("fsdp",)
     return ("zero3", "fsdp")
-
-
-def _saving(cfg: RunConfig, shape: ModelShape, device: Device, whole: Forecast) -> str:
-    split = _one_row(cfg, shape, device, ("zero2", whole.setting.world_size))
-    saved = whole.peak_bytes - split.peak_bytes
-    return f"; zero2 would save {format_bytes(saved)} of {format_bytes(whole.peak_bytes)}" if saved > 0 else ""
-
-
-def _one_row(cfg: RunConfig, shape: ModelShape, device: Device, how: tuple[Strategy, int]) -> Forecast:
-    strategy, world_size = how
-    setting = Setting(shape=shape, path=execution_of(cfg), device=device, strategy=strategy, world_size=world_size)
-    accumulates = cfg.train.effective_batch_size > world_size
-    return forecast(setting, Size(rows=1, seq=cfg.model.max_seq_len, accumulates=accumulates))

@@ -1,0 +1,24 @@
+"""The recorded traces are those that a trace gives now."""
+
+from __future__ import annotations
+
+import pytest
+
+from oracle.cases import recorded_cases
+from oracle.record import installed_versions, read_record
+
+ANEW = "look at what changed, then record anew: cd tests && python -m oracle.record"
+
+
+def test_the_record_holds_every_case_and_no_other():
+    assert list(read_record()["traces"]) == [case.key for case in recorded_cases()]
+
+
+@pytest.mark.slow
+def test_every_recorded_trace_is_the_one_of_the_installed_libraries():
+    from oracle.trace import trace_step
+
+    traced = {case.key: trace_step(case.config, case.settings).peaks_bytes for case in recorded_cases()}
+    changed = {key: peaks for key, peaks in traced.items() if peaks != read_record()["traces"][key]}
+    recorded, installed = read_record()["versions"], installed_versions()
+    assert changed == {}, f"recorded with {recorded}, traced with {installed}; {ANEW}"
