@@ -44,7 +44,7 @@ from sftplay.launch.supervise.watchdog import timeout_of
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.monitor.guards import StopOnSignal
-from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.plan.sizing.size_run import size_run
 from sftplay.signals import StopAtOnce
 from sftplay.tasks import worker
 from sftplay.tasks.run.checkpointing import MarkComplete, choose_checkpoint
@@ -372,7 +372,7 @@ def check_max_restarts(bench: Bench) -> None:
         cfg, folder = new_run(bench.home / f"restarts-{most}", bench.inputs, cluster__max_restarts=most)
         starts: list[RunFolder] = []
         with patch.object(launching, "follow", die):
-            launching.run_workers(Launch((), {}), (SizedRun(cfg, 1, {}), folder), args)
+            launching.run_workers(Launch((), {}), folder, cfg=cfg, args=args)
         assert len(starts) == 1 + most
 
 
@@ -382,7 +382,7 @@ def check_launcher(bench: Bench) -> None:
     modules = {"auto": torchrun, "torchrun": torchrun, "accelerate": "accelerate.commands.launch"}
     for launcher, module in modules.items():
         cfg = bench.plain.cfg.with_values({"cluster.launcher": launcher}, "test")
-        command = launching.build_command(cfg, bench.plain.folder, Scale(2), probe())
+        command = launching.build_command(cfg, bench.plain.folder, scale=Scale(2), machine=probe())
         assert command.argv[1:3] == ("-m", module)
 
 
@@ -396,12 +396,14 @@ def check_deepspeed(bench: Bench) -> None:
     assert cfg.cluster.strategy == "zero3"
     folder = RunFolder(bench.home / "deepspeed" / "run")
     folder.create()
-    env = environment_of(cfg, folder, Scale(2), has_gpu=False)
+    env = environment_of(cfg, folder, scale=Scale(2), has_gpu=False)
     with patch("sftplay.control.strategy_setup.prebuild_deepspeed_ops"):
-        make_ready(cfg, folder, Launch(("worker",), env))
+        make_ready(cfg, folder, command=Launch(("worker",), env))
     handed = json.loads(Path(env["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     assert (handed["zero_optimization"]["stage"], handed["steps_per_print"]) == (3, 7)
-    without = environment_of(cfg.with_values({"cluster.deepspeed": None}, "test"), folder, Scale(2), has_gpu=False)
+    without = environment_of(
+        cfg.with_values({"cluster.deepspeed": None}, "test"), folder, scale=Scale(2), has_gpu=False
+    )
     assert without["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
 
 
@@ -429,7 +431,9 @@ def check_probe(bench: Bench) -> None:
         sized = size_run(cfg, machine, shape=known_shape(cfg))
         place = memory_probe.Bench(machine, 1, bench.home)
         with patch.object(memory_probe, "CACHE", bench.home / "probes"):
-            memory_probe.look_closer(sized, place, pytest.fail, lambda *_, value=value: asked.append(value) or NOTHING)
+            memory_probe.look_closer(
+                sized, place, resize=pytest.fail, rehearse=lambda *_, value=value, **__: asked.append(value) or NOTHING
+            )
     assert asked == ["auto", "always"]
 
 
@@ -472,7 +476,7 @@ def check_test_path(bench: Bench) -> None:
         cfg, folder = new_run(bench.home / f"test-path-{count}", bench.inputs, data__test_path=path)
         (folder.path / "adapter").mkdir()
         AutoTokenizer.from_pretrained(bench.inputs.model).save_pretrained(folder.path / "adapter")
-        found.append(len(evaluate._data_of(cfg, folder, "test").held_out))
+        found.append(len(evaluate._data_of(cfg, folder, split="test").held_out))
     assert found == [3, 4]
 
 

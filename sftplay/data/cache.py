@@ -1,6 +1,6 @@
-"""Folders that are made once and used from run to run: by one process at a time, whole or not at all.
+"""Folders that are made once and used by many runs. A folder is complete or absent; one process makes it.
 
-It knows nothing of what is inside. Old folders are never removed here; the cache is safe to delete.
+It knows nothing of the content. Old folders are never removed here; the cache is safe to delete.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def ensure_folder(folder: Path, make: Callable[[Path], None]) -> Path:
                     make(unfinished)
                     seal = json.dumps({"files": _checksums(unfinished)})
                     (unfinished / SEAL).write_text(seal, encoding="utf-8")
-    except BrokenPipeError:  # whoever read our output has left; that is no fault of the folder
+    except BrokenPipeError:  # the reader of our output has gone; the folder is not at fault
         raise
     except OSError as error:
         raise _unwritable(folder.parent, error) from error
@@ -73,7 +73,7 @@ def _unwritable(parent: Path, error: OSError) -> SftplayError:
 
 
 def _reason(error: OSError) -> str:
-    return os.strerror(error.errno) if error.errno else str(error)  # arrow wraps it in words of its own
+    return os.strerror(error.errno) if error.errno else str(error)  # without the words that arrow puts around it
 
 
 def _checksums(folder: Path) -> dict[str, list[int]]:

@@ -22,17 +22,16 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import to_record
 from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, dialect_of, reading_of
 from sftplay.data.prepare.policies import SIDES, Side
-from sftplay.data.prepare.report import report_table as report_table
 from sftplay.data.read.sources import content_digest, read_rows
 from sftplay.data.records import Chat, Record, Refused, Text, chat_from_json
 from sftplay.data.template.templates import resolve_template
 from sftplay.errors import DataError
 
 CODE_VERSION = 3
-"""Raised when `sftplay.data` turns the same rows into other tokens, so that older caches are not taken for new ones."""
+"""To be raised when `sftplay.data` turns the same rows into other tokens; older caches are then not used."""
 
 READERS = ("tokenizers", "jinja2", "pyarrow")
-"""Libraries on which it depends, beside our own code and Python, which tokens a row becomes."""
+"""Libraries that, beside our own code and Python, decide which tokens a row becomes."""
 
 DEFAULT_SPLIT = 0.05
 SAMPLE_ROWS = 32
@@ -59,7 +58,7 @@ class Examples:
     """The content of `data_report.json`."""
 
     places: dict[Side, Dataset]
-    """Of each side, in the order of its examples: `path` and `line` of the record."""
+    """For each side, `path` and `line` of the record of each example, in the order of the examples."""
 
     def source_of(self, side: Side, index: int) -> str:
         """`path:line` of an example's record."""
@@ -68,7 +67,7 @@ class Examples:
 
 
 def load_examples(
-    cfg: RunConfig, tokenizer: Any, renderer_template: str | None = None, *, checked: Mapping[str, str] | None = None
+    cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None, checked: Mapping[str, str] | None = None
 ) -> Examples:
     """The rows of `data.train_path`, and of `data.val_path` or the share of prompts that `data.split` holds out.
 
@@ -86,7 +85,7 @@ def load_examples(
     if cfg.data.val_path:
         inputs = [Input(cfg.data.train_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []
-    examples = _load(cfg, tokenizer, renderer_template, inputs=inputs, guarded=guarded, checked=checked)
+    examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
     if not len(examples.train) and examples.report["files"] != checked:
         raise _nothing_to_learn(cfg.data.train_path, examples.report)
     return examples
@@ -98,19 +97,19 @@ def load_held_out(cfg: RunConfig, tokenizer: Any, path: str, *, renderer_templat
     Raises:
         DataError: as `load_examples`.
     """
-    return _load(cfg, tokenizer, renderer_template, inputs=[Input(path, 1.0)])
+    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)])
 
 
 def _load(
     cfg: RunConfig,
     tokenizer: Any,
-    template: str | None,
     *,
+    template: str | None,
     inputs: Sequence[Input],
     guarded: Sequence[str] = (),
     checked: Mapping[str, str] | None = None,
 ) -> Examples:
-    # First: a missing file is said before any work.
+    # Digests come first, so that a missing file ends the run before any work.
     digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
     samples = _samples(cfg, inputs[0].path)
     if template is None and not _is_plain(samples, tokenizer):
@@ -142,7 +141,7 @@ def _load(
 
 
 def _expect_unchanged(digests: Mapping[str, str]) -> None:
-    """Raise the DataError about a file that was written to while it was read: its rows would pass for the old ones."""
+    """Raise DataError when a file was written to while it was read: new rows would lie under the old digest."""
     for path, digest in digests.items():
         if content_digest(path) != digest:
             fix = "start again when nothing writes to it any more"
@@ -150,7 +149,7 @@ def _expect_unchanged(digests: Mapping[str, str]) -> None:
 
 
 def _samples(cfg: RunConfig, path: str) -> list[Record]:
-    """The readable ones of the first rows; the others are reported by the full pass, with all their company."""
+    """The readable rows among the first ones; the full pass reports the others together with all bad rows."""
     records = []
     reading = reading_of(cfg.data)
     for source, value in islice(read_rows(path, dialect_of(cfg.data)), SAMPLE_ROWS):
@@ -164,7 +163,7 @@ def _samples(cfg: RunConfig, path: str) -> list[Record]:
 
 
 def _is_plain(samples: Sequence[Record], tokenizer: Any) -> bool:
-    """True when there is nothing to render and nothing to render it with: base models often have no template."""
+    """True when the rows are plain texts and the tokenizer has no template, as with many base models."""
     only_texts = bool(samples) and all(isinstance(sample, Text) for sample in samples)
     return only_texts and not tokenizer.chat_template
 

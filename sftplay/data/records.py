@@ -32,7 +32,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Stands where a row could not be read, so that it is counted and not lost."""
+    """Takes the place of a row that could not be read, so it is counted."""
 
     reason: str
 

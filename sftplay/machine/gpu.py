@@ -1,4 +1,4 @@
-"""What is known of one GPU, or of one MIG instance of a GPU; None stands for what this card or driver does not tell."""
+"""What is known of one GPU, or of one MIG instance of a GPU; None where the card or driver gives no answer."""
 
 from __future__ import annotations
 
@@ -50,11 +50,6 @@ class Gpu:
         return self.capability >= (8, 0)
 
     @property
-    def has_flash(self) -> bool:
-        """Flash attention 2 runs on compute capability 8.0 and later, says its README."""
-        return self.capability >= (8, 0)
-
-    @property
     def plannable_bytes(self) -> int:
         """What a run may count on: what others hold, and what the driver keeps, is not there to be planned with."""
         return min(self.total_bytes, self.free_bytes)
@@ -73,7 +68,7 @@ class MigInstance:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """All that the driver told at one moment."""
+    """All answers of the driver at one moment."""
 
     gpus: tuple[Gpu, ...] = ()
     reason: str = ""
@@ -82,7 +77,7 @@ class GpuReading:
     cuda: tuple[int, int] | None = None
     """Newest CUDA the driver runs."""
     links: tuple[tuple[str, ...], ...] = ()
-    """How each visible GPU reaches each other, in nvidia-smi's words: NV12, PIX, PXB, PHB, NODE, SYS."""
+    """How each visible GPU reaches each other, in nvidia-smi's terms: NV12, PIX, PXB, PHB, NODE, SYS."""
     without_peer_access: tuple[tuple[int, int], ...] = ()
     """Pairs of visible GPUs that cannot read each other's memory."""
     instances: tuple[MigInstance, ...] = ()

@@ -20,7 +20,7 @@ def ram_limit_bytes(root: Path = ROOT) -> int:
 
 
 def ram_free_bytes(root: Path = ROOT) -> int:
-    """What is left of it now. Cached files count as free: the kernel drops them when memory is needed."""
+    """Memory this process may still take. Cached files count as free: the kernel drops them when memory is needed."""
     free = [ram_limit_bytes(root)]
     available = _fields(root / "proc/meminfo").get("MemAvailable")
     free += [available * 1024] if available is not None else []

@@ -22,7 +22,7 @@ imports only where it is there: tried on a CPU without any of them."""
 
 
 def find_unsloth_problem(*, has_gpu: bool) -> str:
-    """Why unsloth cannot be used here, in some words; empty when nothing is known to speak against it."""
+    """Why unsloth cannot be used here; empty when nothing is known against it."""
     if find_spec("unsloth") is None:
         return "the package unsloth is not installed"
     return next(_problems(has_gpu=has_gpu), "")

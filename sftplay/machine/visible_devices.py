@@ -1,6 +1,6 @@
 """Which devices CUDA will give a process, and in which order: CUDA_VISIBLE_DEVICES and MIG, read as CUDA reads them.
 
-It knows names only; nothing is asked of a driver here.
+It works on names and asks no driver.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class GradientSync(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._overlaps():
             told = self._trainer.model_wrapped._get_ddp_logging_data()
-            self.heartbeat.recount(exposed_s(told), "backward", "communication")
+            self.heartbeat.recount(exposed_s(told), "backward", truly="communication")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "exposed_communication_share" not in logs:

@@ -48,7 +48,7 @@ def test_the_other_hooks_pass_without_a_gpu(load, hook):
     assert size_run(load(f"cluster: {{comm: {{hook: {hook}}}}}\n"), machine(0), world_size=2)
 
 
-def test_a_static_graph_is_refused_where_a_step_may_have_several_pieces(refusals, load):
+def test_a_static_graph_is_refused_where_a_step_may_have_several_micro_batches(refusals, load):
     accum, recovery = refusals("train: {grad_accum: 2}\ncluster: {comm: {static_graph: true}}\n")
     assert (accum.where, accum.fix) == (
         "run.yaml:2 cluster.comm.static_graph",

@@ -52,6 +52,13 @@ REFUSED = {
     'run_name: "a\\nb"': ("run_name", "is no folder's name", "plain name"),
     "run_name: None": ("run_name", "'None' is a word in YAML, not nothing", "write null"),
     "output_dir: ''": ("output_dir", "is empty", "leave the key out"),
+    "train: {time_limit: tomorrow}": ("train.time_limit", "not a time: 'tomorrow'", "write 3h30m"),
+    "train: {time_limit: 0h}": ("train.time_limit", "not a time: '0h'", "write 3h30m"),
+    "train: {max_steps: 20, profile: {start: 21, steps: 1}}": (
+        "train.profile.start",
+        "21 lies behind train.max_steps 20",
+        "start at step 20 or before",
+    ),
     "train: {resume: nevr}": ("train.resume", "'nevr' is neither never nor auto", "did you mean 'never'?"),
 }
 
@@ -76,6 +83,11 @@ ACCEPTED = [
     "train: {resume: ./never2, extra: {adam_beta2: 0.95, label_smoothing_factor: 0.1}}",
     "train: {resume: outputs/autos}",
     "logging: {backend: [wandb, mlflow]}",
+    "train: {time_limit: 1-12:00:00}",
+    "train: {time_limit: 3h30m}",
+    "train: {max_steps: 20, profile: {start: 20, steps: 5}}",
+    "train: {max_steps: 20, profile: {start: 21}}",
+    "train: {profile: {start: 1000, steps: 1}}",
 ]
 
 
@@ -155,6 +167,15 @@ def test_epochs_beside_max_steps_and_warm_up_without_one_are_noted(load):
         "run.yaml:1 train.epochs has no effect: train.max_steps 4 ends the run"
     ]
     assert len(notes(load("train: {warmup_ratio: 0.1, lr_scheduler: constant}\n"))) == 1
+
+
+def test_profile_keys_without_steps_are_noted(load):
+    found = notes(load("train: {max_steps: 20, profile: {start: 5, memory: false}}\n"))
+    assert [line.split(" ", 1)[1] for line in found] == [
+        "train.profile.start has no effect: train.profile.steps 0 profiles nothing",
+        "train.profile.memory has no effect: train.profile.steps 0 profiles nothing",
+    ]
+    assert notes(load("train: {max_steps: 20, profile: {start: 5, memory: false, steps: 1}}\n")) == []
 
 
 def test_a_setting_that_was_merely_included_is_not_noted_but_one_on_the_command_line_is(write, load):

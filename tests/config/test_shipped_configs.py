@@ -38,15 +38,10 @@ def test_the_base_file_becomes_a_run_with_a_model_and_data(tmp_path):
 
 
 def test_the_base_file_changes_no_default():
-    words = ["model.name=a", "data.train_path=b"]
-    empty = ROOT / "configs/config_base.yaml"
-    cfg = load_config(empty, words)
+    cfg = load_config("configs/config_base.yaml", ["model.name=a", "data.train_path=b"])
     for key in cfg.origins:
         if key not in ("model.name", "data.train_path"):
-            value = cfg
-            for name in key.split("."):
-                value = getattr(value, name)
-            assert value == all_keys()[key].get_default(call_default_factory=True, validated_data={}), key
+            assert cfg.value_of(key) == all_keys()[key].get_default(call_default_factory=True, validated_data={}), key
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

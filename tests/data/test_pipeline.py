@@ -14,8 +14,9 @@ import pytest
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
-from sftplay.data.pipeline import load_examples, load_held_out, report_table
+from sftplay.data.pipeline import load_examples, load_held_out
 from sftplay.data.prepare.one_pass import Preparation
+from sftplay.data.prepare.report import report_table
 from sftplay.data.template.templates import CHATML
 from sftplay.errors import DataError
 
@@ -235,7 +236,7 @@ def test_whatever_changes_the_tokens_makes_a_new_cache_entry(tokenizer: Any, con
         prints.append(load_examples(config(path, **{"split": 0, **options}), tokenizer).report["fingerprint"])
     other = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
     other += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    prints.append(load_examples(config(path, split=0), tokenizer, other).report["fingerprint"])
+    prints.append(load_examples(config(path, split=0), tokenizer, renderer_template=other).report["fingerprint"])
     tokenizer.add_tokens(["boat"])
     prints.append(load_examples(config(path, split=0), tokenizer).report["fingerprint"])
     path.write_text(path.read_text().replace("boat 7", "boat 9"))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.pipeline import load_examples, report_table
+from sftplay.data.pipeline import load_examples
+from sftplay.data.prepare.report import report_table
 from sftplay.errors import DataError
 
 Config = Callable[..., RunConfig]

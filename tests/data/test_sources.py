@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from sftplay.data.layouts.convert import to_record
 from sftplay.data.read import json_document, jsonl
-from sftplay.data.read.sources import Dialect, content_digest, files_of, is_hub_name, other_files, read_raw, read_rows
+from sftplay.data.read.files import files_of, other_files
+from sftplay.data.read.sources import Dialect, content_digest, is_hub_name, read_raw, read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import DataError
 from tests.data.awkward import AWKWARD, ROWS, STORED, THREE, Awkward, broken_rule, row

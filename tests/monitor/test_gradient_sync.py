@@ -183,9 +183,9 @@ def test_exposed_time_is_taken_from_backward_and_never_more_than_that(monkeypatc
     heartbeat.enter("backward")
     clock.now += 3
     heartbeat.enter("optimizer")
-    heartbeat.recount(1.0, "backward", "communication")
+    heartbeat.recount(1.0, "backward", truly="communication")
     assert heartbeat.take_seconds()["communication"] == 1.0
-    heartbeat.recount(1.0, "backward", "communication")
+    heartbeat.recount(1.0, "backward", truly="communication")
     assert heartbeat.take_seconds()["communication"] == 0.0
 
 

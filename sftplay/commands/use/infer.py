@@ -29,7 +29,7 @@ from sftplay.launch.supervise.console import Console, Screen
 def infer(args: Namespace) -> int:
     """`infer`: a dialogue on standard input and output, one line a turn; an empty line or end of input ends it."""
     cfg, folder = open_run(args)
-    generator, renderer = _open_generator(cfg, folder, args)
+    generator, renderer = _open_generator(cfg, folder, args=args)
     from sftplay.deliver.infer.chat import Conversation, run_command
 
     whom = f"{'the base of ' if args.base else ''}{folder.path}"
@@ -105,7 +105,7 @@ def infer_batch(args: Namespace) -> int:
         if n_kept := partial.n_answers:
             log.say(f"{partial.path} holds {n_kept} of {n} answers: going on from there", "infer")
         if n_kept < n:
-            _answer_file(args, (cfg, folder), questions, partial=partial, n=n)
+            _answer_file(args, (cfg, folder), questions=questions, partial=partial, n=n)
         if content_digest(args.input) != digest:
             fix = f"put it back as it was, or remove {partial.path}"
             raise DataError("has changed while it was being answered", where=args.input, fix=fix)
@@ -119,10 +119,10 @@ def infer_batch(args: Namespace) -> int:
 
 
 def _answer_file(
-    args: Namespace, run: tuple[RunConfig, RunFolder], questions: PromptFile, *, partial: PartialAnswers, n: int
+    args: Namespace, run: tuple[RunConfig, RunFolder], *, questions: PromptFile, partial: PartialAnswers, n: int
 ) -> None:
     cfg, folder = run
-    generator, renderer = _open_generator(cfg, folder, args)
+    generator, renderer = _open_generator(cfg, folder, args=args)
     from sftplay.deliver.infer.batch import ProgressMeter, answer_rest, check_lengths
 
     if not partial.n_batches:
@@ -171,7 +171,7 @@ def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
     return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
 
 
-def _open_generator(cfg: RunConfig, folder: RunFolder, args: Namespace) -> tuple[Any, Any]:
+def _open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tuple[Any, Any]:
     prepare_environment(cfg)
     from sftplay.deliver.infer.generate import Generator
     from sftplay.deliver.infer.sampling import Sampling

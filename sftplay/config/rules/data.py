@@ -1,6 +1,6 @@
-"""Rules about the section `data`: columns, encodings and delimiters that cannot be meant.
+"""Rules about the section `data`: columns, encodings and delimiters that cannot work.
 
-Whether a file has such a column is seen when it is read.
+Whether a file has a column of that name is checked when the file is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sftplay.config.schema.data import DataConfig
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import nearest_names
 
-_SPELT = {r"\t": r"\t", "tab": r"\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
+_ESCAPES = {r"\t": r"\t", "tab": r"\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
 """What people write for a character that is hard to type -> how YAML spells it in double quotes."""
 
 _NOT_OF_FILES = ("undefined", "idna", "punycode", "unicode_escape", "raw_unicode_escape")
@@ -24,7 +24,7 @@ _NO_CELLS = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
 def broken_data_rules(cfg: RunConfig) -> Iterator[Violation]:
-    """Every rule that the section `data` breaks by itself."""
+    """Every rule that the section `data` breaks."""
     yield from _folders(cfg)
     yield from _columns(cfg.data)
     yield from _encoding(cfg.data.encoding)
@@ -41,7 +41,7 @@ def idle_data_keys(data: DataConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _folders(cfg: RunConfig) -> Iterator[Violation]:
-    """Folders of rows are read with all that is below them, except what is hidden."""
+    """A folder of rows is read with everything below it, except hidden files and folders."""
     written = (("data.processed_dir", cfg.data.processed_dir), ("output_dir", cfg.output_dir))
     for name in ("train_path", "val_path", "test_path"):
         for key, folder in written:
@@ -74,7 +74,7 @@ def _encoding(name: str) -> Iterator[Violation]:
         return
     near = _near_encodings(name)
     try:
-        # A codec such as base64 or zip turns bytes into bytes; the others of these are no encodings of files.
+        # A codec such as base64 or zip turns bytes into bytes; those of _NOT_OF_FILES are no encodings of files.
         found = codecs.lookup(name)
         if found._is_text_encoding and found.name not in _NOT_OF_FILES:
             return
@@ -87,7 +87,7 @@ def _encoding(name: str) -> Iterator[Violation]:
 
 def _near_encodings(name: str) -> list[str]:
     plain = name.lower().replace("-", "_").replace(" ", "_")
-    known = {"auto", *aliases, *aliases.values()} - {"mbcs", "dbcs", "ansi", "oem"}  # those are of Windows only
+    known = {"auto", *aliases, *aliases.values()} - {"mbcs", "dbcs", "ansi", "oem"}  # these exist on Windows only
     return nearest_names(plain, sorted(known))
 
 
@@ -95,9 +95,9 @@ def _delimiter(text: str) -> Iterator[Violation]:
     if text == "auto" or (len(text) == 1 and text not in '"\r\n\0'):
         return
     key = ("data.delimiter",)
-    if text.lower() in _SPELT:
+    if text.lower() in _ESCAPES:
         yield Violation(
-            key, f"{text!r} is not one character", fix=f'write it in double quotes: "{_SPELT[text.lower()]}"'
+            key, f"{text!r} is not one character", fix=f'write it in double quotes: "{_ESCAPES[text.lower()]}"'
         )
     elif len(text) == 1:
         yield Violation(key, f"{text!r} cannot stand between cells", fix="write another character, or auto")

@@ -1,4 +1,4 @@
-"""Marked text -> token ids and labels: the one place where characters become tokens."""
+"""Marked text -> token ids and labels. Characters become tokens only here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Refusal = str
 """Why a record cannot be trained on."""
 
 SPARE_CHARACTERS, CHARACTERS_A_TOKEN = 1_000_000, 64
-"""A text is tokenised up to this many characters, and this many more for each token that can be used."""
+"""A text is tokenised up to so many characters, plus so many for each token that can be used."""
 
 EDGE_CHARACTERS = 1_000
-"""So far from where a text was broken off its tokens are those of the whole text; few vocabularies have longer ones."""
+"""At this distance from the cut, the tokens of a cut text are those of the whole text; few vocabularies have longer
+tokens."""
 
 
 class Placed(NamedTuple):
@@ -34,7 +35,7 @@ class Placed(NamedTuple):
     """The text is spelled by `typed_specials`, because the record types special tokens."""
 
     is_whole_text: bool = False
-    """A plain text, not a chat: it stands between the tokenizer's own BOS and an EOS."""
+    """A plain text, not a chat. The tokenizer's own BOS and an EOS go around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,13 @@ class Rendered:
     """Why the record cannot be trained on; then both lists are empty."""
 
     typed_specials: int = 0
-    """Special tokens' texts in the record's own texts, all encoded as text; said by a record's first example only."""
+    """How many special tokens the record's own texts spell; only its first example has the count."""
 
     joins_prompt: bool = False
-    """The problem is that a token begins in the prompt and ends in the answer, so inference would ask otherwise."""
+    """The problem: a token begins in the prompt and ends in the answer, so the prompt at inference would differ."""
 
     is_partial: bool = False
-    """The text is so long that only its beginning, more than the most tokens that can be used, was tokenised."""
+    """Only the beginning of a very long text was tokenised; it has more tokens than can be used."""
 
 
 def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], max_tokens: int | None = None) -> list[Rendered]:
@@ -71,14 +72,10 @@ def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], max_tokens: int |
         if isinstance(each.found, str):
             examples.append(Rendered([], [], each.of, each.found))
             continue
-        if not (each.is_spelled or each.is_whole_text) and (limit is None or len(each.found.text) <= limit):
-            # Nearly every record takes this way.
-            examples.append(_example(vocabulary, each, each.found.text, _unspelled(next(coming))))
-            continue
         text = each.found.text[:limit]
         encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(next(coming))
         if len(text) < len(each.found.text) and _n_sure(encoded.encoding, text) <= (max_tokens or 0):
-            # So few tokens in so many characters, white space for one: then only the whole text can tell.
+            # A long text with few tokens, such as white space: its beginning is not enough.
             text = each.found.text
             encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(vocabulary.encode([text])[0])
         examples.append(_example(vocabulary, each, text, encoded))
@@ -107,12 +104,12 @@ def _unspelled(encoding: Any) -> Encoded:
 
 
 def _n_sure(encoding: Any, text: str) -> int:
-    """How many tokens at the beginning of a broken off text are those of the whole text too."""
+    """How many tokens at the beginning of a cut text are surely those of the whole text."""
     return encoding.char_to_token(max(len(text) - EDGE_CHARACTERS, 0)) or 0
 
 
 def _enclosed(vocabulary: Vocabulary, ids: list[int], is_partial: bool) -> tuple[list[int], list[int]]:
-    """A whole text's ids and labels: all is learned but the BOS; a beginning has no end."""
+    """Ids and labels of a whole text. All is learned except the BOS. A text that was cut gets no EOS."""
     head = list(vocabulary.specials.prefix_ids)
     end = [] if is_partial or vocabulary.eos_id is None else [vocabulary.eos_id]
     return [*head, *ids, *end], [*[IGNORE_INDEX] * len(head), *ids, *end]
@@ -128,10 +125,10 @@ def _labels(encoding: Any, ids: list[int], text: str, spans: Sequence[Span]) -> 
 
 
 def _tokens_of(encoding: Any, text: str, span: Span) -> tuple[int, int]:
-    """The tokens that spell the span. One that begins in the prompt counts only if it spells more than white space.
+    """The tokens that spell the span. A token that begins in the prompt counts only if it spells more than white space.
 
     Raises:
-        Unproven: one begins in the prompt though the answer does not begin with white space.
+        Unproven: a token begins in the prompt, and the answer does not begin with white space.
     """
     start, end = span
     first = encoding.char_to_token(start)

@@ -1,8 +1,8 @@
 """Which mask method holds for a template and a tokenizer, tried on the probe chats and on samples of the data.
 
-Proven means: the decoded labels are the assistant's texts, each closed by its end-of-turn token, and each answer
-follows the very text, and the very tokens, that inference prompts with. What holds for no sample is refused, with the
-sample shown.
+A method is proven when the decoded labels are the assistant's texts, each with its end-of-turn token, and when each
+answer follows exactly the text and the tokens of the inference prompt. A template without a proven method is refused;
+the error shows a sample.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Proven:
     """The method for chats with tools: their turns are not all of one shape."""
 
     rewrites_turns: bool
-    """True when the template writes a turn differently once others follow it; then every turn is its own example."""
+    """True when the template writes a turn differently if others follow it. Every turn is then its own example."""
 
 
 def prove_masks(writer: Writer, template: ChatTemplate, samples: Sequence[Chat]) -> Proven:
     """The first of markers, sentinels and prefixes that holds on every probe chat and on one sample at least.
 
-    Samples that fail while another holds are no fault of the template: they are refused one by one when rendered.
+    One sample that holds is enough. Samples that fail are refused one by one when they are rendered.
 
     Raises:
         DataError: none holds.
@@ -78,8 +78,8 @@ class _Trial:
         method, why = self._first_method(probes, guarded, rewrites)
         if method is None:
             return None, why
-        with_calls = "prefixes" if not calls or self._fault("markers", calls, [], rewrites=rewrites) else "markers"
-        tool_method: Method = with_calls if self._template.has_marks else "prefixes"  # type: ignore[assignment]
+        by_markers = calls and self._template.has_marks and not self._fault("markers", calls, [], rewrites=rewrites)
+        tool_method: Method = "markers" if by_markers else "prefixes"
         return Proven(self._finder.template.traits, self._finder.ends, method, tool_method, rewrites), []
 
     def refusal(self, sample: Chat, faults: list[str]) -> DataError:
@@ -121,7 +121,7 @@ class _Trial:
         return True
 
     def _guarded(self, chats: Sequence[Chat]) -> list[Chat]:
-        """The chats as they are rendered; one that is refused for a noncharacter is said when its turn comes."""
+        """The chats with guards. A chat that holds a noncharacter is left out; it is refused later, as a row."""
         found = []
         for chat in chats:
             with suppress(DataError):
@@ -134,7 +134,7 @@ class _Trial:
         special = self._writer.vocabulary.special_tokens
         if self._finder.ends or not any(closings := closings_of(self._template, chats, special)):
             return
-        self._template = self._template.in_traits(replace(self._template.traits, closings=closings))
+        self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
         self._finder = TurnFinder(self._template, special)
         self._finder.learn_ends([*chats, *called])
 
@@ -192,7 +192,7 @@ class _Trial:
         (rendered,) = labelled(self._writer.vocabulary, [placed])
         if rendered.joins_prompt:
             raise Unproven(rendered.problem)
-        if rendered.problem:  # what somebody types cannot be written: the tokenizer's fault, said of each such row
+        if rendered.problem:  # this tokenizer cannot write what the chat types: each such row is refused by itself
             return
         decode = self._writer.vocabulary.decode
         learned = squeezed(decode([label for label in rendered.labels if label != IGNORE_INDEX]))

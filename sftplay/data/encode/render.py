@@ -1,7 +1,7 @@
 """Records -> token ids and labels, by a chat template whose masks have been proven first.
 
-Training, inspection, evaluation and inference all use the same `Renderer`, so a model is asked in exactly the form it
-was taught. It cuts nothing and counts nothing; that is done in `prepare`.
+Training, inspection, evaluation and inference use the same `Renderer`, so inference prompts have exactly the form that
+was trained. It cuts nothing and counts nothing; that is done in `prepare`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sftplay.data.encode.proof import Proven, prove_masks
 from sftplay.data.encode.vocabulary import SpecialTokens, Vocabulary
 from sftplay.data.encode.writer import Writer
 from sftplay.data.records import Chat, Message, Record, Text
-from sftplay.data.template.masks import TurnFinder
+from sftplay.data.template.masks import Method, TurnFinder
 from sftplay.data.template.sentinels import Unproven
 from sftplay.data.template.templates import ChatTemplate, template_hash
 from sftplay.data.template.tool_checks import uses_tools
@@ -44,21 +44,20 @@ class Renderer:
     Made by `Renderer.prove`, or by `Renderer.from_recipe` of what another has proven.
     """
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None, samples: Sequence[Chat] | Proven | None) -> None:
-        self.tokenizer: Any = None
+    def __init__(
+        self, vocabulary: Vocabulary, template: str | None, *, proven: Proven | None, tokenizer: Any = None
+    ) -> None:
+        self.tokenizer = tokenizer
         """The transformers tokenizer it was proven with; None in a renderer made from a recipe."""
 
         self.template = template
         self.template_hash = template_hash(template or "")
         self._writer = Writer(vocabulary)
+        self._proven = proven
         self._finder: TurnFinder | None = None
-        self._proven: Proven | None = None
-        if template is not None:
-            compiled = ChatTemplate(template, vocabulary.specials.named)
-            proven = samples if isinstance(samples, Proven) else prove_masks(self._writer, compiled, samples or ())
-            compiled = compiled.in_traits(proven.traits)
+        if template is not None and proven is not None:
+            compiled = ChatTemplate(template, vocabulary.specials.named, proven.traits)
             self._finder = TurnFinder(compiled, vocabulary.special_tokens, proven.ends)
-            self._proven = proven
 
     @classmethod
     def prove(cls, tokenizer: Any, template: str | None, samples: Sequence[Record]) -> Renderer:
@@ -72,16 +71,18 @@ class Renderer:
         if not getattr(tokenizer, "is_fast", False):
             fix = "use a model whose tokenizer has a tokenizer.json"
             raise DataError("this tokenizer does not say where its tokens lie in the text", where="model.name", fix=fix)
-        chats = [sample for sample in samples if isinstance(sample, Chat)]
-        renderer = cls(Vocabulary.of(tokenizer), template, chats)
-        renderer.tokenizer = tokenizer
-        return renderer
+        vocabulary, proven = Vocabulary.of(tokenizer), None
+        if template is not None:
+            chats = [sample for sample in samples if isinstance(sample, Chat)]
+            compiled = ChatTemplate(template, vocabulary.specials.named)
+            proven = prove_masks(Writer(vocabulary), compiled, chats)
+        return cls(vocabulary, template, proven=proven, tokenizer=tokenizer)
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Renderer:
         """A renderer that renders exactly as the one whose recipe this is; it proves nothing anew."""
         vocabulary = Vocabulary(Tokenizer.from_str(recipe.tokenizer), recipe.specials)
-        return cls(vocabulary, recipe.template, recipe.proven)
+        return cls(vocabulary, recipe.template, proven=recipe.proven)
 
     def recipe(self) -> Recipe:
         """What an equal renderer is made of in another process; it can be pickled."""
@@ -109,8 +110,8 @@ class Renderer:
     def render(self, records: Sequence[Record], max_tokens: int | None = None) -> list[Rendered]:
         """The examples of `records`, in order: one a record, several where a chat had to be split.
 
-        A record that cannot be trained on gives one with a `problem`. With `max_tokens`, of a text far longer than that
-        only the beginning is tokenised.
+        A record that cannot be trained on gives an example with a `problem`. With `max_tokens`, only the beginning of
+        a far longer text is tokenised.
         """
         placed = [found for of, record in enumerate(records) for found in self._place(of, record)]
         return labelled(self._writer.vocabulary, placed, max_tokens)
@@ -174,7 +175,7 @@ class Renderer:
             for (part, marked), count in zip(parts, counts, strict=True)
         ]
 
-    def _method_of(self, chat: Chat) -> Any:
+    def _method_of(self, chat: Chat) -> Method:
         assert self._proven is not None
         return self._proven.tool_method if uses_tools(chat) else self._proven.method
 

@@ -1,4 +1,4 @@
-"""A tokenizer as the kit uses it: text in, ids and their places out, without transformers.
+"""A tokenizer without transformers: text in, ids and their places out.
 
 It reads a text in two ways. As the text stands, every special token in it is control. In a text spelled by
 `typed_specials`, only a special token with a guard before it is.
@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
     """The `tokenizers.Encoding`, for places only: its ids may be the twin's."""
 
     lost: str = ""
-    """A special token that was typed and came out as control all the same."""
+    """A typed special token that this tokenizer can only encode as control."""
 
 
 class Vocabulary:
@@ -51,7 +51,7 @@ class Vocabulary:
 
     def __init__(self, backend: Tokenizer, specials: SpecialTokens) -> None:
         self._backend, self.specials = backend, specials
-        # Many a tokenizer.json cuts and pads by itself.
+        # Many tokenizer.json files ask for truncation and padding.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -59,7 +59,6 @@ class Vocabulary:
         added = backend.get_added_tokens_decoder()
         control = {id: token.content for id, token in added.items() if token.special or token.content == specials.eos}
         self._control: dict[int, str] = control
-        self._twin: tuple[Tokenizer, dict[int, int]] | None = None
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
@@ -80,9 +79,9 @@ class Vocabulary:
 
     @cached_property
     def folds_text(self) -> bool:
-        """True when its normaliser makes a control token of a text that is none: of `</S>` or `＜/s＞`, for one.
+        """True when the normaliser turns a text that is no control token into one, such as `</S>` or `＜/s＞`.
 
-        Then what records say is control by its looks only to the normaliser, and every text has to be spelled.
+        A search for control tokens would miss such a text, so every text has to be spelled.
         """
         return any(
             _is_folded_to(self._backend, token) and self._is_read_after_folding(id, token)
@@ -111,7 +110,7 @@ class Vocabulary:
 
         What it types is lost where the vocabulary has no pieces to write it with, as where unknown words are one token.
         """
-        twin, ids_of = self._twin or self._make_twin()
+        twin, ids_of = self._twin
         encoding = twin.encode(text, add_special_tokens=False)
         ids = [ids_of.get(token, token) for token in encoding.ids]
         for token, (start, end) in zip(ids, encoding.offsets, strict=True):
@@ -128,7 +127,8 @@ class Vocabulary:
         added = self._backend.get_added_tokens_decoder()[id]
         return added.normalized or any(piece.id == id for piece in self._backend.model.tokenize(token))
 
-    def _make_twin(self) -> tuple[Tokenizer, dict[int, int]]:
+    @cached_property
+    def _twin(self) -> tuple[Tokenizer, dict[int, int]]:
         """The tokenizer with a guard before the text of each special token, and its ids that are others here."""
         names = set(self.control_tokens)
         twin = Tokenizer.from_str(_guarded_json(self.to_json(), names))
@@ -137,7 +137,6 @@ class Vocabulary:
             found = twin.token_to_id(GUARD + token.content if token.content in names else token.content)
             if found is not None and found != own:
                 others[found] = own
-        self._twin = (twin, others)
         return twin, others
 
 

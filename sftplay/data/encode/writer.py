@@ -18,7 +18,7 @@ NOWHERE = Source("(prompt)", 1)
 
 
 class Writer:
-    """One tokenizer with its special tokens told apart into typed and written ones."""
+    """One tokenizer that keeps typed and written special tokens apart."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary

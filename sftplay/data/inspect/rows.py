@@ -70,9 +70,9 @@ def prompt_ids_of(row: dict[str, Any]) -> list[int]:
 
 def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
     """Print a row as the template writes it, and where inference would ask for its last turn."""
-    told = rendered(row, tokenizer)
-    log.show(f"\nrow {told['row']}  {told['source']}  {told['n_tokens']:,} tokens, {told['n_learned']:,} learned")
-    log.show(visible(told["text"]))
+    shown = rendered(row, tokenizer)
+    log.show(f"\nrow {shown['row']}  {shown['source']}  {shown['n_tokens']:,} tokens, {shown['n_learned']:,} learned")
+    log.show(visible(shown["text"]))
     prompt = prompt_ids_of(row)
     if prompt:
         end = json.dumps(decoded(tokenizer, prompt)[-PROMPT_END:], ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The layouts in which rows are found: the columns that each needs or may have, and how its turns are read from them.
+"""The known layouts of a row: the columns that each needs or may have, and how its turns are read from them.
 
 Which layout a row has is decided in `convert`.
 """

@@ -66,7 +66,7 @@ def to_record(row: Row, source: Source, reading: Reading = Reading()) -> Record:
 
 
 def read_prompt(row: Row, source: Source, reading: Reading = Reading()) -> tuple[tuple[Message, ...], str]:
-    """The messages that the assistant is to answer, and its tools as JSON text, of a row made for asking.
+    """The messages of a row that the assistant shall answer, and its tools as JSON text.
 
     The row has `messages` (or `conversations`) or `prompt`, and the assistant does not have the last word.
 

@@ -1,4 +1,4 @@
-"""Values of a row: taken by name, of the kind that is due, or refused with the reason.
+"""Values of a row, taken by name. A value of the wrong kind is refused with the reason.
 
 Refusals are raised here without the place of the row; `convert` adds it.
 """
@@ -57,7 +57,7 @@ def list_of(value: object, name: str, of: str) -> Sequence[Any]:
 
 
 def json_of(text: str, name: str, due: str) -> Any:
-    """The value whose JSON text this is; `due` says in the refusal what should stand there."""
+    """The value of a JSON text; `due` is what the refusal says should stand there."""
     try:
         return decode_json(text)
     except BROKEN_JSON as error:

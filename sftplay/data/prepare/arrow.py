@@ -13,7 +13,7 @@ from sftplay.data.prepare.batch import Example
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("labels", pa.list_(pa.int64())), ("row", pa.int64())])
 PLACES = pa.schema([("path", pa.string()), ("line", pa.int64())])
-"""Beside each row stream lies one that says where its examples came from."""
+"""A second stream beside each row stream: where its examples came from."""
 
 
 class RowWriter:

@@ -1,7 +1,7 @@
 """What one process does with one batch of raw rows: parse, convert, render, fit. It decides nothing across rows.
 
-It runs beside others of its kind (`workers`), so everything that goes in and out can be pickled, and it imports neither
-transformers nor torch.
+It may run in several processes (`workers`): all input and output can be pickled, and neither transformers nor torch is
+imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sftplay.errors import DataError
 TooLong = Literal["truncate", "drop", "error"]
 
 KEY_BYTES = 8
-"""Of each digest; among ten million records two different ones share it with a chance of 3 in a million."""
+"""Bytes of each digest. The chance that two of ten million different records share them is 3 in a million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RawRow:
     """A raw row and its place."""
 
     row: int
-    """Place in its source in reading order, from 0; refused rows count, blank lines do not."""
+    """Number in its source in reading order, from 0; refused rows count, blank lines do not."""
 
     source: Source
     raw: bytes | str | Row | Refused
@@ -65,11 +65,11 @@ class RowOutcome:
     held_out: bool = False
     is_chat: bool = True
     keys: tuple[int, int, int] = (0, 0, 0)
-    """Of its content, of its content's normal form, of its prompt's normal form."""
+    """Short digests of its content, of the content's normal form, of the prompt's normal form."""
 
     examples: list[Example] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each example before cutting, also of those that are not kept."""
+    """Tokens of each example before cutting; also of examples that are not kept."""
 
     dropped: str = ""
     """Why an example of it was left out."""

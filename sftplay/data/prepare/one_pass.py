@@ -23,7 +23,8 @@ from sftplay.data.prepare.batch import Example, RawRow, RowOptions, RowOutcome, 
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.prepare.workers import Work, n_workers, process_all
-from sftplay.data.read.sources import Dialect, other_files, read_raw, read_rows
+from sftplay.data.read.files import other_files
+from sftplay.data.read.sources import Dialect, read_raw, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.errors import DataError
 
@@ -76,7 +77,7 @@ class Preparation:
         with ExitStack() as files:
             self._open(folder, files)
             processes = n_workers([given.path for given in inputs])
-            # Held-out rows go first: whether a training row is one of them must be known when it is met.
+            # Held-out rows go first: a training row must be compared with all of them.
             batches = self._batches(list(reversed(inputs)))
             processed = process_all(batches, self._renderer, self._options, processes=processes)
             files.enter_context(closing(processed))  # whatever happens here, its processes end now
@@ -95,7 +96,7 @@ class Preparation:
                 continue
             try:
                 self._policies.guard(short(keys_of(to_record(row, source, self._options.reading)).normal), source)
-            except DataError:  # it is counted where that file is measured on
+            except DataError:  # this row is counted when the file itself is measured on
                 continue
 
     def _open(self, folder: Path, files: ExitStack) -> None:

@@ -18,7 +18,7 @@ Side = Literal["train", "held_out"]
 SIDES: tuple[Side, Side] = ("train", "held_out")
 NAMED_ROWS = 5
 NAMED_COLUMNS, OTHERS = 100, "(others)"
-"""Rows may have keys of their own each; the report names only so many."""
+"""Every row may have other keys; the report names only so many columns."""
 
 
 class RowPolicies:
@@ -48,7 +48,7 @@ class RowPolicies:
         self._guarded.setdefault(normal_key, str(source))
 
     def keep(self, outcome: RowOutcome, side: Side) -> Sequence[Example]:
-        """What of a record goes on; empty when it was refused or dropped, and then it is known why."""
+        """The examples of a record that are kept; none when the record was refused or dropped, which is counted."""
         counts = self.counts[side]
         if outcome.refused:
             counts.refused += 1
@@ -76,7 +76,7 @@ class RowPolicies:
         )
 
     def _count_content(self, outcome: RowOutcome, side: Side, counts: RowCounts) -> bool:
-        """Whether an earlier record of this side has the same content, in its normal form at least."""
+        """Count the content. True when an earlier record of this side has the same content, at least in normal form."""
         exact, normal, prompt = outcome.keys
         is_exact = exact in self._exact[side]
         is_seen = is_exact or normal in self._normal[side]
@@ -100,7 +100,7 @@ class RowPolicies:
         return is_seen
 
     def _reason_to_leave(self, outcome: RowOutcome, side: Side, *, is_seen: bool) -> str:
-        """Why the record is not trained on, or nothing; where the config says error, that is noted too."""
+        """Why the record is dropped, or nothing. Where the config says error, the record is also noted as bad."""
         twin = self._guarded.get(outcome.keys[1], "") if side == "train" else ""
         if twin:
             if self._data.leaks == "error":

@@ -1,4 +1,4 @@
-"""Accounting: what became of every record that was read, as `data_report.json` and as a table for people.
+"""The data report: what became of every record that was read, as `data_report.json` and as a table for people.
 
 Every record is counted in exactly one of kept, cut, dropped and refused.
 """
@@ -27,10 +27,10 @@ class RowCounts:
     dropped: Counter[str] = field(default_factory=Counter)
     refused: int = 0
     duplicates: int = 0
-    """Records whose whole content was read before on the same side; `data.duplicates` says what becomes of them."""
+    """Records whose content was read before on the same side. `data.duplicates` decides what becomes of them."""
 
     near_duplicates: int = 0
-    """The same for content that differs only in white space, case or Unicode's spelling."""
+    """As `duplicates`, for content that differs only in white space, case or Unicode normalisation."""
 
     prompts_with_several_answers: int = 0
     typed_specials: int = 0
@@ -66,7 +66,7 @@ class RowCounts:
         self.lengths[next((edge for edge in BINS if n_tokens <= edge), 0)] += 1
 
     def add_record(self, outcome: RowOutcome) -> None:
-        """Count a record that goes on, whole or in part."""
+        """Count a record that is kept, whole or in part."""
         examples = outcome.examples
         is_cut = bool(outcome.dropped) or any(example.is_cut for example in examples)
         self.cut += is_cut
@@ -81,7 +81,7 @@ class RowCounts:
 
     @property
     def read(self) -> int:
-        """Records read: the sum of the four disjoint fates."""
+        """Records read: kept, cut, dropped and refused ones, which are disjoint."""
         return self.kept + self.cut + self.dropped.total() + self.refused
 
     def as_json(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def report_table(report: Mapping[str, Any]) -> str:
 
 
 def _content_lines(report: Mapping[str, Any]) -> list[str]:
-    """What is worth knowing about the records' content; nothing where there is nothing to say."""
+    """Remarks about the records' content, only those whose count is not 0."""
     fate = "left out" if "duplicate" in report["dropped"] else "kept"
     near = report["near_duplicates"]
     repeated = report["duplicates"] + near

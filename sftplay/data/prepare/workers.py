@@ -1,7 +1,7 @@
 """Processes that work on batches side by side and hand the outcomes back in order.
 
-They are started anew, not forked, so they hold neither torch nor the caller's memory. Small inputs need none: there
-the caller does the work itself.
+They are spawned, not forked, so they hold neither torch nor the caller's memory. For small inputs the caller does the
+work itself.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from pathlib import Path
 
 from sftplay.data.encode.render import Recipe, Renderer
 from sftplay.data.prepare.batch import RawRow, RowOptions, RowOutcome, RowProcessor
-from sftplay.data.read.sources import files_of, is_hub_name
+from sftplay.data.read.files import files_of
+from sftplay.data.read.sources import is_hub_name
 from sftplay.errors import MachineError
 from sftplay.machine.probe import usable_cores
 from sftplay.signals import die_with_parent
 
 WORTH_WORKERS_BYTES = 4 << 20
-"""Below this starting processes takes longer than the work."""
+"""Below this size, starting processes takes longer than the work."""
 
 MOST_WORKERS = 6
-"""More would only wait for the one process that reads and writes."""
+"""More workers would only wait for the one process that reads and writes."""
 
 BATCHES_AHEAD = 2
 """Batches in flight for each process: enough to keep it busy, few enough to bound memory."""
@@ -39,7 +40,7 @@ Work = tuple[list[RawRow], float]
 """A batch and the share of its prompts that is held out."""
 
 SHARED_SIGNALS = (signal.SIGINT, signal.SIGUSR1)
-"""Signals that a terminal or a scheduler sends to all processes, and that only the parent answers."""
+"""Signals that a terminal or a scheduler sends to all processes; only the parent answers them."""
 
 _processor: list[RowProcessor] = []
 """What a started process works with; empty in every other process."""
@@ -57,7 +58,7 @@ def n_workers(paths: Iterable[str]) -> int:
 def process_all(
     batches: Iterable[Work], renderer: Renderer, options: RowOptions, *, processes: int
 ) -> Generator[list[RowOutcome]]:
-    """The outcomes of each batch, in order; the batches are drawn only a little ahead. Close it to end its processes.
+    """The outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
 
     Raises:
         MachineError: one of the processes was killed.

@@ -1,7 +1,7 @@
 """Bytes of a text file -> characters, in the encoding that is named, marked or plain to see.
 
-An encoding of one byte a letter is never guessed, because the wrong one gives wrong letters without an error: what is
-not UTF-8 is refused, with the name of the encoding it may be in.
+A single-byte encoding is never guessed, because a wrong guess gives wrong letters without an error. Rows that are not
+UTF-8 are refused, and the reason names a likely encoding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAMPLE_BYTES, SEARCHED_BYTES = 1 << 16, 1 << 24
 
 
 class Charset:
-    """The encoding of one file, and what is said of rows that are not in it."""
+    """The encoding of one file, and the refusal of rows that are not in it."""
 
     def __init__(self, file: Path, named: str = "auto") -> None:
         """Find the encoding: a byte order mark proves it; else the one named; else UTF-16 shows by its NULs, or UTF-8.
@@ -120,7 +120,7 @@ def is_utf8(line: bytes) -> bool:
 
 
 def _foreign_part(file: Path) -> bytes:
-    """Some of what is not UTF-8 near the beginning of a file."""
+    """Lines that are not UTF-8 near the beginning of a file."""
     part, n_read = b"", 0
     with open_bytes(file) as stream:
         while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
@@ -146,7 +146,7 @@ def _wide(head: bytes) -> str:
 
 
 def _mark(error: UnicodeError) -> tuple[str, int]:
-    """Decoding's way on after bytes that are no character."""
+    """The error handler for bytes that are no character: decoding goes on after them."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return UNDECODABLE, error.end

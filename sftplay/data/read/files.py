@@ -1,4 +1,4 @@
-"""Files with rows: which there are in a path, of which kind, and their bytes, unpacked.
+"""Files with rows: the files below a path, their kinds, and their bytes, unpacked.
 
 What the bytes mean is decided in `jsonl`, `json_document` and `tables`.
 """

@@ -1,7 +1,7 @@
 """Rows of one JSON document: the elements of an array, of the only list in an object, or the object itself.
 
-An array is read block by block, so that its size does not matter. A row is handed on as text and parsed later, like a
-line; that it ends where it ends is found out here.
+An array is read block by block, so its size does not matter. Here only the end of each row is found; the row goes on as
+text and is parsed later, like a line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sftplay.errors import DataError
 
 BLOCK = 1 << 16
 MOST_OF_OBJECT = 1 << 30
-"""Characters of a document that is an object: it has to be looked through before its rows are known."""
+"""Most characters of a document that is an object: it is held as a whole before its rows are known."""
 
 DECODER = json.JSONDecoder()
 SPACE = re.compile(r"[ \t\r\n]*")
@@ -46,7 +46,7 @@ def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
 
 
 class _Text:
-    """A document with a place in it; holds what is not read yet of one block, or of one row."""
+    """A document and a place in it. It holds the unread rest of one block or of one row."""
 
     def __init__(self, charset: Charset, stream: TextIO) -> None:
         self.charset = charset
@@ -96,7 +96,7 @@ class _Text:
         return DataError(what, where=f"{self.charset.file}:{n_lines + 1}", fix=FIX)
 
     def _grow(self) -> bool:
-        """Read on, a block as long as what is held from here, so that all attempts together stay linear."""
+        """Read more, at least as much as is held: all attempts to decode one value together then take linear time."""
         kept = self._held[self._at :]
         if len(kept) > self.most:
             raise self.broken(f"has a value of more than {self.most:,} characters, or one that never ends")
@@ -138,7 +138,7 @@ def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
 
 
 def _members(charset: Charset, whole: str) -> Iterator[tuple[str, str]]:
-    """Name and value, as text, of each member of an object; nothing for what is no object."""
+    """Name and value, as text, of each member of an object; nothing when the text is no object."""
     text = _Text(charset, io.StringIO(whole))
     text.most = MOST_OF_OBJECT
     if text.next_character() != "{":

@@ -1,4 +1,4 @@
-"""Rows of which each is one line of JSON; what is between two line feeds stays one row, whatever it holds."""
+"""Rows that are one line of JSON each. Only a line feed ends a row."""
 
 from __future__ import annotations
 

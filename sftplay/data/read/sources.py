@@ -1,6 +1,6 @@
 """Rows of files, folders and hub data sets, each with the place it came from.
 
-A row that cannot be read comes out as `Refused`, so that whoever counts sees it; a file that cannot be read at all is a
+A row that cannot be read comes out as `Refused`, so it is counted. A file that cannot be read at all is a
 `DataError`. What a row means is decided in `layouts`; the network is `hub`'s business.
 """
 
@@ -15,24 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sftplay.data.read.encodings import BOM, Charset
-from sftplay.data.read.files import files_of, other_files, suffix_of
+from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.json_document import document_rows
 from sftplay.data.read.jsonl import Raw, Row, line_rows, parsed
 from sftplay.data.read.tables import csv_rows, parquet_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
-
-__all__ = [
-    "Dialect",
-    "Raw",
-    "content_digest",
-    "files_of",
-    "is_hub_name",
-    "other_files",
-    "parsed",
-    "read_raw",
-    "read_rows",
-]
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 LONGEST_NAME = 96
@@ -44,7 +32,7 @@ LONGEST_FIRST = 1 << 19
 
 @dataclass(frozen=True)
 class Dialect:
-    """How text files are written where their bytes do not say it."""
+    """What the bytes of text files do not say about them."""
 
     encoding: str = "auto"
     """Python's name of an encoding; auto is UTF-8, or UTF-16 and UTF-32 where they show. A byte order mark is always

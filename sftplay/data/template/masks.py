@@ -216,7 +216,7 @@ class TurnFinder:
             check_tools(marked.text, self.template.render(chat.messages)[0], chat.tools)
 
     def _closing_match(self, text: str, chat: Chat) -> re.Match[str] | None:
-        """The run of tokens after the last turn's text; what follows a call's values is told by the text's end only."""
+        """The run of tokens after the last turn's text; after a call, only the end of the text shows it."""
         if not chat.messages[-1].calls:
             at = _after_last(text, chat)
             return self._special.match(text, at) if at >= 0 else self._closing.search(text)

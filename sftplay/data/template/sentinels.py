@@ -1,6 +1,6 @@
 """What a chat template writes around the texts of a chat, read off a rendering with unique marks in their place.
 
-A layout belongs to a sequence of roles and says what the text of any such chat must be; `masks` checks that it is.
+A layout belongs to a sequence of roles and says what the text of any such chat must be; `masks` checks each chat.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Ari
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """How a template wants to be given chats, found by trying (see `traits`); it says so nowhere itself."""
+    """The form in which a template wants its chats, found by trial (see `traits`): a template does not state it."""
 
     arguments_as_text: bool = False
     """A call's arguments are wanted as JSON text; transformers documents an object."""
@@ -153,7 +153,7 @@ class ChatTemplate:
             text += self.traits.closings[bool(messages[-1].calls)]
         return _without_marks(text) if self.has_marks else (text, [])
 
-    def in_traits(self, traits: TemplateTraits) -> ChatTemplate:
+    def with_traits(self, traits: TemplateTraits) -> ChatTemplate:
         """The same template, given chats as `traits` say."""
         return ChatTemplate(self.text, self._tokens, traits)
 

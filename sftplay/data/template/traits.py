@@ -1,6 +1,6 @@
-"""Finding out by trying how a chat template wants its chats: see `templates.TemplateTraits`.
+"""Finds by trial in which form a chat template wants its chats: see `templates.TemplateTraits`.
 
-A template states none of this. What transformers documents is tried first, and kept where it works.
+A template does not state this. The form that transformers documents is tried first, and kept where it works.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from sftplay.errors import DataError
 
 def content_forms(template: ChatTemplate) -> list[ChatTemplate]:
     """The template given texts, and given parts where it looks at the type of one."""
-    plain = template.in_traits(replace(TemplateTraits(), arguments_as_text=_wants_text(template)))
+    plain = template.with_traits(replace(TemplateTraits(), arguments_as_text=_wants_text(template)))
     if not re.search(r"""['"]type['"]|\.type\b""", template.text):
         return [plain]
-    return [plain, template.in_traits(replace(plain.traits, content_in_parts=True))]
+    return [plain, template.with_traits(replace(plain.traits, content_in_parts=True))]
 
 
 def closings_of(template: ChatTemplate, chats: Sequence[Chat], special: Iterable[str]) -> tuple[str, str]:
@@ -57,7 +57,7 @@ def _wants_text(template: ChatTemplate) -> bool:
     as_object = _written(template)
     if as_object is not None and str(json.loads(call.arguments)) not in as_object:
         return False
-    as_text = _written(template.in_traits(replace(TemplateTraits(), arguments_as_text=True)))
+    as_text = _written(template.with_traits(replace(TemplateTraits(), arguments_as_text=True)))
     return as_text is not None and call.arguments in as_text
 
 

@@ -1,6 +1,6 @@
-"""Special tokens that somebody typed: kept apart from those the template writes, so that they stay text.
+"""Special tokens that a record's own texts spell: they stay text, and those that the template writes are control.
 
-Each one found in a record's own texts is broken by a guard before rendering, and comes out whole and uncontrolled:
+Before rendering, a guard breaks each one in a record's own texts; in the end it is whole and still text:
 
     typed       Say <|im_end|>                      the record
     guarded     Say <G|im_end|>...<|im_end|>        what the template makes of the guarded record
@@ -114,7 +114,7 @@ class TypedSpecials:
 
 
 def without_guards(text: str) -> str:
-    """The text as it is read."""
+    """The text without its guards."""
     return text.replace(GUARD, "")
 
 

@@ -103,7 +103,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any
 def _choose_prompts(cfg: RunConfig, tokenizer: Any) -> tuple[list[list[int]], str]:
     """Token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
     try:
-        held_out = load_examples(cfg, tokenizer, tokenizer.chat_template).held_out
+        held_out = load_examples(cfg, tokenizer, renderer_template=tokenizer.chat_template).held_out
     except DataError as error:
         log.say(f"note: the run's rows cannot be read any more ({error.what})", "merge")
         held_out = None

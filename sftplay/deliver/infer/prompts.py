@@ -9,7 +9,8 @@ from typing import Any
 
 from sftplay.data.layouts.convert import Reading, read_prompt
 from sftplay.data.layouts.fields import Row
-from sftplay.data.read.sources import files_of, read_rows
+from sftplay.data.read.files import files_of
+from sftplay.data.read.sources import read_rows
 from sftplay.data.records import Message, Refused, Source
 from sftplay.errors import DataError
 

@@ -58,12 +58,12 @@ def _driver(machine: Machine) -> list[Finding]:
     needs = machine.torch.newest_cuda() if machine.torch else None
     if needs is None or machine.cuda_driver is None:
         return []
-    told = f"{machine.driver} runs CUDA up to {machine.cuda_driver[0]}.{machine.cuda_driver[1]}"
+    driver = f"{machine.driver} runs CUDA up to {machine.cuda_driver[0]}.{machine.cuda_driver[1]}"
     if machine.cuda_driver[0] >= needs[0]:
-        return [Finding("ok", "driver", f"{told}; torch is built for {needs[0]}.{needs[1]}")]
+        return [Finding("ok", "driver", f"{driver}; torch is built for {needs[0]}.{needs[1]}")]
     branch = DRIVERS.get(needs[0], "newer")
     fix = f"install driver {branch} or later, or a torch for CUDA {machine.cuda_driver[0]} (make install TORCH_INDEX=)"
-    return [Finding("stop", "driver", f"{told}; torch is built for {needs[0]}.{needs[1]}", fix)]
+    return [Finding("stop", "driver", f"{driver}; torch is built for {needs[0]}.{needs[1]}", fix)]
 
 
 def _torch(machine: Machine) -> list[Finding]:
@@ -96,9 +96,9 @@ def _memory(machine: Machine) -> list[Finding]:
         if not _is_shared(gpu):
             continue
         names = [label(process) for process in holders(gpu)]
-        told = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        users = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
-        what = f"GPU {gpu.index} has {free} of {total} free; in use by {told or 'unknown processes'}"
+        what = f"GPU {gpu.index} has {free} of {total} free; in use by {users or 'unknown processes'}"
         found.append(Finding("stop" if gpu.free_bytes < LEAST_BYTES else "warn", "gpu memory", what, fix))
     return found or [Finding("ok", "gpu memory", "nobody else holds any")]
 
@@ -148,8 +148,8 @@ def _mixture(machine: Machine) -> list[Finding]:
     if len(kinds) < 2:
         return []
     smallest = min(machine.gpus, key=lambda gpu: gpu.total_bytes)
-    alike = max((_alike(machine, kind) for kind in sorted(kinds)), key=len)
-    chosen = ",".join(str(gpu.machine_index) for gpu in alike)
+    largest_group = max((_of_kind(machine, kind) for kind in sorted(kinds)), key=len)
+    chosen = ",".join(str(gpu.machine_index) for gpu in largest_group)
     what = f"they differ: every process is planned for the smallest ({smallest.name})"
     found = [Finding("warn", "gpu", what, f"train on like ones: CUDA_VISIBLE_DEVICES={chosen}")]
     if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
@@ -160,7 +160,7 @@ def _mixture(machine: Machine) -> list[Finding]:
     return found
 
 
-def _alike(machine: Machine, kind: tuple[str, int]) -> list[Gpu]:
+def _of_kind(machine: Machine, kind: tuple[str, int]) -> list[Gpu]:
     return [gpu for gpu in machine.gpus if (gpu.name, gpu.total_bytes) == kind]
 
 

@@ -17,7 +17,7 @@ from sftplay.units import GIB, format_bytes
 HOST = "127.0.0.1"
 
 MEETING_PORT = 29511
-"""Where nodes of a run meet when no port is given."""
+"""Port of a run over several nodes when none is given."""
 
 LEAST_RAM_BYTES = 2 * GIB
 """torch, transformers and a tiny model take about 1.5 GiB."""
@@ -28,7 +28,7 @@ ROOMY_DISK_BYTES = 10 * GIB
 """A checkpoint or two of most adapters, with logs and the data's cache."""
 
 SHM_BYTES = {"several GPUs": GIB, "else": 64 * 2**20}
-"""Shared memory NCCL and data loaders live on; containers get 64 MiB unless told otherwise."""
+"""Shared memory NCCL and data loaders live on; containers get 64 MiB by default."""
 
 OPEN_FILES = 4096
 """Ranks, data workers and shards of a data set each keep some files open."""
@@ -120,8 +120,8 @@ def look_at_environment(machine: Machine, environ: Mapping[str, str] = os.enviro
         found.append(Finding("warn", "environment", what, "unset NCCL_P2P_DISABLE"))
     if found or not machine.gpus:
         return found
-    told = ", ".join(f"{name}={value}" for name, value in own.items())
-    return [Finding("ok", "environment", told or f"{ALLOCATORS[1]} is not set")]
+    facts = ", ".join(f"{name}={value}" for name, value in own.items())
+    return [Finding("ok", "environment", facts or f"{ALLOCATORS[1]} is not set")]
 
 
 def builds_folder(environ: Mapping[str, str]) -> Path:
@@ -130,7 +130,7 @@ def builds_folder(environ: Mapping[str, str]) -> Path:
 
 
 def look_at_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[Finding]:
-    """Locks of builds that were killed. Every later start waits for such a lock, in silence and without end.
+    """Locks of builds that were killed. Every later start waits for such a lock without end and without a message.
 
     torch's FileBaton holds the file open while it builds, so a lock that no process has open is stale.
     """

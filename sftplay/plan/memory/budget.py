@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.cards import Card, find_card
+from sftplay.plan.memory.cards import find_card
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.units import GIB
 
 USABLE_SHARE = 0.92
-"""Of a device's memory that a plan counts on; the rest is the allocator's fragmentation and the driver's."""
+"""Share of a device's memory that a plan uses; fragmentation of the allocator and the driver take the rest."""
 
 CONTEXT_BYTES = {7: int(0.14 * GIB), 8: int(0.45 * GIB), 9: int(0.55 * GIB)}
 """A CUDA context with torch's kernels, by major compute capability: 0.14 GiB over 79 runs on a T4 (fitcheck's public
@@ -78,19 +78,8 @@ def device_of(machine: Machine, local_processes: int = 1) -> Device:
     )
 
 
-def device_of_card(card: Card, count: int) -> Device:
-    """A card of which none need be here."""
-    total = card.total_bytes
-    return Device(card.name, total, total, True, card.capability, count, card.tflops)
-
-
-def device_of_size(total_bytes: int, count: int) -> Device:
-    """A GPU of which only the memory is known; taken to be a recent one."""
-    return Device(f"GPU of {total_bytes / GIB:g} GiB", total_bytes, total_bytes, True, (8, 0), count)
-
-
 def runtime_bytes(device: Device, world_size: int) -> int:
-    """What the process takes beside what it allocates for the model."""
+    """Memory of the process beside what it allocates for the model."""
     if not device.is_gpu:
         return CPU_PROCESS_BYTES
     context = CONTEXT_BYTES[min(max(device.capability[0], 7), 9)]
@@ -98,7 +87,7 @@ def runtime_bytes(device: Device, world_size: int) -> int:
 
 
 def margin_bytes(allocated: float, device: Device, strategy: Strategy, *, is_probed: bool = False) -> int:
-    """Kept free beside the estimate, because it is one."""
+    """Bytes kept free because the estimate may be too low."""
     kind = "probed" if is_probed else "one" if strategy in ("single", "ddp") else "several"
     share, fixed = MARGINS["cpu" if not device.is_gpu else kind]
     return int(share * allocated + fixed)

@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 
 from sftplay.errors import ConfigError, nearest_names
-from sftplay.units import GIB
 
 MIB = 2**20
 
@@ -106,8 +105,3 @@ def parse_fleet(text: str, where: str) -> tuple[int, Card]:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^A-Z0-9]", "", name.upper())
-
-
-def describe_bytes(total: int) -> str:
-    """As a card's memory is usually given."""
-    return f"{total / GIB:.1f} GiB"

@@ -51,16 +51,16 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """The code that runs; every byte of a plan follows from this, a shape and a size."""
+    """The code that runs. Every byte of a plan follows from it, a shape and a size."""
 
     weight_bytes: int
-    """Of a weight that is not in 4 bits: embedding, head, norms, and the linears unless `four_bit`."""
+    """Bytes of a weight that is not in 4 bits: embedding, head, norms, and the linears unless `four_bit`."""
 
     compute_bytes: int
-    """Of what goes into a matrix product."""
+    """Bytes of a number that enters a matrix product."""
 
     stream_bytes: int
-    """Of the residual stream between the layers."""
+    """Bytes of a number in the residual stream between the layers."""
 
     four_bit: bool = False
     double_quant: bool = False
@@ -76,11 +76,11 @@ class Execution:
     """True where grouped keys and values are copied out to the heads before the product."""
 
     is_masked: bool = False
-    """True where rows are padded and the kernel is told so by a mask over rows x tokens x tokens."""
+    """True where rows are padded, so that the kernel needs a mask over rows x tokens x tokens."""
 
     head: Head = "standard"
     logits_bytes: int = 2
-    """Of a score as the head writes it; the loss always works on fp32."""
+    """Bytes of a score as the head writes it; the loss always works on fp32."""
 
     holds_scores: bool = False
     """True where the caller keeps the model's output, and so the scores, until backward has ended."""
@@ -98,14 +98,14 @@ class Execution:
 
     @property
     def linear_bytes(self) -> float:
-        """Of one weight of a layer's linears as it lies in memory."""
+        """Bytes of one weight of a layer's linears in memory."""
         if not self.four_bit:
             return float(self.weight_bytes)
         return NF4_DOUBLE_BYTES if self.double_quant else NF4_BYTES
 
     @property
     def trained_bytes(self) -> int:
-        """Of a weight that trains, and of its gradient."""
+        """Bytes of a weight that trains, and of its gradient."""
         return self.adapter.weight_bytes if self.adapter else self.weight_bytes
 
     @property

@@ -1,8 +1,8 @@
 """What one layer of a decoder keeps for its backward pass, and what it needs while that pass runs through it.
 
-Every term is a tensor that autograd saves or makes; the fake-tensor trace (`trace`) is the independent check. Counted
-are tensors whose size grows with the tokens, and fixed ones such as a dequantised weight. Attention is any kernel that
-saves its inputs, output and one number a head, or the eager one, which saves its probabilities.
+Every term is a tensor that autograd saves or makes; a fake-tensor trace (`tests/oracle`) is the independent check. It
+counts tensors whose size grows with the tokens, and fixed ones such as a dequantised weight. Attention is any kernel
+that saves its inputs, output and one number a head, or the eager one, which saves its probabilities.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPOSED = ("gelu_new",)
 cube's input, tanh, 1 + tanh and x / 2. Under autocast the cube and what follows are fp32 (torch, autocast's list)."""
 
 UNROTATED = ("gpt2", "gpt_bigcode", "mpt", "bloom")
-"""Families whose queries and keys go into the product as the projection made them."""
+"""Families without rotation of queries and keys."""
 
 
 POST_NORMED = ("olmo2", "olmo3")
@@ -34,7 +34,7 @@ CONCATENATED = ("phi3", "phi", "gpt_neox", "stablelm")
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer: kept from forward to backward, and the most that is alive beside it during backward."""
+    """Bytes of one layer: kept from forward to backward, and the most beside them during backward."""
 
     kept: float
     transient: float
@@ -62,17 +62,17 @@ def layer_bytes(shape: ModelShape, execution: Execution, tokens: int, seq: int) 
 
 
 def stream_bytes(shape: ModelShape, execution: Execution) -> int:
-    """Of the residual stream: fp32 where 4-bit layers answer to a layer norm's fp32 under autocast."""
+    """Bytes of a number in the stream: fp32 where 4-bit layers answer a layer norm's fp32 under autocast."""
     return max(execution.stream_bytes, inner_bytes(shape, execution)) if execution.four_bit else execution.stream_bytes
 
 
 def norm_out_bytes(shape: ModelShape, execution: Execution) -> int:
-    """Of what a norm writes: torch's layer norm writes fp32 under autocast, an RMS norm the stream's dtype."""
+    """Bytes of a number that a norm writes: a layer norm writes fp32 under autocast, an RMS norm the stream's dtype."""
     return FP32 if shape.norm == "layer" and execution.has_autocast else execution.stream_bytes
 
 
 def inner_bytes(shape: ModelShape, execution: Execution) -> int:
-    """Of what a linear writes. A 4-bit layer answers in its input's dtype (bitsandbytes, `Linear4bit.forward`)."""
+    """Bytes of a number that a linear writes; a 4-bit one writes its input's dtype (bitsandbytes, `Linear4bit`)."""
     into = norm_out_bytes(shape, execution)
     if execution.has_autocast and not (execution.four_bit and into == FP32):
         return execution.compute_bytes
@@ -80,7 +80,7 @@ def inner_bytes(shape: ModelShape, execution: Execution) -> int:
 
 
 def norm_kept(shape: ModelShape, execution: Execution) -> float:
-    """Per token, of one norm over the stream."""
+    """Bytes a token that one norm over the stream keeps."""
     if shape.norm == "layer":
         # torch saves the input, which autocast has copied to fp32.
         return shape.hidden * (FP32 if execution.has_autocast else stream_bytes(shape, execution))
@@ -97,7 +97,7 @@ def _norms_kept(shape: ModelShape, execution: Execution) -> float:
 
 
 def norm_moment(shape: ModelShape, execution: Execution) -> float:
-    """Per token, what differentiating one norm over the stream holds beside what it kept."""
+    """Bytes a token that the backward of one norm over the stream holds beside what the norm kept."""
     # An RMS norm is written in elementary operations, five of whose fp32 gradients are alive at once.
     return shape.hidden * FP32 * (5 if shape.norm == "rms" else 2)
 
@@ -141,7 +141,7 @@ def _activation_kept(shape: ModelShape, execution: Execution) -> float:
 
 
 def _product_bytes(shape: ModelShape, execution: Execution) -> int:
-    """Of what the activation hands to the down projection."""
+    """Bytes of a number that enters the down projection."""
     return FP32 if shape.activation in COMPOSED and execution.has_autocast else inner_bytes(shape, execution)
 
 
@@ -207,7 +207,7 @@ def _stream_gradient(shape: ModelShape, execution: Execution) -> float:
 
 
 def _mlp_transient(shape: ModelShape, execution: Execution, tokens: int) -> float:
-    """The most that is held in the MLP beside `kept`: when its output is made, or while that is differentiated."""
+    """The most that the MLP holds beside `kept`: when its output is made, or in that output's backward."""
     down = next(linear for linear in reversed(shape.linears) if linear.is_mlp)
     into = _product_bytes(shape, execution)
     factors = 3 if shape.gated_mlp or shape.activation in COMPOSED else 2
@@ -245,7 +245,7 @@ def _forward_streams(shape: ModelShape, execution: Execution) -> float:
 
 
 def _weight_moment(execution: Execution, linear: Linear) -> float:
-    """Made for one product with a weight: the weight out of its 4 bits, or its gradient and that gradient in fp32."""
+    """Bytes made for one product with a weight: the unpacked 4-bit weight, or its gradient and that in fp32."""
     size = linear.inputs * linear.outputs
     if execution.four_bit:
         return execution.compute_bytes * size

@@ -12,7 +12,7 @@ MASK = 1
 
 
 def pair_input_bytes(execution: Execution, adapter: Adapter, into: int) -> int:
-    """Of an element of the input that one pair keeps for itself; 0 when it shares the base's."""
+    """Bytes of an input element that one pair keeps for itself; 0 when it shares the base's copy."""
     if execution.has_autocast:
         is_own, kept = (
             is_cast_first(execution, adapter, into) or into != execution.compute_bytes,
@@ -32,7 +32,7 @@ def is_cast_first(execution: Execution, adapter: Adapter, into: int) -> bool:
 
 
 def pair_kept(execution: Execution, adapter: Adapter, linear: Linear, into: int) -> float:
-    """Per token, beside the input: the narrow product, and DoRA's two wide ones."""
+    """Bytes a token kept beside the input: the narrow product, and DoRA's two wide ones."""
     narrow = execution.compute_bytes if execution.has_autocast else adapter.weight_bytes
     wide = (into if not execution.has_autocast else execution.compute_bytes) + narrow
     return adapter.rank * narrow + (linear.outputs * wide if adapter.is_dora else 0)

@@ -1,7 +1,7 @@
 """Lines through measured peaks: for each phase of a training step, bytes = fixed + per token * tokens.
 
-Measured are whole rows of full length, so that what grows with the square of a row's length is part of the slope. A
-peak is the largest of several lines; a line through points of two of them would be nobody's, and is refused.
+Rows have full length, so terms with the square of a row's length are part of the slope. A peak is the largest of
+several lines; points whose peaks lie on different lines are refused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Fit:
 
     lines: Mapping[str, MemoryLine]
     peak_phase: str
-    """Where the measured peaks lay."""
+    """The phase of the measured peaks."""
 
     accumulates: bool = True
     """True when the measured steps had several micro-batches, as most runs' steps do."""
@@ -71,7 +71,7 @@ class Fit:
         return max(line.at(tokens) for line in self.lines.values())
 
     def reaching(self, tokens: int, floor_bytes: float) -> Fit:
-        """The same with the peak's line so steep behind its last point that `tokens` take at least `floor_bytes`."""
+        """The same with a steeper peak line after its last point, by which `tokens` take at least `floor_bytes`."""
         last = self.points[-1]
         slope = (floor_bytes - last.peak_bytes) / max(1, tokens - last.tokens)
         if tokens <= last.tokens or slope <= self.lines[self.peak_phase].bytes_per_token:

@@ -15,7 +15,7 @@ from sftplay.plan.memory.step import WORKSPACE_BYTES, Footprint, Size, estimate,
 from sftplay.plan.shape.model_shape import ModelShape
 
 LIVE_LAYERS = 2
-"""Whose tensors lie there at a time in a forward pass without gradients: one at work, and what it reads."""
+"""Layers whose tensors exist at a time in a forward pass without gradients: one at work, and the one it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ measurements; `budget` plans the others with a wider margin.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from sftplay.plan.memory.execution import Execution, trained_params
 from sftplay.plan.memory.step import Standing
@@ -16,22 +16,20 @@ from sftplay.plan.shape.model_shape import ModelShape
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload"]
 
-STRATEGIES: tuple[Strategy, ...] = (
-    "single", "ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload", "fsdp_offload",
-)  # fmt: skip
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 BUCKET_ELEMENTS = 500_000_000
-"""Of DeepSpeed's reduce bucket and of its all-gather bucket (deepspeed 0.19, `zero/config.py`)."""
+"""Size of DeepSpeed's reduce bucket and of its all-gather bucket (deepspeed 0.19, `zero/config.py`)."""
 
 HALF = 2
 FP32 = 4
 PINNED = 1.5
-"""Host memory that pinned buffers take over what they hold, which the allocator rounds up to powers of two."""
+"""Host memory of pinned buffers over their content; the allocator rounds up to powers of two."""
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """One device's part: what stands there throughout, what communication adds, and what went to the host."""
+    """One device's part: what it holds throughout a step, what communication adds, and what lies on the host."""
 
     standing: Standing
     buffers: float = 0.0
@@ -90,7 +88,7 @@ def _fsdp(
 
 
 def _gathered(shape: ModelShape, dtype_bytes: int, weights: float) -> float:
-    """Whole weights that lie there at a time: this layer, the next, which is fetched ahead, and the root's own."""
+    """Whole weights on a device at a time: this layer, the next, which is fetched ahead, and those outside layers."""
     layer = (shape.total_params - shape.other_params) / shape.layers
     root = shape.other_params * dtype_bytes
     per_weight = min(float(dtype_bytes), (weights - root) / max(1, shape.layers * layer)) if weights > root else 0.0

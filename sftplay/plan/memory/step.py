@@ -1,7 +1,7 @@
 """The closed form: bytes on one device at each phase of a training step, from a shape, an execution and a size.
 
-It allocates nothing and imports no torch. What several devices share or split is `sharding`'s business. Figures are
-what torch's allocator hands out (`max_memory_allocated`); the process around it is added by `budget`.
+It allocates nothing and imports no torch. `sharding` splits the figures over several devices. They are what torch's
+allocator hands out (`max_memory_allocated`); `budget` adds the process around it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Size:
     seq: int
     labelled: int | None = None
     accumulates: bool = False
-    """True when an optimizer step has several micro-batches: gradients then lie there during all but the first."""
+    """True when an optimizer step has several micro-batches: all but the first then run beside whole gradients."""
 
     @property
     def tokens(self) -> int:
@@ -63,7 +63,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Standing:
-    """What lies in memory throughout, in bytes."""
+    """Bytes that are held throughout a step."""
 
     weights: float
     adapters: float
@@ -72,7 +72,7 @@ class Standing:
 
 
 def standing_bytes(shape: ModelShape, execution: Execution) -> Standing:
-    """Weights, adapters, gradients and optimizer state of a model that no one shares."""
+    """Weights, adapters, gradients and optimizer state of a model that one device holds alone."""
     trained = trained_params(shape, execution)
     others = shape.total_params - shape.linear_params + shape.vision_params
     return Standing(
@@ -88,7 +88,7 @@ def estimate(
 ) -> Footprint:
     """Bytes of every phase of one optimizer step on one device, in the steady state.
 
-    `standing` is the device's part of what lies there throughout, None for all of it; `buffers` is what communication
+    `standing` is the device's part of what is held throughout, None for all of it; `buffers` is what communication
     adds. The optimizer's state exists from the second step on, so the first step may fit where later ones do not.
     """
     standing = standing or standing_bytes(shape, execution)
@@ -129,7 +129,7 @@ def kept_bytes(shape: ModelShape, execution: Execution, size: Size) -> float:
 
 
 def _head_phase(shape: ModelShape, execution: Execution, size: Size, standing: Standing) -> dict[str, float]:
-    """The end of forward or the begin of backward, whichever holds more."""
+    """The end of forward or the beginning of backward, whichever holds more."""
     labelled = size.tokens if size.labelled is None else size.labelled
     fullest = max(
         head_in_forward(shape, execution, size.tokens, labelled) + _rounded_layers(shape, execution),

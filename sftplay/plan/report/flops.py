@@ -2,7 +2,7 @@
 
 What an execution adds is not counted: padding, scores of tokens without a label, recomputation under gradient
 checkpointing or in a fused kernel, the optimizer, and all that is no matrix product. So a share of a card's peak that
-follows from it (MFU: PaLM, Chowdhery 2022, appendix B) never grows by work that teaches nothing.
+follows from it (MFU: PaLM, Chowdhery 2022, appendix B) never grows by work that trains nothing.
 """
 
 from __future__ import annotations

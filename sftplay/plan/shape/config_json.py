@@ -1,6 +1,6 @@
 """The content of a config.json, read key by key: every figure that leaves it has been checked.
 
-How a family spells its keys stands in `families`; what a shape makes of them is `shape_reader`'s work.
+How a family spells its keys stands in `families`; `from_config` makes a shape of them.
 """
 
 from __future__ import annotations

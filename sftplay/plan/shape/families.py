@@ -65,8 +65,6 @@ class Family:
     pattern: int = 1
     """Layers after which kinds of attention repeat, when config.json does not say."""
 
-    unmodelled: tuple[str, ...] = ()
-
 
 KEYS: Mapping[str, str] = {
     "layers": "num_hidden_layers",
@@ -175,21 +173,12 @@ FAMILIES: Mapping[str, Family] = {
     "helium": Family(defaults={"head_dim": 128}, qkv_bias="attention_bias", mlp_bias="mlp_bias"),
     "hunyuan_v1_dense": Family(qk_norm=True, **_ATTENTION_BIAS),
     "exaone4": Family(defaults=_WINDOW, qk_norm=True, pattern=4),
-    "ernie4_5": Family(
-        defaults={"head_dim": 128}, tied=True, qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"
-    ),
+    "ernie4_5": Family(defaults={"head_dim": 128}, tied=True, **_USE_BIAS),
     "olmo": Family(norm="layer", norm_vectors=0, **_ATTENTION_BIAS),
     "olmo2": Family(qk_norm=True, qk_norm_of="width", **_ATTENTION_BIAS),
     "olmo3": Family(defaults=_WINDOW, qk_norm=True, qk_norm_of="width", pattern=4, **_ATTENTION_BIAS),
-    "glm": Family(
-        defaults={"head_dim": 128, "attention_bias": True}, qkv_bias="attention_bias", mlp=("gate_up_proj", "down_proj")
-    ),
-    "glm4": Family(
-        defaults={"head_dim": 128, "attention_bias": True},
-        qkv_bias="attention_bias",
-        mlp=("gate_up_proj", "down_proj"),
-        norms=4,
-    ),
+    "glm": Family(**_GLM),
+    "glm4": Family(norms=4, **_GLM),
     "arcee": Family(mlp=("up_proj", "down_proj"), gated=False, defaults={"hidden_act": "relu2"}, **_LLAMA_BIAS),
     "nemotron": Family(
         mlp=("up_proj", "down_proj"), defaults={"hidden_act": "relu2"}, **_PLAIN_LAYER_NORM, **_LLAMA_BIAS

@@ -1,6 +1,6 @@
 """Finds a model's shape by name: in a folder, in the hub's cache on this machine, or in the shipped table.
 
-It never asks the hub and loads no weights; reading a config.json is `shape_reader`'s work.
+It never asks the hub and loads no weights; `from_config` reads a config.json.
 """
 
 from __future__ import annotations

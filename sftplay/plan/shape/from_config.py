@@ -229,7 +229,7 @@ def _odd_layers(text: ConfigJson) -> list[str]:
 
 
 def _unmodelled(text: ConfigJson, *, experts: int, vision: int | None) -> tuple[str, ...]:
-    found = list(text.family.unmodelled)
+    found = []
     if not text.is_known:
         found.append(f"the architecture {quote_value(text.model_type)}, read as a Llama of the same sizes")
     if experts:

@@ -81,13 +81,3 @@ class ModelShape:
     def total_params(self) -> int:
         """All parameters of the text model, a tied head counted once; equals what a safetensors index sums to."""
         return self.linear_params + self.layers * self.layer_other_params + self.other_params
-
-    @property
-    def embedding_params(self) -> int:
-        """The token embedding."""
-        return self.vocab * self.hidden
-
-    @property
-    def head_params(self) -> int:
-        """The head's own weight: 0 when it is tied."""
-        return 0 if self.tied else self.vocab * self.hidden

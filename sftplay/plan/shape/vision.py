@@ -1,4 +1,4 @@
-"""Parameters of the vision tower that loading a multimodal class adds beside its text model."""
+"""Parameters of the vision tower that a multimodal class loads beside its text model."""
 
 from __future__ import annotations
 
