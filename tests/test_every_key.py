@@ -595,8 +595,8 @@ def measured(bench: Bench) -> dict[str, Any]:
     batches: list[tuple[int, int]] = []
     real = Generator.generate
 
-    def generate(self: Generator, ids: torch.Tensor, *rest: Any) -> Any:
-        out = real(self, ids, *rest)
+    def generate(self: Generator, ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        out = real(self, ids, *rest, **named)
         batches.append((len(ids), out.shape[1] - ids.shape[1]))
         return out
 

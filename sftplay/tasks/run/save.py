@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.export.merge import end_where_training_ended
 from sftplay.launch.run_folder import RunFolder
@@ -50,14 +51,13 @@ def save_result(
     base: str,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Save `adapter/` or `model/` under a scratch name and rename it into place.
+    """Save `adapter/` or `model/`, whole or not at all; one that an earlier attempt left is replaced.
 
     `weights` are the model's, where the model itself holds only a part of them. `base` is the folder or hub name that
     the model was loaded from. A builtin base is copied to `base/`, and the adapter points to that copy; a local base is
     named by its absolute path. So plain PEFT finds it without this kit.
     """
     target = folder.path / ("model" if cfg.tuning.mode == "full" else "adapter")
-    scratch = _fresh(target.with_name(f".{target.name}.part"))
     if cfg.tuning.mode != "full":
         if cfg.model.name.startswith(BUILTIN):
             base = str(shutil.copytree(base, folder.path / "base", dirs_exist_ok=True))
@@ -72,27 +72,12 @@ def save_result(
         model.config.use_cache = True
         # The base's own end token is not always the one its chats end with.
         end_where_training_ended(model.generation_config, tokenizer)
-    model.save_pretrained(scratch, state_dict=weights)
-    tokenizer.save_pretrained(scratch)
-    _replace(scratch, target)
+    with whole_folder(target, replaces=True) as scratch:
+        model.save_pretrained(scratch, state_dict=weights)
+        tokenizer.save_pretrained(scratch)
     return target
 
 
 def _saved_dtype(cfg: RunConfig) -> torch.dtype:
     # Training holds fp32 weights; the result of a 16-bit run has the format in which it was computed.
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(cfg.train.precision), torch.float32)
-
-
-def _fresh(scratch: Path) -> Path:
-    if scratch.exists():
-        shutil.rmtree(scratch)
-    return scratch
-
-
-def _replace(scratch: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():  # an earlier attempt got this far
-        target.rename(_fresh(old))
-    scratch.rename(target)
-    if old.exists():
-        shutil.rmtree(old)
