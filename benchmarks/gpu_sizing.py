@@ -174,7 +174,7 @@ def measure_case(case: Case, place: Place) -> dict[str, Any]:
             return size_run(cfg, place.machine, shape=shape, fit=fit)
 
         estimated = size()
-        sized, record = look_closer(estimated, place.bench, size)
+        sized, record = look_closer(estimated, place.bench, resize=size)
         row |= {"probe": record["decision"], "probe_seconds": record.get("seconds")}
         row |= foretold(estimated, sized)
         row |= hold(sized, place)
@@ -226,7 +226,7 @@ def hold(sized: SizedRun, place: Place) -> dict[str, Any]:
     """What the chosen batch takes, in a fresh process."""
     rows, accum = int(sized.cfg.train.batch_size), int(sized.cfg.train.grad_accum)
     request = {"rows": [rows], "accumulates": accum > 1, "repeats": 2, **place.gauge("TensorGauge")}
-    found = run_rehearsal(sized, request, place.bench)
+    found = run_rehearsal(sized, request, bench=place.bench)
     if not found["points"]:
         return {"out_of_memory": True}
     point, device = found["points"][0], found["device"]
@@ -252,7 +252,7 @@ def sweep(sized: SizedRun, place: Place) -> dict[str, Any]:
         sizes = sizes[max(0, at - 1) : at + 2]
     # A step of two micro-batches even where the run has one: all sizes then do the same besides the batch.
     request = {"rows": sizes, "repeats": 1 if place.options.quick else 3, **place.gauge("ProcessGauge")}
-    found = run_rehearsal(sized, request, place.bench)
+    found = run_rehearsal(sized, request, bench=place.bench)
     speeds = {str(p["rows"]): round(2 * p["tokens"] / p["seconds"], 1) for p in found["points"]}
     best = max(speeds, key=lambda rows: speeds[rows], default=None)
     relative = speeds[str(chosen)] / speeds[best] if best and str(chosen) in speeds else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class SftplayError(Exception):
@@ -89,3 +90,12 @@ def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> li
 def _rebuild(kind: type[SftplayError], parts: tuple[str, str, str, list[str]]) -> SftplayError:
     what, where, fix, nearest = parts
     return kind(what, where=where, fix=fix, nearest=nearest)
+
+
+def error_from_json(content: dict[str, Any]) -> SftplayError:
+    """The error that another process has written by `as_json`."""
+    kinds: dict[str, type[SftplayError]] = {
+        kind.code: kind for kind in (ConfigError, MachineError, DataError, RunError)
+    }
+    kind = kinds.get(str(content.get("code")), RunError)
+    return kind(str(content["what"]), where=str(content.get("where", "")), fix=str(content.get("fix", "")))

@@ -119,14 +119,14 @@ def _positive(text: str) -> int:
 
 
 def _temperature(text: str) -> float:
-    return _number(text, lambda value: 0 <= value < float("inf"), "a temperature, 0 or more")
+    return _number(text, lambda value: 0 <= value < float("inf"), what="a temperature, 0 or more")
 
 
 def _share(text: str) -> float:
-    return _number(text, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
+    return _number(text, lambda value: 0 < value <= 1, what="a share above 0 and up to 1")
 
 
-def _number(text: str, holds: Callable[[float], bool], what: str) -> float:
+def _number(text: str, holds: Callable[[float], bool], *, what: str) -> float:
     try:
         value = float(text)
     except ValueError:

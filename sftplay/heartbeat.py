@@ -75,7 +75,7 @@ class Heartbeat:
         finally:
             self.enter(outer)
 
-    def recount(self, seconds: float, phase: str, truly: str) -> None:
+    def recount(self, seconds: float, phase: str, *, truly: str) -> None:
         """So much of the time that `phase` took so far was `truly`'s."""
         moved = min(seconds, self._spent_s[phase])
         self._spent_s[phase] -= moved

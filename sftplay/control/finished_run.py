@@ -27,7 +27,7 @@ def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) 
         ConfigError: there is no such run, or it has no result yet.
     """
     given = load_config(args.config, args.overrides)
-    folder = find_run(given, args.config, args.run)
+    folder = find_run(given, args.config, run=args.run)
     if folder.result is None:
         raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
     cfg = load_config(folder.resolved)

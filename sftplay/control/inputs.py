@@ -40,7 +40,7 @@ def check_inputs(cfg: RunConfig) -> RunConfig:
     for key in ("train_path", "val_path", "test_path"):
         path = getattr(cfg.data, key)
         if path is not None and not is_hub_name(path):
-            _check_file(path, f"data.{key}", cfg)
+            _check_file(path, f"data.{key}", cfg=cfg)
     _check_template(cfg)
     _check_trackers(cfg)
     if not is_hub_name(cfg.data.train_path):
@@ -48,7 +48,7 @@ def check_inputs(cfg: RunConfig) -> RunConfig:
     return cfg
 
 
-def _check_file(path: str, key: str, cfg: RunConfig) -> None:
+def _check_file(path: str, key: str, *, cfg: RunConfig) -> None:
     try:
         files_of(path)
     except DataError as error:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sftplay import __version__, log
 from sftplay.atomic import write_text
@@ -77,12 +77,15 @@ class Bench:
         return next(gpu for gpu in used if gpu.plannable_bytes == wanted.free_bytes)
 
 
-Rehearse = Callable[[SizedRun, dict[str, Any], Bench], dict[str, Any]]
-"""What `rehearse` does: a sized run, a request and a place -> the content of measured.json."""
+class Rehearse(Protocol):
+    """Rehearses a sized run."""
+
+    def __call__(self, sized: SizedRun, request: dict[str, Any], *, bench: Bench) -> dict[str, Any]:
+        """The content of measured.json."""
 
 
 def look_closer(
-    sized: SizedRun, bench: Bench, resize: Callable[[Fit], SizedRun], rehearse: Rehearse | None = None
+    sized: SizedRun, bench: Bench, *, resize: Callable[[Fit], SizedRun], rehearse: Rehearse | None = None
 ) -> tuple[SizedRun, dict[str, Any]]:
     """`sized` as it is, or sized again by a probe's measurement; and what was decided and why, for plan.json.
 
@@ -95,10 +98,10 @@ def look_closer(
     if reason or seen is None:
         return sized, {"decision": "none", "why": reason}
     request = make_request(sized, seen)
-    key = fingerprint(identity(sized, bench, request))
+    key = fingerprint(identity(sized, bench, request=request))
     began = time.monotonic()
     try:
-        measured, is_new = _measure(sized, request, bench, (key, rehearse or run_rehearsal))
+        measured, is_new = _measure(sized, request, bench=bench, key=key, rehearse=rehearse or run_rehearsal)
     except NoRoom:
         raise
     except SftplayError as error:
@@ -112,7 +115,7 @@ def look_closer(
         return sized, {**record, "refused": found.reason}
     resized = resize(found)
     record |= {"fit": found.as_dict(), "before": _sizes(sized), "after": _sizes(resized)}
-    _tell(record, found, seen)
+    _tell(record, found, seen=seen)
     return resized, record
 
 
@@ -140,7 +143,7 @@ def make_request(sized: SizedRun, seen: Forecast) -> dict[str, Any]:
     return {"rows": rows, "if_bent": None, "accumulates": share > 1}
 
 
-def identity(sized: SizedRun, bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
+def identity(sized: SizedRun, bench: Bench, *, request: dict[str, Any]) -> dict[str, Any]:
     """All that a measurement depends on, as JSON values."""
     assert sized.forecast is not None
     gpu, values = bench.gpu, values_that_decide_weights(sized.cfg)
@@ -157,17 +160,16 @@ def identity(sized: SizedRun, bench: Bench, request: dict[str, Any]) -> dict[str
 
 
 def _measure(
-    sized: SizedRun, request: dict[str, Any], bench: Bench, how: tuple[str, Rehearse]
+    sized: SizedRun, request: dict[str, Any], *, bench: Bench, key: str, rehearse: Rehearse
 ) -> tuple[dict[str, Any], bool]:
     """What was measured, and whether just now."""
-    key, rehearse = how
     made: list[bool] = []
 
     def make(unfinished: Path) -> None:
         made.append(True)
         rows = " and ".join(map(str, request["rows"]))
         log.say(f"a few steps with {rows} full rows are measured on {bench.gpu.name}, once for runs like this", "probe")
-        found = _rehearsed(sized, request, bench, rehearse)
+        found = _rehearsed(sized, request, bench=bench, rehearse=rehearse)
         write_text(unfinished / MEASURED, json.dumps({**found, "context_bytes": _context(found["device"], bench.gpu)}))
 
     if sized.cfg.train.probe == "always":
@@ -177,13 +179,13 @@ def _measure(
     return json.loads((folder / MEASURED).read_text(encoding="utf-8")), bool(made)
 
 
-def _rehearsed(sized: SizedRun, request: dict[str, Any], bench: Bench, rehearse: Rehearse) -> dict[str, Any]:
+def _rehearsed(sized: SizedRun, request: dict[str, Any], *, bench: Bench, rehearse: Rehearse) -> dict[str, Any]:
     """What was measured, with ever fewer rows until there is a point.
 
     Raises:
         NoRoom: not even one row went through.
     """
-    found = rehearse(sized, request, bench)
+    found = rehearse(sized, request, bench=bench)
     while not found["points"] and (exhausted := found["out_of_memory_rows"]):
         if exhausted == 1:
             raise NoRoom(
@@ -191,12 +193,12 @@ def _rehearsed(sized: SizedRun, request: dict[str, Any], bench: Bench, rehearse:
                 where="train.probe",
                 fix="`make memory-check` shows who holds it; `make plan` what needs less; train.probe=off tries anyway",
             )
-        found = rehearse(sized, {**request, "rows": [max(1, exhausted // 4)], "if_bent": None}, bench)
+        found = rehearse(sized, {**request, "rows": [max(1, exhausted // 4)], "if_bent": None}, bench=bench)
         found["out_of_memory_rows"] = found["out_of_memory_rows"] or exhausted
     return found
 
 
-def run_rehearsal(sized: SizedRun, request: dict[str, Any], bench: Bench) -> dict[str, Any]:
+def run_rehearsal(sized: SizedRun, request: dict[str, Any], *, bench: Bench) -> dict[str, Any]:
     """Rehearse in a process of its own on the bench's GPU.
 
     Raises:
@@ -279,7 +281,7 @@ def _sizes(sized: SizedRun) -> dict[str, Any]:
     }
 
 
-def _tell(record: dict[str, Any], found: Fit, seen: Forecast) -> None:
+def _tell(record: dict[str, Any], found: Fit, *, seen: Forecast) -> None:
     last = found.points[-1]
     estimated = _estimated(seen, last.rows, accumulates=found.accumulates)
     line, off = found.lines[found.peak_phase], estimated.allocated_bytes / last.peak_bytes - 1

@@ -55,9 +55,9 @@ def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> in
         f"node {scale.node_rank} of {scale.nnodes}: waiting for the others at {scale.master_addr}:{scale.master_port}"
     )
     with Rendezvous(scale) as rendezvous:
-        report = describe_node(args, scale, machine)
+        report = describe_node(args, scale, machine=machine)
         try:
-            check_nodes_match(rendezvous.gather({**describe_network(rendezvous, machine, report), **report}))
+            check_nodes_match(rendezvous.gather({**describe_network(rendezvous, machine, report=report), **report}))
             if not rendezvous.is_host:
                 return _join(rendezvous, machine)
         except Over as over:
@@ -84,8 +84,8 @@ def _join(rendezvous: Rendezvous, machine: Machine) -> int:
     try:
         check_folder(folder, digest)
         cfg = load_config(folder.resolved)
-        command = build_command(cfg, folder, rendezvous.scale, machine)
-        make_ready(cfg, folder, command, node=rendezvous.scale.node_rank)
+        command = build_command(cfg, folder, scale=rendezvous.scale, machine=machine)
+        make_ready(cfg, folder, command=command, node=rendezvous.scale.node_rank)
     except SftplayError as error:
         problem = error
     await_ready(rendezvous, problem)
@@ -99,7 +99,7 @@ def _join(rendezvous: Rendezvous, machine: Machine) -> int:
     return rendezvous.end(code, find_death(lines))
 
 
-def describe_node(args: Namespace, scale: Scale, machine: Machine) -> dict[str, Any]:
+def describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[str, Any]:
     """What must be the same on all nodes, by the sections of `alike`; in place of config and files, an error met."""
     versions = {"python": platform.python_version(), "sftplay": kit_version(), **library_versions()}
     report: dict[str, Any] = {
@@ -132,7 +132,7 @@ def describe_files(cfg: RunConfig) -> dict[str, str]:
         if given is not None and Path(given).is_file():
             found[key] = hashlib.sha256(Path(given).read_bytes()).hexdigest()
     for key, given in (("model.name", cfg.model.name), ("model.adapter", cfg.model.adapter)):
-        digests = weights_digests(given, whole_bytes=GLANCE_BYTES, pieces=GLANCES)
+        digests = weights_digests(given, whole_bytes=GLANCE_BYTES, chunks=GLANCES)
         found |= {f"{key} ({Path(path).name})": digest for path, digest in digests.items()}
     return found
 
@@ -145,7 +145,7 @@ def kit_version() -> str:
     return f"{__version__} (source {digest.hexdigest()[:12]})"
 
 
-def describe_network(rendezvous: Rendezvous, machine: Machine, report: Mapping[str, Any]) -> dict[str, Any]:
+def describe_network(rendezvous: Rendezvous, machine: Machine, *, report: Mapping[str, Any]) -> dict[str, Any]:
     """An error where gloo would offer the other nodes an address that only this one can reach; empty otherwise.
 
     gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice), which many

@@ -25,16 +25,16 @@ from sftplay.monitor.checkpoints import list_checkpoints, read_marker
 from sftplay.plan.sizing.size_run import SizedRun
 
 
-def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None = None) -> int:
+def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:
     """Continue the run that `cfg` or `--run` names; nothing is done where it is finished.
 
     Raises:
         ConfigErrors: values that decide the result have changed since its first start.
     """
-    folder = find_run(cfg, args.config, getattr(args, "run", None) or _run_of(cfg))
+    folder = find_run(cfg, args.config, run=getattr(args, "run", None) or _run_of(cfg))
     stored = load_config(folder.resolved)
     if folder.read_json("status.json").get("state") == "done":
-        return _leave_finished(args, (stored, cfg), folder)
+        return _leave_finished(args, folder, stored=stored, cfg=cfg)
     machine = probe()
     scale = read_scale(args, machine)
     cfg = check_inputs(cfg)
@@ -45,21 +45,21 @@ def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None 
         cfg = free_sizes(cfg, scale)
     # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
     smaller_rows = _rows_after_shortage(folder)
-    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows, folder)
+    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows, folder=folder)
     named = cfg.with_values({"run_name": stored.run_name}, "resume")
-    sized = size(named.with_values(kept, "resume"), machine, scale)
+    sized = size(named.with_values(kept, "resume"), machine, scale=scale)
     fits = not kept or _fits(sized)
     if not fits:
-        sized = size(named, machine, scale)
+        sized = size(named, machine, scale=scale)
         _say_resized(stored, sized.cfg)
     if moves:
-        _refuse_moved_parts(before, sized, scale)
+        _refuse_moved_parts(before, sized, scale=scale)
         _say_moved(before, sized)
     resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
     sizes = {key: sized.cfg.value_of(key) for key in SIZES} if starts_anew else {}
-    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder)
-    command = build_command(sized.cfg, folder, scale, machine)
+    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder=folder)
+    command = build_command(sized.cfg, folder, scale=scale, machine=machine)
     if args.dry_run:
         return print_command(command, args)
     with folder.locked():
@@ -68,7 +68,7 @@ def continue_run(args: Namespace, cfg: RunConfig, rendezvous: Rendezvous | None 
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
         if resized:
             folder.add_event(RESIZED, world_size=sized.world_size, **{k.split(".")[1]: v for k, v in sizes.items()})
-        return run_workers(command, (sized, folder), args, rendezvous)
+        return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
 
 
 def _rows_after_shortage(folder: RunFolder) -> int | None:
@@ -80,15 +80,15 @@ def _rows_after_shortage(folder: RunFolder) -> int | None:
     return rows
 
 
-def _kept_sizes(cfg: RunConfig, stored: RunConfig, smaller_rows: int | None, folder: RunFolder) -> dict[str, Any]:
+def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None, folder: RunFolder) -> dict[str, Any]:
     """The sizes that `cfg` leaves open, as the run had them last."""
     had = {key: stored.value_of(key) for key in SIZES}
     if smaller_rows:
-        had = sizes_of(stored, smaller_rows, folder.read_json("plan.json")["world_size"])
+        had = sizes_of(stored, smaller_rows, world_size=folder.read_json("plan.json")["world_size"])
     return {key: had[key] for key in SIZES if cfg.value_of(key) == "auto"}
 
 
-def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> None:
+def _refuse_moved_parts(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
     """FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes that split a model can read them."""
     strategy, now = sized.cfg.cluster.strategy, scale.world_size
     if strategy not in SHARDED or (strategy == "fsdp" and 1 not in (before, now)):
@@ -108,9 +108,9 @@ def _refuse_moved_parts(before: int | None, sized: SizedRun, scale: Scale) -> No
     raise ConfigError(what, where=where, fix=fix)
 
 
-def _leave_finished(args: Namespace, configs: tuple[RunConfig, RunConfig], folder: RunFolder) -> int:
-    stored, cfg = configs
-    _refuse_changes(stored, cfg.with_values({key: stored.value_of(key) for key in _left_open(cfg)}, "resume"), folder)
+def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cfg: RunConfig) -> int:
+    filled = cfg.with_values({key: stored.value_of(key) for key in _left_open(cfg)}, "resume")
+    _refuse_changes(stored, filled, folder=folder)
     log.say(f"{folder.path} is finished: nothing to do", "resume")
     if args.json:
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
@@ -141,7 +141,7 @@ def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, An
     return differences(values_that_decide_weights(before), values_that_decide_weights(after))
 
 
-def _refuse_changes(stored: RunConfig, cfg: RunConfig, folder: RunFolder) -> None:
+def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> None:
     problems = [
         ConfigError(
             f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",

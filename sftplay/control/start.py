@@ -41,7 +41,7 @@ MEETING_PORT = 29511
 
 
 def run_workers(
-    command: Launch, what: tuple[SizedRun, RunFolder], args: Namespace, rendezvous: Rendezvous | None = None
+    command: Launch, folder: RunFolder, *, cfg: RunConfig, args: Namespace, rendezvous: Rendezvous | None = None
 ) -> int:
     """Start the workers; again with smaller pieces where memory has run out for good, and from the last checkpoint
     where a process has died, `cluster.max_restarts` times; the last exit code.
@@ -49,16 +49,15 @@ def run_workers(
     The parent restarts, not torchrun: that would also start again what has ended with an error of our own or by a stop
     signal, asks nobody where to go on, and starts no single process.
     """
-    sized, folder = what
     if args.tb:
         from sftplay.control.tensorboard import start_board
 
         start_board(folder.path.parent, 6006)
     announce_run(rendezvous, folder)
-    make_ready(sized.cfg, folder, command)
+    make_ready(cfg, folder, command=command)
     await_ready(rendezvous)
     look = watch_nodes(rendezvous, folder)
-    code, restarts, most = _start(command, folder, look), 0, sized.cfg.cluster.max_restarts
+    code, restarts, most = _start(command, folder, look_around=look), 0, cfg.cluster.max_restarts
     while True:
         if rows := smaller_start(folder, args):
             shrink(folder, rows)
@@ -70,13 +69,13 @@ def run_workers(
             go_on(folder)
         else:
             break
-        code = _start(command, folder, look)
+        code = _start(command, folder, look_around=look)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return code
 
 
-def _start(command: Launch, folder: RunFolder, look_around: Callable[[], None] | None) -> int:
+def _start(command: Launch, folder: RunFolder, *, look_around: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
     code = follow(command, folder, look_around=look_around)
@@ -97,7 +96,7 @@ def smaller_start(folder: RunFolder, args: Namespace) -> int | None:
 def shrink(folder: RunFolder, rows: int) -> None:
     """Write smaller sizes into the run folder. The run's next attempt reads them there."""
     stored, plan = load_config(folder.resolved), folder.read_json("plan.json")
-    sizes = sizes_of(stored, rows, plan["world_size"])
+    sizes = sizes_of(stored, rows, world_size=plan["world_size"])
     write_text(folder.resolved, dump_resolved(stored.with_values({**sizes, "train.resume": "auto"}, "out of memory")))
     now = {"batch_size": rows, "grad_accum": sizes["train.grad_accum"]}
     folder.write_json("plan.json", {**plan, **now})
@@ -108,7 +107,7 @@ def shrink(folder: RunFolder, rows: int) -> None:
     )
 
 
-def sizes_of(cfg: RunConfig, rows: int, world_size: int) -> dict[str, Any]:
+def sizes_of(cfg: RunConfig, rows: int, *, world_size: int) -> dict[str, Any]:
     """Micro-batch and accumulation of a step, by config key, for micro-batches of `rows` rows."""
     return {"train.batch_size": rows, "train.grad_accum": cfg.train.effective_batch_size // world_size // rows}
 
@@ -122,7 +121,7 @@ def go_on(folder: RunFolder) -> None:
         write_text(folder.resolved, dump_resolved(stored.with_values({"train.resume": "auto"}, "restart")))
 
 
-def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None) -> SizedRun:
+def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = None) -> SizedRun:
     """The config with every `auto` decided for this machine.
 
     Raises:
@@ -144,7 +143,7 @@ def size(cfg: RunConfig, machine: Machine, scale: Scale, fit: Fit | None = None)
     )
 
 
-def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Machine) -> Launch:
+def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: Machine) -> Launch:
     """What starts the run's workers.
 
     Raises:
@@ -161,7 +160,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, scale: Scale, machine: Mach
     if launcher != "auto" and scale.world_size == 1:
         log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
     if cfg.cluster.strategy in SHARDED and scale.world_size > 1:
-        strategy = environment_of(cfg, folder, scale, has_gpu=has_gpu)
+        strategy = environment_of(cfg, folder, scale=scale, has_gpu=has_gpu)
     is_offline = needs_no_hub(cfg)
     launch = build_launch(
         folder.path, scale, has_gpu=has_gpu, is_offline=is_offline, strategy=strategy, launcher=launcher
@@ -206,7 +205,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
     return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port, told)
 
 
-def say_sizing(sized: SizedRun, machine: Machine, folder: RunFolder) -> None:
+def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
     """Tell devices, sizes and every automatic choice with its reason."""
     gpus, train_section = machine.gpus, sized.cfg.train
     if gpus:

@@ -43,7 +43,7 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
     return cfg
 
 
-def environment_of(cfg: RunConfig, folder: RunFolder, scale: Scale, *, has_gpu: bool) -> dict[str, str]:
+def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: bool) -> dict[str, str]:
     """What the workers need to take up `cluster.strategy`.
 
     Raises:
@@ -64,7 +64,7 @@ def environment_of(cfg: RunConfig, folder: RunFolder, scale: Scale, *, has_gpu: 
     )
 
 
-def make_ready(cfg: RunConfig, folder: RunFolder, command: Launch, *, node: int = 0) -> None:
+def make_ready(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
     """Build the operators that the run needs on this node, where it uses DeepSpeed; node 0 writes its plain file.
 
     Raises:

@@ -184,7 +184,7 @@ def _made(path: Path) -> bool:
     return True
 
 
-def find_run(cfg: RunConfig, config_path: str, run: str | None = None) -> RunFolder:
+def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> RunFolder:
     """The run a verb means: `run` (a name or folder), else the config's fixed name, else its newest run.
 
     Raises:

@@ -124,7 +124,7 @@ def ended(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, *, code: int, stat
         return code
 
     monkeypatch.setattr(start, "follow", follow)
-    return start._start(Launch(("python",), {}), folder, None)
+    return start._start(Launch(("python",), {}), folder, look_around=None)
 
 
 @pytest.mark.parametrize(("code", "state"), [(143, "stopped"), (5, "failed"), (1, "failed"), (0, "done")])

@@ -73,7 +73,7 @@ def probed(
     def size(fit: Any = None) -> SizedRun:
         return size_run(cfg, cards, shape=SHAPE, fit=fit)
 
-    return look_closer(size(), Bench(cards, 1, tmp_path), size, gpu)
+    return look_closer(size(), Bench(cards, 1, tmp_path), resize=size, rehearse=gpu)
 
 
 def test_a_measured_line_resizes_the_batch_and_everything_is_recorded(tmp_path: Path):
@@ -267,7 +267,7 @@ def oracle_on_path(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("oracle_on_path")
 def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Callable[..., Path], tmp_path: Path):
     request = {"rows": [1, 2], "accumulates": True, "gauge": TENSORS}
-    found = run_rehearsal(small(write_config), request, Bench(machine(L4), 1, tmp_path))
+    found = run_rehearsal(small(write_config), request, bench=Bench(machine(L4), 1, tmp_path))
     assert [point["rows"] for point in found["points"]] == [1, 2]
     assert [point["tokens"] for point in found["points"]] == [128, 256]
     assert (found["out_of_memory_rows"], found["device"]) == (None, None)
@@ -279,5 +279,5 @@ def test_a_rehearsal_that_dies_is_told_with_its_log(write_config: Callable[..., 
     sized = small(write_config)
     lost = SizedRun(sized.cfg.with_values({"model.name": str(tmp_path / "gone")}, "test"), 1, {}, (), sized.forecast)
     with pytest.raises(RunError, match="ended with code") as caught:
-        run_rehearsal(lost, {"rows": [1], "gauge": TENSORS}, Bench(machine(L4), 1, tmp_path))
+        run_rehearsal(lost, {"rows": [1], "gauge": TENSORS}, bench=Bench(machine(L4), 1, tmp_path))
     assert "gone" in Path(caught.value.where).read_text()

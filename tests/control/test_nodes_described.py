@@ -96,7 +96,7 @@ def test_host_whose_name_leads_to_itself_only_is_told_to_name_its_interface(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
     def ask() -> Any:
-        return describe_network(SimpleNamespace(own_address=lambda: mine), NO_GPU, report)
+        return describe_network(SimpleNamespace(own_address=lambda: mine), NO_GPU, report=report)
 
     assert ("error" in ask()) is is_trouble
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")

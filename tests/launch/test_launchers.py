@@ -241,7 +241,7 @@ def test_death_is_read_from_what_deepspeed_says(folder: RunFolder, code: int, fo
     assert find_death(lines) == found
     # The other rank was stopped by the launcher.
     folder.update_status(state="stopped", exit_code=143, signal="SIGTERM", ranks=[{"pid": 1}, {"pid": 2}])
-    assert final_exit_code(folder, 1, 0, lines) == 5
+    assert final_exit_code(folder, 1, received=0, unmarked=lines) == 5
     assert folder.read_json("status.json")["error"]["what"] == found
 
 

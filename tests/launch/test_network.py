@@ -111,7 +111,7 @@ def launched(processes: int, *words: str, gpus: int = 0) -> dict[str, str]:
     machine = Machine((CARD,) * gpus, "" if gpus else "none in this test", 2**34, 2, "3.11", "Linux", {})
     cfg = load_config("configs/run_demo.yaml", ["train.effective_batch_size=8", *words])
     sized = size_run(cfg, machine, world_size=processes)
-    return dict(build_command(sized.cfg, RunFolder(LOGS.parent), Scale(processes), machine).env)
+    return dict(build_command(sized.cfg, RunFolder(LOGS.parent), scale=Scale(processes), machine=machine).env)
 
 
 def test_workers_of_several_processes_get_them_and_a_single_process_none():

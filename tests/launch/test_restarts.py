@@ -89,7 +89,7 @@ def test_rank_that_lost_another_and_the_launcher_agree_on_the_death(folder: RunF
     endings = [(1, "RuntimeError", None), (5, "rank 1 (process 7) has gone", lost), (143, "SIGTERM", None)]
     for code, cause, error in endings:
         told(folder, code, cause, error=error, signal="SIGTERM" if code == 143 else None)
-        assert final_exit_code(folder, 1, 0, account((1, -9), (0, code))) == 5
+        assert final_exit_code(folder, 1, received=0, unmarked=account((1, -9), (0, code))) == 5
         status = folder.read_json("status.json")
         assert (status["state"], status["exit_code"], status["signal"]) == ("failed", 5, None)
         assert status["attempts"] == [{"from_step": 0, "to_step": 3, "cause": "rank 1 was killed by SIGKILL"}]
@@ -99,7 +99,7 @@ def test_rank_that_lost_another_and_the_launcher_agree_on_the_death(folder: RunF
 def test_death_before_the_launch_had_an_attempt_leaves_the_earlier_ones_as_they_were(folder: RunFolder):
     told(folder, 0, "rank 0 was killed by SIGKILL")
     folder.update_status(exit_code=None, ranks=[])
-    assert final_exit_code(folder, 1, 0, account((1, -11)), attempts_before=1) == 5
+    assert final_exit_code(folder, 1, received=0, unmarked=account((1, -11)), attempts_before=1) == 5
     assert [each["cause"] for each in folder.read_json("status.json")["attempts"]] == ["rank 0 was killed by SIGKILL"]
     assert cause_of_death(folder) == "rank 1 was killed by SIGSEGV"
 
@@ -107,22 +107,22 @@ def test_death_before_the_launch_had_an_attempt_leaves_the_earlier_ones_as_they_
 @pytest.mark.parametrize(("code", "kind"), [(2, "config"), (3, "machine"), (3, "memory"), (4, "data"), (5, "run")])
 def test_error_of_our_own_stays_the_runs_whoever_died_with_it(folder: RunFolder, code: int, kind: str):
     told(folder, code, "it said why", error={"code": kind, "what": "it said why"})
-    assert final_exit_code(folder, 1, 0, account((1, -9), (0, code))) == code
+    assert final_exit_code(folder, 1, received=0, unmarked=account((1, -9), (0, code))) == code
     assert cause_of_death(folder) == ""
 
 
 def test_stop_signal_and_a_finished_run_are_no_deaths(folder: RunFolder):
     told(folder, 143, "SIGTERM", signal="SIGTERM")
-    assert final_exit_code(folder, 1, signal.SIGTERM, account((1, -9), (0, 143))) == 143
+    assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=account((1, -9), (0, 143))) == 143
     assert cause_of_death(folder) == ""
     folder.update_status(exit_code=0)
-    assert final_exit_code(folder, 1, 0, account((1, -9))) == 0
+    assert final_exit_code(folder, 1, received=0, unmarked=account((1, -9))) == 0
     assert cause_of_death(folder) == ""
 
 
 def test_rank_that_was_lost_behind_a_stop_signal_is_no_death_to_outlive(folder: RunFolder):
     told(folder, 5, "rank 1 (process 7) has gone", error=Death("rank 1 (process 7) has gone").as_json())
-    assert final_exit_code(folder, 1, signal.SIGTERM, account((1, -9), (0, 5))) == 143
+    assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=account((1, -9), (0, 5))) == 143
     status = folder.read_json("status.json")
     assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
     assert cause_of_death(folder) == ""
@@ -131,7 +131,7 @@ def test_rank_that_was_lost_behind_a_stop_signal_is_no_death_to_outlive(folder: 
 def test_launcher_that_ends_without_a_word_is_a_death_only_when_it_was_killed_or_the_ranks_had_met(folder: RunFolder):
     for code, ranks, expected in ((-9, [], "killed by SIGKILL"), (1, [{"pid": 1}], "ended with code 1"), (1, [], "")):
         folder.update_status(exit_code=None, error=None, ranks=ranks)
-        final_exit_code(folder, code, 0, [])
+        final_exit_code(folder, code, received=0, unmarked=[])
         assert cause_of_death(folder).startswith(expected), (code, ranks)
         assert bool(cause_of_death(folder)) is bool(expected)
 
@@ -163,7 +163,7 @@ def run_with(
         monkeypatch.setattr(launching, "follow", deaths)
         monkeypatch.setattr(launching, "leave_report", lambda _: None)
         args = Namespace(tb=False, json=False, verb="train", node_rank=0, nnodes=1, deepspeed=False)
-        return launching.run_workers(Launch(("python",), {}), (sized, folder), args), deaths, folder
+        return launching.run_workers(Launch(("python",), {}), folder, cfg=sized.cfg, args=args), deaths, folder
 
     return run
 
@@ -204,7 +204,7 @@ def test_restart_begins_with_the_checkpoint_the_run_was_told_until_it_has_one_of
 def test_run_of_several_nodes_that_shall_restart_by_itself_is_refused(write_config: Callable[..., Path]):
     sized = size_run(load_config(write_config(cluster__max_restarts=1)), probe(), world_size=2, vocab_size=400)
     with pytest.raises(ConfigError, match="2 nodes cannot restart"):
-        launching.build_command(sized.cfg, RunFolder(Path("run")), Scale(1, nnodes=2), probe())
+        launching.build_command(sized.cfg, RunFolder(Path("run")), scale=Scale(1, nnodes=2), machine=probe())
 
 
 @pytest.mark.parametrize("told", [None, 4])
@@ -217,7 +217,7 @@ def test_rank_that_loses_another_ends_with_the_reason_that_one_left_or_calls_it_
     folder.update_status(ranks=[{"pid": os.getpid()}, {"pid": ended.pid}], exit_code=told)
     gone = worker.gone_rank(folder)
     assert gone == f"rank 1 (process {ended.pid}) has gone"
-    assert worker._end_after_lost_rank(folder, gone) == (told or 5)
+    assert worker.end_after_lost_rank(folder, gone) == (told or 5)
     assert cause_of_death(folder) == ("" if told else gone)
 
 

@@ -184,8 +184,8 @@ def test_a_fixed_name_is_the_run_and_a_given_one_goes_before_it(config):
     cfg = config(run_name="fixed")
     fixed, other = make_run(cfg, "fixed"), make_run(cfg, "other")
     assert find_run(cfg, "x.yaml").path == fixed
-    assert find_run(cfg, "x.yaml", "other").path == other
-    assert find_run(cfg, "x.yaml", str(other)).path == other
+    assert find_run(cfg, "x.yaml", run="other").path == other
+    assert find_run(cfg, "x.yaml", run=str(other)).path == other
 
 
 @pytest.mark.parametrize("run", [None, "nowhere"])
@@ -193,7 +193,7 @@ def test_where_there_is_no_run_none_is_found(config, run):
     for cfg in (config(), config(run_name="fixed")):
         assert not has_run(cfg, "x.yaml")
         with pytest.raises(ConfigError, match="no run"):
-            find_run(cfg, "x.yaml", run)
+            find_run(cfg, "x.yaml", run=run)
 
 
 def test_a_folder_without_a_resolved_config_is_no_run(config):

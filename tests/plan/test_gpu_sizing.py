@@ -78,7 +78,7 @@ def test_a_config_that_dies_or_takes_too_long_is_a_row_with_its_reason(tmp_path:
 def test_memory_that_runs_out_at_the_chosen_batch_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     nothing = {"points": [], "accumulates": True, "out_of_memory_rows": 4, "device": None}
     monkeypatch.setattr(gpu_sizing, "ensure_model", tiny_folder)
-    monkeypatch.setattr(gpu_sizing, "run_rehearsal", lambda *_: nothing)
+    monkeypatch.setattr(gpu_sizing, "run_rehearsal", lambda *_, **__: nothing)
     row = measure_case(CPU_CASES[0], place(tmp_path))
     assert (row["out_of_memory"], row["error"]) == (True, None)
     assert summarise([row])["out_of_memory"] == 1

@@ -39,7 +39,7 @@ def plan(args: Namespace) -> int:
     machine, world_size = _where(args)
     sized = size_run(cfg, machine, world_size=world_size, shape=shape)
     if args.compare:
-        return _compare(args, sized, shape, machine)
+        return _compare(args, sized, shape=shape, machine=machine)
     seen = sized.forecast
     assert seen is not None
     work = workload_of(sized.cfg, seen.setting)
@@ -67,7 +67,7 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
 
 
-def _compare(args: Namespace, sized: SizedRun, shape: ModelShape, machine: Machine) -> int:
+def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, machine: Machine) -> int:
     rows = compare(sized.cfg, shape, place=Place(device_of(machine, sized.world_size), sized.world_size))
     if args.json:
         print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
@@ -84,9 +84,10 @@ def _where(args: Namespace) -> tuple[Machine, int]:
         raise ConfigError("--gpus and --vram do not go together", where="command line", fix="leave one out")
     machine = probe()
     if args.gpus:
-        machine = _pretend(machine, *parse_fleet(args.gpus, "--gpus (GPUS=)"))
+        count, card = parse_fleet(args.gpus, "--gpus (GPUS=)")
+        machine = _pretend(machine, count, card=card)
     elif args.vram:
-        machine = _pretend(machine, 1, _card_of_size(args.vram))
+        machine = _pretend(machine, 1, card=_card_of_size(args.vram))
     world_size = args.nproc or max(1, len(machine.gpus))
     if 0 < len(machine.gpus) < world_size:
         raise MachineError(
@@ -105,6 +106,6 @@ def _card_of_size(words: str) -> Card:
     return replace(find_card("A10") or Card("", 0, (8, 0), 0), name=f"GPU of {words}", total_mib=size >> 20, tflops=0)
 
 
-def _pretend(machine: Machine, count: int, card: Card) -> Machine:
+def _pretend(machine: Machine, count: int, *, card: Card) -> Machine:
     gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
     return replace(machine, gpus=gpus, gpu_reason="")

@@ -13,7 +13,7 @@ from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
 
 def report(args: Namespace) -> int:
     """`report`: write report.html of a run in whatever state it is, and say where."""
-    folder = find_run(load_config(args.config, args.overrides), args.config, args.run)
+    folder = find_run(load_config(args.config, args.overrides), args.config, run=args.run)
     from sftplay.deliver.report.report import NAME, write_report
 
     try:
@@ -31,7 +31,7 @@ def compare(args: Namespace) -> int:
         what = f"compare has nothing to set {args.overrides[0]!r} in"
         raise ConfigError(what, where="command line", fix="leave it out, or give the config with --config")
     output = Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")
-    one, two = (_run_at(name, flag, output) for flag, name in (("--a", args.a), ("--b", args.b)))
+    one, two = (_run_at(name, flag, output=output) for flag, name in (("--a", args.a), ("--b", args.b)))
     from sftplay.deliver.report.compare import compare_runs, comparison_table
 
     comparison = compare_runs(one, two)
@@ -39,7 +39,7 @@ def compare(args: Namespace) -> int:
     return 0
 
 
-def _run_at(name: str, flag: str, output: Path) -> RunFolder:
+def _run_at(name: str, flag: str, *, output: Path) -> RunFolder:
     if not name:
         raise ConfigError("no run is named", where=flag, fix="make compare RUN_A=name RUN_B=name")
     found = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,15 @@ def comm_check(args: Namespace) -> int:
     machine = probe()
     scale = _scale(args, machine)
     if args.dry_run:
-        return print_command(_with_ways(build_check(Path("FOLDER"), scale, machine), args, machine), args)
-    gradients = _gradients(args, machine, scale)
+        check = build_check(Path("FOLDER"), scale, machine=machine)
+        return print_command(_with_nccl(check, args, machine=machine), args)
+    gradients = _gradients(args, machine, scale=scale)
     limit_s = LIMIT_S if scale.nnodes == 1 else NODES_LIMIT_S
     with tempfile.TemporaryDirectory(prefix="comm-check-") as name:
-        launch = _with_ways(build_check(Path(name), scale, machine, limit_s), args, machine)
-        found = run_check(launch, Path(name), (scale, limit_s))
-    report = describe_exchanges(found, scale, nominal_link(machine, scale.nproc, scale.nnodes), gradients)
+        launch = _with_nccl(build_check(Path(name), scale, machine=machine, limit_s=limit_s), args, machine=machine)
+        found = run_check(launch, Path(name), scale=scale, limit_s=limit_s)
+    nominal, link = nominal_link(machine, scale.nproc, scale.nnodes)
+    report = describe_exchanges(found, scale, nominal_bytes_per_s=nominal, link=link, gradients=gradients)
     if args.json:
         print(json.dumps(report))
     elif args.node_rank == 0:
@@ -77,15 +79,15 @@ def comm_check(args: Namespace) -> int:
     return 0
 
 
-def build_check(folder: Path, scale: Scale, machine: Machine, limit_s: float = LIMIT_S) -> Launch:
+def build_check(folder: Path, scale: Scale, *, machine: Machine, limit_s: float = LIMIT_S) -> Launch:
     """The command of a run of this scale, with the check's rank in the worker's place."""
     launch = build_launch(folder, scale, has_gpu=bool(machine.gpus), is_offline=True)
     argv = tuple(RANK if word == WORKER else word for word in launch.argv)
     return replace(launch, argv=(*argv, f"{limit_s:g}"))
 
 
-def _with_ways(launch: Launch, args: Namespace, machine: Machine) -> Launch:
-    """The launch with the ways of `cluster.nccl`, where a config is given.
+def _with_nccl(launch: Launch, args: Namespace, *, machine: Machine) -> Launch:
+    """The launch with the variables of `cluster.nccl`, where a config is given.
 
     Raises:
         ConfigErrors: one is not there, or the environment has another.
@@ -97,13 +99,12 @@ def _with_ways(launch: Launch, args: Namespace, machine: Machine) -> Launch:
     return replace(launch, env={**launch.env, **ways})
 
 
-def run_check(launch: Launch, folder: Path, bounds: tuple[Scale, float]) -> dict[str, Any]:
-    """What the ranks measured. `bounds` are the scale, and the seconds after which all is ended.
+def run_check(launch: Launch, folder: Path, *, scale: Scale, limit_s: float) -> dict[str, Any]:
+    """What the ranks measured. After `limit_s` seconds all of them are ended.
 
     Raises:
         RunError: a rank did not come or has gone, or a sum is wrong.
     """
-    scale, limit_s = bounds
     with (folder / "output.txt").open("wb") as output:
         process = popen_tied(launch.argv, output=output, env=launch.env)
         try:
@@ -121,21 +122,26 @@ def run_check(launch: Launch, folder: Path, bounds: tuple[Scale, float]) -> dict
     told = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     ending = f"within {limit_s:g} s" if code is None else f"; the launcher ended with code {code}"
     kept = _keep(folder / "output.txt", scale.node_rank) if told else None
-    raise _failure(notes, ending, told[-1] if told and code is not None else "", kept)
+    raise _failure(notes, ending, told=told[-1] if told and code is not None else "", kept=kept)
 
 
 def describe_exchanges(
-    found: dict[str, Any], scale: Scale, nominal: tuple[float | None, str], gradients: tuple[float, float] | None
+    found: dict[str, Any],
+    scale: Scale,
+    *,
+    nominal_bytes_per_s: float | None,
+    link: str,
+    gradients: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """The report: figures by size, and what they mean. `gradients` are the bytes of a config's, and of its buckets."""
+    """The report: figures by size, and a verdict. `gradients` are the bytes of a config's gradients and of a bucket."""
     ranks = scale.world_size
     sweep = [Exchange(size, took) for size, took in zip(SIZES_BYTES, found["latencies_s"], strict=True)]
     report: dict[str, Any] = {
         "world_size": ranks,
         "backend": found["backend"],
         "device": found["device"],
-        "nominal_bytes_per_s": nominal[0],
-        "link": nominal[1],
+        "nominal_bytes_per_s": nominal_bytes_per_s,
+        "link": link,
         "sizes": [each.as_dict(ranks) for each in sweep],
         "fp16_hook": {"size_bytes": BUCKET_BYTES, "plain_s": found["plain_s"], "fp16_s": found["fp16_s"]},
         "gradients": None,
@@ -145,7 +151,7 @@ def describe_exchanges(
         report["gradients"] = {
             "bytes": total, "bucket_bytes": bucket, "exchange_s": exchange_s(sweep, total, bucket)
         }  # fmt: skip
-    report["verdict"] = list(_verdict(report, sweep))
+    report["verdict"] = [_verdict(sweep, ranks)]
     return report
 
 
@@ -160,25 +166,23 @@ def as_lines(report: dict[str, Any]) -> list[str]:
             f"{format_bytes(each['size_bytes']):>10}  {each['latency_s'] * 1e3:>7.3f} ms  "
             f"{_speed(each['algorithm_bytes_per_s']):>12}  {_speed(each['bus_bytes_per_s']):>12}  {share:>10}"
         )
+    if found := report["gradients"]:
+        sizes = f"{format_bytes(found['bytes'])} of gradients in buckets of {format_bytes(found['bucket_bytes'])}"
+        lines.append(f"this config: {sizes} take about {found['exchange_s'] * 1e3:.1f} ms of a step without overlap")
+    hook = report["fp16_hook"]
+    lines.append(
+        f"cluster.comm.hook fp16: {format_bytes(hook['size_bytes'])} take {hook['fp16_s'] * 1e3:.1f} ms with it, "
+        f"conversion included, and {hook['plain_s'] * 1e3:.1f} ms without"
+    )
     return [*lines, *report["verdict"]]
 
 
-def _verdict(report: dict[str, Any], sweep: Sequence[Exchange]) -> Iterator[str]:
-    best = max(each.bus_bytes_per_s(report["world_size"]) for each in sweep)
-    yield (
-        f"verdict: every sum is right; below about {format_bytes(turning_bytes(sweep))} starting an exchange takes "
-        f"longer than sending it, above that the link's {_speed(best)} limit"
+def _verdict(sweep: Sequence[Exchange], ranks: int) -> str:
+    best = max(each.bus_bytes_per_s(ranks) for each in sweep)
+    return (
+        f"verdict: every sum is right; the link carries {_speed(best)}; an exchange below about "
+        f"{format_bytes(turning_bytes(sweep))} takes longer to start than to send"
     )
-    if found := report["gradients"]:
-        sizes = f"{format_bytes(found['bytes'])} of gradients in buckets of {format_bytes(found['bucket_bytes'])}"
-        yield f"this config: {sizes} take about {found['exchange_s'] * 1e3:.1f} ms of each step, where nothing overlaps"
-    hook = report["fp16_hook"]
-    gain = hook["plain_s"] / hook["fp16_s"] - 1
-    took = (
-        f"{format_bytes(hook['size_bytes'])} take {hook['plain_s'] * 1e3:.1f} ms, {hook['fp16_s'] * 1e3:.1f} ms as fp16"
-    )
-    pays = f"could pay: {gain:.0%} faster" if gain > 0.1 else "does not pay"
-    yield f"cluster.comm.hook fp16 {pays} here ({took}, conversion included); powersgd computes more and sends less"
 
 
 def _speed(bytes_per_s: float) -> str:
@@ -199,7 +203,7 @@ def _scale(args: Namespace, machine: Machine) -> Scale:
     return scale
 
 
-def _gradients(args: Namespace, machine: Machine, scale: Scale) -> tuple[float, float] | None:
+def _gradients(args: Namespace, machine: Machine, *, scale: Scale) -> tuple[float, float] | None:
     """Bytes of the gradients that a step of the config exchanges, and of its buckets; None where they are not known."""
     if not args.config:
         return None
@@ -227,7 +231,7 @@ def _keep(output: Path, node: int) -> Path | None:
     return kept
 
 
-def _failure(notes: dict[int, dict[str, Any]], ending: str, told: str, kept: Path | None) -> RunError:
+def _failure(notes: dict[int, dict[str, Any]], ending: str, *, told: str, kept: Path | None) -> RunError:
     """Why it came to nothing, by rank: the one that holds a wrong sum before those that only waited.
 
     `told` is the launcher's last line, `kept` the file of all of them.

@@ -34,10 +34,10 @@ def download_model(args: Namespace) -> int:
     where = f"hub model {name}"
     if not check_reachable(name, revision, where):
         raise unreachable(name, ConnectionError("no answer; some of it lies in the cache here"), where)
-    commit, sizes = _needed(name, revision, where)
+    commit, sizes = _needed(name, revision, where=where)
     total = sum(sizes.values())
     log.say(f"{name}: {len(sizes)} files, {format_bytes(total)}", "download")
-    folder = _fetch(name, revision, sizes, where)
+    folder = _fetch(name, revision, sizes=sizes, where=where)
     log.say(f"done: {folder}; model.name: {name} opens it without a connection", "download")
     if args.json:
         facts = {"model": name, "revision": commit, "folder": str(folder), "files": sorted(sizes), "bytes": total}
@@ -45,7 +45,7 @@ def download_model(args: Namespace) -> int:
     return 0
 
 
-def _needed(name: str, revision: str | None, where: str) -> tuple[str, dict[str, int]]:
+def _needed(name: str, revision: str | None, *, where: str) -> tuple[str, dict[str, int]]:
     """The commit, and file -> bytes of what transformers opens."""
     import httpx
     from huggingface_hub import HfApi, hf_hub_download
@@ -68,7 +68,7 @@ def _needed(name: str, revision: str | None, where: str) -> tuple[str, dict[str,
     return str(info.sha), {file: sizes.get(file, 0) for file in sorted(beside | index_file) + sorted(weights)}
 
 
-def _fetch(name: str, revision: str | None, sizes: dict[str, int], where: str) -> Path:
+def _fetch(name: str, revision: str | None, *, sizes: dict[str, int], where: str) -> Path:
     import httpx
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 

@@ -44,7 +44,7 @@ def demo(args: Namespace) -> int:
         if args.control:
             cfg = cfg.with_values({"data.train_path": shuffle_answers(cfg)}, "demo --control")
             log.say("control: the training answers are shuffled, so there is nothing to learn but their form", "demo")
-    code = launch(args, cfg, folder)
+    code = launch(args, cfg, folder=folder)
     if code or args.dry_run:
         return code
     result = read_result(folder, is_control=args.control)

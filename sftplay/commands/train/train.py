@@ -28,7 +28,7 @@ def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_run(cfg, args.config)):
         return launch(args, cfg, rendezvous=rendezvous)
-    return continue_run(args, cfg, rendezvous)
+    return continue_run(args, cfg, rendezvous=rendezvous)
 
 
 def resume(args: Namespace) -> int:
@@ -40,26 +40,26 @@ def _resume(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
     if cfg.train.resume == "never":
         cfg = cfg.with_values({"train.resume": "auto"}, "resume")
-    return continue_run(args, cfg, rendezvous)
+    return continue_run(args, cfg, rendezvous=rendezvous)
 
 
 def launch(
-    args: Namespace, cfg: RunConfig, folder: RunFolder | None = None, *, rendezvous: Rendezvous | None = None
+    args: Namespace, cfg: RunConfig, *, folder: RunFolder | None = None, rendezvous: Rendezvous | None = None
 ) -> int:
     """Size, create the folder (a new one, if none is given), start the workers and follow them."""
     machine = probe()
     scale = read_scale(args, machine)
     cfg = check_inputs(cfg)
-    sized = size(cfg, machine, scale)
+    sized = size(cfg, machine, scale=scale)
     folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
-    command = build_command(sized.cfg, folder, scale, machine)
+    command = build_command(sized.cfg, folder, scale=scale, machine=machine)
     if args.dry_run:
         return print_command(command, args)
     with folder.locked():
         folder.create()
         bench = Bench(machine, scale.nproc, folder.logs)
-        sized, probed = look_closer(sized, bench, lambda found: size(cfg, machine, scale, found))
-        say_sizing(sized, machine, folder)
+        sized, probed = look_closer(sized, bench, resize=lambda found: size(cfg, machine, scale=scale, fit=found))
+        say_sizing(sized, machine, folder=folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
         folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})
-        return run_workers(command, (sized, folder), args, rendezvous)
+        return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)

@@ -60,7 +60,7 @@ def _measure(cfg: RunConfig, folder: RunFolder, measure: Measure) -> dict[str, d
     from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
     from sftplay.model.load import load_base, load_result
 
-    examples = _data_of(cfg, folder, measure.split)
+    examples = _data_of(cfg, folder, split=measure.split)
     if examples.held_out is None:
         raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
     figures = {}
@@ -81,7 +81,7 @@ def _figures_table(figures: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _data_of(cfg: RunConfig, folder: RunFolder, split: str) -> Any:
+def _data_of(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
     from sftplay.data.pipeline import load_examples, load_held_out
     from sftplay.model.tokenizer import load_tokenizer
 

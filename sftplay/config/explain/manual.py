@@ -50,7 +50,7 @@ def manual_text() -> str:
 def schema_text() -> str:
     """configs/schema.json: the JSON schema of a config file, `include` and the accepted spellings with it.
 
-    No key is required in it, since an included file or the command line may give what a file lacks.
+    It requires no key, because an included file or the command line may give what a file lacks.
     """
     schema = copy.deepcopy(json_schema())
     for node in [schema, *schema["$defs"].values()]:
@@ -79,7 +79,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _effect(docstring: str) -> str:
-    """A field's docstring on one line, with None spelled as YAML spells it."""
+    """A field's docstring on one line, with None written as null."""
     return re.sub(r"\bNone\b", "null", _one_line(docstring))
 
 

@@ -18,7 +18,7 @@ _BARE = re.compile(r"[A-Za-z_/.][A-Za-z0-9_./@+-]*[A-Za-z0-9_/]|[A-Za-z]")
 def dump_resolved(cfg: RunConfig) -> str:
     """YAML in the order of the schema that `load_config` reads back to an equal config.
 
-    A value that was set somewhere carries where, as a comment: `epochs: 1  # configs/run.yaml:7`.
+    A comment names the origin of a value that was set: `epochs: 1  # configs/run.yaml:7`.
     """
     lines = [_HEAD, *(line + _comment(cfg.origins.get(key)) for key, line in _lines(cfg, ""))]
     return "\n".join(lines) + "\n"
@@ -27,7 +27,7 @@ def dump_resolved(cfg: RunConfig) -> str:
 def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:
     """Dotted key -> origin, from the comments of the text that `dump_resolved` made of `cfg`.
 
-    Lines that were edited by hand have none.
+    A line that was edited by hand has no origin.
     """
     origins = {}
     for (key, line), written in zip(_lines(cfg, ""), text.split("\n")[1:], strict=False):

@@ -1,7 +1,7 @@
 """YAML text to plain values by the rules of YAML 1.2, with the line of every key.
 
-PyYAML finds the structure; what a plain word means is decided here, because PyYAML follows YAML 1.1, where `2e-4` is
-text, `no` is false and `12:30` is 750. It knows nothing of the config's keys.
+PyYAML finds the structure. What a plain word means is decided here, because PyYAML follows YAML 1.1: there `2e-4` is
+text, `no` is false and `12:30` is 750. This module knows no key of the config.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import yaml
 from sftplay.errors import ConfigError, ConfigErrors
 
 KeyPath = tuple[str | int, ...]
-"""Where a value sits in a document: keys, and places in lists."""
+"""Where a value is in a document: keys, and positions in lists."""
 
 MAX_VALUES = 20_000
-"""Most values of one document once aliases are written out; stops a few lines that would unfold into gigabytes."""
+"""Most values of one document with its aliases unfolded: a few lines of aliases can unfold into gigabytes."""
 
 _PLAIN = "plain"
 _TAG = "tag:yaml.org,2002:"
@@ -44,7 +44,7 @@ class Document:
 def scalar(text: str) -> Any:
     """The value of a plain word by YAML 1.2's core schema (section 10.3.2 of the specification).
 
-    Words that are no null, boolean or number are text: `no`, `on`, `1_000`, `12:30` and `2024-05-01` among them.
+    A word that is no null, boolean or number is text: for example `no`, `on`, `1_000`, `12:30` and `2024-05-01`.
     """
     if _NULL.fullmatch(text):
         return None
@@ -143,7 +143,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
 
 
 class Loader(yaml.SafeLoader):
-    """Marks words that carry neither quotes nor a tag, and leaves their meaning to `scalar`."""
+    """Marks plain words, which have neither quotes nor a tag, and leaves their meaning to `scalar`."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         if kind is yaml.ScalarNode:
@@ -152,7 +152,7 @@ class Loader(yaml.SafeLoader):
 
 
 class _Builder:
-    """Turns nodes into values, and notes lines and problems on the way."""
+    """Turns nodes into values, and collects their lines and all problems."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -181,11 +181,12 @@ class _Builder:
         value = scalar(node.value)
         named: Any = {"int": int, "float": (int, float), "bool": bool, "null": type(None)}.get(kind)
         if named is None or not isinstance(value, named) or (kind in ("int", "float") and isinstance(value, bool)):
-            self._problem(node, f"the tag {_shown_tag(node)} cannot be read here", "remove the tag")
+            self._refuse_tag(node)
         return float(value) if kind == "float" and isinstance(value, int) else value
 
     def _list(self, node: yaml.Node, path: KeyPath) -> list[Any]:
-        self._check_tag(node, "seq")
+        if node.tag != _TAG + "seq":
+            self._refuse_tag(node)
         values = []
         for place, item in enumerate(node.value):
             self.lines[(*path, place)] = item.start_mark.line + 1
@@ -193,11 +194,12 @@ class _Builder:
         return values
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        self._check_tag(node, "map")
+        if node.tag != _TAG + "map":
+            self._refuse_tag(node)
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if _is_merge(key_node):
-                self._merge(value_node, path, values)
+                self._merge(value_node, path, into=values)
         own: dict[str, int] = {}
         for key_node, value_node in node.value:
             if _is_merge(key_node):
@@ -206,7 +208,8 @@ class _Builder:
             if key is None:
                 continue
             if key in own:
-                self._problem(key_node, f"the key {key!r} is given twice, first on line {own[key]}", "keep one of them")
+                what = f"the key {key!r} is given twice, first on line {own[key]}"
+                self._problem(key_node, what, fix="keep one of them")
                 continue
             own[key] = line
             if key in values:
@@ -215,27 +218,28 @@ class _Builder:
             values[key] = self.value(value_node, (*path, key))
         return values
 
-    def _merge(self, node: yaml.Node, path: KeyPath, values: dict[str, Any]) -> None:
-        """Lay the mapping (or list of mappings, the first one strongest) that `<<` names under `values`."""
+    def _merge(self, node: yaml.Node, path: KeyPath, *, into: dict[str, Any]) -> None:
+        """Add the values of the mapping that `<<` names. In a list of mappings the first one wins."""
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in reversed(sources):
             if isinstance(source, yaml.MappingNode):
-                values.update(self.value(source, path))
+                into.update(self.value(source, path))
             else:
-                self._problem(source, "`<<` takes a mapping, or a list of mappings", "name an anchor of a mapping")
+                what = "`<<` takes a mapping, or a list of mappings"
+                self._problem(source, what, fix="name an anchor of a mapping")
 
     def _key(self, node: yaml.Node) -> str | None:
         if isinstance(node, yaml.ScalarNode) and isinstance(key := self._scalar(node), str):
             return key
-        shown = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-        self._problem(node, f"{shown} stands where a key's name belongs", "write a name, or quote it")
+        found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+        self._problem(node, f"{found} stands where a key's name belongs", fix="write a name, or quote it")
         return None
 
-    def _check_tag(self, node: yaml.Node, kind: str) -> None:
-        if node.tag != _TAG + kind:
-            self._problem(node, f"the tag {_shown_tag(node)} cannot be read here", "remove the tag")
+    def _refuse_tag(self, node: yaml.Node) -> None:
+        name = "!!" + node.tag.removeprefix(_TAG) if node.tag.startswith(_TAG) else node.tag
+        self._problem(node, f"the tag {name} cannot be read here", fix="remove the tag")
 
-    def _problem(self, node: yaml.Node, what: str, fix: str) -> None:
+    def _problem(self, node: yaml.Node, what: str, *, fix: str) -> None:
         if all((known.where, known.what) != (self._at(node), what) for known in self.problems):
             self.problems.append(ConfigError(what, where=self._at(node), fix=fix))
 
@@ -245,7 +249,3 @@ class _Builder:
 
 def _is_merge(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.tag == _PLAIN and node.value == "<<"
-
-
-def _shown_tag(node: yaml.Node) -> str:
-    return "!!" + node.tag.removeprefix(_TAG) if node.tag.startswith(_TAG) else str(node.tag)

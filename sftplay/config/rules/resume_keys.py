@@ -1,6 +1,6 @@
-"""Which values of a config decide a run's weights, and in which of them two configs differ.
+"""Which values of a config decide the weights of a run, and in which of them two configs differ.
 
-What may differ between a run and its continuation is written here and nowhere else.
+What may differ between a run and its resume is written here and nowhere else.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ FREE_TO_CHANGE = (
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 
 OTHER_ROWS = ("data.val_path", "data.test_path")
-"""Files that are only measured on. Which ones is free as long as they decide nothing; whether there is one is not,
-because an evaluation while training draws from the same random numbers."""
+"""Files that are only evaluated on. Another file may be named as long as it decides nothing. Having one or none may not
+change, because an evaluation while training uses the same random numbers."""
 
 SIZES = ("train.batch_size", "train.grad_accum")
-"""How a step is cut. Sums are rounded and dropout is drawn in another order with other sizes."""
+"""How a step is cut into micro-batches. With other sizes, sums are rounded and dropout is drawn in another order."""
 
 
 def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value, as JSON has it, of every key that decides which weights come out."""
+    """Dotted key -> JSON value of every key that decides which weights come out."""
     flat = flatten(cfg)
     return {
         key: value
@@ -65,13 +65,13 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
 
 
 def held_out_decides(values: Mapping[str, Any]) -> bool:
-    """True when rows that are only measured on decide which rows are trained on, or which weights are kept."""
+    """True when held-out rows decide which rows are trained on, or which weights are kept."""
     seeks_best = values.get("train.best_metric") is not None or values.get("train.early_stopping") is not None
     return values.get("data.leaks") == "drop" or seeks_best
 
 
 def flatten(cfg: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value, as JSON has it, of every key."""
+    """Dotted key -> JSON value of every key."""
     return _flat(cfg.model_dump(mode="json"))
 
 

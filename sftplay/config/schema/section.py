@@ -1,7 +1,4 @@
-"""What every section of the config is made of: the frozen model and the types of its numbers.
-
-It knows no section and no key.
-"""
+"""The base of every section of the config, and the types of its numbers. It knows no section and no key."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ NotNegative = Annotated[float, Field(ge=0.0)]
 
 
 class Section(BaseModel):
-    """Part of the config: frozen, keys that are not listed are refused, no value is converted in silence."""
+    """Part of the config: it is frozen, refuses keys that are not listed, and converts no value silently."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False

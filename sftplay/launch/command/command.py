@@ -77,7 +77,7 @@ def build_launch(
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = str(run_folder / ACCELERATE_CONFIG)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu else None
-    words = launcher_words(launcher, scale, strategy or {}, config=config, gpus=gpus)
+    words = launcher_words(launcher, scale, strategy=strategy or {}, config=config, gpus=gpus)
     files = {config: accelerate_config(scale, strategy or {})} if launcher == "accelerate" else {}
     return Launch((*words, WORKER, str(run_folder)), env, files)
 

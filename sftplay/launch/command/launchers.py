@@ -47,7 +47,7 @@ class Scale:
 
 
 def launcher_words(
-    launcher: Launcher, scale: Scale, strategy: Mapping[str, str], *, config: str, gpus: str | None = None
+    launcher: Launcher, scale: Scale, *, strategy: Mapping[str, str], config: str, gpus: str | None = None
 ) -> list[str]:
     """The command before the workers' module, the user's own words for the launcher at its end.
 
@@ -58,9 +58,9 @@ def launcher_words(
         ConfigError: the launcher cannot start such a run.
     """
     if launcher == "accelerate":
-        words = _accelerate(scale, precision_of(strategy), config)
+        words = _accelerate(scale, precision_of(strategy), config=config)
     elif launcher == "deepspeed":
-        words = _deepspeed(scale, strategy, gpus)
+        words = _deepspeed(scale, strategy, gpus=gpus)
     else:
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
         words += ["--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank)]
@@ -83,7 +83,7 @@ def precision_of(strategy: Mapping[str, str]) -> str:
     return strategy.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def _accelerate(scale: Scale, precision: str, config: str) -> list[str]:
+def _accelerate(scale: Scale, precision: str, *, config: str) -> list[str]:
     # With --use_deepspeed or --use_fsdp it would write its own options over the environment of the strategy.
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--multi_gpu"]
     words += ["--num_processes", str(scale.world_size), "--num_machines", str(scale.nnodes)]
@@ -92,7 +92,7 @@ def _accelerate(scale: Scale, precision: str, config: str) -> list[str]:
     return [*words, "--mixed_precision", precision, "--dynamo_backend", "no"]
 
 
-def _deepspeed(scale: Scale, strategy: Mapping[str, str], gpus: str | None) -> list[str]:
+def _deepspeed(scale: Scale, strategy: Mapping[str, str], *, gpus: str | None) -> list[str]:
     if "ACCELERATE_USE_DEEPSPEED" not in strategy:
         fix = f"write cluster.strategy: zero1, zero2 or zero3; or {KEY}: auto"
         raise ConfigError("deepspeed starts runs of zero1, zero2 and zero3 only", where=KEY, fix=fix)

@@ -44,7 +44,7 @@ def nccl_environment(
         ConfigErrors: an interface is not there, or a variable is given with another value.
     """
     wanted = list(_wanted(cfg.cluster.nccl, has_gpu=has_gpu))
-    problems = [*_missing(cfg, interfaces), *_contradictions(cfg, wanted, given)]
+    problems = [*_missing(cfg, interfaces), *_contradictions(cfg, wanted, given=given)]
     if problems:
         raise ConfigErrors(problems)
     env = {name: value for _, name, value in wanted}
@@ -88,7 +88,7 @@ def _missing(cfg: RunConfig, interfaces: Collection[str]) -> Iterator[ConfigErro
 
 
 def _contradictions(
-    cfg: RunConfig, wanted: list[tuple[str, str, str]], given: Mapping[str, str]
+    cfg: RunConfig, wanted: list[tuple[str, str, str]], *, given: Mapping[str, str]
 ) -> Iterator[ConfigError]:
     for key, name, value in wanted:
         if name in given and given[name].removeprefix("=") != value.removeprefix("="):

@@ -51,7 +51,9 @@ def strategy_environment(
             f"a DeepSpeed file is given, but {strategy} does not use it", where="cluster.deepspeed", fix=fix
         )
     if strategy in ZERO_STAGES:
-        env = _zero(ZERO_STAGES[strategy], deepspeed_json, gradient_accumulation) | build_environment(has_gpu=has_gpu)
+        env = _zero(
+            ZERO_STAGES[strategy], deepspeed_json, gradient_accumulation=gradient_accumulation
+        ) | build_environment(has_gpu=has_gpu)
     elif strategy in SHARDED:
         env = _fsdp(layer_class, has_gpu=has_gpu)
         env |= _mesh(world_size, nnodes) if strategy == "hsdp" else {}
@@ -76,7 +78,7 @@ def build_environment(*, has_gpu: bool) -> dict[str, str]:
     return env
 
 
-def _zero(stage: int, deepspeed_json: Path | None, gradient_accumulation: int) -> dict[str, str]:
+def _zero(stage: int, deepspeed_json: Path | None, *, gradient_accumulation: int) -> dict[str, str]:
     env = {
         "ACCELERATE_USE_DEEPSPEED": "true",
         # The model is built whole and split afterwards: weights of a builtin model and of an adapter come from the

@@ -1,6 +1,6 @@
-"""In what the nodes of a run differ, and which of them is the odd one, by the reports that they have exchanged.
+"""Compares the reports of a run's nodes: in what they differ, and which node differs from the others.
 
-It compares and words; what a report holds is collected where the nodes meet.
+It makes the error text too. `control/nodes.py` collects the reports.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
-from sftplay.launch.nodes.rendezvous import error_of
+from sftplay.errors import ConfigError, DataError, MachineError, SftplayError, error_from_json
 
 SHOWN = 12
 """Differences that an error lists."""
@@ -24,12 +23,12 @@ FIXES = {
     "machine": "make the nodes alike (`make install` by the same requirements.lock, the same commit of the kit)",
 }
 SECTIONS = {"launch": "config", "config": "config", "files": "data", "versions": "machine", "gpus": "machine"}
-"""Part of a report -> what kind of error a difference in it is, in the order in which they are told."""
+"""Part of a report -> the kind of error that a difference in it is, in the order of the error text."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What one node has otherwise than the others."""
+    """A value of one node that differs from the others'."""
 
     node: int
     kind: str
@@ -37,21 +36,21 @@ class Difference:
 
 
 def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Every value that a node has otherwise than most, or than node 0 where there is no most; empty when all agree.
+    """Every value in which a node differs from most nodes, or from node 0 where no value is the most frequent.
 
-    `reports` are by node number: `host`, and by SECTIONS a mapping of names to values that can be compared. A node that
-    could not read its config has no such sections, and is judged by the others only.
+    `reports` are by node number. Each holds `host` and, for each of SECTIONS, a mapping of names to values. A node that
+    could not read its config lacks sections; these are compared among the other nodes.
     """
     found = []
     for section, kind in SECTIONS.items():
-        told = {node: report[section] for node, report in enumerate(reports) if section in report}
-        for name in sorted({name for values in told.values() for name in values}):
-            values = {node: each.get(name, MISSING) for node, each in told.items()}
-            found += [Difference(node, kind, what) for node, what in _odd_ones(section, name, values)]
+        known = {node: report[section] for node, report in enumerate(reports) if section in report}
+        for name in sorted({name for values in known.values() for name in values}):
+            values = {node: each.get(name, MISSING) for node, each in known.items()}
+            found += [Difference(node, kind, what) for node, what in _odd_ones(section, name, values=values)]
     return found
 
 
-def _odd_ones(section: str, name: str, values: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
+def _odd_ones(section: str, name: str, *, values: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
     shown = {node: str(value) for node, value in values.items()}
     counts = Counter(shown.values())
     usual = max(counts, key=lambda text: (counts[text], text == shown[min(shown)]))
@@ -69,19 +68,19 @@ def _odd_ones(section: str, name: str, values: Mapping[int, Any]) -> Iterator[tu
 
 
 def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raise what every node shall say where nodes differ, or where one of them has met an error of its own.
+    """Raise the same error on every node where nodes differ, or where one of them has an error of its own.
 
     Raises:
-        SftplayError: of the kind of the first problem; it names every node that is not as the others.
+        SftplayError: of the kind of the first problem. It names every node that differs.
     """
     names = [f"node {node} ({report['host']})" for node, report in enumerate(reports)]
-    errors = {node: error_of(report["error"]) for node, report in enumerate(reports) if report.get("error")}
+    errors = {node: error_from_json(report["error"]) for node, report in enumerate(reports) if report.get("error")}
     if errors:
         first = next(iter(errors.values()))
-        told = [
+        problems = [
             f"{names[node]}: {error.where + ': ' if error.where else ''}{error.what}" for node, error in errors.items()
         ]
-        raise type(first)("; ".join(told), where="nodes", fix=first.fix)
+        raise type(first)("; ".join(problems), where="nodes", fix=first.fix)
     differences = find_differences(reports)
     if not differences:
         return

@@ -1,4 +1,4 @@
-"""How node 0 lets the other nodes join the folder of a run that it has made, and waits until they are ready."""
+"""How the other nodes join the run whose folder node 0 has made, and how all wait until every node is ready."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ SHARED_S = 10.0
 LOOK_S = 0.2
 
 GOING_S = 5.0
-"""How long node 0's ranks may take to end by what a rank elsewhere has written to status.json."""
+"""How long node 0's ranks may take to end after a rank on another node has written its error to status.json."""
 
 LEAVING_S = 30.0
-"""How long another node's ranks may take to end behind those of node 0."""
+"""How long another node's ranks may take to end after those of node 0."""
 
 
 def announce_run(rendezvous: Rendezvous | None, folder: RunFolder) -> None:
-    """On node 0: tell the others of the run's folder, which is complete now."""
+    """On node 0: send the run's folder, which is complete now, to the others."""
     if rendezvous is not None:
         rendezvous.gather({"folder": str(folder.path), "resolved": _digest(folder)})
 
 
 def join_run(rendezvous: Rendezvous) -> tuple[RunFolder, str]:
-    """On another node: wait for the run's folder; also the digest of its resolved config on node 0.
+    """On another node: the run's folder, once node 0 has made it, and the digest that its resolved config has there.
 
     Raises:
         SftplayError: node 0 has ended with it.
     """
-    told = rendezvous.gather({})[0]
-    return RunFolder(Path(told["folder"])), told["resolved"]
+    from_host = rendezvous.gather({})[0]
+    return RunFolder(Path(from_host["folder"])), from_host["resolved"]
 
 
 def await_ready(rendezvous: Rendezvous | None, error: SftplayError | None = None) -> None:
-    """Wait until every node is ready to start its processes, or has met an `error`, which all raise then."""
+    """Wait until every node is ready to start its processes. An `error` of one node is raised on all."""
     if rendezvous is not None:
         mine = {"host": socket.gethostname(), **({"error": error.as_json()} if error else {})}
         check_nodes_match(rendezvous.gather(mine))
 
 
 def watch_nodes(rendezvous: Rendezvous | None, folder: RunFolder) -> Callable[[], None] | None:
-    """What looks, while the run's processes run, whether the other nodes still do; None where there are none.
+    """A function that raises NodeLost when another node has ended while the run's processes run; None for one node.
 
-    Once the ranks have met, one that loses another notices by itself, and node 0 may go on alone to save the result.
-    Before that, and on other nodes once node 0 has ended, nothing else would end the processes for a long time.
+    Once the ranks have met, a rank that loses another one notices by itself, and node 0 may go on alone to save the
+    result. Before that, and on other nodes after node 0 has ended, nothing else would end the processes for long.
     """
     if rendezvous is None:
         return None
@@ -66,8 +66,8 @@ def watch_nodes(rendezvous: Rendezvous | None, folder: RunFolder) -> Callable[[]
         ended_at[0] = ended_at[0] or time.monotonic()
         is_due = time.monotonic() > ended_at[0] + (GOING_S if rendezvous.is_host else LEAVING_S)
         if is_due and not (rendezvous.is_host and folder.read_json("status.json").get("ranks")):
-            told = "; ".join(f"node {node}: {how}" for node, how in endings.items())
-            raise NodeLost(told, where=str(folder.path), fix="look there for why, then start all nodes again")
+            what = "; ".join(f"node {node}: {how}" for node, how in endings.items())
+            raise NodeLost(what, where=str(folder.path), fix="look there for why, then start all nodes again")
 
     return look
 

@@ -1,30 +1,91 @@
-"""Where the nodes of a run meet before any of its processes starts: each tells what it has to say, all hear all of it.
+"""Where the nodes of a run meet before any of its processes starts: each sends a message, and all get all messages.
 
-Plain TCP and JSON lines between the nodes' parents, at the address and port that the processes use afterwards. What is
-said means nothing here; only who is missing or has gone is an error of its own.
+Plain TCP and JSON lines between the nodes' parents, at the address and port that the processes use afterwards. The
+content of a message means nothing here. A node that is missing or has gone is an error.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 import time
+from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
+from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, error_from_json
 from sftplay.launch.command.command import Scale
-from sftplay.launch.nodes.peer import Peer
 
 PATIENCE_S = 120.0
-"""How long nodes wait for each other to come: they may be started by hand, in one terminal after another."""
+"""How long nodes wait for each other: they may be started by hand, in one terminal after another."""
 
 ANSWER_S = 5.0
-"""How long a welcome may take where somebody listens; a stranger on that port never gives one."""
+"""How long node 0 may take to answer. Another program on that port never gives our answer."""
+
+LONGEST_BYTES = 2**24
+"""Of a line. Who sends a longer one is no run of this kit."""
 
 LOOK_S = 0.1
 LOOPBACKS = {False: socket.AF_INET, True: socket.AF_INET6}
 WELCOME = "sftplay"
-KINDS = {kind.code: kind for kind in (ConfigError, MachineError, DataError, RunError)}
+
+
+@dataclass
+class Peer:
+    """A connection between the parents of two nodes. `messages` were received and are not read yet."""
+
+    connection: socket.socket
+    messages: deque[Any] = field(default_factory=deque)
+    has_gone: bool = False
+    _rest: bytes = b""
+
+    def __post_init__(self) -> None:
+        # A node that loses its power sends nothing: the kernel probes it, and gives it up after a minute.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
+            if hasattr(socket, name):
+                self.connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send it. Where the other side has gone nothing happens; reading notices that."""
+        self.connection.settimeout(None)
+        with suppress(OSError):
+            self.connection.sendall(json.dumps(message, default=str).encode() + b"\n")
+
+    def read(self, limit_s: float | None = None) -> Any:
+        """The next message; EOFError where the other side has gone, TimeoutError after `limit_s` seconds."""
+        self.connection.settimeout(limit_s)
+        while not self.messages:
+            if self.has_gone:
+                raise EOFError
+            self._receive()
+        return self.messages.popleft()
+
+    def poll(self) -> None:
+        """Receive what has come, and notice when the other side has gone. It never waits."""
+        self.connection.settimeout(0)
+        with suppress(BlockingIOError):
+            while not self.has_gone:
+                self._receive()
+
+    def _receive(self) -> None:
+        try:
+            came = self.connection.recv(2**16)
+        except (BlockingIOError, TimeoutError):
+            raise
+        except OSError:
+            came = b""
+        *lines, self._rest = (self._rest + came).split(b"\n")
+        self.has_gone = came == b"" or len(self._rest) > LONGEST_BYTES
+        try:
+            self.messages += [json.loads(line) for line in lines]
+        except ValueError:  # no run of this kit
+            self.has_gone = True
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.connection.close()
 
 
 class Over(Exception):
@@ -52,17 +113,17 @@ class Rendezvous:
             ConfigError: a node's number is given twice.
         """
         try:
-            self._await_guests() if self.is_host else self._find_host()
+            self._await_nodes() if self.is_host else self._find_host()
         except SftplayError as error:
-            self._part(error)
+            self._close(error)
             raise
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._part(error)
+        self._close(error)
 
     def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each node has said, by node number; every node must ask.
+        """The messages of all nodes, by node number. Every node must call it.
 
         Raises:
             RunError: a node has gone.
@@ -71,7 +132,7 @@ class Rendezvous:
         """
         if not self.is_host:
             self._peers[0].send({"said": mine})
-            heard: list[dict[str, Any]] = self._from_host()["all"]
+            heard: list[dict[str, Any]] = self._read_host()["all"]
             return heard
         said = [mine]
         for node, peer in sorted(self._peers.items()):
@@ -79,27 +140,26 @@ class Rendezvous:
                 said.append(peer.read()["said"])
             except (EOFError, LookupError):
                 raise RunError(f"node {node} has gone", where="nodes", fix="look there for why") from None
-        self._tell({"all": said})
+        self._send_all({"all": said})
         return said
 
     def end(self, code: int, cause: str = "") -> int:
-        """End it with the run's exit code, which is that of node 0: elsewhere it tells `code` and `cause`, and waits
-        for node 0."""
+        """The run's exit code, which is that of node 0. Other nodes send `code` and `cause`, and wait for node 0."""
         if self.is_host:
-            self._tell({"code": code})
+            self._send_all({"code": code})
             self._is_over = True
             return code
         self._peers[0].send({"ended": {"code": code, "cause": cause}})
         try:
-            self._from_host()
+            self._read_host()
         except Over as over:
             return over.code
         raise AssertionError("node 0 gathers nothing more")
 
     def endings(self) -> dict[int, str]:
-        """How other nodes have ended that did not end well, as far as is known now: node -> why.
+        """Node -> why it failed, for the nodes that are known to have failed by now.
 
-        Elsewhere than on node 0 it knows of node 0 only, however that has ended.
+        On other nodes than node 0 it knows of node 0 only, and reports its end whether it failed or not.
         """
         for peer in self._peers.values():
             peer.poll()
@@ -116,20 +176,20 @@ class Rendezvous:
         return found
 
     def own_address(self) -> str:
-        """This node's address on the network over which node 0 is reached; of node 0, the one it is reached at."""
+        """This node's address in the network that leads to node 0; on node 0 the address that others use."""
         if not self._peers:
             return self.scale.master_addr
         address = str(next(iter(self._peers.values())).connection.getsockname()[0])
         return address.removeprefix("::ffff:")
 
-    def _await_guests(self) -> None:
+    def _await_nodes(self) -> None:
         deadline, pending = time.monotonic() + self.patience_s, list[Peer]()
         expected = set(range(1, self.scale.nnodes))
         with _listen(self.scale) as listener:
             listener.settimeout(LOOK_S)
             while missing := expected - set(self._peers):
                 if time.monotonic() > deadline:
-                    raise _absent(missing, self.patience_s)
+                    raise _missing_error(missing, self.patience_s)
                 with suppress(TimeoutError):
                     pending.append(Peer(listener.accept()[0]))
                 pending = [peer for peer in pending if self._is_pending(peer)]
@@ -137,7 +197,7 @@ class Rendezvous:
             peer.close()
 
     def _is_pending(self, peer: Peer) -> bool:
-        """Answer what has come from somebody at the door; False once it is a guest, or has gone."""
+        """Answer a connection that is no known node yet; False once it is a known node, or has gone."""
         peer.poll()
         while peer.messages:
             message = peer.messages.popleft()
@@ -146,14 +206,14 @@ class Rendezvous:
                 peer.has_gone = True
             elif "is_here" not in message:
                 peer.send({"welcome": WELCOME})
-            else:  # it has heard the welcome: one that has given up waiting for it will come again
-                self._seat(node, peer)
+            else:  # it has read the welcome; a node that gave up waiting for it connects again
+                self._admit(node, peer)
                 return False
         if peer.has_gone:
             peer.close()
         return not peer.has_gone
 
-    def _seat(self, node: int, peer: Peer) -> None:
+    def _admit(self, node: int, peer: Peer) -> None:
         before = self._peers.get(node)
         if before:
             before.poll()
@@ -176,18 +236,15 @@ class Rendezvous:
                 peer = Peer(socket.create_connection(address, timeout=ANSWER_S))
             except OSError as error:
                 why = error.strerror or str(error)
-                time.sleep(LOOK_S)
-                continue
-            peer.send({"node": self.scale.node_rank})
-            try:
-                if peer.read(ANSWER_S) == {"welcome": WELCOME}:
-                    peer.send({"node": self.scale.node_rank, "is_here": True})
-                    self._peers[0] = peer
-                    return
-            except (TimeoutError, EOFError):  # a stranger on that port, or an earlier run's
-                pass
-            why = "what listens there is no run of this kit"
-            peer.close()
+            else:
+                peer.send({"node": self.scale.node_rank})
+                with suppress(TimeoutError, EOFError):  # another program on that port, or an earlier run
+                    if peer.read(ANSWER_S) == {"welcome": WELCOME}:
+                        peer.send({"node": self.scale.node_rank, "is_here": True})
+                        self._peers[0] = peer
+                        return
+                why = "what listens there is no run of this kit"
+                peer.close()
             time.sleep(LOOK_S)
         raise MachineError(
             f"node 0 was not found at {address[0]}:{address[1]} within {self.patience_s:.0f} s ({why})",
@@ -195,35 +252,28 @@ class Rendezvous:
             fix="start node 0 with the same MASTER_ADDR and MASTER_PORT, and let the firewall pass that port",
         )
 
-    def _from_host(self) -> dict[str, Any]:
+    def _read_host(self) -> dict[str, Any]:
         try:
             message: dict[str, Any] = self._peers[0].read()
         except EOFError:
             raise RunError("node 0 has gone", where="nodes", fix="look there for why") from None
         if error := message.get("error"):
-            raise error_of(error)
+            raise error_from_json(error)
         if "code" in message:
             raise Over(int(message["code"]))
         return message
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: dict[str, Any]) -> None:
         for peer in self._peers.values():
             peer.send(message)
 
-    def _part(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if self.is_host and not self._is_over and error is not None:
             fix = "look there for why"
             told = error if isinstance(error, SftplayError) else RunError(f"node 0: {type(error).__name__}", fix=fix)
-            self._tell({"error": told.as_json()})
-        for peer in self._peers.values():
-            peer.close()
-        self._peers = {}
-
-
-def error_of(told: dict[str, Any]) -> SftplayError:
-    """The error that another node has told of, as `SftplayError.as_json` writes it."""
-    kind = KINDS.get(str(told.get("code")), RunError)
-    return kind(str(told["what"]), where=str(told.get("where", "")), fix=str(told.get("fix", "")))
+            self._send_all({"error": told.as_json()})
+        while self._peers:
+            self._peers.popitem()[1].close()
 
 
 def _listen(scale: Scale) -> socket.socket:
@@ -232,8 +282,7 @@ def _listen(scale: Scale) -> socket.socket:
         if here == "::1" or here.startswith("127."):
             return socket.create_server((here, scale.master_port), family=LOOPBACKS[here == "::1"])
         # Not only the named address: a host's own name often leads to its loopback.
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
+        family = socket.AF_INET6 if (both := socket.has_dualstack_ipv6()) else socket.AF_INET
         return socket.create_server(("", scale.master_port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise MachineError(
@@ -243,10 +292,9 @@ def _listen(scale: Scale) -> socket.socket:
         ) from None
 
 
-def _absent(missing: set[int], patience_s: float) -> MachineError:
-    names = ", ".join(f"node {node}" for node in sorted(missing))
+def _missing_error(missing: set[int], patience_s: float) -> MachineError:
     return MachineError(
-        f"{names} did not come within {patience_s:.0f} s",
+        f"{', '.join(f'node {node}' for node in sorted(missing))} did not come within {patience_s:.0f} s",
         where="nodes",
         fix="start every node with the same MASTER_ADDR, MASTER_PORT and NNODES, and its own NODE_RANK",
     )

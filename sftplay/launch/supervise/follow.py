@@ -64,15 +64,15 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Cal
         threading.Thread(target=_read, args=(process, lines), daemon=True).start()
         try:
             looks = [watchdog.look, *([look_around] if look_around else [])]
-            unmarked = _show(lines, console, folder.logs / log_name(node), looks)
+            unmarked = _show(lines, console, log=folder.logs / log_name(node), looks=looks)
         except (Stall, NodeLost) as why:
-            return _end_launch(why, watchdog, process, console)
+            return _end_launch(why, watchdog, process=process, console=console)
         code = process.wait()
     if node:
         if death := find_death(unmarked):
-            _say_end(folder, death, unmarked)
+            _say_end(folder, death, unmarked=unmarked)
         return 128 + forwarder.received if forwarder.received else code
-    return final_exit_code(folder, code, forwarder.received, unmarked, attempts_before=attempts)
+    return final_exit_code(folder, code, received=forwarder.received, unmarked=unmarked, attempts_before=attempts)
 
 
 def log_name(node: int) -> str:
@@ -80,7 +80,9 @@ def log_name(node: int) -> str:
     return f"launch-node{node}.log" if node else "launch.log"
 
 
-def _end_launch(why: Stall | NodeLost, watchdog: Watchdog, process: subprocess.Popen[bytes], console: Console) -> int:
+def _end_launch(
+    why: Stall | NodeLost, watchdog: Watchdog, *, process: subprocess.Popen[bytes], console: Console
+) -> int:
     """End all that the launch has started, then say and note why: a rank still alive might note something else."""
     left = watchdog.end()
     with suppress(subprocess.TimeoutExpired):
@@ -95,7 +97,7 @@ def _end_launch(why: Stall | NodeLost, watchdog: Watchdog, process: subprocess.P
 
 
 def final_exit_code(
-    folder: RunFolder, code: int, received: int, unmarked: Sequence[str], *, attempts_before: int = 0
+    folder: RunFolder, code: int, *, received: int, unmarked: Sequence[str], attempts_before: int = 0
 ) -> int:
     """The run's own exit code from status.json; a death the worker could not report is written there.
 
@@ -105,7 +107,7 @@ def final_exit_code(
     status = folder.read_json("status.json")
     is_own, told = len(status.get("attempts", [])) > attempts_before, status.get("exit_code")
     if not received and follows_from_death(status) and (death := find_death(unmarked)):
-        return _note_death(folder, death, (), again=is_own)
+        return _note_death(folder, death, unmarked=(), again=is_own)
     # A rank that loses another one behind a stop signal tells of no death that anybody should outlive.
     if told is not None and not (received and cause_of_death(folder)):
         return int(told)
@@ -120,19 +122,21 @@ def final_exit_code(
     # Where torchrun's account is not understood, that the ranks had met tells a rank that was killed from a bug.
     cause = f"killed by {signal_name(-code)}" if code < 0 else f"ended with code {code} without a word"
     if code < 0 or status.get("ranks"):
-        return _note_death(folder, cause, unmarked)
+        return _note_death(folder, cause, unmarked=unmarked)
     _note(folder, cause, state="failed", exit_code=SftplayError.exit_code)
-    _say_end(folder, f"the run was {cause}", unmarked)
+    _say_end(folder, f"the run was {cause}", unmarked=unmarked)
     return SftplayError.exit_code
 
 
-def _note_death(folder: RunFolder, cause: str, unmarked: Sequence[str], *, again: bool = False) -> int:
+def _note_death(folder: RunFolder, cause: str, *, unmarked: Sequence[str], again: bool = False) -> int:
     death = Death(cause, where=str(folder.path), fix=f"look at {folder.logs}, then `make resume`")
     ending = {"state": "failed", "exit_code": death.exit_code, "signal": None, "error": death.as_json()}
     _note(folder, cause, again=again, **ending)
     hint = " (memory may have run out)" if signal.SIGKILL.name in cause else ""
     _say_end(
-        folder, f"{cause}{hint}" if cause.startswith(("rank", "a rank")) else f"the run was {cause}{hint}", unmarked
+        folder,
+        f"{cause}{hint}" if cause.startswith(("rank", "a rank")) else f"the run was {cause}{hint}",
+        unmarked=unmarked,
     )
     return death.exit_code
 
@@ -145,7 +149,7 @@ def _note_refusal(folder: RunFolder, unmarked: Sequence[str]) -> int:
     return error.exit_code
 
 
-def _say_end(folder: RunFolder, what: str, unmarked: Sequence[str]) -> None:
+def _say_end(folder: RunFolder, what: str, *, unmarked: Sequence[str]) -> None:
     for line in [*unmarked][-LAST_LINES:]:
         sys.stderr.write(line + "\n")
     sys.stderr.write(f"{folder.path}: {what}\n  fix: look at {folder.logs}, then `make resume`\n")
@@ -226,7 +230,7 @@ def _read(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | None]) ->
 
 
 def _show(
-    lines: queue.Queue[bytes | None], console: Console, log: Path, looks: Sequence[Callable[[], None]]
+    lines: queue.Queue[bytes | None], console: Console, *, log: Path, looks: Sequence[Callable[[], None]]
 ) -> deque[str]:
     unmarked: deque[str] = deque(maxlen=KEPT_LINES)
     with log.open("ab", buffering=0) as handle:

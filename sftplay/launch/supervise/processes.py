@@ -17,7 +17,7 @@ ENDING_S = 5.0
 
 def parent_of(pid: int) -> int:
     """The pid of a process's parent, 0 when there is no such process."""
-    return int(_read_stat(pid, 1, "ppid=") or 0)
+    return int(_read_stat(pid, 1, column="ppid=") or 0)
 
 
 def descends_from(pid: int, ancestor: int) -> bool:
@@ -30,10 +30,10 @@ def descends_from(pid: int, ancestor: int) -> bool:
 def state_of(pid: int) -> str:
     """The letter that `ps` shows (R running, S sleeping, D in the kernel, T stopped); empty when it has ended, also
     where its parent has not asked for its code yet."""
-    return _read_stat(pid, 0, "stat=")[:1].replace("Z", "")
+    return _read_stat(pid, 0, column="stat=")[:1].replace("Z", "")
 
 
-def _read_stat(pid: int, place: int, column: str) -> str:
+def _read_stat(pid: int, place: int, *, column: str) -> str:
     """One field behind the command's name in /proc/PID/stat (proc(5)), or where there is none the column of `ps`."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[place]
