@@ -20,6 +20,7 @@ from sftplay.machine.probe import probe
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks import sft
+from sftplay.tasks.run.run_task import run_task
 from sftplay.tasks.run.train_run import Outcome, TrainRun
 
 
@@ -93,7 +94,7 @@ def train_in(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal | None = None
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", train_and_keep):
-        outcome = sft.run(cfg, folder, stop or StopOnSignal())
+        outcome = run_task(sft, cfg, folder, stop or StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])
 
 
@@ -103,11 +104,11 @@ def built(home: Path, inputs: Inputs, **changes: Any) -> Finished:
     seen: list[Any] = []
 
     def keep(self: TrainRun, trainer: Any) -> Outcome:
-        self.meters.window = self.bad_step.window = self.preflight.trainer = trainer
+        self.attach(trainer)
         seen.append(trainer)
         return Outcome(0, 0.0, 0.0, stop_signal=int(signal.SIGTERM))
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", keep):
-        outcome = sft.run(cfg, folder, StopOnSignal())
+        outcome = run_task(sft, cfg, folder, StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])

@@ -36,6 +36,7 @@ from sftplay.control.strategy_setup import environment_of, make_ready, with_deep
 from sftplay.data.order import training_order
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
+from sftplay.heartbeat import Heartbeat
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.command.network import nccl_environment
 from sftplay.launch.run_folder import RunFolder, new_folder
@@ -43,13 +44,12 @@ from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.monitor.gradient_sync import GradientSync
-from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.signals import StopAtOnce
-from sftplay.tasks import worker
+from sftplay.tasks import TASKS, worker
 from sftplay.tasks.run.checkpointing import MarkComplete, choose_checkpoint
-from sftplay.tasks.run.train_run import TrainRun
-from sftplay.tasks.table import TASKS
+from sftplay.tasks.run.setup import make_setup
+from sftplay.tasks.step.replay import Replay
 
 CHANGES: dict[str, Any] = {
     "seed": 7,
@@ -172,12 +172,12 @@ def window(run: Finished) -> dict[str, torch.Tensor]:
     )))  # fmt: skip
 
 
-def pieces(run: Finished) -> list[dict[str, torch.Tensor]]:
+def micro_batches(run: Finished) -> list[dict[str, torch.Tensor]]:
     return list(run.trainer.micro_batcher.cut(window(run)))
 
 
-def largest_piece(run: Finished) -> int:
-    return max(len(piece["input_ids"]) for piece in pieces(run))
+def largest_micro_batch(run: Finished) -> int:
+    return max(len(micro_batch["input_ids"]) for micro_batch in micro_batches(run))
 
 
 def callback(run: Finished, kind: str) -> Any:
@@ -212,12 +212,12 @@ def check_task_mode(bench: Bench) -> None:
     _, folder = new_run(bench.home / "task", bench.inputs)
     asked: list[str] = []
 
-    def run(cfg: RunConfig, *_: Any) -> Any:
+    def load_rows(cfg: RunConfig, _: Any) -> Any:
         asked.append(cfg.task_mode)
         raise DataError("enough")
 
     module = ModuleType("another_task")
-    module.run = run  # type: ignore[attr-defined]
+    module.load_rows = load_rows  # type: ignore[attr-defined]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         with patch.dict(sys.modules, {"another_task": module}), patch.dict(TASKS, {"sft": "another_task"}):
@@ -324,9 +324,7 @@ def steps_and_rows(run: Finished) -> tuple[int, int]:
 
 def pins_memory(run: Finished) -> bool:
     # What the library is told: transformers itself switches it off where there is no GPU.
-    told = TrainRun(run.cfg, run.folder, StopOnSignal())
-    told.order_rows(70)
-    return told.arguments(has_held_out=True)["dataloader_pin_memory"]
+    return make_setup(run.cfg, run.folder, 70).arguments(has_held_out=True)["dataloader_pin_memory"]
 
 
 def check_ddp_keys(bench: Bench) -> None:
@@ -335,9 +333,8 @@ def check_ddp_keys(bench: Bench) -> None:
     with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
         for comm, expected in (({}, [None, False]), ({"bucket_cap_mb": 7, "static_graph": True}, [7, True])):
             values = {f"cluster.comm.{key}": value for key, value in comm.items()}
-            told = TrainRun(bench.plain.cfg.with_values(values, "test"), bench.plain.folder, StopOnSignal())
-            told.order_rows(70)
-            arguments = told.arguments(has_held_out=True)
+            cfg = bench.plain.cfg.with_values(values, "test")
+            arguments = make_setup(cfg, bench.plain.folder, 70).arguments(has_held_out=True)
             assert [arguments[name] for name in names] == expected
 
 
@@ -350,8 +347,8 @@ def check_hook(bench: Bench) -> None:
         cfg = bench.plain.cfg.with_values({"cluster.comm.hook": hook}, "test")
         trainer = SimpleNamespace(accelerator=SimpleNamespace(ddp_handler=DistributedDataParallelKwargs()))
         with patch.dict("os.environ", {"WORLD_SIZE": "2"}):
-            trainer.replay = TrainRun(cfg, bench.plain.folder, StopOnSignal()).replay
-            GradientSync(cfg, trainer.replay).attend(trainer)
+            trainer.replay = Replay(cfg, bench.plain.folder)
+            GradientSync(cfg, Heartbeat()).attach(trainer)
         assert trainer.accelerator.ddp_handler.comm_hook.value == kind
         assert trainer.replay.sends_afterwards == sends_afterwards
 
@@ -598,8 +595,8 @@ def measured(bench: Bench) -> dict[str, Any]:
     batches: list[tuple[int, int]] = []
     real = Generator.generate
 
-    def generate(self: Generator, ids: torch.Tensor, *rest: Any) -> Any:
-        out = real(self, ids, *rest)
+    def generate(self: Generator, ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        out = real(self, ids, *rest, **named)
         batches.append((len(ids), out.shape[1] - ids.shape[1]))
         return out
 
@@ -690,10 +687,13 @@ TABLE: dict[str, Check] = {
     "train.weight_decay": pair(lambda run: group(run)["weight_decay"], 0.0, 0.3),
     "train.max_grad_norm": pair(arg("max_grad_norm"), 1.0, 0.7),
     "train.effective_batch_size": pair(lambda run: len(window(run)["row"]), 8, 12),
-    "train.batch_size": each("train__batch_size", largest_piece, {8: 8, 2: 2, 1: 1}),
-    "train.grad_accum": each("train__grad_accum", lambda run: len(pieces(run)), {1: 1, 2: 2, 8: 8}),
+    "train.batch_size": each("train__batch_size", largest_micro_batch, {8: 8, 2: 2, 1: 1}),
+    "train.grad_accum": each("train__grad_accum", lambda run: len(micro_batches(run)), {1: 1, 2: 2, 8: 8}),
     "train.batching": each(
-        "train__batching", lambda run: largest_piece(run) > 2, {"examples": False, "tokens": True}, train__batch_size=2
+        "train__batching",
+        lambda run: largest_micro_batch(run) > 2,
+        {"examples": False, "tokens": True},
+        train__batch_size=2,
     ),
     "train.probe": check_probe,
     # 8 rows a step: four times, and twice, what the rate of 0.01 was found with.
@@ -707,7 +707,7 @@ TABLE: dict[str, Check] = {
         "train__precision", precision_of, {"fp32": (False, torch.float32), "bf16": (True, torch.bfloat16)}
     ),
     "train.gradient_checkpointing": pair(arg("gradient_checkpointing"), False, True),
-    "train.packing": pair(lambda run: "position_ids" in pieces(run)[0], False, True),
+    "train.packing": pair(lambda run: "position_ids" in micro_batches(run)[0], False, True),
     "train.loss_head": pair(arg("loss_type"), "nll", "chunked_nll"),
     "train.optim": pair(lambda run: type(run.trainer.create_optimizer()).__name__, "AdamW", "SGD"),
     "train.neftune_alpha": pair(lambda run: run.trainer.neftune_noise_alpha, None, 5.0),

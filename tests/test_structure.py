@@ -244,7 +244,7 @@ def body_lines(function: ast.FunctionDef) -> int:
 
 def test_no_function_is_longer_than_40_lines():
     # A literal table of arguments is data with names, not a path through code.
-    tables = {"sftplay.tasks.run.train_run.arguments"}
+    tables = {"sftplay.tasks.run.setup.arguments"}
     long = {name: body_lines(f) for name, f in functions() if body_lines(f) > 40}
     assert set(long) <= tables, long
 
@@ -337,7 +337,7 @@ def test_every_shipped_config_is_sized_to_its_exact_effective_batch(monkeypatch)
 
 def test_every_test_file_lies_where_the_module_it_tests_lies():
     own = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("_")}
-    assert own - {"oracle"} <= {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert own - {"oracle", "extending"} <= {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
 
 def test_the_version_stands_in_one_place():

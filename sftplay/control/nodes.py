@@ -132,7 +132,7 @@ def describe_files(cfg: RunConfig) -> dict[str, str]:
         if given is not None and Path(given).is_file():
             found[key] = hashlib.sha256(Path(given).read_bytes()).hexdigest()
     for key, given in (("model.name", cfg.model.name), ("model.adapter", cfg.model.adapter)):
-        digests = weights_digests(given, whole_bytes=GLANCE_BYTES, pieces=GLANCES)
+        digests = weights_digests(given, whole_bytes=GLANCE_BYTES, chunks=GLANCES)
         found |= {f"{key} ({Path(path).name})": digest for path, digest in digests.items()}
     return found
 

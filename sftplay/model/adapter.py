@@ -101,7 +101,7 @@ def attach_adapter(model: Any, adapter: Path, *, dropout: float | None = None) -
 
 @contextmanager
 def trained_weights_kept(model: nn.Module) -> Iterator[None]:
-    """What trains has the same fp32 values after this as before, whatever a library does to it inside.
+    """Weights that train have the same fp32 values after the block as before it, whatever a library does inside.
 
     TRL rounds a 4-bit base's adapter to bf16 (its "When using QLoRA"), which a continued adapter would show at once.
     """
@@ -113,7 +113,7 @@ def trained_weights_kept(model: nn.Module) -> Iterator[None]:
 
 
 def freeze_beside_text(model: Any) -> int:
-    """Stop training what a row of text never reaches, such as a vision tower; how many weights that were.
+    """Stop training weights that no row of text reaches, such as a vision tower; the number of these weights.
 
     A weight that trains and never gets a gradient ends a run of several processes.
     """

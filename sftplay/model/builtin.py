@@ -6,11 +6,9 @@ answer inside chat markers; it is there to show and test the kit, not to be usef
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sftplay.atomic import locked, whole_folder
 from sftplay.data.template.chatml import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
 
@@ -93,9 +92,9 @@ def ensure_builtin(
     if folder.is_dir():
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with _lock(cache_dir / f"{folder.name}.lock"):
+    with locked(cache_dir / f"{folder.name}.lock"):
         if not folder.is_dir():
-            _make(folder, chosen, text_dir, say)
+            _make(folder, recipe=chosen, text_dir=text_dir, say=say)
     return folder
 
 
@@ -121,9 +120,9 @@ def train_tokenizer(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFa
     same ids wherever it occurs: a model of a million weights can then copy one it has never seen.
     """
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r"\p{L}+|\p{N}{1,2}|\s+|[^\s\p{L}\p{N}]")
+    pattern = Regex(r"\p{L}+|\p{N}{1,2}|\s+|[^\s\p{L}\p{N}]")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pieces, behavior="isolated"), to_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -157,12 +156,12 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
     )
     model = LlamaForCausalLM(config)
     if recipe.layers > 1 and recipe.heads > 2:
-        _begin_with_copying(model)
+        _set_induction_heads(model)
     return model
 
 
 @torch.no_grad()
-def _begin_with_copying(model: LlamaForCausalLM) -> None:
+def _set_induction_heads(model: LlamaForCausalLM) -> None:
     """Set the first three heads of two layers so that together they continue a text that has begun to repeat itself.
 
     This is the induction circuit of Olsson et al. 2022 (In-context Learning and Induction Heads): layer 0 writes down
@@ -186,26 +185,34 @@ def _begin_with_copying(model: LlamaForCausalLM) -> None:
         query, key = torch.zeros(width, size), torch.zeros(width, size)
         key[:half, 0] = fast
         query[:, 0] = torch.cat([fast * torch.cos(places * turns), -fast * torch.sin(places * turns)])
-        _set_head(model, 0, head, (query, key, content[what], embedding_std * written[head].T))
+        output = embedding_std * written[head].T
+        _set_head(model, layer=0, head=head, query=query, key=key, value=content[what], output=output)
     matches = [(content[0], written[0]), (content[1], written[1]), (written[0], written[2])]
     for head, (query, key) in enumerate(matches):
-        _set_head(model, 1, head, (slow * query, slow * key, content[head], 8 * embedding_std * content[head].T))
+        output = 8 * embedding_std * content[head].T
+        _set_head(model, layer=1, head=head, query=slow * query, key=slow * key, value=content[head], output=output)
 
 
-def _set_head(model: LlamaForCausalLM, layer: int, head: int, weights: tuple[torch.Tensor, ...]) -> None:
-    """Put query, key, value [width, size] and output [size, width] in the place of one head."""
+def _set_head(
+    model: LlamaForCausalLM,
+    *,
+    layer: int,
+    head: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+) -> None:
+    """Give one head these weights: query, key and value [width, size], output [size, width]."""
     attention = model.model.layers[layer].self_attn
     rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-    for projection, weight in zip((attention.q_proj, attention.k_proj, attention.v_proj), weights[:3], strict=True):
-        projection.weight[rows] = weight
-    attention.o_proj.weight[:, rows] = weights[3]
+    attention.q_proj.weight[rows] = query
+    attention.k_proj.weight[rows] = key
+    attention.v_proj.weight[rows] = value
+    attention.o_proj.weight[:, rows] = output
 
 
-def _make(folder: Path, recipe: Recipe, text_dir: Path, say: Callable[[str], None]) -> None:
-    """Build under a name no reader looks for, then rename: a broken-off build leaves nothing that looks finished."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+def _make(folder: Path, *, recipe: Recipe, text_dir: Path, say: Callable[[str], None]) -> None:
     started = time.monotonic()
     files = text_files(text_dir)
     say(f"making {folder.name} from {text_dir.name}/*.txt (once, about a minute)")
@@ -213,12 +220,12 @@ def _make(folder: Path, recipe: Recipe, text_dir: Path, say: Callable[[str], Non
     with _two_threads(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = new_model(recipe, tokenizer)
-        _train_base(model, _token_streams(files, tokenizer), recipe, say)
+        _train_base(model, _token_streams(files, tokenizer), recipe=recipe, say=say)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    Path(unfinished).rename(folder)
+    with whole_folder(folder) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
     say(f"{folder.name} is ready after {time.monotonic() - started:.0f} s")
 
 
@@ -233,14 +240,14 @@ def _draw(streams: Streams, recipe: Recipe, generator: torch.Generator) -> torch
     others = [stream for file, stream in streams.items() if file != PRACTICE]
     windows = []
     for _ in range(recipe.rows):
-        practises = torch.rand((), generator=generator).item() < recipe.practice_share
-        stream = streams[PRACTICE] if practises else others[int(torch.randint(len(others), (), generator=generator))]
+        is_practice = torch.rand((), generator=generator).item() < recipe.practice_share
+        stream = streams[PRACTICE] if is_practice else others[int(torch.randint(len(others), (), generator=generator))]
         start = int(torch.randint(len(stream) - recipe.tokens, (), generator=generator))
         windows.append(stream[start : start + recipe.tokens])
     return torch.stack(windows)
 
 
-def _train_base(model: LlamaForCausalLM, streams: Streams, recipe: Recipe, say: Callable[[str], None]) -> None:
+def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, say: Callable[[str], None]) -> None:
     """Plain language modelling on the shipped text, in place: every token is predicted from those before it."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
@@ -256,7 +263,7 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, recipe: Recipe, say: 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak) for optimizer in optimizers]
     generator = torch.Generator().manual_seed(recipe.seed)
     model.train()
-    said = time.monotonic()
+    last_line_at = time.monotonic()
     for step in range(recipe.steps):
         input_ids = _draw(streams, recipe, generator)
         loss = model(input_ids=input_ids, labels=input_ids).loss
@@ -266,8 +273,8 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, recipe: Recipe, say: 
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if time.monotonic() - said >= SECONDS_BETWEEN_LINES or step == recipe.steps - 1:
-            said = time.monotonic()
+        if time.monotonic() - last_line_at >= SECONDS_BETWEEN_LINES or step == recipe.steps - 1:
+            last_line_at = time.monotonic()
             say(f"base training: step {step + 1} of {recipe.steps}, loss {loss.item():.2f}")
     model.eval()
 
@@ -281,11 +288,3 @@ def _two_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold `path` for this process; the system lets go of it when the process dies."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -16,7 +16,7 @@ CONNECT_S = 9.0
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-"""Names under which transformers looks for weights: all of them, or where each of several parts is listed."""
+"""Names under which transformers looks for weights: the one file, or the list of its parts."""
 
 _SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
 
@@ -24,8 +24,8 @@ _SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=B
 def check_reachable(name: str, revision: str | None, where: str) -> bool:
     """True when the hub has the model `name`, False when it does not answer but the model lies in its cache here.
 
-    One short question, asked before a library starts its own retries; when it is answered, they work as ever and a
-    slow connection has all the time it needs. Folders are always reachable.
+    It asks one short question before a library starts its own retries. Once that is answered, a slow connection has all
+    the time it needs. Folders are always reachable.
 
     Raises:
         MachineError: the hub does not answer, or has no such model for this user.
@@ -65,7 +65,7 @@ def check_reachable(name: str, revision: str | None, where: str) -> bool:
 def fetch_weights(name: str, revision: str | None) -> None:
     """Bring the safetensors of the hub's model `name` into its cache, so that several processes can open them at once.
 
-    Whatever else it may be stored as, and a fetch that breaks off, is left to the library that opens it, which says so.
+    Other formats, and a download that breaks off, are left to the library that opens the model, which reports them.
 
     Raises:
         MachineError: the hub does not answer and the cache has nothing, or it has no such model for this user.

@@ -18,10 +18,7 @@ from sftplay.model.merged_start import keep_merged, merged_start
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.unsloth_model import adapt_by_unsloth, open_by_unsloth
-from sftplay.model.weights import DTYPES as DTYPES
 from sftplay.model.weights import frozen_dtype, open_model
-from sftplay.model.weights import keep_four_bit_exact as keep_four_bit_exact
-from sftplay.model.weights import quantization as quantization
 
 
 def load_start(cfg: RunConfig, *, source: str | None = None) -> Any:

@@ -1,46 +1,44 @@
-"""Merges the adapter a run starts from into its full-precision base, never into 4-bit weights."""
+"""Merges an adapter into its full-precision base, never into 4-bit weights: to start a run from it, or to export it."""
 
 from __future__ import annotations
 
-import fcntl
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from sftplay import log
+from sftplay.atomic import locked, whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError, RunError
 from sftplay.model.adapter import attach_adapter
 from sftplay.model.source import locate
-from sftplay.model.start_point import place
+from sftplay.model.start_point import origin_of
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import open_model
 
 
 def keep_merged(cfg: RunConfig, folder: Path, dtype: torch.dtype) -> Path:
-    """The folder `folder/base` with the merged start of the settled `cfg`, made if it is not there.
+    """The folder `folder/base` with the merged start of the resolved `cfg`, made if it is not there.
 
     It appears under its name only when it is complete; of several processes one makes it and the others wait.
     """
-    target, scratch = folder / "base", folder / ".base.part"
+    target = folder / "base"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".base.lock").open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # the system lets go of it when the process dies
+    with locked(folder / ".base.lock"):
         if not target.is_dir():
-            shutil.rmtree(scratch, ignore_errors=True)
-            merged_start(cfg, dtype).save_pretrained(scratch)
-            load_tokenizer(cfg.model).save_pretrained(scratch)
-            scratch.rename(target)
+            with whole_folder(target) as scratch:
+                merged_start(cfg, dtype).save_pretrained(scratch)
+                load_tokenizer(cfg.model).save_pretrained(scratch)
             log.say(f"merged {cfg.model.adapter} into its base: {target}", "model")
     return target
 
 
 def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:
-    """The base of the settled `cfg` with model.adapter merged into it, on the CPU in `dtype`.
+    """The base of the resolved `cfg` with model.adapter merged into it, on the CPU in `dtype`.
 
     Each layer is merged in fp32 and rounded once.
 
@@ -55,35 +53,55 @@ def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:
     if getattr(base.config, "quantization_config", None):
         what = f"{name} is stored quantised; an adapter merged into rounded weights is not what was trained"
         fix = "leave model.merge_adapter out, or start from the same model in full precision"
-        raise MachineError(what, where=place(cfg, "model.merge_adapter"), fix=fix)
-    attached = attach_adapter(base, adapter).eval()
-    part_tied_ends(base)
-    for module in attached.modules():
-        if isinstance(module, BaseTunerLayer):
-            _merge_layer(module, dtype, adapter)
-    whole = attached.unload().to(dtype)  # modules that trained in full take their place
+        raise MachineError(what, where=origin_of(cfg, "model.merge_adapter"), fix=fix)
+    whole, _ = merge_adapter(base, adapter, dtype, fix="use train.precision: bf16 or fp32, or train it again")
     whole.requires_grad_(True)  # PEFT has frozen it
-    resolve_tie(whole)
-    for name, parameter in whole.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
-            what = f"merged, {name} holds values that are not finite or that {dtype} cannot hold"
-            raise RunError(what, where=str(adapter), fix="use train.precision: bf16 or fp32, or train it again")
     return whole
 
 
-def part_tied_ends(base: Any) -> None:
-    """Part an input embedding and a head that share one weight, where an adapter sits on either.
+def merge_adapter(base: Any, adapter: Path, dtype: torch.dtype | None, *, fix: str) -> tuple[Any, bool]:
+    """`base` with the adapter merged into it, in `dtype`, or each weight in its own when that is None.
 
-    Merging into the one would change the other (https://github.com/huggingface/peft/issues/2777).
+    Each layer is merged in fp32 and rounded once. The second value is True when head and input embedding were one
+    weight before and are two now. `fix` is the advice where `dtype` is too narrow.
+
+    Raises:
+        RunError: a value is not finite, before or after rounding.
     """
+    attached = attach_for_merging(base, adapter)
+    for module in attached.modules():
+        if isinstance(module, BaseTunerLayer):
+            _merge_layer(module, dtype, adapter)
+        elif isinstance(module, ModulesToSaveWrapper):
+            module.modules_to_save.to(dtype or next(module.original_module.parameters()).dtype)
+    whole = attached.unload()  # every layer is merged already; modules that trained in full take their place
+    if dtype:
+        whole.to(dtype)
+    is_untied = _resolve_tie(whole)
+    for name, parameter in whole.named_parameters():
+        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            what = f"{name} holds values that {kind} cannot hold, or that are not finite"
+            raise RunError(what, where=str(adapter), fix=fix)
+    return whole, is_untied
+
+
+def attach_for_merging(base: Any, adapter: Path) -> Any:
+    """PEFT's model of `base` with the adapter, whose weights are fp32 as they were trained.
+
+    An input embedding and a head that share one weight are separated when the adapter changes either: merging into the
+    one would change the other (https://github.com/huggingface/peft/issues/2777).
+    """
+    attached = attach_adapter(base, adapter).eval()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     if any(isinstance(end, BaseTunerLayer) for end in ends):
         first, last = (end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends)
         if first.weight is last.weight:
             last.weight = nn.Parameter(last.weight.detach().clone())
+    return attached
 
 
-def resolve_tie(model: Any) -> bool:
+def _resolve_tie(model: Any) -> bool:
     """Tie head and input embedding again where they are still equal, else say in the config that they are two.
 
     True when they were one and are two now.
@@ -99,11 +117,14 @@ def resolve_tie(model: Any) -> bool:
     return True
 
 
-def _merge_layer(layer: Any, dtype: torch.dtype, adapter: Path) -> None:
-    layer.get_base_layer().weight.data = layer.get_base_layer().weight.data.float()  # PEFT would round the update first
+def _merge_layer(layer: Any, dtype: torch.dtype | None, adapter: Path) -> None:
+    weight = layer.get_base_layer().weight
+    rounded_to = dtype or weight.dtype
+    weight.data = weight.data.float()  # PEFT would round the update first and then the sum
     try:
         layer.merge(safe_merge=True)
     except ValueError as error:
         fix = "train it again; look at the losses"
         raise RunError(f"cannot be merged ({error})", where=str(adapter), fix=fix) from error
-    layer.get_base_layer().weight.data = layer.get_base_layer().weight.data.to(dtype)
+    merged = layer.get_base_layer().weight
+    merged.data = merged.data.to(rounded_to)

@@ -1,6 +1,6 @@
 """Where a model comes from: a local folder, a builtin, or a hub name; and what its config.json says.
 
-It loads no weights and imports no heavy library. Names of runs are `lineage`'s business.
+It loads no weights and imports no heavy library. `start_point` knows the names of runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run starts from: names of earlier runs and of adapters, turned into the folders and bases they mean.
+"""Turns names of earlier runs and of adapters into the folders and bases that a run starts from.
 
 It loads no weights and imports no heavy library, so that a wrong name is refused before anything starts.
 """
@@ -21,43 +21,45 @@ NAME, ADAPTER, MERGE = "model.name", "model.adapter", "model.merge_adapter"
 def resolve_names(cfg: RunConfig) -> RunConfig:
     """`cfg` with names of runs replaced: model.name by the base or model, model.adapter by the adapter's folder.
 
-    A finished run as model.name means its `model/`, or its base and its adapter. Settling twice changes nothing.
+    A finished run as model.name means its `model/`, or its base and its adapter. Resolving twice changes nothing.
 
     Raises:
         ConfigError: a name means two things, or a run without a result; the adapter belongs to another base, has
             another shape than the config says, or cannot be used in this mode.
     """
-    cfg = _settle_adapter(_settle_name(cfg))
+    cfg = _resolve_adapter(_resolve_model(cfg))
     model, mode = cfg.model, cfg.tuning.mode
     if model.adapter is None:
         if model.merge_adapter:
             fix = f"name one with {ADAPTER}, or leave {MERGE} out"
-            raise ConfigError("there is no adapter to merge", where=place(cfg, MERGE), fix=fix)
+            raise ConfigError("there is no adapter to merge", where=origin_of(cfg, MERGE), fix=fix)
         return cfg
     folder = Path(model.adapter)
-    check_pickles(folder, place(cfg, ADAPTER), allow_pickle=model.allow_pickle)
+    check_pickles(folder, origin_of(cfg, ADAPTER), allow_pickle=model.allow_pickle)
     if not model.merge_adapter:
         if mode == "full":
             what = "tuning.mode full trains every weight, not an adapter"
-            raise ConfigError(what, where=place(cfg, ADAPTER), fix=f"set {MERGE}: true, which merges it first, or lora")
+            raise ConfigError(
+                what, where=origin_of(cfg, ADAPTER), fix=f"set {MERGE}: true, which merges it first, or lora"
+            )
         _check_shape(cfg, folder)
     return cfg
 
 
-def place(cfg: RunConfig, key: str) -> str:
+def origin_of(cfg: RunConfig, key: str) -> str:
     """Where a key was written, for an error."""
     return f"{cfg.origins.get(key, 'default')} {key}"
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
     """Name or folder of the base that an adapter belongs to, and its revision."""
-    told = read_adapter(adapter)
+    stored = read_adapter(adapter)
     own = adapter.parent / "base"
     if (adapter.parent / RESOLVED).is_file() and own.is_dir():
         model = load_config(adapter.parent / RESOLVED).model
         is_builtin = model.name.startswith(BUILTIN) and not model.merge_adapter
         return (model.name if is_builtin else str(own.resolve())), None
-    return str(told.get("base_model_name_or_path")), told.get("revision")
+    return str(stored.get("base_model_name_or_path")), stored.get("revision")
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _settle_name(cfg: RunConfig) -> RunConfig:
+def _resolve_model(cfg: RunConfig) -> RunConfig:
     name = cfg.model.name
     found = None if name.startswith(BUILTIN) else _find(cfg, NAME, name)
     if found is None or not (found / RESOLVED).is_file():
@@ -74,33 +76,33 @@ def _settle_name(cfg: RunConfig) -> RunConfig:
     result = _result_of(found, cfg, NAME)
     if cfg.model.revision is not None:
         fix = "leave model.revision out; the run knows its base's"
-        raise ConfigError(f"model.name {name} is a run, which has no revision", where=place(cfg, NAME), fix=fix)
+        raise ConfigError(f"model.name {name} is a run, which has no revision", where=origin_of(cfg, NAME), fix=fix)
     origin = f"{cfg.origins.get(NAME, 'default')} (the run {found})"
     if result.name == "model":
         return cfg.with_values({NAME: str(result.resolve())}, origin)
     if cfg.model.adapter is not None:
         what = f"{name} is a run with an adapter, and model.adapter names a second one"
-        raise ConfigError(what, where=place(cfg, NAME), fix=f"leave {ADAPTER} out, or name the base as {NAME}")
+        raise ConfigError(what, where=origin_of(cfg, NAME), fix=f"leave {ADAPTER} out, or name the base as {NAME}")
     base, revision = base_of(result)
     return cfg.with_values({NAME: base, "model.revision": revision, ADAPTER: str(result.resolve())}, origin)
 
 
-def _settle_adapter(cfg: RunConfig) -> RunConfig:
+def _resolve_adapter(cfg: RunConfig) -> RunConfig:
     name = cfg.model.adapter
     if name is None:
         return cfg
     found = _find(cfg, ADAPTER, name)
     if found is None:
         fix = "name a finished run, its folder, or a folder with adapter_config.json"
-        raise ConfigError(f"there is no run or adapter {name!r}", where=place(cfg, ADAPTER), fix=fix)
+        raise ConfigError(f"there is no run or adapter {name!r}", where=origin_of(cfg, ADAPTER), fix=fix)
     if (found / RESOLVED).is_file():
         found = _result_of(found, cfg, ADAPTER)
         if found.name == "model":
             what = f"{name} trained every weight, so it has a model and no adapter"
-            raise ConfigError(what, where=place(cfg, ADAPTER), fix=f"start from it with {NAME}: {name}")
+            raise ConfigError(what, where=origin_of(cfg, ADAPTER), fix=f"start from it with {NAME}: {name}")
     if not (found / ADAPTER_CONFIG).is_file():
         fix = "name a finished run, its folder, or a folder with adapter_config.json"
-        raise ConfigError(f"{found} holds no adapter", where=place(cfg, ADAPTER), fix=fix)
+        raise ConfigError(f"{found} holds no adapter", where=origin_of(cfg, ADAPTER), fix=fix)
     _check_base(cfg, found)
     absolute = str(found.resolve())
     if absolute == name:
@@ -120,10 +122,10 @@ def _find(cfg: RunConfig, key: str, name: str) -> Path | None:
         meanings.append(f"the hub's model {name}, which was downloaded")
     if len(meanings) > 1:
         fix = f"write ./{found[0]} for that folder, or rename it" if not found[0].is_absolute() else "write its path"
-        raise ConfigError(f"{name!r} could be {' or '.join(meanings)}", where=place(cfg, key), fix=fix)
+        raise ConfigError(f"{name!r} could be {' or '.join(meanings)}", where=origin_of(cfg, key), fix=fix)
     if found and (found[0] / RESOLVED).is_file() and (found[0] / "config.json").is_file():
         fix = f"write {found[0]}/model or {found[0]}/adapter, or move config.json away"
-        raise ConfigError(f"{found[0]} holds both a run and a model", where=place(cfg, key), fix=fix)
+        raise ConfigError(f"{found[0]} holds both a run and a model", where=origin_of(cfg, key), fix=fix)
     return found[0] if found else None
 
 
@@ -131,7 +133,7 @@ def _result_of(run: Path, cfg: RunConfig, key: str) -> Path:
     result = RunFolder(run).result
     if result is None:
         fix = "finish it with `make resume`, or name a run that is finished"
-        raise ConfigError(f"the run {run} has no result yet", where=place(cfg, key), fix=fix)
+        raise ConfigError(f"the run {run} has no result yet", where=origin_of(cfg, key), fix=fix)
     return result
 
 
@@ -143,35 +145,35 @@ def _check_base(cfg: RunConfig, adapter: Path) -> None:
             return
         what = f"the adapter {adapter} belongs to revision {revision} of {base}, not to {cfg.model.revision}"
         fix = f"write model.revision: {revision or 'null'}"
-        raise ConfigError(what, where=place(cfg, "model.revision"), fix=fix)
+        raise ConfigError(what, where=origin_of(cfg, "model.revision"), fix=fix)
     what = f"the adapter {adapter} belongs to {base}, not to {name}"
     fix = f"write model.name: {base}; if that model only moved, correct base_model_name_or_path in its {ADAPTER_CONFIG}"
-    raise ConfigError(what, where=place(cfg, NAME), fix=fix)
+    raise ConfigError(what, where=origin_of(cfg, NAME), fix=fix)
 
 
 def _check_shape(cfg: RunConfig, adapter: Path) -> None:
     """Compare what can be compared without the model; `adapter.continue_adapter` looks at the layers."""
-    told, lora = read_adapter(adapter), cfg.tuning.lora
-    if told.get("peft_type") != "LORA":
-        what = f"{adapter} is an adapter of the kind {told.get('peft_type')}"
-        raise ConfigError(what, where=place(cfg, ADAPTER), fix=f"only LoRA is continued; set {MERGE}: true")
+    stored, lora = read_adapter(adapter), cfg.tuning.lora
+    if stored.get("peft_type") != "LORA":
+        what = f"{adapter} is an adapter of the kind {stored.get('peft_type')}"
+        raise ConfigError(what, where=origin_of(cfg, ADAPTER), fix=f"only LoRA is continued; set {MERGE}: true")
     wanted = {
-        "r": (lora.r, told.get("r")),
-        "alpha": (float(lora.alpha or 2 * lora.r), float(told.get("lora_alpha") or 0)),
-        "dora": (lora.dora, bool(told.get("use_dora"))),
-        "rslora": (lora.rslora, bool(told.get("use_rslora"))),
-        "modules_to_save": (sorted(lora.modules_to_save), sorted(told.get("modules_to_save") or [])),
+        "r": (lora.r, stored.get("r")),
+        "alpha": (float(lora.alpha or 2 * lora.r), float(stored.get("lora_alpha") or 0)),
+        "dora": (lora.dora, bool(stored.get("use_dora"))),
+        "rslora": (lora.rslora, bool(stored.get("use_rslora"))),
+        "modules_to_save": (sorted(lora.modules_to_save), sorted(stored.get("modules_to_save") or [])),
     }
     for key, (mine, its) in wanted.items():
         if mine != its:
-            what = f"{_word(mine)} here, but the adapter {adapter} that is continued has {_word(its)}"
-            fix = f"write tuning.lora.{key}: {_word(its)}, or {MERGE}: true, which trains a new adapter of any shape"
-            raise ConfigError(what, where=place(cfg, f"tuning.lora.{key}"), fix=fix)
+            what = f"{_as_json(mine)} here, but the adapter {adapter} that is continued has {_as_json(its)}"
+            fix = f"write tuning.lora.{key}: {_as_json(its)}, or {MERGE}: true, which trains a new adapter of any shape"
+            raise ConfigError(what, where=origin_of(cfg, f"tuning.lora.{key}"), fix=fix)
     for key in ("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"):
-        if told.get(key):
+        if stored.get(key):
             what = f"the adapter {adapter} has a {key}, which the config cannot say"
-            raise ConfigError(what, where=place(cfg, ADAPTER), fix=f"set {MERGE}: true")
+            raise ConfigError(what, where=origin_of(cfg, ADAPTER), fix=f"set {MERGE}: true")
 
 
-def _word(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)

@@ -15,7 +15,7 @@ from sftplay.model.weights import announce_trust, refused_code
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
-    """The tokenizer of the settled `model`, or the one stored in `folder`.
+    """The tokenizer of the resolved `model`, or the one stored in `folder`.
 
     An adapter that is started from brings its own, whose chat template it was trained with.
 

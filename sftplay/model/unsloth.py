@@ -21,7 +21,7 @@ SETTINGS = {"UNSLOTH_DISABLE_STATISTICS": "1"}
 """It counts its users by a download otherwise."""
 
 WATCHED = ("bf16", "fp16", "optim", "gradient_checkpointing", "dataloader_pin_memory")
-"""Arguments of TRL's config that it rewrites for a CPU, of those that the kit decides."""
+"""Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
 
 COMPILED = Path(".cache") / "unsloth"
 """Where it writes the code that it generates; left alone it uses a folder in the current directory."""
@@ -49,7 +49,7 @@ def import_first() -> Any:
 
 
 def check_arguments(given: dict[str, Any], taken: Any) -> None:
-    """Refuse a run of which unsloth has changed an argument while TRL's config was made from it.
+    """Refuse a run when unsloth has changed one of its arguments while TRL's config was made.
 
     On a CPU it switches off 16-bit numbers, and optimizers and kernels that it thinks a CPU has not.
 

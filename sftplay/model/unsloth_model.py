@@ -1,6 +1,6 @@
-"""Opens a base and puts an adapter on it by unsloth, as `opening` and `adapter` do by the plain libraries.
+"""Opens a base and puts an adapter on it by unsloth, as `weights` and `adapter` do by the plain libraries.
 
-What unsloth would quietly do otherwise than asked is looked for afterwards, and refused.
+It checks afterwards that unsloth did what was asked, and refuses the model when it did not.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
             )
     except (OSError, ValueError, ImportError, RuntimeError, NotImplementedError, SafetensorError) as error:
         raise explain_failure(error, cfg.model, where) from error
-    _check_held_as_asked(model, cfg, where, missing)
+    _check_held_as_asked(model, cfg, where=where, missing=missing)
     keep_four_bit_exact(model)
     return model
 
@@ -107,7 +107,7 @@ def _checkpointing(cfg: RunConfig) -> str | bool:
     return "unsloth" if cfg.train.gradient_checkpointing else False
 
 
-def _check_held_as_asked(model: nn.Module, cfg: RunConfig, where: str, missing: list[str]) -> None:
+def _check_held_as_asked(model: nn.Module, cfg: RunConfig, *, where: str, missing: list[str]) -> None:
     """unsloth falls back to other numbers with a printed line, where the kit promised to stop."""
     if missing:
         raise MachineError(f"the model cannot be loaded ({missing[0]})", where=where, fix="check its files")
@@ -124,7 +124,7 @@ def _check_held_as_asked(model: nn.Module, cfg: RunConfig, where: str, missing: 
 
 @contextmanager
 def _missing_weights() -> Iterator[list[str]]:
-    """A line for each report of weights that are in no file, which transformers fills with random numbers."""
+    """A line for each weight that is in no file; transformers fills such weights with random numbers."""
     seen: list[str] = []
 
     class Listener(logging.Handler):

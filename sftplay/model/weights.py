@@ -60,7 +60,7 @@ def open_model(
 
 
 def explain_failure(error: Exception, model: ModelConfig, where: str) -> SftplayError:
-    """The refusal that a library's `error` while opening `model` stands for, with what to do."""
+    """The refusal for a library's `error` while it opened `model`, with what to do."""
     if refusal := refused_code(error, model):
         return refusal
     fix = f"check the name, the connection and the files, {FOLDER_FIX}; the run's log says more"
@@ -100,8 +100,8 @@ def keep_four_bit_exact(model: Any) -> None:
 def quantization(cfg: RunConfig) -> BitsAndBytesConfig:
     """How a qlora base is held: 4-bit codes, computed in the run's precision.
 
-    What splits weights over processes must find them in the type that it computes in: two codes to a byte, and bytes
-    packed into such numbers.
+    A strategy that splits weights over processes needs them stored in the type it computes in: the 4-bit codes are then
+    packed into numbers of that type.
     """
     splits = cfg.cluster.strategy in SPLIT_WEIGHTS
     return BitsAndBytesConfig(
@@ -114,7 +114,7 @@ def quantization(cfg: RunConfig) -> BitsAndBytesConfig:
 
 
 def frozen_dtype(cfg: RunConfig) -> torch.dtype:
-    """In what a base is held that does not train: the run's precision."""
+    """The dtype of a base that does not train: the run's precision."""
     # fp16 bases overflow in the norm layers of several families; with autocast the weights can stay fp16 only if
     # nothing but the adapter trains, which is the only case that reaches here.
     return DTYPES[str(cfg.train.precision)]

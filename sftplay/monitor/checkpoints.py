@@ -1,6 +1,6 @@
-"""Which checkpoints count: those whose COMPLETE.json was renamed into place after every file reached the disk.
+"""Which checkpoints count: those with a COMPLETE.json, written after every other file has reached the disk.
 
-It does not write the checkpoint's files; the Trainer does.
+The Trainer writes the checkpoint's files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from sftplay.atomic import write_text
+
 MARKER = "COMPLETE.json"
 
 
@@ -22,9 +24,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Bring every file of `checkpoint` to the disk, then rename the marker into place.
+    """Sync every file of `checkpoint` to the disk, then write the marker.
 
-    The marker holds each file's size and sha256, and `facts` (config and order hash).
+    The marker holds each file's size and sha256, and `facts` (the run's fingerprint).
     """
     files = {}
     for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER):
@@ -32,12 +34,7 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
             digest = hashlib.file_digest(handle, "sha256").hexdigest()
             os.fsync(handle.fileno())
         files[str(path.relative_to(checkpoint))] = {"bytes": path.stat().st_size, "sha256": digest}
-    scratch = checkpoint / f".{MARKER}"
-    with scratch.open("w", encoding="utf-8") as handle:
-        json.dump({"step": step_of(checkpoint), **facts, "files": files}, handle, indent=1)
-        handle.flush()
-        os.fsync(handle.fileno())
-    scratch.replace(checkpoint / MARKER)
+    write_text(checkpoint / MARKER, json.dumps({"step": step_of(checkpoint), **facts, "files": files}, indent=1))
     _sync_folder(checkpoint)
     _sync_folder(checkpoint.parent)
 
@@ -86,9 +83,9 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def set_aside(folder: Path, *, after_step: int) -> list[str]:
-    """Move checkpoints without a marker, and all behind `after_step`, to `incomplete/`; their names.
+    """Move checkpoints without a marker, and all after `after_step`, to `incomplete/`; their names.
 
-    Nothing then takes them for whole: a damaged or abandoned one would count as the newest when old ones are removed.
+    Otherwise a damaged or abandoned one would count as the newest when old ones are removed.
     """
     moved = []
     for checkpoint in list_checkpoints(folder):
@@ -108,7 +105,7 @@ def rotate(folder: Path, limit: int, best: Path | None) -> list[str]:
     spare = [c for c in complete[:-1] if best is None or c.resolve() != best.resolve()]
     removed = []
     for checkpoint in spare[: max(0, len(complete) - limit)]:
-        (checkpoint / MARKER).unlink()  # a removal that is cut short leaves a folder that does not count
+        (checkpoint / MARKER).unlink()  # so that an interrupted removal leaves a folder that does not count
         shutil.rmtree(checkpoint)
         removed.append(checkpoint.name)
     return removed

@@ -1,7 +1,6 @@
-"""Room on the disk: reckoned ahead for the whole run, looked at before a checkpoint begins, and told in bytes when a
-write has failed.
+"""Room on the disk: predicted for the whole run, checked before a checkpoint, and reported when a write has failed.
 
-It removes only what was half written when the disk took no more.
+It removes only what was half written when the disk became full.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sftplay.errors import RunError
 from sftplay.monitor.checkpoints import MARKER, list_checkpoints
 
 TORCH_WRITE_FAILED = ("PytorchStreamWriter", "unexpected pos", "iostream error")
-"""What torch.save's errors say when the disk takes no more (caffe2/serialize/inline_container.cc)."""
+"""What torch.save's errors say when the disk is full (caffe2/serialize/inline_container.cc)."""
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -35,12 +34,12 @@ FIX = "make room, then continue with `make resume`; the last complete checkpoint
 
 
 def folder_bytes(folder: Path) -> int:
-    """What the files below `folder` take."""
+    """Size of all files below `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def checkpoint_bytes(checkpoints: Path, model: Any, optimizer: Any) -> int:
-    """What the next checkpoint will take: as much as the newest complete one, before that as much as its tensors."""
+    """Size of the next checkpoint: that of the newest complete one; without one, the size of its tensors."""
     for checkpoint in reversed(list_checkpoints(checkpoints)):
         if (checkpoint / MARKER).is_file():
             return folder_bytes(checkpoint)
@@ -50,10 +49,10 @@ def checkpoint_bytes(checkpoints: Path, model: Any, optimizer: Any) -> int:
 
 
 def demand_room(checkpoints: Path, needed_bytes: int) -> None:
-    """Look for room before a checkpoint begins, so that no half one is left.
+    """Check the room before a checkpoint begins, so that none is left half written.
 
     Raises:
-        RunError: less is free than `needed_bytes` and a little for the small files.
+        RunError: less is free than `needed_bytes` and some room for the small files.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(checkpoints).free
@@ -68,9 +67,9 @@ def demand_room(checkpoints: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def report_full_disk(folder: Path) -> Iterator[None]:
-    """Turn a write that fails into a RunError with its remedy, and free what was half written in the run's `folder`.
+    """Turn a failed write into a RunError with its remedy, and remove what was half written in the run's `folder`.
 
-    A full disk has three faces: OSError, safetensors' own error, and a RuntimeError of torch.save.
+    A full disk shows as one of three errors: OSError, safetensors' own error, and a RuntimeError of torch.save.
 
     Raises:
         RunError: something could not be written.
@@ -81,19 +80,19 @@ def report_full_disk(folder: Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in TORCH_WRITE_FAILED):
             raise
         full = not isinstance(error, OSError) or error.errno in DISK_ERRORS
-        told = _room_told(folder) if full else ""
+        room = _describe_room(folder) if full else ""
         if full:
-            _remove_halves(folder)
+            _remove_half_written(folder)
         where = getattr(error, "filename", None) or folder
-        raise RunError(f"writing failed ({str(error).splitlines()[0]}){told}", where=str(where), fix=FIX) from error
+        raise RunError(f"writing failed ({str(error).splitlines()[0]}){room}", where=str(where), fix=FIX) from error
 
 
 class WarnOfFullDisk(TrainerCallback):
-    """Says once, while there is time, that the disk will not last until the end of the run.
+    """Warns once, while there is time, that the disk will be full before the end of the run.
 
-    Reckons with the checkpoints that will be kept at once, the result, and what else has taken room since the first
-    look, at that rate. Looks behind the first step, when the optimizer's states are there, and behind each checkpoint;
-    comes behind the callback that removes old ones. `limit` is how many of them stay.
+    The prediction counts the checkpoints that are kept at the same time, the result, and whatever else has grown since
+    the first look, at the same rate. It is made after the first step, when the optimizer's states exist, and after each
+    checkpoint. This callback comes after the one that removes old checkpoints; `limit` of them stay.
     """
 
     def __init__(self, checkpoints: Path, limit: int) -> None:
@@ -119,7 +118,7 @@ class WarnOfFullDisk(TrainerCallback):
         each = checkpoint_bytes(self.checkpoints, model, optimizer)
         there = sum((c / MARKER).is_file() for c in list_checkpoints(self.checkpoints))
         saves = math.ceil(steps_left / state.save_steps)
-        # A new one is whole before an old one goes.
+        # A new checkpoint is complete before an old one is removed.
         own_growth = each * max(min(saves, self.limit + 1 - there), min(saves, 1))
         result = sum(int(p.nbytes) for p in model.parameters() if p.requires_grad)
         needed = own_growth + result + others + SMALL_FILES_BYTES
@@ -132,15 +131,15 @@ class WarnOfFullDisk(TrainerCallback):
             )
 
 
-def _room_told(folder: Path) -> str:
-    """Free bytes, and those a checkpoint needs, as far as they are known."""
+def _describe_room(folder: Path) -> str:
+    """Free bytes, and the bytes of a checkpoint where they are known."""
     free = shutil.disk_usage(folder).free
     complete = [each for each in list_checkpoints(folder / "checkpoints") if (each / MARKER).is_file()]
     needed = f"a checkpoint needs {folder_bytes(complete[-1]):,} bytes, " if complete else ""
     return f": {needed}{free:,} bytes free"
 
 
-def _remove_halves(folder: Path) -> None:
+def _remove_half_written(folder: Path) -> None:
     halves = [each for each in list_checkpoints(folder / "checkpoints") if not (each / MARKER).is_file()]
     for half in (*halves, *(folder / name for name in HALF_RESULTS)):
         with suppress(OSError):

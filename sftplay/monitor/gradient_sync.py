@@ -1,8 +1,7 @@
-"""Gradients on their way between the ranks of plain data parallelism: how they are sent, and what part of a step only
-waits for them.
+"""How the ranks of plain data parallelism exchange gradients, and what share of a step only waits for that.
 
-Where they travel behind the window, all of that is `communication` on the rank's heartbeat already. Where DDP sends
-them while it computes, its own log says how long sending took and how much of that computing covered.
+Where gradients are sent after the window, all of that time is `communication` on the rank's heartbeat already. Where
+DDP sends them while it computes, DDP's own log says how long sending took and how much of it computing covered.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import DDPCommunicationHookType
-from transformers import TrainerCallback
 
 from sftplay import log
 from sftplay.config.schema.cluster import SHARDED, CommConfig
 from sftplay.config.schema.run import RunConfig
 from sftplay.heartbeat import Heartbeat
+from sftplay.monitor.observer import Observer, StepTrainer
 
 NS = 1e-9
 
@@ -28,7 +27,7 @@ powerSGD_hook.py)."""
 def wants_overlap(cfg: RunConfig) -> bool:
     """True where DDP itself must send the gradients, within the last backward pass of a step.
 
-    A hook and a static graph are DDP's own; full tuning on GPUs has gradients as large as the model.
+    A hook and a static graph work inside DDP only; full tuning on GPUs has gradients as large as the model.
     """
     comm = cfg.cluster.comm
     is_large = cfg.tuning.mode == "full" and torch.cuda.is_available()
@@ -48,51 +47,49 @@ def choose_hook(handler: Any, comm: CommConfig) -> None:
         handler.comm_state_option = dict(POWERSGD)
 
 
-def exposed_s(told: dict[str, Any]) -> float:
-    """Seconds of the last step in which gradients travelled and nothing was computed. `told` is DDP's log.
+def exposed_s(ddp_log: dict[str, Any]) -> float:
+    """Seconds of the last step in which gradients were sent and nothing was computed. `ddp_log` is DDP's own.
 
-    Nothing is told before the second step; times are nanoseconds (torch 2.13, logger.hpp).
+    It has no times before the second step; they are nanoseconds (torch 2.13, logger.hpp).
     """
-    sending, covered = (told.get(key, 0) for key in ("backward_comm_time", "backward_compute_comm_overlap_time"))
+    sending, covered = (ddp_log.get(key, 0) for key in ("backward_comm_time", "backward_compute_comm_overlap_time"))
     return max(0, sending - covered) * NS
 
 
-class GradientSync(TrainerCallback):
+class GradientSync(Observer):
     """Sets up how gradients travel, and measures what of it nothing else covers."""
 
     def __init__(self, cfg: RunConfig, heartbeat: Heartbeat) -> None:
         self.comm, self.heartbeat = cfg.cluster.comm, heartbeat
         self._is_ddp = log.world_size() > 1 and cfg.cluster.strategy not in SHARDED
-        """What is split meets all the time, and tells nothing of it."""
+        """Sharded strategies communicate all the time and report nothing of it."""
 
-        self._trainer: Any = None
         self._exposed_s = self._all_s = 0.0
         self._logged_step = 0
 
-    def attend(self, trainer: Any) -> None:
-        """Know the trainer; it has not wrapped its model yet."""
-        self._trainer = trainer
+    def attach(self, trainer: StepTrainer) -> None:
+        super().attach(trainer)
         if self._is_ddp:
             choose_hook(trainer.accelerator.ddp_handler, self.comm)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._logged_step = state.global_step
         if self._overlaps():
-            self._trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(1)
-            self._say_price()
+            self.trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(1)
+            self._say_costs()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._overlaps():
-            told = self._trainer.model_wrapped._get_ddp_logging_data()
-            self.heartbeat.recount(exposed_s(told), "backward", truly="communication")
+            ddp_log = self.trainer.model_wrapped._get_ddp_logging_data()
+            self.heartbeat.recount(exposed_s(ddp_log), "backward", truly="communication")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "exposed_communication_share" not in logs:
             return
-        stretch_s = logs["step_s"] * (state.global_step - self._logged_step)
+        interval_s = logs["step_s"] * (state.global_step - self._logged_step)
         self._logged_step = state.global_step
-        self._all_s += stretch_s
-        self._exposed_s += logs["exposed_communication_share"] * stretch_s
+        self._all_s += interval_s
+        self._exposed_s += logs["exposed_communication_share"] * interval_s
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_ddp and self._all_s:
@@ -101,17 +98,15 @@ class GradientSync(TrainerCallback):
             log.say(f"communication: {share} went to exchanging gradients and waiting for other ranks, {how}")
 
     def _overlaps(self) -> bool:
-        return self._is_ddp and not (self._trainer.replay and self._trainer.replay.sends_afterwards)
+        return self._is_ddp and not (self.trainer.replay and self.trainer.replay.sends_afterwards)
 
-    def _say_price(self) -> None:
+    def _say_costs(self) -> None:
         comm = self.comm
         if comm.hook == "none" and not comm.static_graph:
             return
         asked = f"cluster.comm.hook {comm.hook}" if comm.hook != "none" else "cluster.comm.static_graph"
-        log.say(f"{asked}: DDP sends gradients within the last piece's backward pass of each step")
-        if self._trainer.replay:
-            log.say("  memory that runs out in that piece restarts the run; in any other one it is run again, smaller")
+        log.say(f"{asked}: DDP sends gradients within the backward pass of each step's last micro-batch")
+        if self.trainer.replay:
+            log.say("  running out of memory in that micro-batch restarts the run; any other one is run again, smaller")
         if comm.hook == "powersgd":
-            log.say(
-                "  PowerSGD is lossy, keeps one more copy of the gradients, and what it remembers is in no checkpoint"
-            )
+            log.say("  PowerSGD is lossy, keeps one more copy of the gradients, and its state is in no checkpoint")

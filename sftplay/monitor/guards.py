@@ -1,23 +1,25 @@
 """Ends a run in good order: on a signal with a full checkpoint, on a step that is not finite without one.
 
-Recovery from running out of memory is not here, a full disk is `disk`'s business.
+Running out of memory is handled in `out_of_memory`, a full disk in `disk`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.errors import RunError
-from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.gradient_norm import gradient_norm
-from sftplay.monitor.metrics import gather, write_figures
+from sftplay.monitor.metrics import gather_objects
+from sftplay.monitor.observer import Observer
 from sftplay.signals import StopAtOnce, catch_signals
 
 FP16_PATIENCE = 16
@@ -27,16 +29,15 @@ SHOWN_ROWS = 8
 """Row ids that an error names; all of them are in its file."""
 
 
-class StopOnSignal(TrainerCallback):
-    """After a stop signal: finishes the step, writes a checkpoint, ends. A second one ends at once.
+class StopOnSignal(Observer):
+    """After a stop signal the run finishes the step, writes a checkpoint and ends. A second signal ends it at once.
 
-    Ranks agree at the step's edge, so that none waits in a collective for one that has left. `outside` answers before
-    the first step and behind the last; without it this process's signals are not touched.
+    Ranks agree at the end of a step: otherwise one could wait in a collective for another that has left. `outside`
+    handles signals before the first step and after the last; without it this process's signals are left alone.
     """
 
     def __init__(self, outside: StopAtOnce | None = None) -> None:
         self.received = 0
-        self.heartbeat = Heartbeat()
         self._came_here = False
         self._outside = outside
 
@@ -64,59 +65,58 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if self.agree():
-            control.should_log = True  # what was trained since the last line would be counted nowhere
+            control.should_log = True  # otherwise the steps since the last line would be counted nowhere
             control.should_save = True
             control.should_training_stop = True
         return control
 
     def agree(self) -> bool:
-        """True on every rank when one of them has got a signal; every rank must ask."""
-        agreed = max(gather(self.received, self.heartbeat))
-        if agreed:  # never set back to 0: a signal may have come while the ranks were agreeing
+        """True on every rank when one of them has received a signal; every rank must call it."""
+        agreed = max(gather_objects(self.received, self.trainer.heartbeat))
+        if agreed:  # never back to 0: a signal may have come while the ranks were agreeing
             self.received = agreed
         return bool(agreed)
 
 
-class StopOnBadStep(TrainerCallback):
+class StopOnBadStep(Observer):
     """Ends the run before the optimizer takes a step whose loss or gradient is not finite on some rank.
 
-    Looks in on_pre_optimizer_step, where all ranks meet, so all stop together and none waits in a collective; a check
-    on logs would come after the weights are spoilt. In fp16 the gradient scaler skips such steps by itself and lowers
-    its scale; there only a run of them that no scale can cure is an end.
+    Checks in on_pre_optimizer_step, where all ranks come together: so all stop together and none waits in a collective.
+    A check on logs would come after the weights are spoilt. In fp16 the gradient scaler skips such steps by itself and
+    lowers its scale; there the run ends only after so many of them that no scale can help.
     """
 
     def __init__(self, path: Path) -> None:
-        self.window: Any = None
-        """The trainer, which knows the rows of its step (`last_rows`, `rows_not_finite`)."""
-
         self.in_a_row = 0
-        """Steps skipped since the last one that was taken."""
+        """Steps skipped since the last one that the optimizer took."""
 
         self._path = path
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        ranks = gather((float(self.window.last_loss), float(gradient_norm(model.parameters()))), self.window.heartbeat)
+        ranks = gather_objects(
+            (float(self.trainer.last_loss), float(gradient_norm(model.parameters()))), self.trainer.heartbeat
+        )
         bad = [rank for rank, pair in enumerate(ranks) if not all(map(math.isfinite, pair))]
         self.in_a_row = self.in_a_row + 1 if bad else 0
         if self.in_a_row > (FP16_PATIENCE if args.fp16 else 0):
             raise self._explain(state.global_step + 1, ranks)
 
     def look_at_loss(self, loss: torch.Tensor) -> None:
-        """For what steps within its backward pass, as DeepSpeed does: behind each forward pass, on every rank."""
-        ranks = gather((float(loss), 0.0), self.window.heartbeat)
+        """The same check after each forward pass, for DeepSpeed, which steps within its backward pass."""
+        ranks = gather_objects((float(loss), 0.0), self.trainer.heartbeat)
         if not all(math.isfinite(each) for each, _ in ranks):
-            raise self._explain(self.window.state.global_step + 1, ranks)
+            raise self._explain(self.trainer.state.global_step + 1, ranks)
 
     def _explain(self, step: int, ranks: list[tuple[float, float]]) -> RunError:
-        """The error every rank ends with; the main one writes down which rows the step had."""
-        rows = gather((self.window.last_rows, self.window.rows_not_finite()), self.window.heartbeat)
+        """The error with which every rank ends; the main rank writes which rows the step had."""
+        rows = gather_objects((self.trainer.last_rows, self.trainer.rows_not_finite()), self.trainer.heartbeat)
         found = [
             {"rank": n, "loss": loss, "gradient_norm": norm, "row_ids": ids, "rows_not_finite": suspects}
             for n, ((loss, norm), (ids, suspects)) in enumerate(zip(ranks, rows, strict=True))
         ]
         if log.is_main():
-            write_figures(self._path, {"step": step, "ranks": found})
-        # A loss is a rank's own; gradients are everybody's once they have travelled.
+            write_text(self._path, json.dumps({"step": step, "ranks": found}, indent=1) + "\n")
+        # A loss belongs to one rank; gradients are the same on all ranks once they are averaged.
         lost = [n for n, (loss, _) in enumerate(ranks) if not math.isfinite(loss)]
         whose = f"loss of step {step} is not finite on rank {', '.join(map(str, lost))}"
         suspects = [row for each in found for row in each["rows_not_finite"]]

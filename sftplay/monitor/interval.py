@@ -1,6 +1,6 @@
-"""The figures of a stretch of steps, from one line of metrics to the next: out of what each rank hands over.
+"""The figures of the steps between two lines of metrics, computed from what each rank hands over.
 
-Everything here is arithmetic on plain numbers; measuring is `meters`' work.
+Everything here is arithmetic on plain numbers; `metrics` measures.
 """
 
 from __future__ import annotations
@@ -19,21 +19,36 @@ PARTS = {
 }
 """Part of a step -> phases of the heartbeat; what is left over is `other_s`.
 
-The clock is the host's. A GPU works behind it, so that its time falls to whatever waits for it: that of forward and
-backward to `forward_backward_s`, at whose end the gradient's norm is read; that of the optimizer's own kernels to the
-next wait, at the start of the next step or in a line of metrics. Where DDP sends gradients while it computes, the part
-of sending that nothing covers, as DDP's own log tells it, is moved from backward to `communication_s`, one step late;
-all else in that is the ranks' meetings. What follows a line at the same step, an evaluation or a checkpoint, belongs to
-the next line.
+The clock is the host's. A GPU works asynchronously, and its time counts for the part that waits for it. Forward and
+backward count for `forward_backward_s`, which ends with reading the gradient's norm. The optimizer's kernels count for
+the next wait: at the start of the next step, or in a line of metrics. DDP may send gradients while it computes; the
+part of sending that computing does not cover, taken from DDP's own log, is moved from backward to `communication_s`,
+one step late. The rest of `communication_s` are the ranks' own collective operations. An evaluation or a checkpoint
+that follows a line at the same step belongs to the next line.
 """
 
 
 SHOWN = ("exposed_communication_share", "communication_max_s", "model_tflops_per_s", "mfu")
 
 
+@dataclass
+class StepCounts:
+    """What this rank has trained on since the last line of metrics."""
+
+    tokens: int = 0
+    padded_tokens: int = 0
+    label_tokens: int = 0
+    loss_sum: Any = None
+    """Sum of the label tokens' losses, a tensor: only a line of metrics waits for its value. None without a step."""
+
+    rows: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Real tokens of each of `rows`."""
+
+
 @dataclass(frozen=True)
-class Facts:
-    """What is known of a rank before it trains."""
+class CostModel:
+    """What is known of the costs of a step before the first one."""
 
     count_flops: Callable[[Sequence[int], int], float] | None = None
     """(real tokens of each row, label tokens of all) -> model FLOPs; None where the model's shape is not known."""

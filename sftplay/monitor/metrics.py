@@ -9,46 +9,55 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.interval import Facts, RankShare, describe_ranks, describe_speed, mean_loss, scalars
+from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
+from sftplay.monitor.observer import Observer
 from sftplay.units import format_bytes, format_count, format_seconds
 
 PROGRESS_EVERY_S = 1.0
 
-TOLD_TIMES = 20
-"""Lines of one kind a run puts on the screen; all of them are in metrics.jsonl and logs/."""
+SHOWN_LINES = 20
+"""Lines of one kind that a run puts on the screen; all of them are in metrics.jsonl and logs/."""
 
 
-class Meters(TrainerCallback):
-    """Writes metrics.jsonl on the main rank and keeps the progress line moving.
+class MetricsWriter(Observer):
+    """Writes metrics.jsonl on the main rank and keeps the progress line moving. Every rank takes part in gathering.
 
-    `window` is the trainer whose `counts` tell what this rank trained on. Every rank takes part in the gathering.
+    `counters` are the totals of earlier attempts.
     """
 
-    def __init__(self, path: Path, *, attempt: int, keep_row_ids: bool) -> None:
-        self.path, self.attempt, self.keep_row_ids = path, attempt, keep_row_ids
-        self.window: Any = None
-        self.facts = Facts()
+    def __init__(
+        self,
+        path: Path,
+        *,
+        attempt: int,
+        keep_row_ids: bool,
+        costs: CostModel,
+        counters: Mapping[str, int] | None = None,
+    ) -> None:
+        self.path, self.attempt, self.keep_row_ids, self.costs = path, attempt, keep_row_ids, costs
         self.last_loss: float | None = None
-        self.seen = {"tokens_seen": 0, "label_tokens_seen": 0}
-        """Totals since the run's first step, of all attempts and ranks."""
+        self.seen = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
+        """Totals since the run's first step, over all attempts and ranks."""
+
         self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
         self._started = self._shown_at = 0.0
         self._shown_tokens = self._logged_step = 0
-        self._most_held: dict[str, int] = {}
+        self._largest_memory: dict[str, int] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started = self._shown_at = time.monotonic()
         self._logged_step = state.global_step
-        self.window.heartbeat.take_seconds()  # what came before is no part of the first line
+        self.trainer.heartbeat.take_seconds()  # what came before is no part of the first line
         self._cpu_started = time.process_time()
         # Metrics of earlier, unfinished steps must not survive beside those about to be trained again.
         if log.is_main():
@@ -58,17 +67,17 @@ class Meters(TrainerCallback):
         now = time.monotonic()
         if now - self._shown_at < PROGRESS_EVERY_S:
             return
-        tokens = self.window.counts.tokens
+        tokens = self.trainer.counts.tokens
         speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)
         self._shown_at, self._shown_tokens = now, tokens
-        loss = float(self.window.last_loss)
+        loss = float(self.trainer.last_loss)
         log.status(f"step {state.global_step}/{state.max_steps}  loss {loss:.3f}  {format_count(speed)} tokens/s")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" not in logs:
             return
         held = memory_fields()
-        everyone = gather((*self._take(), {**held, **self.facts.predicted_bytes}), self.window.heartbeat)
+        everyone = gather_objects((*self._take(), {**held, **self.costs.predicted_bytes}), self.trainer.heartbeat)
         shares = [share for share, _, _ in everyone]
         line = self._line(logs, state, shares)
         line |= {**held, "ranks_memory": [memory for _, _, memory in everyone]}
@@ -76,7 +85,8 @@ class Meters(TrainerCallback):
             line["row_ids"] = [rows for _, rows, _ in everyone]
         self._logged_step, self._shown_tokens = state.global_step, 0
         self.last_loss = line["loss"]
-        self._most_held = {key: max(memory[key] for memory in line["ranks_memory"]) for key in line["ranks_memory"][0]}
+        memory = line["ranks_memory"]
+        self._largest_memory = {key: max(rank[key] for rank in memory) for key in memory[0]}
         logs |= {"loss": line["loss"], **scalars(line)}
         if log.is_main():
             with self.path.open("a", encoding="utf-8") as handle:
@@ -85,16 +95,16 @@ class Meters(TrainerCallback):
 
     def _take(self) -> tuple[RankShare, list[int]]:
         """This rank's share since the last line, and the ids of its rows where they are kept."""
-        counts, facts = self.window.take_counts(), self.facts
+        counts, costs = self.trainer.take_counts(), self.costs
         share = RankShare(
             tokens=counts.tokens,
             padded_tokens=counts.padded_tokens,
             label_tokens=counts.label_tokens,
             samples=len(counts.rows),
             loss_sum=None if counts.loss_sum is None else float(counts.loss_sum),
-            flops=facts.count_flops(counts.lengths, counts.label_tokens) if facts.count_flops else None,
-            peak_flops=facts.peak_flops,
-            seconds=self.window.heartbeat.take_seconds(),
+            flops=costs.count_flops(counts.lengths, counts.label_tokens) if costs.count_flops else None,
+            peak_flops=costs.peak_flops,
+            seconds=self.trainer.heartbeat.take_seconds(),
         )
         return share, counts.rows if self.keep_row_ids else []
 
@@ -129,7 +139,8 @@ class Meters(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if log.is_main():
             figures = {"step": state.global_step, "loss": metrics["eval_loss"]}
-            write_figures(self.path.parent / "eval" / f"step-{state.global_step}.json", figures)
+            path = self.path.parent / "eval" / f"step-{state.global_step}.json"
+            write_text(path, json.dumps(figures, indent=1) + "\n")
         text = f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}"
         print_progress(state, state.eval_steps, text)
 
@@ -137,21 +148,21 @@ class Meters(TrainerCallback):
         self.train_seconds = time.monotonic() - self._started
         self.train_cpu_seconds = time.process_time() - self._cpu_started
         log.say(f"trained to step {state.global_step} in {format_seconds(self.train_seconds)}")
-        if compared := compare_memory(self._most_held):
+        if compared := compare_memory(self._largest_memory):
             log.say(compared)
 
 
 def print_progress(state: Any, every: float, text: str) -> None:
-    """Say what comes every `every` steps, but no more than some twenty times a run; the rest is progress only."""
-    stride = max(1, int(state.max_steps // (TOLD_TIMES * max(1, every)))) * max(1, int(every))
+    """Say `text`, which comes every `every` steps, about twenty times a run; otherwise only show it as progress."""
+    stride = max(1, int(state.max_steps // (SHOWN_LINES * max(1, every)))) * max(1, int(every))
     if state.global_step % stride and state.global_step != state.max_steps:
         log.status(text)
     else:
         log.say(text)
 
 
-def gather(mine: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
-    """`mine` of every rank, in rank order; a list of one without a process group. `heartbeat` shows the waiting."""
+def gather_objects(mine: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
+    """`mine` of every rank, in rank order; a list of one on a single process. The time counts as communication."""
     if log.world_size() == 1:
         return [mine]
     everyone: list[Any] = [None] * log.world_size()
@@ -172,16 +183,16 @@ def memory_fields() -> dict[str, int]:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that was resident in this process so far; the kernel counts it in bytes on macOS, else in KiB."""
+    """The most memory that was resident in this process so far. The kernel counts in bytes on macOS, else in KiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def compare_memory(held: dict[str, int]) -> str:
-    """The plan's peak beside what the fullest rank held at most; empty where nothing was planned or measured.
+    """The plan's peak beside the most that any rank held; empty where nothing was planned or measured.
 
-    `held` has the names of `ranks_memory`. On a GPU like is compared with like: both are torch's allocator, without
-    the process beside it and the plan's margin.
+    `held` has the keys of `ranks_memory`. On a GPU both figures are those of torch's allocator, without the memory of
+    the process beside it and without the plan's margin.
     """
     if "predicted_allocated_bytes" in held and "peak_bytes" in held:
         planned = f"{format_bytes(held['predicted_allocated_bytes'])} in torch's allocator"
@@ -193,16 +204,8 @@ def compare_memory(held: dict[str, int]) -> str:
     return ""
 
 
-def write_figures(path: Path, figures: dict[str, Any]) -> None:
-    """Write a small JSON file that is whole whenever it is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}")
-    scratch.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
-
-
 def cut_back(path: Path, step: int) -> None:
-    """Drop the lines of metrics.jsonl behind `step`, one that was cut short by a crash, and later eval/step-N.json."""
+    """Drop what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short."""
     for measured in (path.parent / "eval").glob("step-*.json"):
         at = measured.stem.removeprefix("step-")
         if at.isdecimal() and int(at) > step:
@@ -217,6 +220,4 @@ def cut_back(path: Path, step: int) -> None:
             continue
         if record["step"] <= step:
             kept.append(line)
-    scratch = path.with_name(f".{path.name}")
-    scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    scratch.replace(path)  # killed here, the run still has its old lines
+    write_text(path, "".join(f"{line}\n" for line in kept))

@@ -1,6 +1,6 @@
-"""Running out of memory: told from every other error, agreed on by all ranks, undone, and explained.
+"""Running out of memory: recognised among other errors, agreed on by all ranks, undone and explained.
 
-What is run again, and in which pieces, is the window's business (`tasks.window`).
+The window runs the rows again (`tasks.step.window`).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from sftplay import log
 from sftplay.errors import MachineError
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.metrics import gather, memory_fields
+from sftplay.monitor.metrics import gather_objects, memory_fields
 from sftplay.units import format_bytes
 
 CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
-"""All that tells a failed allocation on a CPU from other RuntimeErrors (c10/core/impl/alloc_cpu.cpp)."""
+"""Only this text tells a failed allocation on a CPU from other RuntimeErrors (c10/core/impl/alloc_cpu.cpp)."""
 
 T = TypeVar("T")
 
 
 class OutOfMemory(MachineError):
-    """Memory did not suffice where the step cannot be run again, or for a single row."""
+    """Memory ran out where the step cannot be run again, or for a single row."""
 
     code = "memory"
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", batch_size: int | None = None) -> None:
         super().__init__(what, where=where, fix=fix)
         self.batch_size = batch_size
-        """Rows a piece with which the run may go on from its last checkpoint; None when there are none fewer."""
+        """Rows of a micro-batch with which the run may go on from its last checkpoint; None when there are no fewer."""
 
     def as_json(self) -> dict[str, object]:
         return {**super().as_json(), "batch_size": self.batch_size}
@@ -45,11 +45,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Where memory did not suffice. Holds no tensor: what failed must be free before it is tried again."""
+    """Where memory ran out. It holds no tensor: the memory of what failed must be free before the next attempt."""
 
     rows: int
     tokens: int
-    """Of the piece, padding included."""
+    """Of the micro-batch, padding included."""
 
     phase: str
     held_bytes: int
@@ -60,9 +60,9 @@ class Shortage:
 
 
 class RandomState:
-    """The random numbers of this rank from a moment on: torch's on the CPU and on this process's GPU.
+    """The state of this rank's random numbers: torch's on the CPU and on this process's GPU.
 
-    The gradient scaler needs no such memory: it moves only when gradients are unscaled, behind a step's last piece.
+    The gradient scaler's state needs no copy: it changes only when gradients are unscaled, after the last micro-batch.
     """
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ class RandomState:
 
 
 class Agreement:
-    """Lets all ranks know that one of them ran out of memory; its few bytes are there before that happens."""
+    """Lets all ranks know that one of them ran out of memory. Its few bytes are allocated before that happens."""
 
     def __init__(self, device: Any) -> None:
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
 
     def all_shortages(self, mine: Shortage | None, heartbeat: Heartbeat) -> list[Shortage | None]:
-        """Of every rank, in rank order; empty when no rank has one. Every rank must ask."""
+        """The shortage of every rank, in rank order; empty when no rank has one. Every rank must call it."""
         if log.world_size() == 1:
             return [mine] if mine else []
         with heartbeat.within("communication"):
@@ -91,7 +91,7 @@ class Agreement:
             if not int(self._flag):
                 return []
         free_memory()
-        return gather(mine, heartbeat)
+        return gather_objects(mine, heartbeat)
 
 
 def held_bytes() -> int:
@@ -101,14 +101,14 @@ def held_bytes() -> int:
 
 
 def free_memory() -> None:
-    """Give back what a failed piece has left behind: reference cycles first, then the allocator's blocks."""
+    """Free what a failed micro-batch has left: reference cycles first, then the allocator's blocks."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | None) -> str:
-    """Who ran out of memory and where, beside what the plan had foreseen."""
+    """Which ranks ran out of memory and where, beside the plan's figure."""
     short = [(rank, each) for rank, each in enumerate(shortages) if each]
     _, first = short[0]
     ranks = "" if len(shortages) == 1 else f" on rank {', '.join(str(number) for number, _ in short)}"
@@ -119,38 +119,40 @@ def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | No
     )
 
 
-class Portions:
-    """Works on rows in portions, which are halved for good once memory does not suffice for one.
+class AdaptiveBatches:
+    """Works on rows in batches. The size is halved for good each time memory does not suffice for a batch.
 
-    For evaluation, where portions change nothing but speed.
+    For evaluation, where the size of a batch changes nothing but speed.
     """
 
-    def __init__(self, most: int, what: str) -> None:
-        self.most = most
+    def __init__(self, batch_size: int, what: str) -> None:
+        self.batch_size = batch_size
         self._what = what
 
     def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
-        """What `work` gives for one portion of range(`rows`) after the other.
+        """The result of `work` for each batch of range(`rows`), in order.
 
         Raises:
             torch.OutOfMemoryError: a single row is too much. Other errors of `work` pass through.
         """
         done = 0
         while done < rows:
-            portion = slice(done, min(rows, done + self.most))
-            results = self._attempt(work, portion)
+            batch = slice(done, min(rows, done + self.batch_size))
+            results = self._attempt(work, batch)
             if not results:
-                self.most = max(1, (portion.stop - portion.start) // 2)
+                self.batch_size = max(1, (batch.stop - batch.start) // 2)
                 free_memory()
-                log.show_error(f"[eval] out of memory in {self._what}: it goes on with {self.most} rows at a time")
+                log.show_error(
+                    f"[eval] out of memory in {self._what}: it goes on with {self.batch_size} rows at a time"
+                )
                 continue
             yield results[0]
-            done = portion.stop
+            done = batch.stop
 
-    def _attempt(self, work: Callable[[slice], T], portion: slice) -> list[T]:
+    def _attempt(self, work: Callable[[slice], T], batch: slice) -> list[T]:
         try:
-            return [work(portion)]
+            return [work(batch)]
         except RuntimeError as error:
-            if portion.stop - portion.start == 1 or not ran_out_of_memory(error):
+            if batch.stop - batch.start == 1 or not ran_out_of_memory(error):
                 raise
         return []

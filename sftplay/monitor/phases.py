@@ -1,6 +1,7 @@
-"""Tells the rank's heartbeat which part of a step the Trainer is in, as far as its callbacks show it.
+"""Tells the rank's heartbeat which part of a step the Trainer is in, as far as callbacks show it.
 
-Forward, backward, evaluation pieces and meetings of ranks are marked where they happen, in the window and in `gather`.
+Forward, backward, evaluation batches and collective operations are marked where they happen: in the window and in
+`gather_objects`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from transformers import TrainerCallback
 from sftplay.heartbeat import Heartbeat
 
 
-class PhaseMarks(TrainerCallback):
-    """Must be the last callback: what the others do in an event still belongs to the phase before."""
+class TrackPhases(TrainerCallback):
+    """Must be the last callback: the work of the others in an event belongs to the phase before it."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat

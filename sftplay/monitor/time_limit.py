@@ -1,6 +1,6 @@
-"""The time a run may take: it stops early enough to leave a checkpoint, as after SIGUSR1.
+"""The time that a run may take: it stops early enough to write a checkpoint, as after SIGUSR1.
 
-It kills nothing: a step that takes longer than all that is left is not interrupted.
+It kills nothing: a step that takes longer than the time left is not interrupted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MARGIN = 2.0
 """Times the longest step and checkpoint so far: the next ones may take longer on a shared disk or card."""
 
 LEAST_S, LEAST_SHARE = 60.0, 0.1
-"""Kept free whatever was measured: a minute, or a tenth of all the time there is where that is less."""
+"""Always kept free: a minute, or a tenth of the whole time where that is less."""
 
 SLOW_DISK_BYTES_PER_S = 100e6
-"""What the first checkpoint is reckoned with, before one was timed: a share that others write to as well."""
+"""Assumed for the first checkpoint, before one was timed: that of a shared disk that others write to as well."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Deadline:
 def find_deadline(
     limit: str | int | None, environment: Mapping[str, str], *, started_s: float, now_s: float
 ) -> Deadline | None:
-    """The earlier one of `train.time_limit`, counted from `started_s`, and the SLURM job's end; None without both.
+    """The earlier of `train.time_limit`, counted from `started_s`, and the SLURM job's end; None without both.
 
     Raises:
-        ConfigError: it is over already.
+        ConfigError: it has passed already.
     """
     found = []
     if limit is not None:
@@ -73,7 +73,7 @@ def find_deadline(
 
 
 def process_start_s() -> float:
-    """When this process began, in seconds of the epoch; now, where the system does not say.
+    """When this process began, in seconds of the epoch; now where the system does not say.
 
     Source: proc_pid_stat(5), field 22, in ticks since the machine was started.
     """
@@ -85,10 +85,11 @@ def process_start_s() -> float:
 
 
 class StopInTime(TrainerCallback):
-    """Sets `stop.received` to SIGUSR1 when another step might leave too little time for the checkpoint behind it.
+    """Sets `stop.received` to SIGUSR1 when another step might leave too little time for the checkpoint after it.
 
-    Decides on the main rank before the step's edge, where all ranks ask `stop`. Comes behind the callback that marks
-    checkpoints complete, whose work belongs to a save. Until a checkpoint was timed, its bytes say how long it takes.
+    It decides on the main rank before the end of the step, where all ranks ask `stop`. It comes after the callback that
+    marks checkpoints complete, whose time belongs to the save. Until one was timed, a checkpoint's bytes say how long
+    it takes.
     """
 
     def __init__(self, deadline: Deadline, stop: StopOnSignal, *, clock: Callable[[], float] = time.time) -> None:
@@ -104,7 +105,7 @@ class StopInTime(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._end("step")
-        step = state.global_step + 1  # the Trainer counts it only behind this event
+        step = state.global_step + 1  # the Trainer counts it only after this event
         if not log.is_main() or self.stop.received or step >= state.max_steps:
             return
         if not self._untimed_save_s:
@@ -125,7 +126,7 @@ class StopInTime(TrainerCallback):
         self._end("save")
 
     def _needed_s(self, args: Any, state: Any, step: int) -> float:
-        """Seconds to the end of the checkpoint behind the step after `step`, with all that is due before it."""
+        """Seconds until the checkpoint after the step after `step` is written, with everything due before it."""
         save_s = self.longest_s["save"] or self._untimed_save_s
         saves = 2 if step % state.save_steps == 0 else 1
         evaluations = 0

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from sftplay import log
 from sftplay.config.load import load_resolved
@@ -27,14 +28,18 @@ from sftplay.launch.supervise.stacks import answer_with_stacks
 from sftplay.log import quiet_libraries
 from sftplay.model.unsloth import import_first
 from sftplay.signals import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent
+from sftplay.tasks import TASKS
+
+if TYPE_CHECKING:
+    from sftplay.tasks.run.task import Task
 
 BUG = 1
 
-BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
-"""What gloo (transport/tcp/pair.cc) and NCCL (ncclResult_t) say where the process at the other end is not there."""
+BROKEN_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
+"""What gloo (transport/tcp/pair.cc) and NCCL (ncclResult_t) say when the process at the other end has gone."""
 
-GOING_S = 1.0
-"""How long a rank that was killed may take to disappear behind the end of its connections, by which others notice."""
+DISAPPEAR_S = 1.0
+"""How long a killed rank may still exist after the end of its connections, by which others notice its death."""
 
 
 def main(run_folder: str) -> int:
@@ -54,15 +59,15 @@ def main(run_folder: str) -> int:
     except Stopped:
         return _stop(folder, outside.received)
     except SftplayError as error:
-        return _fail(folder, error.exit_code, (error.what, str(error)), error=error.as_json())
+        return _fail(folder, error.exit_code, cause=error.what, text=str(error), error=error.as_json())
     except Exception as error:  # noqa: BLE001 - the worker's end: a bug must reach status.json
-        if outside.received:  # some library has made its own error of it
+        if outside.received:  # a library has turned the signal into an error of its own
             return _stop(folder, outside.received)
-        for each in STOP_SIGNALS:  # torchrun stops those whose neighbour has ended; this one ends anyway
+        for each in STOP_SIGNALS:  # torchrun stops the others when a rank ends; this one ends anyway
             signal.signal(each, signal.SIG_IGN)
         if gone := gone_rank(folder) or lost_node(error):
             return end_after_lost_rank(folder, gone)
-        return _fail(folder, BUG, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        return _fail(folder, BUG, cause=f"{type(error).__name__}: {error}", text=traceback.format_exc())
 
 
 def _work(folder: RunFolder, outside: StopAtOnce) -> int:
@@ -72,12 +77,11 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
         import_first()
     from sftplay.monitor.disk import report_full_disk
     from sftplay.monitor.guards import StopOnSignal
-    from sftplay.tasks.table import TASKS
+    from sftplay.tasks.run.run_task import run_task
 
-    stop = StopOnSignal(outside)
-    task = importlib.import_module(TASKS[cfg.task_mode])
+    task = cast("Task", importlib.import_module(TASKS[cfg.task_mode]))
     with report_full_disk(folder.path):
-        outcome = task.run(cfg, folder, stop)
+        outcome = run_task(task, cfg, folder, StopOnSignal(outside))
     if outcome.stop_signal:
         return _stop(folder, outcome.stop_signal, step=outcome.step)
     spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
@@ -87,18 +91,18 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
 
 def _stop(folder: RunFolder, number: int, **more: object) -> int:
     name, code = signal.Signals(number).name, 128 + number
-    told = folder.read_json("status.json")
-    if told.get("state") == "failed":  # the launcher stops those whose neighbour has failed
-        return int(told["exit_code"]) if log.is_main() else 0
+    status = folder.read_json("status.json")
+    if status.get("state") == "failed":  # the launcher stops the others when a rank has failed
+        return int(status["exit_code"]) if log.is_main() else 0
     _finish(folder, "stopped", code, cause=name, signal=name, **more)
     after = f" after step {more['step']}" if more else ""
     log.say(f"stopped by {name}{after}; `make resume` continues from the last complete checkpoint")
-    # torchrun ends the others when one rank fails, and the main one may still be writing.
+    # torchrun ends the others when one rank fails, and the main rank may still be writing.
     return code if log.is_main() else 0
 
 
 def is_orphan() -> bool:
-    """True when parent or launcher died before this process had tied its life to theirs."""
+    """True when parent or launcher died before this process could ask to die with them."""
     parent, above = int(os.environ.get(PARENT, "0")), os.getppid()
     while parent and above > 1 and above != parent:
         above = parent_of(above)
@@ -106,9 +110,9 @@ def is_orphan() -> bool:
 
 
 def gone_rank(folder: RunFolder) -> str:
-    """Which rank of this node has died, when an error of another one follows from that; empty when all live."""
+    """Which rank of this node has died, so that another rank's error follows from that; empty when all live."""
     ranks = folder.read_json("status.json").get("ranks") or []
-    deadline = time.monotonic() + GOING_S
+    deadline = time.monotonic() + DISAPPEAR_S
     while len(ranks) > 1 and time.monotonic() < deadline:
         here = [(n, ranks[n]["pid"]) for n in log.local_ranks() if n < len(ranks)]
         gone = [f"rank {n} (process {pid}) has gone" for n, pid in here if not state_of(pid)]
@@ -119,43 +123,46 @@ def gone_rank(folder: RunFolder) -> str:
 
 
 def lost_node(error: Exception) -> str:
-    """What is said where an error tells of a connection to another node that has broken; empty otherwise."""
+    """The message for an error that says that a connection to another node has broken; empty for other errors."""
     is_alone = len(log.local_ranks()) == log.world_size()
-    return "" if is_alone or not any(sign in str(error) for sign in BROKEN) else "a process on another node has gone"
+    return (
+        ""
+        if is_alone or not any(sign in str(error) for sign in BROKEN_CONNECTION)
+        else "a process on another node has gone"
+    )
 
 
 def end_after_lost_rank(folder: RunFolder, gone: str) -> int:
-    """End because another rank has; the reason is that one's, if it left one."""
-    told = folder.read_json("status.json").get("exit_code")
-    if told is not None:
-        return int(told)
+    """End because another rank has ended, with that rank's reason if it left one; the exit code."""
+    code = folder.read_json("status.json").get("exit_code")
+    if code is not None:
+        return int(code)
     death = Death(gone, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
-    return _fail(folder, death.exit_code, (gone, str(death)), error=death.as_json())
+    return _fail(folder, death.exit_code, cause=gone, text=str(death), error=death.as_json())
 
 
-def _fail(folder: RunFolder, code: int, words: tuple[str, str], error: dict[str, object] | None = None) -> int:
-    """Leave why the run has failed, and show it once, as ranks often fail for the same reason; the exit code.
+def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[str, object] | None = None) -> int:
+    """Write why the run has failed, and show it once even if several ranks fail for the same reason; the exit code.
 
-    `words` are the cause in one line, and all there is to say. A bug behind another rank's failure is taken for its
-    consequence: it goes to this rank's log only.
+    A bug after another rank's failure is taken for its consequence: it goes to this rank's log only.
     """
     status: dict[str, object] = {}
     with _one_at_a_time(folder.logs):
         with suppress(OSError):
             status = folder.read_json("status.json")
-        told = status.get("exit_code")
-        if code == BUG and status.get("state") == "failed" and isinstance(told, int):
-            _print_error(words[1], on_screen=False)
-            return told
-        is_said = told == code and error in (None, status.get("error"))
-        _finish(folder, "failed", code, cause=words[0], **({"error": error} if error else {}))
-    _print_error(words[1], on_screen=not is_said)
+        first = status.get("exit_code")
+        if code == BUG and status.get("state") == "failed" and isinstance(first, int):
+            _print_error(text, on_screen=False)
+            return first
+        is_said = first == code and error in (None, status.get("error"))
+        _finish(folder, "failed", code, cause=cause, **({"error": error} if error else {}))
+    _print_error(text, on_screen=not is_said)
     return code
 
 
 @contextmanager
 def _one_at_a_time(logs: Path) -> Iterator[None]:
-    """Hold the folder `logs` among the ranks of this node, where it is still there and its file system can."""
+    """Lock the folder `logs` among the ranks of this node, if it still exists and its file system has locks."""
     with ExitStack() as held:
         with suppress(OSError):
             handle = os.open(logs, os.O_RDONLY)
@@ -165,12 +172,12 @@ def _one_at_a_time(logs: Path) -> Iterator[None]:
 
 
 def _finish(folder: RunFolder, state: str, code: int, *, cause: str, **more: object) -> None:
-    # With several ranks the failing one may not be the main one: whoever fails first leaves the reason.
+    # The failing rank may not be the main one: the first rank that fails writes the reason.
     try:
         if log.is_main() or (code and folder.read_json("status.json").get("exit_code") is None):
             folder.update_status(state=state, exit_code=code, **more)
             folder.close_attempt(cause)
-    except OSError as error:  # on a full disk the exit code alone must tell it
+    except OSError as error:  # on a full disk only the exit code can tell it
         _print_error(f"{folder.path}: status.json cannot be written ({error})")
 
 

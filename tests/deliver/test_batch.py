@@ -127,19 +127,19 @@ def test_tokens_are_drawn_as_often_as_temperature_and_top_p_say(
 FINGERPRINT = {"input": "abc", "temperature": 0.5}
 
 
-def journal(tmp_path: Path, **changes: Any) -> PartialAnswers:
+def partial(tmp_path: Path, **changes: Any) -> PartialAnswers:
     return PartialAnswers(tmp_path / "out.jsonl", FINGERPRINT | changes)
 
 
 def test_a_journal_gives_back_what_was_appended_and_goes_on_after_a_torn_line(tmp_path: Path):
     first, second, third = [(2, "zwei\n"), (0, "ünï\u2028")], [(1, "")], [(3, "\ud800")]
-    with journal(tmp_path).held() as mine:
+    with partial(tmp_path).held() as mine:
         mine.append(first)
         mine.append(second)
     kept = mine.path.read_bytes()
     for torn in (b"", b'[[3, "dr', b'[[3, "drei"]]', b"[[3,\n"):
         mine.path.write_bytes(kept + torn)
-        with journal(tmp_path).held() as mine:
+        with partial(tmp_path).held() as mine:
             assert (mine.n_batches, mine.n_answers) == (2, 3)
             mine.append(third)
         assert list(mine.answers()) == [first, second, third]
@@ -147,28 +147,28 @@ def test_a_journal_gives_back_what_was_appended_and_goes_on_after_a_torn_line(tm
 
 @pytest.mark.parametrize("left", [b"", b'{"ans', b'{"answers of": {"inp', b'{"answers of": {"input": "abc", "tem'])
 def test_a_journal_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, left: bytes):
-    mine = journal(tmp_path)
+    mine = partial(tmp_path)
     mine.path.write_bytes(left)
     with mine.held():
         assert mine.n_batches == 0
         mine.append([(0, "a")])
-    with journal(tmp_path).held() as again:
+    with partial(tmp_path).held() as again:
         assert (again.n_batches, list(again.answers())) == (1, [[(0, "a")]])
 
 
 def test_a_journal_of_other_answers_is_refused_saying_what_differs(tmp_path: Path):
-    with journal(tmp_path).held() as mine:
+    with partial(tmp_path).held() as mine:
         mine.append([(0, "a")])
     before = mine.path.read_bytes()
     with pytest.raises(ConfigError, match=r"temperature was 0\.5 and is 0\.7 now; seed was None and is 3 now"):
-        with journal(tmp_path, temperature=0.7, seed=3).held():
+        with partial(tmp_path, temperature=0.7, seed=3).held():
             pass
     assert mine.path.read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [b"mine, all mine", b"a line\n", b'{"answers of": 3}\n', b'{"a": 1}\n[]\n'])
 def test_a_file_that_only_has_the_name_of_a_journal_is_left_alone(tmp_path: Path, content: bytes):
-    mine = journal(tmp_path)
+    mine = partial(tmp_path)
     mine.path.write_bytes(content)
     with pytest.raises(ConfigError, match="is in the way"):
         with mine.held():
@@ -177,10 +177,10 @@ def test_a_file_that_only_has_the_name_of_a_journal_is_left_alone(tmp_path: Path
 
 
 def test_two_at_once_do_not_answer_into_one_file(tmp_path: Path):
-    with journal(tmp_path).path.open("ab") as other:
+    with partial(tmp_path).path.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another process"):
-            with journal(tmp_path).held():
+            with partial(tmp_path).held():
                 pass
 
 
@@ -192,13 +192,13 @@ def test_a_full_disk_ends_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.
             return real(file, data[:50])
         raise OSError(28, "No space left on device")
 
-    with journal(tmp_path).held() as mine:
+    with partial(tmp_path).held() as mine:
         mine.append([(0, "a")])
         monkeypatch.setattr("sftplay.deliver.infer.partial_answers.os.write", write)
         with pytest.raises(RunError, match=r"No space left on device.*; 1 answers are kept"):
             mine.append([(1, "b" * 120)])
     monkeypatch.undo()
-    with journal(tmp_path).held() as mine:
+    with partial(tmp_path).held() as mine:
         assert mine.n_answers == 1
 
 

@@ -147,9 +147,9 @@ def asked(run: Finished, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     prompts: list[list[int]] = []
     real = Generator.generate
 
-    def generate(self: Generator, ids: torch.Tensor, mask: torch.Tensor, *rest: Any) -> Any:
+    def generate(self: Generator, ids: torch.Tensor, mask: torch.Tensor, *rest: Any, **named: Any) -> Any:
         prompts.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True))
-        return real(self, ids, mask, *rest)
+        return real(self, ids, mask, *rest, **named)
 
     monkeypatch.setattr(Generator, "generate", generate)
     return prompts

@@ -20,7 +20,7 @@ from sftplay import cli
 from sftplay.commands.use import infer
 from sftplay.data.encode.render import Renderer
 from sftplay.deliver.infer.chat import HELP, Conversation, run_command
-from sftplay.deliver.infer.generate import Generator, Pieces
+from sftplay.deliver.infer.generate import Generator, TextStreamer
 from sftplay.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
@@ -48,7 +48,7 @@ def renderer(tokenizer: Any) -> Renderer:
 
 
 @pytest.fixture
-def dialogue(model: Any, tokenizer: Any, renderer: Renderer) -> Conversation:
+def conversation(model: Any, tokenizer: Any, renderer: Renderer) -> Conversation:
     return Conversation(Generator(model, tokenizer, [END], 8), renderer)
 
 
@@ -58,18 +58,18 @@ def asked(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> list[str]:
     prompts: list[str] = []
     real = Generator.generate
 
-    def generate(self: Generator, ids: torch.Tensor, *rest: Any) -> Any:
+    def generate(self: Generator, ids: torch.Tensor, *rest: Any, **named: Any) -> Any:
         prompts.append(tokenizer.decode(ids[0]))
-        return real(self, ids, *rest)
+        return real(self, ids, *rest, **named)
 
     monkeypatch.setattr(Generator, "generate", generate)
     return prompts
 
 
-def say(dialogue: Conversation, words: str) -> tuple[str, list[str]]:
+def say(conversation: Conversation, text: str) -> tuple[str, list[str]]:
     """The answer, and what was noted."""
     notes: list[str] = []
-    return "".join(dialogue.ask(words, Event(), notes.append)), notes
+    return "".join(conversation.ask(text, Event(), notes.append)), notes
 
 
 def rendered(tokenizer: Any, turns: list[tuple[str, str]]) -> str:
@@ -78,11 +78,11 @@ def rendered(tokenizer: Any, turns: list[tuple[str, str]]) -> str:
     return text
 
 
-def test_a_conversation_is_remembered_until_it_is_reset(dialogue: Conversation, asked: list[str], tokenizer: Any):
-    first, _ = say(dialogue, "the river")
-    say(dialogue, "why")
-    assert run_command(dialogue, "/reset") == "what was said is forgotten"
-    say(dialogue, "why")
+def test_a_conversation_is_remembered_until_it_is_reset(conversation: Conversation, asked: list[str], tokenizer: Any):
+    first, _ = say(conversation, "the river")
+    say(conversation, "why")
+    assert run_command(conversation, "/reset") == "what was said is forgotten"
+    say(conversation, "why")
     assert asked == [
         rendered(tokenizer, turns)
         for turns in (
@@ -93,36 +93,36 @@ def test_a_conversation_is_remembered_until_it_is_reset(dialogue: Conversation, 
     ]
 
 
-def test_system_prompt_is_set_shown_and_removed(dialogue: Conversation, asked: list[str], tokenizer: Any):
-    assert run_command(dialogue, "/system") == "there is no system prompt"
-    assert run_command(dialogue, "/system old  boats") == "system prompt: old  boats"
-    say(dialogue, "why")
-    assert run_command(dialogue, "/reset")
-    assert run_command(dialogue, "/system") == "system prompt: old  boats"
-    assert run_command(dialogue, "/system -") == "there is no system prompt"
-    say(dialogue, "why")
+def test_system_prompt_is_set_shown_and_removed(conversation: Conversation, asked: list[str], tokenizer: Any):
+    assert run_command(conversation, "/system") == "there is no system prompt"
+    assert run_command(conversation, "/system old  boats") == "system prompt: old  boats"
+    say(conversation, "why")
+    assert run_command(conversation, "/reset")
+    assert run_command(conversation, "/system") == "system prompt: old  boats"
+    assert run_command(conversation, "/system -") == "there is no system prompt"
+    say(conversation, "why")
     turns = [("user", "why")]
     assert asked == [rendered(tokenizer, [("system", "old  boats"), *turns]), rendered(tokenizer, turns)]
 
 
-def test_longest_answer_and_temperature_are_set_and_shown(dialogue: Conversation, tokenizer: Any):
-    greedy, _ = say(dialogue, "why")
-    assert run_command(dialogue, "/max 3") == run_command(dialogue, "/max") == "answers of at most 3 tokens"
-    assert run_command(dialogue, "/reset")
-    short, _ = say(dialogue, "why")
+def test_longest_answer_and_temperature_are_set_and_shown(conversation: Conversation, tokenizer: Any):
+    greedy, _ = say(conversation, "why")
+    assert run_command(conversation, "/max 3") == run_command(conversation, "/max") == "answers of at most 3 tokens"
+    assert run_command(conversation, "/reset")
+    short, _ = say(conversation, "why")
     assert greedy.startswith(short)
     assert len(tokenizer(short)["input_ids"]) <= 3 < len(tokenizer(greedy)["input_ids"])
-    assert run_command(dialogue, "/temperature") == "temperature 0: the likeliest words"
-    assert run_command(dialogue, "/temperature 5") == run_command(dialogue, "/temperature") == "temperature 5"
-    assert run_command(dialogue, "/max 8")
+    assert run_command(conversation, "/temperature") == "temperature 0: the likeliest words"
+    assert run_command(conversation, "/temperature 5") == run_command(conversation, "/temperature") == "temperature 5"
+    assert run_command(conversation, "/max 8")
     answers = set()
     for _ in range(6):
-        assert run_command(dialogue, "/reset")
-        answers.add(say(dialogue, "why")[0])
+        assert run_command(conversation, "/reset")
+        answers.add(say(conversation, "why")[0])
     assert len(answers) == 6
-    assert run_command(dialogue, "/temperature 0")
-    assert run_command(dialogue, "/reset")
-    assert say(dialogue, "why")[0] == greedy
+    assert run_command(conversation, "/temperature 0")
+    assert run_command(conversation, "/reset")
+    assert say(conversation, "why")[0] == greedy
 
 
 @pytest.mark.parametrize(
@@ -139,31 +139,33 @@ def test_longest_answer_and_temperature_are_set_and_shown(dialogue: Conversation
         ("/help", HELP),
     ],
 )
-def test_a_command_that_cannot_be_done_is_answered_and_changes_nothing(dialogue: Conversation, line: str, said: str):
-    generator = dialogue.generator
-    say(dialogue, "why")
-    turns = list(dialogue.turns)
-    assert said in str(run_command(dialogue, line))
-    assert (dialogue.generator, dialogue.turns) == (generator, turns)
+def test_a_command_that_cannot_be_done_is_answered_and_changes_nothing(
+    conversation: Conversation, line: str, said: str
+):
+    generator = conversation.generator
+    say(conversation, "why")
+    turns = list(conversation.turns)
+    assert said in str(run_command(conversation, line))
+    assert (conversation.generator, conversation.turns) == (generator, turns)
 
 
-def test_help_lists_every_command(dialogue: Conversation):
+def test_help_lists_every_command(conversation: Conversation):
     from sftplay.deliver.infer.chat import COMMANDS
 
     assert [line.split()[0] for line in HELP.splitlines() if line.startswith("/")] == [*COMMANDS, "/quit"]
-    assert run_command(dialogue, "/quit") is None
+    assert run_command(conversation, "/quit") is None
 
 
 def test_turns_that_no_longer_fit_are_forgotten_aloud_the_oldest_first(
-    dialogue: Conversation, asked: list[str], tokenizer: Any
+    conversation: Conversation, asked: list[str], tokenizer: Any
 ):
-    dialogue.system = "asks"
+    conversation.system = "asks"
     said: list[tuple[str, str]] = []
     forgotten = 0
     for n in range(8):
-        words = f"{n} why seven old boats"
-        answer, notes = say(dialogue, words)
-        said.append(("user", words))
+        text = f"{n} why seven old boats"
+        answer, notes = say(conversation, text)
+        said.append(("user", text))
         # By hand: as many of the last turns as leave 8 of 120 tokens for the answer.
         while len(tokenizer(rendered(tokenizer, [("system", "asks"), *said]))["input_ids"]) > 112:
             del said[:2]
@@ -171,25 +173,25 @@ def test_turns_that_no_longer_fit_are_forgotten_aloud_the_oldest_first(
             assert notes
         assert asked[-1] == rendered(tokenizer, [("system", "asks"), *said])
         said.append(("assistant", answer))
-        assert [(turn.role, turn.content) for turn in dialogue.turns] == said
+        assert [(turn.role, turn.content) for turn in conversation.turns] == said
     assert forgotten >= 4
 
 
-def test_words_that_do_not_fit_alone_are_refused_and_not_remembered(dialogue: Conversation, asked: list[str]):
-    say(dialogue, "why")
-    before = list(dialogue.turns)
+def test_words_that_do_not_fit_alone_are_refused_and_not_remembered(conversation: Conversation, asked: list[str]):
+    say(conversation, "why")
+    before = list(conversation.turns)
     with pytest.raises(DataError, match="and the model reads 120"):
-        say(dialogue, "seven " * 130)
-    assert dialogue.turns == before
+        say(conversation, "seven " * 130)
+    assert conversation.turns == before
     assert len(asked) == 1
 
 
 def test_an_answer_is_as_long_as_there_is_room_and_that_is_said(
-    dialogue: Conversation, asked: list[str], tokenizer: Any
+    conversation: Conversation, asked: list[str], tokenizer: Any
 ):
-    assert run_command(dialogue, "/max 500")
-    dialogue.generator = Generator(dialogue.generator.model, tokenizer, [], 500)
-    _, notes = say(dialogue, "why")
+    assert run_command(conversation, "/max 500")
+    conversation.generator = Generator(conversation.generator.model, tokenizer, [], 500)
+    _, notes = say(conversation, "why")
     n_prompt = len(tokenizer(asked[0])["input_ids"])
     assert notes == [f"the model reads 120 tokens: there is room for an answer of {120 - n_prompt}"]
 
@@ -210,48 +212,48 @@ class Interrupting(io.StringIO):
 
 
 def test_ctrl_c_ends_the_answer_and_what_came_of_it_is_remembered(
-    dialogue: Conversation, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    conversation: Conversation, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ):
     handler = signal.getsignal(signal.SIGINT)
-    dialogue.generator = Generator(dialogue.generator.model, tokenizer, [], 90)
-    whole, _ = say(dialogue, "why")
-    dialogue.turns.clear()
+    conversation.generator = Generator(conversation.generator.model, tokenizer, [], 90)
+    whole, _ = say(conversation, "why")
+    conversation.turns.clear()
     shown = Interrupting(1)
     monkeypatch.setattr("sys.stdout", shown)
-    infer._answer(dialogue, "why")
+    infer._answer(conversation, "why")
     answer = shown.getvalue().removesuffix("\n")
     assert whole.startswith(answer)
     assert 0 < len(answer) < len(whole)
-    assert [turn.content for turn in dialogue.turns] == ["why", answer]
+    assert [turn.content for turn in conversation.turns] == ["why", answer]
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_second_ctrl_c_ends_the_program(dialogue: Conversation, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
-    dialogue.generator = Generator(dialogue.generator.model, tokenizer, [], 90)
+def test_a_second_ctrl_c_ends_the_program(conversation: Conversation, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+    conversation.generator = Generator(conversation.generator.model, tokenizer, [], 90)
     monkeypatch.setattr("sys.stdout", Interrupting(2))
     with pytest.raises(KeyboardInterrupt):
-        infer._answer(dialogue, "why")
+        infer._answer(conversation, "why")
 
 
 @pytest.mark.parametrize("text", ["why ünïcödé 🜁 boats", "  two  spaces \n\n new line", "日本語"])
 def test_pieces_of_an_answer_hold_whole_characters_and_make_up_its_text(tokenizer: Any, text: str):
     ids = tokenizer(text)["input_ids"]
     assert len(ids) > 5
-    pieces = Pieces(tokenizer, Event())
-    pieces.put(torch.tensor([[7, 8]]))
+    streamer = TextStreamer(tokenizer, Event())
+    streamer.put(torch.tensor([[7, 8]]))
     for token in ids:
-        pieces.put(torch.tensor([token]))
-    pieces.end()
-    told = list(iter(pieces.queue.get, None))
-    assert "".join(told) == text
-    assert len(told) > 1
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in told)
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    parts = list(iter(streamer.queue.get, None))
+    assert "".join(parts) == text
+    assert len(parts) > 1
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
 
 
-def test_a_model_without_a_limit_is_given_the_whole_conversation(dialogue: Conversation, tokenizer: Any):
+def test_a_model_without_a_limit_is_given_the_whole_conversation(conversation: Conversation, tokenizer: Any):
     open_end = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace()))
     assert Generator(open_end, tokenizer, [END], 8).context_tokens is None
-    assert dialogue.generator.context_tokens == 120
+    assert conversation.generator.context_tokens == 120
 
 
 @pytest.fixture(scope="module")
@@ -259,9 +261,9 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return train(tmp_path_factory.mktemp("talk"), inputs, train__max_steps=1, train__learning_rate=0.05)
 
 
-def typed(run: Finished, monkeypatch: pytest.MonkeyPatch, text: str, *words: str) -> int:
+def typed(run: Finished, monkeypatch: pytest.MonkeyPatch, text: str, *arguments: str) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    return cli.main(["infer", "--config", str(run.folder.path.parents[1] / "run.yaml"), *words])
+    return cli.main(["infer", "--config", str(run.folder.path.parents[1] / "run.yaml"), *arguments])
 
 
 def test_commands_and_turns_come_through_a_pipe_and_the_end_of_input_ends(
@@ -305,7 +307,7 @@ def test_ctrl_c_at_the_prompt_ends_with_130(run: Finished, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (["--temperature", "-1"], "not a temperature, 0 or more: '-1'"),
         (["--top-p", "0"], "not a share above 0 and up to 1: '0'"),
@@ -313,7 +315,7 @@ def test_ctrl_c_at_the_prompt_ends_with_130(run: Finished, monkeypatch: pytest.M
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused(
-    run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ):
-    assert typed(run, monkeypatch, "", *words) == 2
+    assert typed(run, monkeypatch, "", *arguments) == 2
     assert said in capsys.readouterr().err

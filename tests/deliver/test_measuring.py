@@ -111,9 +111,9 @@ def test_end_tokens_shipped_with_a_model_end_an_answer(model: Any, tokenizer: An
 
 def test_stream_gives_the_same_answer_in_pieces(model: Any, tokenizer: Any, prompts: list[list[int]]):
     generator = Generator(model, tokenizer, [END], 12)
-    pieces = list(stream_answer(generator, prompts[2]))
-    assert len([piece for piece in pieces if piece]) > 1
-    assert "".join(pieces) == answer_all(generator, [prompts[2]], batch_size=1)[0]
+    parts = list(stream_answer(generator, prompts[2]))
+    assert len([part for part in parts if part]) > 1
+    assert "".join(parts) == answer_all(generator, [prompts[2]], batch_size=1)[0]
 
 
 def test_stream_that_fails_ends_with_the_error_instead_of_waiting(model: Any, tokenizer: Any):

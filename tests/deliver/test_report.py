@@ -96,7 +96,7 @@ def page_of(folder: RunFolder) -> Reader:
 
 
 def sentences(folder: RunFolder) -> str:
-    return "\n".join(f"{remark.weight}: {remark.text}" for remark in find_remarks(read_run_files(folder)))
+    return "\n".join(f"{remark.severity}: {remark.text}" for remark in find_remarks(read_run_files(folder)))
 
 
 # The page of a finished run

@@ -28,7 +28,7 @@ from processes import is_alive, wait_until
 from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.deliver.export import server as serving
-from sftplay.deliver.export.serve import lay_out, served_name, server_config, whole_model
+from sftplay.deliver.export.serve import make_hub_cache, served_name, server_config, whole_model
 from sftplay.deliver.export.server import build_server, choose_port, choose_server, run_server
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.command.command import Launch
@@ -55,7 +55,7 @@ from sftplay.deliver.export.serve import serve
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
-sys.exit(serve(load_config(folder.resolved), folder, "transformers", int(sys.argv[2])))
+sys.exit(serve(load_config(folder.resolved), folder, server="transformers", port=int(sys.argv[2])))
 """
 
 
@@ -115,10 +115,10 @@ def test_greedy_answer_to_the_openai_client_is_the_one_of_plain_peft(messages: A
     asked = {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 12}
     whole = client.chat.completions.create(**asked).choices[0]
     assert whole.message.content == expected
-    pieces = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**asked, stream=True)]
+    parts = [part.choices[0].delta.content or "" for part in client.chat.completions.create(**asked, stream=True)]
     # These weights may end inside a character of several bytes, which a stream holds back until it is whole.
-    assert "".join(pieces) == expected.rstrip("\ufffd")
-    assert len([piece for piece in pieces if piece]) > 3
+    assert "".join(parts) == expected.rstrip("\ufffd")
+    assert len([part for part in parts if part]) > 3
 
 
 @needs_server
@@ -281,11 +281,11 @@ def test_a_port_in_use_is_refused_and_0_takes_any():
 
 @pytest.mark.parametrize("server", ["transformers", "vllm"])
 def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(server: Any, tmp_path: Path):
-    launch = build_server(server, "x", tmp_path, 8123, trusts_code=False)
+    launch = build_server(server, tmp_path, name="x", port=8123, trusts_code=False)
     words = " ".join(launch.argv)
     assert f"--host {HOST} --port 8123" in words
     assert "trust" not in words
-    assert "--trust-remote-code" in build_server(server, "x", tmp_path, 8123, trusts_code=True).argv
+    assert "--trust-remote-code" in build_server(server, tmp_path, name="x", port=8123, trusts_code=True).argv
     assert launch.env["HF_HUB_OFFLINE"] == "1"
     assert str(tmp_path) in (launch.env["HF_HUB_CACHE"] if server == "transformers" else words)
 
@@ -303,7 +303,7 @@ def test_served_name_is_one_the_hub_would_take(folder: str, name: str, tmp_path:
 def test_links_show_one_model_that_samples_and_ends_where_training_ended(run: Finished, tmp_path: Path):
     model = whole_model(run.cfg, run.folder)
     config = server_config(run.cfg, model)
-    snapshot = lay_out(model, config, tmp_path / "hub", "x")
+    snapshot = make_hub_cache(tmp_path / "hub", model, config=config, name="x")
     assert [repo.repo_id for repo in scan_cache_dir(tmp_path / "hub").repos] == ["x"]
     assert not scan_cache_dir(tmp_path / "hub").warnings
     found = GenerationConfig.from_pretrained(snapshot)

@@ -30,7 +30,7 @@ MOMENTS = {
     "the model is loaded": ("open", r"modeling_llama[^/]*\.pyc$"),
     "steps are made": ("open", r"checkpoints/checkpoint-3/\.COMPLETE\.json$"),
     "a checkpoint is written": ("open", r"checkpoints/checkpoint-6/trainer_state\.json$"),
-    "held-out rows are measured": ("open", r"eval/\.step-6\.json$"),
+    "held-out rows are measured": ("open", r"eval/\.step-6\.json\.\d+$"),
     "the result is saved": ("os.mkdir", r"\.adapter\.part$"),
 }
 

@@ -19,7 +19,7 @@ from sftplay.launch.supervise.follow import follow
 from sftplay.launch.supervise.processes import end_launch
 
 ROOT = Path(__file__).resolve().parents[2]
-RANK = str(Path(__file__).with_name("pulsing_rank.py"))
+RANK = str(Path(__file__).with_name("heartbeat_rank.py"))
 
 CONFIG = "model: {name: 'builtin:tiny'}\ndata: {train_path: rows.jsonl}\ntrain: {stall_timeout: 1}\n"
 

@@ -23,7 +23,7 @@ from sftplay.launch.supervise.watchdog import GAP_S, SHOWN_LINES, Stall, Watchdo
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60.0
 
-RANK = str(Path(__file__).with_name("pulsing_rank.py"))
+RANK = str(Path(__file__).with_name("heartbeat_rank.py"))
 
 THROUGH_ANOTHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
 

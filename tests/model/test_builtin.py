@@ -139,7 +139,7 @@ def test_the_fingerprint_follows_the_text_and_the_recipe(tmp_path):
 
 
 def test_a_broken_off_build_is_made_anew_and_leaves_no_debris(quick_folder, text_dir, tmp_path):
-    debris = tmp_path / f"{quick_folder.name}.unfinished"
+    debris = tmp_path / f".{quick_folder.name}.part"
     debris.mkdir()
     (debris / "model.safetensors").write_bytes(b"half of it")
     made = ensure_quick(tmp_path, text_dir)

@@ -1,4 +1,4 @@
-"""What tells one set of starting weights from another, when a file is read whole and when only in pieces."""
+"""What tells one set of starting weights from another, when a file is read whole and when only in chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sftplay.model.digests import weights_digest, weights_digests
 
 def test_digest_of_a_file_is_sha256_of_its_size_and_bytes_and_not_of_its_time(tmp_path: Path):
     path = tmp_path / "model.safetensors"
-    content = os.urandom(3 * digests.PIECE_BYTES + 17)
+    content = os.urandom(3 * digests.CHUNK_BYTES + 17)
     path.write_bytes(content)
     expected = hashlib.sha256(str(len(content)).encode() + content).hexdigest()
     assert weights_digest(path) == expected
@@ -23,16 +23,16 @@ def test_digest_of_a_file_is_sha256_of_its_size_and_bytes_and_not_of_its_time(tm
 
 
 def test_of_a_large_file_both_ends_and_pieces_between_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(digests, "PIECE_BYTES", 10)
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 10)
     path, content = tmp_path / "model.safetensors", bytearray(1000)
     path.write_bytes(content)
-    before = weights_digest(path, whole_bytes=100, pieces=3)
-    # Three pieces of 10 bytes, evenly spaced: they begin at 0, 495 and 990.
+    before = weights_digest(path, whole_bytes=100, chunks=3)
+    # Three chunks of 10 bytes, evenly spaced: they begin at 0, 495 and 990.
     for place, is_seen in ((0, True), (9, True), (10, False), (495, True), (505, False), (990, True), (999, True)):
         changed = bytearray(content)
         changed[place] = 1
         path.write_bytes(changed)
-        assert (weights_digest(path, whole_bytes=100, pieces=3) != before) is is_seen, place
+        assert (weights_digest(path, whole_bytes=100, chunks=3) != before) is is_seen, place
 
 
 def test_weights_configs_and_adapters_of_a_folder_count_and_names_on_a_hub_do_not(tmp_path: Path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sftplay.monitor.gradient_norm import STRETCH, gradient_norm
+from sftplay.monitor.gradient_norm import CHUNK, gradient_norm
 
 
 def with_gradients(*sizes: int) -> list[nn.Parameter]:
@@ -17,7 +17,7 @@ def with_gradients(*sizes: int) -> list[nn.Parameter]:
     return [*parameters, nn.Parameter(torch.zeros(3))]
 
 
-@pytest.mark.parametrize("sizes", [(1,), (STRETCH - 1, STRETCH, STRETCH + 1), (2_000_000, 5), ()])
+@pytest.mark.parametrize("sizes", [(1,), (CHUNK - 1, CHUNK, CHUNK + 1), (2_000_000, 5), ()])
 def test_norm_is_that_of_fp64(sizes: tuple[int, ...]):
     parameters = with_gradients(*sizes)
     exact = sum(float(each.grad.double().square().sum()) for each in parameters if each.grad is not None) ** 0.5
@@ -32,6 +32,6 @@ def test_it_is_finer_than_torchs_own_on_a_large_tensor():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad: float):
-    parameters = with_gradients(STRETCH + 7)
+    parameters = with_gradients(CHUNK + 7)
     parameters[0].grad[-1] = bad
     assert not torch.isfinite(gradient_norm(parameters))

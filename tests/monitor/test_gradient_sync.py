@@ -161,7 +161,7 @@ def test_a_line_of_metrics_says_what_share_of_a_step_is_exposed_communication(ru
 
 @pytest.mark.slow
 def test_what_a_hook_costs_is_said_at_the_start(runs: dict[str, Ran]):
-    assert "memory that runs out in that piece restarts the run" in runs["fp16"].said
+    assert "running out of memory in that micro-batch restarts the run" in runs["fp16"].said
     assert "restarts the run" not in runs["behind"].said
 
 
@@ -212,7 +212,7 @@ def test_the_line_at_the_end_weighs_each_stretch_by_its_time(monkeypatch: pytest
     monkeypatch.setattr(gradient_sync.log, "world_size", lambda: 2)
     watcher = GradientSync(SimpleNamespace(cluster=SimpleNamespace(comm=CommConfig(), strategy="ddp")), Heartbeat())
     behind = SimpleNamespace(sends_afterwards=True)
-    watcher.attend(SimpleNamespace(replay=behind, accelerator=SimpleNamespace(ddp_handler=None)))
+    watcher.attach(SimpleNamespace(replay=behind, accelerator=SimpleNamespace(ddp_handler=None)))
     watcher.on_train_begin(None, SimpleNamespace(global_step=0), None)
     for step, step_s, share in ((2, 1.0, 0.5), (3, 2.0, 0.0)):
         figures = {"step_s": step_s, "exposed_communication_share": share}

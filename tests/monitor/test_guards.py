@@ -26,8 +26,10 @@ def model_with_gradient(value: float) -> Any:
 
 
 def look(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = False) -> None:
-    guard.window = SimpleNamespace(
-        last_loss=torch.tensor(loss), heartbeat=Heartbeat(), last_rows=[8, 5, 2], rows_not_finite=lambda: [5]
+    guard.attach(
+        SimpleNamespace(
+            last_loss=torch.tensor(loss), heartbeat=Heartbeat(), last_rows=[8, 5, 2], rows_not_finite=lambda: [5]
+        )
     )
     state = TrainerState(global_step=6)
     guard.on_pre_optimizer_step(
@@ -63,11 +65,18 @@ def test_fp16_run_may_skip_steps_until_no_scale_can_cure_them(tmp_path: Path):
         look(guard, math.nan, 1.0, fp16=True)
 
 
+def listening() -> StopOnSignal:
+    """A guard with a trainer."""
+    stop = StopOnSignal()
+    stop.attach(SimpleNamespace(heartbeat=Heartbeat()))
+    return stop
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Signals):
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        stop = StopOnSignal()
+        stop = listening()
         stop.install()
         calm = stop.on_step_end(None, None, TrainerControl())
         assert not calm.should_save
@@ -85,7 +94,7 @@ def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Si
 
 def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[list[int]]) -> tuple[StopOnSignal, list]:
     """A guard whose ranks answer with `others`, and in whose first agreement SIGTERM arrives."""
-    stop, asked = StopOnSignal(), []
+    stop, asked = listening(), []
 
     def gather(mine: int, _heartbeat: Any) -> list[int]:
         asked.append(mine)
@@ -93,7 +102,7 @@ def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[lis
             stop._on_signal(signal.SIGTERM, None)
         return [mine, *others[len(asked) - 1]]
 
-    monkeypatch.setattr("sftplay.monitor.guards.gather", gather)
+    monkeypatch.setattr("sftplay.monitor.guards.gather_objects", gather)
     return stop, asked
 
 
@@ -109,8 +118,8 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_heard_at_the_next_step(mon
 def test_the_first_signal_is_not_taken_for_a_second_when_another_rank_told_of_it_before(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    stop = StopOnSignal()
-    monkeypatch.setattr("sftplay.monitor.guards.gather", lambda mine, _: [mine, int(signal.SIGTERM)])
+    stop = listening()
+    monkeypatch.setattr("sftplay.monitor.guards.gather_objects", lambda mine, _: [mine, int(signal.SIGTERM)])
     stop.on_step_end(None, TrainerState(), TrainerControl())
     assert stop.received == signal.SIGTERM
     stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process

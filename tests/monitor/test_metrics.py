@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from sftplay.config.load import load_resolved
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.interval import Facts, RankShare, describe_ranks, describe_speed, mean_loss, scalars
-from sftplay.monitor.metrics import Meters, compare_memory, memory_fields
+from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
+from sftplay.monitor.metrics import MetricsWriter, compare_memory, memory_fields
 from sftplay.monitor.out_of_memory import held_bytes
-from sftplay.monitor.phases import PhaseMarks
+from sftplay.monitor.phases import TrackPhases
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
 from sftplay.tasks.step.window import StepCounts
 
@@ -59,35 +59,35 @@ def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
     return functional.cross_entropy(scores, targets, reduction="none", ignore_index=-100)[targets != -100]
 
 
-def meters_at(path: Path, window: Any, state: Any, facts: Facts | None = None) -> Meters:
-    """Meters that have seen training begin."""
-    meters = Meters(path, attempt=1, keep_row_ids=True)
-    meters.window, meters.facts = window, facts or Facts()
-    meters.on_train_begin(None, state, TrainerControl())
-    return meters
+def writer_at(path: Path, trainer: Any, state: Any, costs: CostModel | None = None) -> MetricsWriter:
+    """One that has seen training begin."""
+    writer = MetricsWriter(path, attempt=1, keep_row_ids=True, costs=costs or CostModel())
+    writer.attach(trainer)
+    writer.on_train_begin(None, state, TrainerControl())
+    return writer
 
 
-def line_of(meters: Meters, state: Any, loss: float = 9.0) -> tuple[dict[str, Any], dict[str, float]]:
+def line_of(writer: MetricsWriter, state: Any, loss: float = 9.0) -> tuple[dict[str, Any], dict[str, float]]:
     """The line of metrics that a log event leaves, and what trackers are shown."""
     logs = {"loss": loss, "learning_rate": 0.1}
-    meters.on_log(None, state, TrainerControl(), logs)
-    return json.loads(meters.path.read_text().splitlines()[-1]), logs
+    writer.on_log(None, state, TrainerControl(), logs)
+    return json.loads(writer.path.read_text().splitlines()[-1]), logs
 
 
 def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: Path, clock: Clock):
     trainer = built(tmp_path, inputs, tuning__mode="full", data__split=None).trainer
     trainer.model.double()
     trainer.micro_batcher = MicroBatcher(2)
-    facts = Facts(lambda lengths, labels: sum(1000 * n for n in lengths) + 10 * labels, 20_100.0)
+    costs = CostModel(lambda lengths, labels: sum(1000 * n for n in lengths) + 10 * labels, 20_100.0)
     state = TrainerState(global_step=0, max_steps=4, logging_steps=1)
-    meters = meters_at(tmp_path / "metrics.jsonl", trainer, state, facts)
+    writer = writer_at(tmp_path / "metrics.jsonl", trainer, state, costs)
     windows, count = trainer.get_batch_samples(iter([Collator(0)(ROWS)]), 1, torch.device("cpu"))
     trainer.training_step(trainer.model, windows[0], count)
     clock.now += 2.0
     state.global_step = 1
-    line, shown = line_of(meters, state)
+    line, shown = line_of(writer, state)
     assert (line["label_tokens"], line["tokens_seen"], line["row_ids"]) == (5, 10, [[4, 1, 9]])
-    # Pieces: the rows of 5 and 3 tokens at a width of 5, the row of 2 alone.
+    # Micro-batches: the rows of 5 and 3 tokens at a width of 5, the row of 2 alone.
     rates = [line[key] for key in ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "step_s")]
     assert rates == [10 / 2, (2 * 5 + 2) / 2, 3 / 2, 2.0]
     assert line["padding_share"] == round(2 / 12, 4)
@@ -109,9 +109,9 @@ def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path
     window = SimpleNamespace(
         heartbeat=heartbeat, take_counts=lambda: StepCounts(tokens=3, padded_tokens=3, label_tokens=1)
     )
-    state, control, marks = TrainerState(global_step=6, max_steps=8), TrainerControl(), PhaseMarks(heartbeat)
+    state, control, marks = TrainerState(global_step=6, max_steps=8), TrainerControl(), TrackPhases(heartbeat)
     clock.now += 50.0  # before training begins
-    meters = meters_at(tmp_path / "metrics.jsonl", window, state)
+    writer = writer_at(tmp_path / "metrics.jsonl", window, state)
     clock.now += 0.25
     marks.on_train_begin(None, state, control)
     for step in (7, 8):
@@ -132,7 +132,7 @@ def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path
             marks.on_evaluate(None, state, control)
             clock.now += 32.0
             marks.on_save(None, state, control)
-    line, shown = line_of(meters, state)
+    line, shown = line_of(writer, state)
     assert line["step_split"] == {
         "data_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 8.0, "communication_s": 0.5, "evaluation_s": 8.0,
         "save_s": 16.0, "other_s": 0.125,
@@ -141,7 +141,7 @@ def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path
     assert shown["step_split/save_s"] == 16.0
     clock.now += 3.0
     state.global_step = 9
-    later, _ = line_of(meters, state)
+    later, _ = line_of(writer, state)
     assert later["step_split"]["data_s"] == later["step_s"] == 3.0
 
 

@@ -16,8 +16,7 @@ from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 
 from sftplay.config.schema.run import ProfileConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.profile_summary import Holders, highest, idle_share
-from sftplay.monitor.profiler import ProfileSteps, write_trace
+from sftplay.monitor.profiler import PersistentBytes, ProfileSteps, highest_point, idle_share, write_trace
 
 START, STEPS = 2, 2
 
@@ -65,7 +64,7 @@ def test_trace_holds_exactly_the_wished_steps_with_their_operators(run: Finished
     products = spans(trace, "aten::mm")
     for step in steps:
         inside = [each for each in products if step["ts"] <= each["ts"] <= step["ts"] + step["dur"]]
-        assert len(inside) > 20  # two layers of seven projections, forward and backward, in two pieces
+        assert len(inside) > 20  # two layers of seven projections, forward and backward, in two micro-batches
 
 
 def test_phases_of_a_step_stand_in_the_trace_in_their_order(run: Finished):
@@ -76,7 +75,7 @@ def test_phases_of_a_step_stand_in_the_trace_in_their_order(run: Finished):
             for each in spans(trace, "phase: ")
             if step["ts"] <= each["ts"] <= step["ts"] + step["dur"]
         ]
-        # 8 rows in pieces of 4 are two passes.
+        # 8 rows in micro-batches of 4 are two passes.
         assert inside == ["data", "forward", "backward", "forward", "backward", "optimizer"]
 
 
@@ -222,14 +221,14 @@ def test_idle_share_counts_overlapping_work_once():
 
 
 def test_highest_point_is_that_of_the_running_sum():
-    assert highest([(30, -50), (10, 100), (20, 40), (40, 45)]) == (20, 140)
-    assert highest([]) == (0, 0)
+    assert highest_point([(30, -50), (10, 100), (20, 40), (40, 45)]) == (20, 140)
+    assert highest_point([]) == (0, 0)
 
 
 def test_bytes_of_weights_states_and_gradients_are_those_of_their_tensors():
     model = torch.nn.Linear(10, 3)  # 33 fp32 weights
     optimizer = torch.optim.AdamW(model.parameters())
-    held = Holders()
+    held = PersistentBytes()
     held.look_at_start(model, optimizer)
     assert (held.weights_bytes, held.optimizer_bytes) == (132, 0)
     model(torch.ones(1, 10)).sum().backward()

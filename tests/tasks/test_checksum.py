@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from sftplay.config.load import load_config
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.run import preflight
-from sftplay.tasks.run.preflight import PIECE_NUMBERS, Preflight, checksum
+from sftplay.tasks.run.preflight import CHUNK_NUMBERS, Preflight, checksum
 
 
 class LargestCopy(TorchDispatchMode):
@@ -33,9 +34,9 @@ class LargestCopy(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    """Two pieces and 5 numbers in one weight, and a small frozen one."""
+    """Two chunks and 5 numbers in one weight, and a small frozen one."""
     torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(2 * PIECE_NUMBERS + 5).bfloat16())
+    weight = torch.nn.Parameter(torch.randn(2 * CHUNK_NUMBERS + 5).bfloat16())
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     return torch.nn.ParameterDict({"weight": weight, "frozen": frozen})
 
@@ -44,7 +45,7 @@ def test_equal_weights_have_one_digest(model: torch.nn.Module):
     assert checksum(model) == checksum(copy.deepcopy(model))
 
 
-@pytest.mark.parametrize("place", [0, PIECE_NUMBERS, 2 * PIECE_NUMBERS + 4], ids=["first", "second piece", "last"])
+@pytest.mark.parametrize("place", [0, CHUNK_NUMBERS, 2 * CHUNK_NUMBERS + 4], ids=["first", "second chunk", "last"])
 def test_one_other_number_anywhere_is_another_digest(model: torch.nn.Module, place: int):
     other: Any = copy.deepcopy(model)
     with torch.no_grad():
@@ -52,17 +53,17 @@ def test_one_other_number_anywhere_is_another_digest(model: torch.nn.Module, pla
     assert checksum(other) != checksum(model)
 
 
-def test_a_number_that_moved_into_another_piece_is_another_digest(model: torch.nn.Module):
+def test_a_number_that_moved_into_another_chunk_is_another_digest(model: torch.nn.Module):
     other: Any = copy.deepcopy(model)
     with torch.no_grad():
-        other["weight"].copy_(other["weight"].roll(PIECE_NUMBERS))
+        other["weight"].copy_(other["weight"].roll(CHUNK_NUMBERS))
     assert checksum(other) != checksum(model)
 
 
-def test_no_copy_is_made_that_is_larger_than_one_piece_in_fp64(model: torch.nn.Module):
+def test_no_copy_is_made_that_is_larger_than_one_chunk_in_fp64(model: torch.nn.Module):
     with LargestCopy() as largest:
         checksum(model)
-    assert 0 < largest.found_bytes <= PIECE_NUMBERS * 8
+    assert 0 < largest.found_bytes <= CHUNK_NUMBERS * 8
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -70,13 +71,19 @@ def test_weights_are_summed_only_where_another_rank_has_some(
     world_size: int, model: torch.nn.Module, write_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    found = Preflight(load_config(str(write_config())), RunFolder(tmp_path))
-    found.note_weights(model)
+    found = Preflight(load_config(str(write_config())), RunFolder(tmp_path), rows="", base="")
+    found.attach(SimpleNamespace(model=model))
     assert found.parameters == ("" if world_size == 1 else checksum(model))
 
 
 def test_a_run_notes_the_weights_it_loaded(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch):
-    noted: list[Any] = []
-    monkeypatch.setattr(preflight.Preflight, "note_weights", lambda self, model: noted.append(model))
+    seen: list[Any] = []
+    real = preflight.Preflight.attach
+
+    def attach(self: Preflight, trainer: Any) -> None:
+        seen.append(trainer)
+        real(self, trainer)
+
+    monkeypatch.setattr(preflight.Preflight, "attach", attach)
     run = train_in(*new_run(tmp_path, inputs, train__max_steps=1))
-    assert noted == [run.trainer.model]
+    assert seen == [run.trainer]

@@ -13,7 +13,7 @@ import pytest
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks import worker
 
-WORDS = ("disk gone", "outputs/run: disk gone\n  fix: mount it again")
+TOLD = {"cause": "disk gone", "text": "outputs/run: disk gone\n  fix: mount it again"}
 ERROR: dict[str, object] = {"code": "run", "what": "disk gone"}
 
 
@@ -38,8 +38,8 @@ def no_more_files() -> Iterator[None]:
 def test_a_rank_whose_run_folder_was_removed_still_says_why_and_ends_with_its_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert worker._fail(RunFolder(tmp_path / "removed"), 5, WORDS, error=ERROR) == 5
-    assert WORDS[1] in capsys.readouterr().err
+    assert worker._fail(RunFolder(tmp_path / "removed"), 5, **TOLD, error=ERROR) == 5
+    assert TOLD["text"] in capsys.readouterr().err
 
 
 def test_a_rank_that_has_no_file_left_to_open_still_says_why_and_ends_with_its_code(
@@ -48,8 +48,8 @@ def test_a_rank_that_has_no_file_left_to_open_still_says_why_and_ends_with_its_c
     folder = RunFolder(tmp_path)
     with pytest.raises(OSError, match="Too many open files"):
         folder.read_json("status.json")
-    assert worker._fail(folder, 5, WORDS, error=ERROR) == 5
-    assert WORDS[1] in capsys.readouterr().err
+    assert worker._fail(folder, 5, **TOLD, error=ERROR) == 5
+    assert TOLD["text"] in capsys.readouterr().err
 
 
 def test_what_goes_wrong_while_the_folder_is_held_is_not_swallowed(tmp_path: Path):
@@ -74,7 +74,7 @@ def test_a_bug_on_the_main_rank_behind_anothers_failure_is_its_consequence(
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     folder.update_status(state="failed", exit_code=4, error={"code": "data", "what": "no rows"})
-    assert worker._fail(folder, 1, ("RuntimeError: nobody came", "Traceback: nobody came")) == 4
+    assert worker._fail(folder, 1, cause="RuntimeError: nobody came", text="Traceback: nobody came") == 4
     assert folder.read_json("status.json")["error"] == {"code": "data", "what": "no rows"}
     said = capsys.readouterr()
     assert "nobody came" in said.err  # the rank's log

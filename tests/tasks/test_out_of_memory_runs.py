@@ -1,4 +1,4 @@
-"""Memory runs out inside a step, really launched: the same rows are run again in smaller pieces, and nothing moves."""
+"""Memory runs out inside a step of a really launched run: the same rows are run again in smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_same(run: Path, other: Path) -> None:
 def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_rows(
     write_config: Write, sftplay: Sftplay, tmp_path: Path, processes: int
 ) -> None:
-    pieces = 32 // processes // 8
+    micro_batches = 32 // processes // 8
     runs = tmp_path / "outputs"
 
     def run(name: str, failures: list[Any], **changes: Any) -> Path:
@@ -76,8 +76,8 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_r
         return runs / name
 
     undisturbed = run("undisturbed", [])
-    # A window's pieces become twice as many each time: its first, then one in the middle, then its last.
-    places = [(1, 1), (2, pieces), (3, 4 * pieces)]
+    # A window's micro-batches become twice as many each time: its first, then one in the middle, then its last.
+    places = [(1, 1), (2, micro_batches), (3, 4 * micro_batches)]
     for rank in (None,) if processes == 1 else (None, 1):
         for wheres in (("forward", "backward", "forward"), ("backward", "forward", "backward")):
             name = f"rank-{rank}-{wheres[0]}"
@@ -103,7 +103,7 @@ def test_without_recovery_the_run_dies_of_it_with_a_reason(write_config: Write, 
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_checkpoint_with_smaller_pieces(
+def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_checkpoint_with_smaller_micro_batches(
     write_config: Write, sftplay: Sftplay, tmp_path: Path
 ):
     """A step half taken cannot be run again."""
@@ -126,7 +126,7 @@ def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_ch
 
 
 @pytest.mark.long
-def test_a_run_that_was_interrupted_behind_a_shortage_goes_on_with_the_smaller_pieces(
+def test_a_run_that_was_interrupted_behind_a_shortage_goes_on_with_the_smaller_micro_batches(
     write_config: Write, sftplay: Sftplay, tmp_path: Path
 ):
     undisturbed = write_config("undisturbed.yaml", run_name="undisturbed", **ROWS)
@@ -167,7 +167,7 @@ def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(write_config: Wr
 
 
 @pytest.mark.slow
-def test_where_gradients_travel_within_the_last_piece_the_run_restarts_with_smaller_pieces(
+def test_where_gradients_travel_within_the_last_micro_batch_the_run_restarts_with_smaller_micro_batches(
     write_config: Write, sftplay: Sftplay, tmp_path: Path
 ):
     """As in full tuning on GPUs. The other rank waits for gradients that never come, and must not wait for ever."""

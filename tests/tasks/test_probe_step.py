@@ -1,4 +1,4 @@
-"""A rehearsal takes real steps of the run's own code on full rows and measures each phase of them."""
+"""The memory probe takes real steps of the run's own code on full rows and measures each phase of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
 from sftplay.tasks import sft
 from sftplay.tasks.rehearse import probe_step
 from sftplay.tasks.rehearse.memory_gauges import CudaGauge, MemoryGauge
-from sftplay.tasks.rehearse.probe_step import Request, rehearse, synthetic_rows
+from sftplay.tasks.rehearse.probe_step import Request, measure_steps, synthetic_rows
 
 PAIR_WEIGHTS = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * (32 + 64) + (64 + 32))
 """Of rank 1 on the tiny Llama: two layers; q and o of 32 x 32, k and v of 32 x 16, gate and up, down."""
@@ -27,7 +27,7 @@ def measured(
 ) -> dict[str, Any]:
     cfg, folder = new_run(home, inputs, train__gradient_checkpointing=True, **changes)
     torch.set_num_threads(1)
-    found = rehearse(cfg, folder, request, gauge=gauge or TensorGauge())
+    found = measure_steps(cfg, folder, request, gauge=gauge or TensorGauge())
     assert not list(folder.checkpoints.glob("*/*"))
     return {**found, "points": [Point(**point) for point in found["points"]]}
 
@@ -90,14 +90,14 @@ def test_more_is_measured_when_no_line_goes_through_the_first_points(
 def test_memory_that_runs_out_leaves_the_points_before_it(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    real = sft.Run.compute_loss
+    real = sft.WindowedSFTTrainer.compute_loss
 
-    def limited(self: Any, model: Any, piece: Any, *rest: Any, **more: Any) -> Any:
-        if len(piece["input_ids"]) > 2 and model.training:
+    def limited(self: Any, model: Any, micro_batch: Any, *rest: Any, **more: Any) -> Any:
+        if len(micro_batch["input_ids"]) > 2 and model.training:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, model, piece, *rest, **more)
+        return real(self, model, micro_batch, *rest, **more)
 
-    monkeypatch.setattr(sft.Run, "compute_loss", limited)
+    monkeypatch.setattr(sft.WindowedSFTTrainer, "compute_loss", limited)
     left = measured(tmp_path, inputs, Request(rows=(1, 2, 4)))
     assert ([point.rows for point in left["points"]], left["out_of_memory_rows"]) == ([1, 2], 4)
 

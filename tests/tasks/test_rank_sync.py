@@ -27,7 +27,7 @@ from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks import worker
 from sftplay.tasks.run import rank_sync
-from sftplay.tasks.run.rank_sync import WaitingLimit, first_of_node, marker_path, wait_for_main
+from sftplay.tasks.run.rank_sync import GroupTimeout, first_of_node, marker_path, wait_for_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 77
@@ -40,6 +40,7 @@ FORK_RUNS = (
 import json, os, signal, sys, time
 import torch
 import sftplay.tasks.sft as sft
+from sftplay.tasks.run import run_task
 from sftplay.data.prepare.one_pass import Preparation
 from sftplay.tasks.run.train_run import TrainRun
 
@@ -64,10 +65,10 @@ def train_and_tell(self, trainer):
     return outcome
 
 train, TrainRun.train = TrainRun.train, train_and_tell
-sft.load_tokenizer = noted("prepares", sft.load_tokenizer, 1.0)
+run_task.load_tokenizer = noted("prepares", run_task.load_tokenizer, 1.0)
 Preparation.run = noted("tokenises", Preparation.run)
 sft.evaluate = noted("measures", sft.evaluate, 1.0)
-sft.make_trainable = noted("goes-on", sft.make_trainable)
+run_task.make_trainable = noted("goes-on", run_task.make_trainable)
 
 def stop(rank, grace_s):
     deadline = time.monotonic() + grace_s
@@ -283,12 +284,12 @@ def test_meeting_limits_every_group_there_is_and_not_only_the_first(tmp_path: Pa
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         second = torch.distributed.new_group([0])
-        WaitingLimit(5, tmp_path).on_train_begin(None, None, None)
+        GroupTimeout(5, tmp_path).on_train_begin(None, None, None)
         for group in (torch.distributed.group.WORLD, second):
             assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 5
     finally:
         torch.distributed.destroy_process_group()
-    assert isinstance(WaitingLimit(5, tmp_path), TrainerCallback)
+    assert isinstance(GroupTimeout(5, tmp_path), TrainerCallback)
 
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 4), ("1", 0)])
@@ -311,10 +312,11 @@ def test_two_ranks_that_fail_alike_are_told_of_once_and_others_each(
     error = None if is_bug else {"code": "data", "what": "row 7 is bad"}
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        assert worker._fail(folder, 4, ("row 7 is bad", "row 7 is bad\n  fix: mend it"), error=error) == 4
+        text = "row 7 is bad\n  fix: mend it"
+        assert worker._fail(folder, 4, cause="row 7 is bad", text=text, error=error) == 4
     said = capsys.readouterr()
     assert said.out == f"{LINE}row 7 is bad\n{LINE}  fix: mend it\n"
     assert said.err.count("row 7 is bad") == 2  # the log of each rank
-    worker._fail(folder, 5, ("disk full", "disk full"), error={"code": "run", "what": "disk full"})
+    worker._fail(folder, 5, cause="disk full", text="disk full", error={"code": "run", "what": "disk full"})
     assert f"{LINE}disk full" in capsys.readouterr().out
     assert folder.read_json("status.json")["exit_code"] == 5

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Inputs, built, train
 
-from sftplay.monitor.out_of_memory import OutOfMemory, Portions, ran_out_of_memory
+from sftplay.monitor.out_of_memory import AdaptiveBatches, OutOfMemory, ran_out_of_memory
 from sftplay.tasks.run.train_run import TrainRun
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
 
@@ -66,7 +66,7 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 
 
 def test_an_attempt_that_failed_leaves_nothing_behind(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With dropout, and pieces cut as before: random numbers, gradients and counts are those of a step never tried."""
+    """With dropout and the same micro-batches, random numbers, gradients and counts are those of a step never tried."""
     how = {"micro_batcher": SameAgain(4), "tuning__lora__dropout": 0.3, "train__batch_size": 4}
     spoil = failing(NO_MEMORY, {2, 6}, after=lambda: torch.rand(7))
     plain = train_failing(tmp_path / "plain", inputs, monkeypatch, None, **how)
@@ -94,7 +94,7 @@ class Marker:
             raise torch.OutOfMemoryError("an error of its own: one that is kept keeps its frames")
 
 
-def test_the_graph_of_a_failed_piece_is_gone_before_the_next_one_begins(
+def test_the_graph_of_a_failed_micro_batch_is_gone_before_the_next_one_begins(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     alive: list[int] = []
@@ -140,15 +140,15 @@ def test_any_other_error_goes_through_untouched(
     with pytest.raises(type(error)) as caught:
         train_failing(tmp_path, inputs, monkeypatch, failing(error, {2}), train__batch_size=4)
     assert caught.value is error
-    portions = Portions(4, "a test")
+    batches = AdaptiveBatches(4, "a test")
 
     def work(_: slice) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        list(portions.each(4, work))
+        list(batches.each(4, work))
     assert caught.value is error
-    assert portions.most == 4
+    assert batches.batch_size == 4
 
 
 def test_a_failed_allocation_on_a_cpu_is_told_from_other_errors():
@@ -176,28 +176,28 @@ def test_ever_smaller_cuts_end_at_single_rows_and_lose_none(
     window = Collator(0)([{"input_ids": [7] * n, "labels": [7] * n, "row": i} for i, n in enumerate(lengths)])
     most = None
     while micro_batcher is not None:
-        pieces = list(micro_batcher.cut(window))
-        assert sum(int((piece["input_ids"] == 7).sum()) for piece in pieces) == sum(lengths)
+        micro_batches = list(micro_batcher.cut(window))
+        assert sum(int((micro_batch["input_ids"] == 7).sum()) for micro_batch in micro_batches) == sum(lengths)
         assert share % micro_batcher.micro_batch == 0
-        size = max(piece["input_ids"].numel() for piece in pieces)
+        size = max(micro_batch["input_ids"].numel() for micro_batch in micro_batches)
         assert most is None or size <= most
-        most, last, micro_batcher = size, pieces, micro_batcher.smaller(share)
-    assert all(len(piece["input_ids"]) == 1 for piece in last)
+        most, last, micro_batcher = size, micro_batches, micro_batcher.smaller(share)
+    assert all(len(micro_batch["input_ids"]) == 1 for micro_batch in last)
     assert len(last) == len(lengths)
 
 
 def test_portions_are_halved_until_they_fit_and_stay_so():
-    portions, asked = Portions(8, "a test"), []
+    batches, asked = AdaptiveBatches(8, "a test"), []
 
-    def work(portion: slice) -> int:
-        asked.append(portion.stop - portion.start)
+    def work(part: slice) -> int:
+        asked.append(part.stop - part.start)
         if asked[-1] > 2:
             raise NO_MEMORY
-        return sum(range(10)[portion])
+        return sum(range(10)[part])
 
-    assert sum(portions.each(10, work)) == sum(range(10))
+    assert sum(batches.each(10, work)) == sum(range(10))
     assert asked == [8, 4, 2, 2, 2, 2, 2]
-    assert sum(portions.each(3, work)) == 3
+    assert sum(batches.each(3, work)) == 3
     assert asked[7:] == [2, 1]
 
 
@@ -208,7 +208,7 @@ def test_held_out_loss_is_the_same_in_portions(inputs: Inputs, tmp_path: Path):
         lambda _model, _args, named: _refuse(len(named["input_ids"]) > 1), with_kwargs=True
     )
     assert trainer.evaluate()["eval_loss"] == pytest.approx(whole, rel=1e-6)
-    assert trainer.measured.most == 1
+    assert trainer.eval_batches.batch_size == 1
     handle.remove()
 
 

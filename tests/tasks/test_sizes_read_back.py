@@ -1,4 +1,4 @@
-"""The sizes in plan.json are those the running trainer has, and those of the pieces that really run."""
+"""The sizes in plan.json are those the running trainer has, and those of the micro-batches that really run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def planned_run(home: Path, inputs: Inputs, **altered: int) -> Any:
     return cfg, folder
 
 
-def test_pieces_that_run_have_the_rows_and_the_number_that_the_plan_says(
+def test_micro_batches_that_run_have_the_rows_and_the_number_that_the_plan_says(
     tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
 ):
     ran: list[int] = []
     compute = Window.compute_loss
 
-    def count(self: Window, model: Any, piece: Any, *more: Any, **named: Any) -> Any:
+    def count(self: Window, model: Any, micro_batch: Any, *more: Any, **named: Any) -> Any:
         if model.training:
-            ran.append(len(piece["input_ids"]))
-        return compute(self, model, piece, *more, **named)
+            ran.append(len(micro_batch["input_ids"]))
+        return compute(self, model, micro_batch, *more, **named)
 
     monkeypatch.setattr(Window, "compute_loss", count)
     cfg, folder = planned_run(tmp_path, inputs)
@@ -53,8 +53,10 @@ def test_a_plan_that_says_another_size_stops_the_run_before_its_first_step(key: 
     assert not folder.metrics.exists() or folder.metrics.read_text() == ""
 
 
-def test_a_cutter_that_is_not_the_plans_is_noticed(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sftplay.tasks.run.train_run.TrainRun.micro_batcher", lambda self: MicroBatcher(4))
+def test_a_micro_batch_that_is_not_the_plans_is_noticed(
+    tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sftplay.tasks.run.setup.RunSetup.micro_batcher", lambda self: MicroBatcher(4))
     cfg, folder = planned_run(tmp_path, inputs)
     with pytest.raises(RunError, match=r"batch_size is 4 where plan.json says 2; rank 0: grad_accum is 2"):
         train_in(cfg, folder)

@@ -16,8 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import RunError
-from sftplay.tasks.run.train_run import TrainRun
-from sftplay.tasks.sft import even_out
+from sftplay.tasks.run.train_run import TrainRun, even_out
 from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher, first_fit
 
@@ -95,7 +94,7 @@ def step(trainer: Any, micro_batcher: MicroBatcher, rows: list[dict[str, Any]]) 
         MicroBatcher(2, packs=True, max_tokens=90),
         MicroBatcher(1, budget_tokens=90),
     ],
-    ids=["one piece", "single rows", "threes", "packed", "packed in pairs", "by tokens"],
+    ids=["one micro-batch", "single rows", "threes", "packed", "packed in pairs", "by tokens"],
 )
 def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_cut(
     micro_batcher: MicroBatcher, head: str, trainers: dict[str, Any], reference: tuple[float, torch.Tensor]
@@ -123,10 +122,12 @@ def test_each_packed_row_has_the_losses_it_has_alone(tiny_llama: Path):
     window = Collator(PAD)(rows)
     seen = 0
     with torch.no_grad():
-        for piece in MicroBatcher(2, packs=True, max_tokens=100).cut(window):
-            assert piece["input_ids"].shape[1] <= 100
-            scores = model(input_ids=piece["input_ids"], position_ids=piece["position_ids"], use_cache=False).logits
-            for packed, ids, labels in zip(scores, piece["input_ids"], piece["labels"]):
+        for micro_batch in MicroBatcher(2, packs=True, max_tokens=100).cut(window):
+            assert micro_batch["input_ids"].shape[1] <= 100
+            scores = model(
+                input_ids=micro_batch["input_ids"], position_ids=micro_batch["position_ids"], use_cache=False
+            ).logits
+            for packed, ids, labels in zip(scores, micro_batch["input_ids"], micro_batch["labels"]):
                 for row in rows:
                     n = len(row["input_ids"])
                     starts = [s for s in range(len(ids) - n + 1) if ids[s : s + n].tolist() == row["input_ids"]]
@@ -150,9 +151,9 @@ def test_packing_never_overfills_and_holds_every_row_once(seed: int):
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert max(sum(lengths[row] for row in group) for group in groups) <= room
     rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
-    pieces = list(MicroBatcher(3, packs=True, max_tokens=room).cut(Collator(PAD)(rows)))
-    assert max(piece["input_ids"].shape[1] for piece in pieces) <= room
-    held = torch.cat([piece["input_ids"].flatten() for piece in pieces])
+    micro_batches = list(MicroBatcher(3, packs=True, max_tokens=room).cut(Collator(PAD)(rows)))
+    assert max(micro_batch["input_ids"].shape[1] for micro_batch in micro_batches) <= room
+    held = torch.cat([micro_batch["input_ids"].flatten() for micro_batch in micro_batches])
     assert [int((held == i + 1).sum()) for i in range(len(lengths))] == lengths
 
 
@@ -185,16 +186,16 @@ def test_row_longer_than_the_room_gets_a_group_of_its_own():
 @given(st.lists(st.integers(1, 48), min_size=1, max_size=40), st.integers(1, 300))
 def test_pieces_by_tokens_stay_within_their_budget_and_hold_every_row_once(lengths: list[int], budget: int):
     rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
-    pieces = list(MicroBatcher(1, budget_tokens=budget).cut(Collator(PAD)(rows)))
-    for piece in pieces:
-        count, width = piece["input_ids"].shape
+    micro_batches = list(MicroBatcher(1, budget_tokens=budget).cut(Collator(PAD)(rows)))
+    for micro_batch in micro_batches:
+        count, width = micro_batch["input_ids"].shape
         assert count * width <= budget or count == 1
-        assert width == int(piece["attention_mask"].sum(1).max())
-    held = torch.cat([piece["input_ids"].flatten() for piece in pieces])
+        assert width == int(micro_batch["attention_mask"].sum(1).max())
+    held = torch.cat([micro_batch["input_ids"].flatten() for micro_batch in micro_batches])
     assert [int((held == i + 1).sum()) for i in range(len(lengths))] == lengths
-    # As few as can be in this order: no piece could have taken the first row of the next one.
-    for piece in pieces[:-1]:
-        count, width = piece["input_ids"].shape
+    # As few as can be in this order: no micro-batch could have taken the first row of the next one.
+    for micro_batch in micro_batches[:-1]:
+        count, width = micro_batch["input_ids"].shape
         assert (count + 1) * width > budget
 
 
@@ -204,7 +205,7 @@ def test_a_budget_of_full_rows_gives_full_rows_the_pieces_that_a_count_gives():
     by_count, by_tokens = (
         list(micro_batcher.cut(window)) for micro_batcher in (MicroBatcher(4), MicroBatcher(4, budget_tokens=4 * 32))
     )
-    assert [piece["input_ids"].shape for piece in by_tokens] == [(4, 32)] * 2
+    assert [micro_batch["input_ids"].shape for micro_batch in by_tokens] == [(4, 32)] * 2
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(by_count, by_tokens, strict=True))
 
 
@@ -225,10 +226,13 @@ def test_batches_by_tokens_train_to_the_weights_of_batches_by_examples_with_less
 
 def test_pieces_come_longest_first_with_their_padding_trimmed():
     window = Collator(PAD)(make_rows([5, 30, 1, 9]))
-    pieces = list(MicroBatcher(2).cut(window))
+    micro_batches = list(MicroBatcher(2).cut(window))
     lengths = sorted(window["attention_mask"].sum(1).tolist(), reverse=True)
-    assert [piece["attention_mask"].sum(1).tolist() for piece in pieces] == [lengths[:2], lengths[2:]]
-    assert [piece["input_ids"].shape[1] for piece in pieces] == [lengths[0], lengths[2]]
+    assert [micro_batch["attention_mask"].sum(1).tolist() for micro_batch in micro_batches] == [
+        lengths[:2],
+        lengths[2:],
+    ]
+    assert [micro_batch["input_ids"].shape[1] for micro_batch in micro_batches] == [lengths[0], lengths[2]]
 
 
 def test_scores_at_labelled_positions_alone_give_the_loss_and_gradients_of_all_scores(tiny_llama: Path):

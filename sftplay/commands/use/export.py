@@ -19,7 +19,7 @@ def merge(args: Namespace) -> int:
     prepare_environment(cfg)
     from sftplay.deliver.export.merge import merge as merge_run
 
-    merge_run(cfg, folder, out, args.dtype)
+    merge_run(cfg, folder, out, dtype=args.dtype)
     check = "make merge-test" if out == usual else f'make merge-test MERGED="{out}"'
     log.say(f"merged model: {out}; compare it with the adapter by `{check}`", "merge")
     if args.json:
@@ -65,7 +65,7 @@ def serve(args: Namespace) -> int:
     prepare_environment(cfg)
     from sftplay.deliver.export.serve import serve as serve_run
 
-    return serve_run(cfg, folder, server, port)
+    return serve_run(cfg, folder, server=server, port=port)
 
 
 def _check_target(out: Path) -> None:

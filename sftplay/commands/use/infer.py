@@ -100,18 +100,18 @@ def infer_batch(args: Namespace) -> int:
     questions = PromptFile(args.input, cfg.data.system)
     n = sum(1 for _ in questions)
     digest = content_digest(args.input)
-    journal = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
-    with journal.held():
-        if n_kept := journal.n_answers:
-            log.say(f"{journal.path} holds {n_kept} of {n} answers: going on from there", "infer")
+    partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
+    with partial.held():
+        if n_kept := partial.n_answers:
+            log.say(f"{partial.path} holds {n_kept} of {n} answers: going on from there", "infer")
         if n_kept < n:
-            _answer_file(args, (cfg, folder), questions=questions, journal=journal, n=n)
+            _answer_file(args, (cfg, folder), questions=questions, partial=partial, n=n)
         if content_digest(args.input) != digest:
-            fix = f"put it back as it was, or remove {journal.path}"
+            fix = f"put it back as it was, or remove {partial.path}"
             raise DataError("has changed while it was being answered", where=args.input, fix=fix)
         from sftplay.deliver.infer.batch import write_answered
 
-        write_answered(questions, journal, out, cfg.eval.batch_size)
+        write_answered(questions, partial, out=out, batch_size=cfg.eval.batch_size)
     log.say(f"{n} answers in {out}", "infer")
     if args.json:
         print(json.dumps({"answers": n, "kept": n_kept, "out": str(out)}))
@@ -119,31 +119,31 @@ def infer_batch(args: Namespace) -> int:
 
 
 def _answer_file(
-    args: Namespace, run: tuple[RunConfig, RunFolder], *, questions: PromptFile, journal: PartialAnswers, n: int
+    args: Namespace, run: tuple[RunConfig, RunFolder], *, questions: PromptFile, partial: PartialAnswers, n: int
 ) -> None:
     cfg, folder = run
     generator, renderer = _open_generator(cfg, folder, args=args)
-    from sftplay.deliver.infer.batch import Pace, answer_rest, check_lengths
+    from sftplay.deliver.infer.batch import ProgressMeter, answer_rest, check_lengths
 
-    if not journal.n_batches:
+    if not partial.n_batches:
         check_lengths(questions, renderer, generator)
-    pace = Pace(n, journal.n_answers, _teller())
+    meter = ProgressMeter(n, partial.n_answers, _progress_line())
     try:
-        answer_rest(generator, renderer, questions, batch_size=cfg.eval.batch_size, journal=journal, pace=pace)
+        answer_rest(generator, renderer, questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter)
     except KeyboardInterrupt:
-        log.say(f"stopped; {journal.n_answers} answers are kept, the same command goes on from there", "infer")
+        log.say(f"stopped; {partial.n_answers} answers are kept, the same command goes on from there", "infer")
         raise
 
 
-def _teller() -> Callable[[str], None]:
+def _progress_line() -> Callable[[str], None]:
     """Shows progress: one changing line on a terminal, now and then a line elsewhere."""
     console = Console(Screen(), is_tty=log.screen().isatty() and "NO_COLOR" not in os.environ)
 
-    def tell(text: str) -> None:
+    def show(text: str) -> None:
         console.status(f"[infer] {text}")
         console.tick(time.monotonic())
 
-    return tell
+    return show
 
 
 def _check_paths(args: Namespace) -> Path:

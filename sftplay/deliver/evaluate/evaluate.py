@@ -24,21 +24,21 @@ from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.deliver.evaluate.metrics import score_answers
 from sftplay.deliver.infer.generate import Generator, answer_all
-from sftplay.monitor.out_of_memory import Portions
+from sftplay.monitor.out_of_memory import AdaptiveBatches
 
 LOSS_TOKENS = 8192
-"""Most tokens of one piece when the held-out loss is computed."""
+"""Most tokens of one batch when the held-out loss is computed."""
 
 SCORES_BYTES = 2**30
-"""Most bytes of fp32 scores over the vocabulary in one piece, where a single row does not take more."""
+"""Most bytes of fp32 scores over the vocabulary in one batch; a single row may take more."""
 
 
 def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict[str, Any]:
     """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
 
     `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
-    figures are means over the prompts answered, of which there are `n`. Plain texts have no prompt: where no chat is
-    held out there are none, and no other figures.
+    figures are means over the `n` prompts answered. Plain texts have no prompt: without a held-out chat `n` is 0 and
+    there are no other figures.
     """
     tag = path.stem
     tokenizer = examples.renderer.tokenizer
@@ -64,15 +64,15 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
         for n, chat in enumerate(chats)
     )
     write_text(path.with_suffix(".jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    told = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
-    log.say(f"{tag}: {told}  (n {figures['n']})", "eval")
+    shown = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
+    log.say(f"{tag}: {shown}  (n {figures['n']})", "eval")
     return figures
 
 
 def reference_of(chat: Chat, renderer: Renderer) -> str:
     """What the model should have answered in the chat's last turn, in the form in which its answers are read.
 
-    Calls are what the template writes for them, without special tokens, which answers are read without too.
+    A tool call is the text that the template writes for it, without special tokens, as answers are read.
     """
     last = chat.messages[-1]
     if not last.calls:
@@ -104,7 +104,7 @@ def held_out_loss(model: Any, rows: Any, pad_token_id: int) -> float:
     """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
     total, count = 0.0, 0
     room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
-    portions = Portions(len(rows), "the held-out loss")
+    portions = AdaptiveBatches(len(rows), "the held-out loss")
     for batch in _by_length(rows["input_ids"], rows["labels"], room):
         for loss, labels in portions.each(len(batch), partial(_summed_loss, model, pad_token_id, batch)):
             total, count = total + loss, count + labels
@@ -145,7 +145,7 @@ def _by_length(
 def ready_to_answer(model: Any) -> Iterator[None]:
     """The model in evaluation mode with its cache on and no recomputation, restored afterwards.
 
-    A 16-bit model of which some weights train in fp32 computes under autocast, as in training.
+    A 16-bit model with some fp32 weights that train computes under autocast, as in training.
     """
     was_training, had_cache = model.training, model.config.use_cache
     recomputes = getattr(model, "is_gradient_checkpointing", False)

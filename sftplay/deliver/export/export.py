@@ -28,13 +28,13 @@ from sftplay.deliver.export.merge import (
     save_whole,
     size_bytes,
 )
-from sftplay.deliver.export.model_card import Story, write_card
+from sftplay.deliver.export.model_card import PublicRun, write_card
 from sftplay.deliver.export.scratch import check_target, write_folder
 from sftplay.errors import MachineError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.load import DTYPES
 from sftplay.model.source import BUILTIN, is_local
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.weights import DTYPES
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -51,7 +51,7 @@ _SECRET = re.compile(r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{1
 def export(
     cfg: RunConfig, folder: RunFolder, out: Path, *, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write the run's model to `out` so that plain transformers loads it; an adapter run's adapter lies in it too.
+    """Write the run's model to `out`, for plain transformers. An adapter run's adapter lies in it too.
 
     Weights in safetensors shards of at most `shard_bytes` (with an index where there are several), tokenizer with the
     trained chat template, generation config with the end tokens of training, README.md (the model card),
@@ -65,17 +65,17 @@ def export(
     """
     check_target(out)
     model, tokenizer = _whole_model(cfg, folder, dtype)
-    story = tell_story(cfg, folder)
-    beside = [folder.path / "adapter" / name for name in ADAPTER_FILES if story.has_adapter]
+    run = public_run(cfg, folder)
+    beside = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
 
     def fill(scratch: Path) -> None:
         log.status("writing", "export")
         save_whole(model, tokenizer, scratch, shard_bytes=shard_bytes)
         carry_processor(cfg, folder, scratch)
-        if story.has_adapter:
-            _add_adapter(folder, scratch / "adapter", story)
-        _add_figures(story, scratch)
-        write_card(story, scratch / "README.md")
+        if run.has_adapter:
+            _add_adapter(folder, scratch / "adapter", run)
+        _add_figures(run, scratch)
+        write_card(run, scratch / "README.md")
 
     write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in beside), fill)
     log.say(f"{out}: read README.md in it before you publish", "export")
@@ -100,20 +100,20 @@ def _whole_model(cfg: RunConfig, folder: RunFolder, dtype: Dtype | None) -> tupl
     return model, tokenizer
 
 
-def tell_story(cfg: RunConfig, folder: RunFolder) -> Story:
-    """What may be told of the run: its files without places of this machine and without secrets."""
+def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
+    """What of the run may be published: its files without paths of this machine and without secrets."""
     # Those of step-N are of weights on the way, not of the result.
     measured = sorted(path for path in folder.eval.glob("*.json") if not path.stem.startswith("step-"))
     figures = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in measured}
     clean = Cleaner([*_strings(cfg.model_dump()), str(folder.path.resolve())])
-    told = RunConfig.model_validate(clean(cfg.model_dump()))
-    told.origins.update(clean(cfg.origins))
+    public_cfg = RunConfig.model_validate(clean(cfg.model_dump()))
+    public_cfg.origins.update(clean(cfg.origins))
     is_named = not (is_local(cfg.model.name) or PurePosixPath(cfg.model.name).is_absolute())
     own = cfg.model.name.startswith(BUILTIN)
     card = None if own else file_of_base(cfg, folder, "README.md")
-    return Story(
+    return PublicRun(
         name=folder.path.resolve().name,
-        cfg=told,
+        cfg=public_cfg,
         hub_base=cfg.model.name if is_named else None,
         # The builtin models are made from this kit's own text.
         licence="apache-2.0" if own else read_licence(card.read_text(encoding="utf-8") if card else ""),
@@ -132,18 +132,18 @@ def read_licence(card: str) -> str | None:
     return found[1] if found and found[1] != "unknown" else None
 
 
-def _add_adapter(folder: RunFolder, target: Path, story: Story) -> None:
+def _add_adapter(folder: RunFolder, target: Path, run: PublicRun) -> None:
     target.mkdir()
     settings = json.loads((folder.path / "adapter" / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] = story.cfg.model.name
+    settings["base_model_name_or_path"] = run.cfg.model.name
     _write_json(target / ADAPTER_FILES[0], Cleaner()(settings))
     shutil.copyfile(folder.path / "adapter" / ADAPTER_FILES[1], target / ADAPTER_FILES[1])
 
 
-def _add_figures(story: Story, target: Path) -> None:
-    (target / "config.resolved.yaml").write_text(dump_resolved(story.cfg), encoding="utf-8")
-    _write_json(target / "data_report.json", story.data_report)
-    for name, figures in story.figures.items():
+def _add_figures(run: PublicRun, target: Path) -> None:
+    (target / "config.resolved.yaml").write_text(dump_resolved(run.cfg), encoding="utf-8")
+    _write_json(target / "data_report.json", run.data_report)
+    for name, figures in run.figures.items():
         (target / "eval").mkdir(exist_ok=True)
         _write_json(target / "eval" / f"{name}.json", figures)
 
@@ -153,11 +153,11 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 class Cleaner:
-    """Takes places of this machine and secrets out of JSON values; `known` are strings of which some are paths."""
+    """Takes paths of this machine and secrets out of JSON values; some of the strings in `known` are such paths."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         places = {place for place in known if _is_place(place) and place.strip("/")}
-        self.known = sorted(places, key=len, reverse=True)  # the longer of two that begin alike goes first
+        self.known = sorted(places, key=len, reverse=True)  # the longer of two with the same beginning goes first
 
     def __call__(self, value: Any) -> Any:
         """A copy in which absolute paths are cut to their last part, and secrets are gone."""

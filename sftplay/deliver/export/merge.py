@@ -1,7 +1,6 @@
 """Merges a run's adapter into its full-precision base, and writes the whole model as plain libraries read it.
 
-Never into 4-bit weights: the base of a qlora run is opened again unquantised. It does not judge the outcome; `parity`
-does.
+Never into 4-bit weights: the base of a qlora run is opened again unquantised. `merge_check` judges the outcome.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -24,15 +21,14 @@ from sftplay import __version__, log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.deliver.export.scratch import check_target, write_folder
-from sftplay.errors import ConfigError, MachineError, RunError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.adapter import attach_adapter
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
-from sftplay.model.load import DTYPES
-from sftplay.model.merged_start import part_tied_ends, resolve_tie
+from sftplay.model.merged_start import merge_adapter
 from sftplay.model.source import is_hub_shaped, locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.weights import DTYPES
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -46,7 +42,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 """What a model that sees needs beside its tokenizer; it goes unchanged from the base into the merged model."""
 
 
-def merge(cfg: RunConfig, folder: RunFolder, out: Path, dtype: Dtype | None) -> Path:
+def merge(cfg: RunConfig, folder: RunFolder, out: Path, *, dtype: Dtype | None = None) -> Path:
     """Write the run's adapter and base as one model to `out`; `dtype` None keeps the base's own.
 
     Safetensors shards, tokenizer with the trained chat template, and a generation config that ends answers where
@@ -80,20 +76,12 @@ def merged_model(cfg: RunConfig, folder: RunFolder, dtype: Dtype | None) -> tupl
         RunError: a value is not finite, before or after rounding.
     """
     tokenizer = load_tokenizer(cfg.model, str(adapter_of(cfg, folder)))
-    model = with_adapter(load_unquantised(cfg, folder), folder)
+    base = load_unquantised(cfg, folder)
     log.status("merging layer by layer", "merge")
-    wanted = DTYPES[dtype] if dtype else None
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            _merge_layer(module, wanted, adapter_of(cfg, folder))
-        elif isinstance(module, ModulesToSaveWrapper):
-            module.modules_to_save.to(wanted or next(module.original_module.parameters()).dtype)
-    whole = model.unload()  # every layer is merged already; modules trained in full take their place
-    if wanted:
-        whole.to(wanted)
-    if resolve_tie(whole):
+    fix = "merge with the base's own dtype, or in bf16"
+    whole, is_untied = merge_adapter(base, adapter_of(cfg, folder), DTYPES[dtype] if dtype else None, fix=fix)
+    if is_untied:
         log.say("note: head and input embedding were one weight and are two now; the merged model holds both", "merge")
-    _check_finite(whole, adapter_of(cfg, folder))
     end_where_training_ended(whole.generation_config, tokenizer)
     return whole.eval(), tokenizer
 
@@ -114,7 +102,7 @@ def adapter_of(cfg: RunConfig, folder: RunFolder) -> Path:
 
 
 def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | None = None) -> Any:
-    """The base the run's adapter belongs to, on the CPU, in `dtype` or the one it is stored in, never in 4 bits.
+    """The base of the run's adapter, on the CPU, never in 4 bits; in `dtype`, or in the one it is stored in.
 
     Raises:
         MachineError: it cannot be read whole, or is stored quantised.
@@ -157,47 +145,10 @@ def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
     return locate(model.name), model.revision
 
 
-def with_adapter(base: Any, folder: RunFolder) -> Any:
-    """PEFT's model of `base` and the run's adapter, whose weights are fp32 as they were trained.
-
-    An input embedding and a head that share one weight are parted where the adapter touches either: merging into the
-    one would change the other (https://github.com/huggingface/peft/issues/2777).
-    """
-    model = attach_adapter(base, folder.path / "adapter").eval()
-    part_tied_ends(base)
-    return model
-
-
-def _merge_layer(layer: Any, wanted: torch.dtype | None, adapter: Path) -> None:
-    weight = layer.get_base_layer().weight
-    rounded_to = wanted or weight.dtype
-    weight.data = weight.data.float()  # PEFT would round the update first and then the sum
-    try:
-        layer.merge(safe_merge=True)
-    except ValueError as error:
-        raise RunError(
-            f"cannot be merged ({error})", where=str(adapter), fix="train again; look at the losses"
-        ) from error
-    merged = layer.get_base_layer().weight
-    merged.data = merged.data.to(rounded_to)
-
-
-def _check_finite(model: nn.Module, adapter: Path) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
-            kind = str(parameter.dtype).removeprefix("torch.")
-            what = f"{name} holds values that {kind} cannot hold, or that are not finite"
-            raise RunError(what, where=str(adapter), fix="merge with the base's own dtype, or in bf16")
-
-
 def end_where_training_ended(config: GenerationConfig, tokenizer: Any) -> None:
     """Add the chat template's end tokens to those at which generation with plain transformers stops."""
     shipped = config.eos_token_id if config.eos_token_id is not None else []
-    ends = {shipped} if isinstance(shipped, int) else set(shipped)
-    if tokenizer.chat_template:
-        ends |= set(Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids)
-    elif tokenizer.eos_token_id is not None:
-        ends.add(tokenizer.eos_token_id)
+    ends = {*end_token_ids(tokenizer), *([shipped] if isinstance(shipped, int) else shipped)}
     config.eos_token_id = min(ends) if len(ends) == 1 else sorted(ends)
     config.pad_token_id = tokenizer.pad_token_id
     sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -205,6 +156,13 @@ def end_where_training_ended(config: GenerationConfig, tokenizer: Any) -> None:
         # Several shipped configs name a temperature without sampling; transformers reads that and refuses to write it.
         for key in sampling:
             setattr(config, key, None)
+
+
+def end_token_ids(tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the chat template's, or the tokenizer's own where it has no template."""
+    if tokenizer.chat_template:
+        return list(Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids)
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def save_whole(model: Any, tokenizer: Any, target: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -215,14 +173,14 @@ def save_whole(model: Any, tokenizer: Any, target: Path, *, shard_bytes: int = S
 
 
 def carry_processor(cfg: RunConfig, folder: RunFolder, target: Path) -> None:
-    """Copy what the base has beside a tokenizer to read pictures with."""
+    """Copy the base's files for reading pictures, where it has any."""
     for name in PROCESSOR_FILES:
         if found := file_of_base(cfg, folder, name):
             shutil.copyfile(found, target / name)
 
 
 def file_of_base(cfg: RunConfig, folder: RunFolder, name: str) -> Path | None:
-    """A file that lies beside the base's weights, None where there is none or it cannot be had."""
+    """A file beside the base's weights, None when it is not there or cannot be fetched."""
     base, revision = base_of(cfg, folder)
     try:
         found = cached_file(

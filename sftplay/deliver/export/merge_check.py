@@ -1,7 +1,7 @@
 """Compares a merged model with the adapter it came from: weights, scores and greedy texts.
 
-The reference is PEFT with the adapter beside the unquantised base, everything in fp32; what is left between the two is
-the rounding of the merged weights, and anything beyond that is an error. It repairs nothing.
+The reference is PEFT with the adapter on the unquantised base, all in fp32. The rounding of the merged weights explains
+a small difference; a larger one is an error. It repairs nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
-from sftplay.deliver.export.merge import adapter_of, load_unquantised, size_bytes, with_adapter
+from sftplay.deliver.export.merge import adapter_of, end_token_ids, load_unquantised, size_bytes
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result
+from sftplay.model.merged_start import attach_for_merging
 from sftplay.model.tokenizer import load_tokenizer
 
 PROMPTS = 8
@@ -42,7 +43,7 @@ QUESTIONS = (
     "Count from one to five.",
     "Translate 'good morning' into German.",
 )
-"""Asked where a run has no held-out rows."""
+"""Asked when a run has no held-out rows."""
 
 UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative error of one rounding: half a unit in the last place."""
@@ -56,8 +57,8 @@ WEIGHT_NOISE = 1e-5
 
 
 @dataclass
-class Spoken:
-    """What a model makes of the prompts: greedy answers (token ids), and scores at the places of some answers."""
+class Outputs:
+    """What a model gives for the prompts: greedy answers (token ids), and its scores along some answers."""
 
     answers: list[list[int]] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
@@ -67,9 +68,9 @@ class Spoken:
 def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any]:
     """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and what else there is to say.
 
-    Two texts also count as equal that part where the reference finds both tokens as good within the tolerance
-    (`parted_at_ties`). For a qlora run, `quantised` tells how far the 4-bit base with the adapter is from the merged
-    model; that is information, and no error.
+    Two texts also count as equal when, at their first difference, the reference scores both tokens alike within the
+    tolerance (`parted_at_ties`). For a qlora run, `quantised` is the distance of the 4-bit base with the adapter from
+    the merged model; that is information, not an error.
 
     Raises:
         ConfigError: there is no adapter, or nothing at `merged`.
@@ -82,20 +83,19 @@ def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any
     tokenizer = load_tokenizer(cfg.model, str(adapter))
     prompts, origin = _choose_prompts(cfg, tokenizer)
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
-    reference = with_adapter(load_unquantised(cfg, folder, dtype=torch.float32), folder)
-    ends = _end_token_ids(tokenizer)
-    expected = _hear(Generator(reference, tokenizer, ends, ANSWER_TOKENS), prompts)
+    reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
+    expected = _outputs_of(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
     whole = _open_merged(cfg, merged)
     problems = _find_altered(_merged_by_peft(reference), whole)
     del reference
     gc.collect()
     dtype = whole.dtype
-    found = _hear(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, told=expected.answers)
+    found = _outputs_of(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
     figures = _compare(expected, found, dtype) | {"prompts": origin, "altered": problems}
     if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
         problems.append("the chat template is not the one of the run")
     if cfg.tuning.mode == "qlora":
-        figures["quantised"] = _quantisation(cfg, folder, prompts, told=expected, whole=found)
+        figures["quantised"] = _quantisation(cfg, folder, prompts, expected=expected, whole=found)
     _judge(figures, problems, merged)
     return figures
 
@@ -125,28 +125,24 @@ def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
     return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # of plain text, all of it learned, one half
 
 
-def _end_token_ids(tokenizer: Any) -> list[int]:
-    if not tokenizer.chat_template:
-        return [tokenizer.eos_token_id]
-    return Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids
-
-
 @torch.no_grad()
-def _hear(generator: Generator, prompts: Sequence[list[int]], told: Sequence[list[int]] | None = None) -> Spoken:
-    """The model's answers, and its scores for them, or for the answers `told` where given."""
-    model, spoken = generator.model, Spoken()
+def _outputs_of(
+    generator: Generator, prompts: Sequence[list[int]], given: Sequence[list[int]] | None = None
+) -> Outputs:
+    """The model's answers, and its scores for them, or for the `given` answers."""
+    model, outputs = generator.model, Outputs()
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 1.3 * size_bytes(model):
         model.to("cuda")
     device = next(model.parameters()).device
     for n, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
         answer = generator.generate(ids, torch.ones_like(ids))[0, len(prompt) :].tolist()
-        spoken.answers.append(answer)
-        sequence = torch.tensor([prompt + (told[n] if told else answer)], device=device)
-        spoken.scores.append(model(input_ids=sequence).logits[0, len(prompt) - 1 :].float().cpu())
+        outputs.answers.append(answer)
+        sequence = torch.tensor([prompt + (given[n] if given else answer)], device=device)
+        outputs.scores.append(model(input_ids=sequence).logits[0, len(prompt) - 1 :].float().cpu())
         log.status(f"answered {n + 1}/{len(prompts)}", "merge")
     model.to("cpu")
-    return spoken
+    return outputs
 
 
 def _open_merged(cfg: RunConfig, merged: Path) -> Any:
@@ -171,7 +167,7 @@ def _merged_by_peft(reference: Any) -> nn.Module:
 
 
 def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
-    """Names of the tensors that are further from PEFT's own fp32 merge than one rounding of each value."""
+    """Names of the tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
     altered = []
     theirs = dict(expected.named_parameters(remove_duplicate=False))
     for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -186,10 +182,10 @@ def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
     return altered + sorted(theirs)
 
 
-def _compare(expected: Spoken, found: Spoken, dtype: torch.dtype) -> dict[str, Any]:
+def _compare(expected: Outputs, found: Outputs, dtype: torch.dtype) -> dict[str, Any]:
     scale = max(float(scores.abs().max()) for scores in expected.scores)
     tolerance = ROUNDINGS[dtype] * UNITS[dtype] * scale
-    fates = [parting(expected, found, n, tolerance) for n in range(len(expected.answers))]
+    fates = [compare_answers(expected, found, n=n, tolerance=tolerance) for n in range(len(expected.answers))]
     pairs = zip(expected.scores, found.scores, strict=True)
     return {
         "max_abs_logit_diff": max(float((a - b).abs().max()) for a, b in pairs),
@@ -201,8 +197,8 @@ def _compare(expected: Spoken, found: Spoken, dtype: torch.dtype) -> dict[str, A
     }
 
 
-def parting(expected: Spoken, found: Spoken, n: int, tolerance: float) -> str:
-    """`same`, `tie` (the reference scores both tokens alike where the answers part) or `apart`."""
+def compare_answers(expected: Outputs, found: Outputs, *, n: int, tolerance: float) -> str:
+    """`same`, `tie` (the reference scores both tokens the same where the answers first differ) or `apart`."""
     ours, theirs = expected.answers[n], found.answers[n]
     place = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
     if place is None:
@@ -212,13 +208,13 @@ def parting(expected: Spoken, found: Spoken, n: int, tolerance: float) -> str:
 
 
 def _quantisation(
-    cfg: RunConfig, folder: RunFolder, prompts: Sequence[list[int]], *, told: Spoken, whole: Spoken
+    cfg: RunConfig, folder: RunFolder, prompts: Sequence[list[int]], *, expected: Outputs, whole: Outputs
 ) -> dict[str, float]:
     """How far the model as it was trained, its base in 4 bits, is from the merged one, at the same places."""
     four_bit = load_result(cfg, folder.path)
     device = next(four_bit.parameters()).device
     gaps, same = [], []
-    for prompt, answer, scores in zip(prompts, told.answers, whole.scores, strict=True):
+    for prompt, answer, scores in zip(prompts, expected.answers, whole.scores, strict=True):
         with torch.no_grad():
             out = four_bit(input_ids=torch.tensor([prompt + answer], device=device))
         trained = out.logits[0, len(prompt) - 1 :].float().cpu()

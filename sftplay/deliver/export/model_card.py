@@ -11,43 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.read.sources import is_hub_name
 
-LOAD = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this folder, or its name on the hub
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-messages = [{"role": "user", "content": "Hello"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-answer = model.generate(**inputs, max_new_tokens=64, do_sample=False)
-print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-"""
-
-LOAD_TEXT = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this folder, or its name on the hub
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-inputs = tokenizer("Once", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64, do_sample=False)[0], skip_special_tokens=True))
-"""
-
-LOAD_ADAPTER = """\
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-base = AutoModelForCausalLM.from_pretrained({base})
-model = PeftModel.from_pretrained(base, "adapter")
-"""
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
-class Story:
-    """Everything a card tells, already without places of the machine it was made on."""
+class PublicRun:
+    """A run as it may be published: without paths of the machine, and without secrets."""
 
     name: str
     cfg: RunConfig
@@ -66,30 +41,44 @@ class Story:
     """The adapter lies beside the merged weights."""
 
 
-def write_card(story: Story, path: Path) -> None:
+def write_card(run: PublicRun, path: Path) -> None:
     """Write the card for the model in the folder of `path`, whose chat template decides how it is asked."""
-    talks = (path.parent / "chat_template.jinja").is_file()
-    parts = [_front_matter(story), _opening(story), _loading(story, talks), _data(story), _evaluation(story)]
-    parts += [_training(story), _versions(story)]
-    path.write_text("\n".join(parts), encoding="utf-8")
+    # No autoescape: a card is Markdown, where an escaped character would show as its code.
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    measurements = sorted(run.figures, key=lambda name: (name.removesuffix("before") == name, name))
+    text = environment.get_template("model_card.md").render(
+        run=run,
+        cfg=run.cfg,
+        how=_how(run.cfg),
+        has_chat_template=(path.parent / "chat_template.jinja").is_file(),
+        base=json.dumps(run.hub_base or f"path/to/{run.cfg.model.name}"),
+        sources=_sources(run.data_report),
+        measurements=measurements,
+        figures=_figures(run, measurements),
+        settings=list(_settings(run)),
+        versions=_versions(run.manifest),
+    )
+    path.write_text(f"---\n{_front_matter(run).to_yaml()}\n---\n\n{text}", encoding="utf-8")
 
 
-def _front_matter(story: Story) -> str:
-    """YAML as the hub reads it (https://huggingface.co/docs/hub/model-cards), where `unknown` is a licence too."""
-    mode = story.cfg.tuning.mode
-    lines = ["---", f"license: {story.licence or 'unknown'}", "library_name: transformers"]
-    lines += ["pipeline_tag: text-generation", "tags:"]
-    lines += [f"- {tag}" for tag in ("sft-play", story.cfg.task_mode, mode)]
-    if story.hub_base:
-        lines += [f"base_model: {json.dumps(story.hub_base)}", "base_model_relation: finetune"]
-    if is_hub_name(story.cfg.data.train_path) and "/" in story.cfg.data.train_path:
-        lines += ["datasets:", f"- {json.dumps(story.cfg.data.train_path)}"]
-    return "\n".join([*lines, "---", ""])
+def _front_matter(run: PublicRun) -> ModelCardData:
+    """What the hub reads (https://huggingface.co/docs/hub/model-cards), where `unknown` is a licence too."""
+    cfg = run.cfg
+    is_on_hub = is_hub_name(cfg.data.train_path) and "/" in cfg.data.train_path
+    relation: dict[str, Any] = {"base_model": run.hub_base, "base_model_relation": "finetune"} if run.hub_base else {}
+    return ModelCardData(
+        license=run.licence or "unknown",
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["sft-play", cfg.task_mode, cfg.tuning.mode],
+        datasets=[cfg.data.train_path] if is_on_hub else None,
+        **relation,
+    )
 
 
-def _opening(story: Story) -> str:
-    cfg = story.cfg
-    revision = f" (revision {cfg.model.revision})" if cfg.model.revision else ""
+def _how(cfg: RunConfig) -> str:
     how = {
         "full": "every weight was trained",
         "lora": "an adapter was trained and merged into the base",
@@ -98,57 +87,26 @@ def _opening(story: Story) -> str:
     if cfg.model.adapter:
         before = "had been merged into the base before" if cfg.model.merge_adapter else "was trained on"
         how += f"; the adapter of an earlier run {before}"
-    licence = (
-        f"Its base says {story.licence}; what the data allows is for you to know."
-        if story.licence
-        else "Not known: neither base nor data said one here. Find out what both allow before you pass this model on."
-    )
-    return (
-        f"# {story.name}\n\n`{cfg.model.name}`{revision}, tuned with SFT-Play (task `{cfg.task_mode}`): {how}.\n\n"
-        f"**Licence.** {licence}\n\n"
-        "**Limits.** Nothing was measured but what stands below: no safety, no other tasks.\n"
-    )
+    return how
 
 
-def _loading(story: Story, talks: bool) -> str:
-    text = f"## Load it\n\n```python\n{LOAD if talks else LOAD_TEXT}```\n"
-    if not story.has_adapter:
-        return text
-    base = json.dumps(story.hub_base or f"path/to/{story.cfg.model.name}")
-    return f"{text}\nThe adapter alone, beside its base:\n\n```python\n{LOAD_ADAPTER.format(base=base)}```\n"
-
-
-def _data(story: Story) -> str:
-    report = story.data_report
-    if not report:
-        return "## Data\n\nThe run left no data report.\n"
+def _sources(report: Mapping[str, Any]) -> list[list[str]]:
     sources = {"all": report, **report.get("sources", {})} if len(report.get("sources", {})) > 1 else {"all": report}
-    rows = [
-        (name, *(_count(source, key) for key in ("read", "kept", "cut", "dropped", "refused", "tokens")),
-         f"{source.get('trainable_token_share', 0.0):.1%}")
+    columns = ("read", "kept", "cut", "dropped", "refused", "tokens")
+    return [
+        [name, *(_count(source.get(key, 0)) for key in columns), f"{source.get('trainable_token_share', 0.0):.1%}"]
         for name, source in sources.items()
-    ]  # fmt: skip
-    table = _table(("source", "read", "kept", "cut", "dropped", "refused", "tokens", "of them learned"), rows)
-    end = f"The end of turn is learned in {report.get('eos_in_loss_share', 0.0):.1%} of the examples."
-    return f"## Data\n\n{table}\n\n{end} Every figure: `data_report.json`.\n"
+    ]
 
 
-def _count(source: Mapping[str, Any], key: str) -> str:
-    value = source.get(key, 0)
-    return f"{sum(value.values()) if isinstance(value, dict) else value:,}"
+def _count(value: int | Mapping[str, int]) -> str:
+    return f"{sum(value.values()) if isinstance(value, Mapping) else value:,}"
 
 
-def _evaluation(story: Story) -> str:
-    if not story.figures:
-        return "## Evaluation\n\nNot measured.\n"
-    names = sorted(story.figures, key=lambda name: (name.removesuffix("before") == name, name))
-    keys = list(dict.fromkeys(key for figures in story.figures.values() for key in figures))
-    numbers = (int, float)
-    keys = [key for key in keys if any(isinstance(story.figures[name].get(key), numbers) for name in names)]
-    table = _table(("", *names), [(key, *(_figure(story.figures[name].get(key)) for name in names)) for key in keys])
-    measured = story.cfg.eval
-    how = f"Held-out rows; answers are greedy, at most {measured.max_new_tokens} tokens; `before` is the untuned base."
-    return f"## Evaluation\n\n{table}\n\n{how}\n"
+def _figures(run: PublicRun, names: list[str]) -> list[list[str]]:
+    keys = dict.fromkeys(key for figures in run.figures.values() for key in figures)
+    rows = [[key, *(_figure(run.figures[name].get(key)) for name in names)] for key in keys]
+    return [row for row in rows if set(row[1:]) != {"-"}]
 
 
 def _figure(value: Any) -> str:
@@ -157,12 +115,8 @@ def _figure(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "-"
 
 
-def _training(story: Story) -> str:
-    return f"## Training\n\n{_table(('setting', 'value'), list(_settings(story)))}\n\nAll: `config.resolved.yaml`.\n"
-
-
-def _settings(story: Story) -> Iterator[tuple[str, Any]]:
-    cfg = story.cfg
+def _settings(run: PublicRun) -> Iterator[tuple[str, Any]]:
+    cfg = run.cfg
     yield "tuning", cfg.tuning.mode
     if cfg.tuning.mode != "full":
         lora = cfg.tuning.lora
@@ -173,7 +127,7 @@ def _settings(story: Story) -> Iterator[tuple[str, Any]]:
         yield "layers", targets + "".join(f", {name} in full" for name in lora.modules_to_save)
     if cfg.tuning.mode == "qlora":
         yield "base while training", f"{cfg.tuning.quant_type}, double_quant {str(cfg.tuning.double_quant).lower()}"
-    yield "steps", story.manifest.get("steps", cfg.train.max_steps or f"{cfg.train.epochs:g} epochs")
+    yield "steps", run.manifest.get("steps", cfg.train.max_steps or f"{cfg.train.epochs:g} epochs")
     yield "rows a step", cfg.train.effective_batch_size
     yield "learning rate", f"{cfg.train.peak_rate}, {cfg.train.lr_scheduler}, warm-up {cfg.train.warmup_ratio:g}"
     yield "precision", cfg.train.precision
@@ -181,14 +135,7 @@ def _settings(story: Story) -> Iterator[tuple[str, Any]]:
     yield "seed", cfg.seed
 
 
-def _versions(story: Story) -> str:
-    manifest = story.manifest
+def _versions(manifest: Mapping[str, Any]) -> list[tuple[str, Any]]:
     known = {"sft-play": manifest.get("kit"), "commit": manifest.get("git_commit"), "python": manifest.get("python")}
     known |= manifest.get("machine", {}).get("libraries", {})
-    rows = [(name, version) for name, version in known.items() if version]
-    return f"## Versions\n\n{_table(('', 'version'), rows)}\n" if rows else "## Versions\n\nNot recorded.\n"
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    lines = [heads, tuple("---" for _ in heads), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return [(name, version) for name, version in known.items() if version]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from sftplay.atomic import locked
 from sftplay.errors import ConfigError, MachineError
 from sftplay.units import format_bytes
 
@@ -37,22 +36,17 @@ def write_folder(out: Path, weight_bytes: int, fill: Callable[[Path], None]) -> 
     scratch = out.with_name(f".{out.name}.part")
     try:
         scratch.mkdir(parents=True, exist_ok=True)
-        handle = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise MachineError(
-            f"cannot be written ({error.strerror})", where=str(out), fix="choose another folder"
-        ) from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the folder itself, and gone with this process
-        _fill(scratch, out, weight_bytes, fill)
+        with locked(scratch, waits=False):
+            _fill(scratch, out, weight_bytes=weight_bytes, fill=fill)
     except BlockingIOError:
         raise ConfigError("another process is writing it", where=str(out), fix="wait for it to end") from None
-    finally:
-        os.close(handle)
+    except (OSError, SafetensorError) as error:
+        what = f"cannot be written ({getattr(error, 'strerror', None) or str(error).splitlines()[0]})"
+        raise MachineError(what, where=str(out), fix="make room, or name another folder with OUT=") from error
     return out
 
 
-def _fill(scratch: Path, out: Path, weight_bytes: int, fill: Callable[[Path], None]) -> None:
+def _fill(scratch: Path, out: Path, *, weight_bytes: int, fill: Callable[[Path], None]) -> None:
     try:
         for left in scratch.iterdir():  # of an attempt that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -63,8 +57,5 @@ def _fill(scratch: Path, out: Path, weight_bytes: int, fill: Callable[[Path], No
         fill(scratch)
         check_target(out)
         scratch.rename(out)
-    except (OSError, SafetensorError) as error:
-        what = f"cannot be written ({getattr(error, 'strerror', None) or str(error).splitlines()[0]})"
-        raise MachineError(what, where=str(out), fix="make room, or name another folder with OUT=") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -26,7 +26,7 @@ REVISION = "0" * 40
 GENERATION = "generation_config.json"
 
 
-def serve(cfg: RunConfig, folder: RunFolder, server: Server, port: int) -> int:
+def serve(cfg: RunConfig, folder: RunFolder, *, server: Server, port: int) -> int:
     """Serve the run until a signal stops it; the exit code. An adapter is merged first, once, into `merged/`.
 
     The model is known to clients by the run's name. As with OpenAI's own service, an answer is sampled at the
@@ -40,12 +40,12 @@ def serve(cfg: RunConfig, folder: RunFolder, server: Server, port: int) -> int:
     port = choose_port(port)
     model = whole_model(cfg, folder)
     name = served_name(folder)
-    with tempfile.TemporaryDirectory(prefix="sftplay-serve-") as place:
-        seen = lay_out(model, server_config(cfg, model), Path(place), name)
+    with tempfile.TemporaryDirectory(prefix="sftplay-serve-") as cache:
+        snapshot = make_hub_cache(Path(cache), model, config=server_config(cfg, model), name=name)
         log.say(f"starting the server ({server}); its own lines go to {folder.logs / 'serve.log'}", "serve")
-        where = seen if server == "vllm" else Path(place)
-        launch = build_server(server, name, where, port, trusts_code=cfg.model.trust_remote_code)
-        return run_server(launch, name, port, cwd=Path(place), log_file=(folder.logs / "serve.log").resolve())
+        where = snapshot if server == "vllm" else Path(cache)
+        launch = build_server(server, where, name=name, port=port, trusts_code=cfg.model.trust_remote_code)
+        return run_server(launch, name, port, cwd=Path(cache), log_file=(folder.logs / "serve.log").resolve())
 
 
 def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
@@ -60,7 +60,7 @@ def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
     merged = folder.path / "merged"
     if not merged.exists():
         log.say(f"a server needs one whole model: merging the adapter into {merged}", "serve")
-        return merge(cfg, folder, merged, None)
+        return merge(cfg, folder, merged)
     try:
         digest = json.loads((merged / RECORD).read_text(encoding="utf-8"))["adapter_sha256"]
     except (OSError, ValueError, KeyError):
@@ -92,11 +92,11 @@ def server_config(cfg: RunConfig, model: Path) -> GenerationConfig:
     return config
 
 
-def lay_out(model: Path, config: GenerationConfig, cache: Path, name: str) -> Path:
-    """A hub cache at `cache` that holds nothing but `model` under `name`, by links; the folder of the model in it.
+def make_hub_cache(cache: Path, model: Path, *, config: GenerationConfig, name: str) -> Path:
+    """Make a hub cache at `cache` that holds only `model`, as links, under `name`; the model's folder in it.
 
-    So the server's list of models is that one, by a name of one word: transformers' server lists what the cache holds,
-    and fails where there is no cache.
+    The server's list of models is then this one name: transformers' server lists what the cache holds, and fails
+    without a cache.
     """
     home = cache / f"models--{name}"
     snapshot = home / "snapshots" / REVISION

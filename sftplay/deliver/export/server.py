@@ -5,14 +5,12 @@ It knows nothing of runs and loads no model; what is served lies in a folder tha
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +20,7 @@ from sftplay import log
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.command.command import Launch, offline_environment, quiet_environment
 from sftplay.launch.command.ports import HOST, free_port
-from sftplay.signals import die_with_parent
+from sftplay.signals import popen_tied
 
 Server = Literal["transformers", "vllm"]
 
@@ -61,7 +59,7 @@ def choose_server(wish: Server | Literal["auto"], *, has_gpu: bool) -> tuple[Ser
 
 
 def choose_port(port: int) -> int:
-    """`port` itself, or any free one for 0: clients are told a port, so none is taken in its place.
+    """`port` itself, or any free one for 0: clients know that port, so no other takes its place.
 
     Raises:
         MachineError: something listens on it.
@@ -72,7 +70,7 @@ def choose_port(port: int) -> int:
     return found
 
 
-def build_server(server: Server, name: str, folder: Path, port: int, *, trusts_code: bool) -> Launch:
+def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
     """The server of the model `name`, which lies in `folder`: a hub cache (see `serve`) for transformers, whose own
     server takes hub names only in its list of models; the model's folder itself for vLLM.
     """
@@ -96,34 +94,31 @@ def run_server(launch: Launch, name: str, port: int, *, cwd: Path, log_file: Pat
         RunError: it ended by itself, with its last lines.
     """
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    with log_file.open("w", encoding="utf-8") as handle, _Stopper().installed() as stopper:
-        process = subprocess.Popen(
-            launch.argv, env={**os.environ, **launch.env}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=handle,
-            stderr=handle, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
+    with log_file.open("wb") as handle, _StopSignals().installed() as stopper:
+        process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
         try:
             _wait_until_it_answers(process, stopper, port)
             if not stopper.received and process.poll() is None:
                 log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}; Ctrl-C stops it", "serve")
-            _stay(process, stopper)
+            _wait_for_end(process, stopper)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
     if not stopper.received:
-        raise RunError(_last_words(log_file, process.returncode), where=str(log_file), fix="read that log")
+        raise RunError(_last_lines(log_file, process.returncode), where=str(log_file), fix="read that log")
     log.say("stopped", "serve")
     return 128 + stopper.received
 
 
-class _Stopper:
+class _StopSignals:
     """Remembers the first stop signal and when it came, and whether there was a second one."""
 
     def __init__(self) -> None:
         self.received, self.again, self.at = 0, False, 0.0
 
     @contextmanager
-    def installed(self) -> Iterator[_Stopper]:
+    def installed(self) -> Iterator[_StopSignals]:
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield self
@@ -142,7 +137,7 @@ class _Stopper:
         return not self.again and time.monotonic() - self.at < STOP_S
 
 
-def _wait_until_it_answers(process: subprocess.Popen[bytes], stopper: _Stopper, port: int) -> None:
+def _wait_until_it_answers(process: subprocess.Popen[bytes], stopper: _StopSignals, port: int) -> None:
     deadline = time.monotonic() + START_S
     while process.poll() is None and not stopper.received and not _is_healthy(port):
         if time.monotonic() > deadline:
@@ -161,18 +156,18 @@ def _is_healthy(port: int) -> bool:
         connection.close()
 
 
-def _stay(process: subprocess.Popen[bytes], stopper: _Stopper) -> None:
-    told = False
+def _wait_for_end(process: subprocess.Popen[bytes], stopper: _StopSignals) -> None:
+    is_terminated = False
     while process.poll() is None:
-        if stopper.received and not told:
+        if stopper.received and not is_terminated:
             process.terminate()
-            told = True
-        elif told and not stopper.is_patient:
+            is_terminated = True
+        elif is_terminated and not stopper.is_patient:
             process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
 
 
-def _last_words(log_file: Path, code: int) -> str:
+def _last_lines(log_file: Path, code: int) -> str:
     lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
     return "\n".join([f"the server ended with code {code}:", *(f"  {line}" for line in lines)])

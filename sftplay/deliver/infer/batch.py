@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sftplay.atomic import whole_file
 from sftplay.data.layouts.fields import Row
 from sftplay.deliver.infer.generate import Generator, answer_batch
 from sftplay.deliver.infer.partial_answers import FIX_SPACE, PartialAnswers
@@ -35,52 +35,53 @@ def check_lengths(questions: PromptFile, renderer: Any, generator: Generator) ->
 
 
 def answer_rest(
-    generator: Generator, renderer: Any, questions: PromptFile, *, batch_size: int, journal: PartialAnswers, pace: Pace
+    generator: Generator,
+    renderer: Any,
+    questions: PromptFile,
+    *,
+    batch_size: int,
+    partial: PartialAnswers,
+    meter: ProgressMeter,
 ) -> None:
-    """Answer what `journal` does not hold yet, into it.
+    """Answer the rows that have no answer in `partial` yet, and add the answers to it.
 
     The batches are the same every time, so that a resumed run gives the answers it would have given.
     """
-    skipped = journal.n_batches
+    skipped = partial.n_batches
     for window in questions.windows(batch_size):
         n_batches = -(-len(window) // batch_size)
         for batch in _by_length(window, renderer, batch_size)[skipped:] if skipped < n_batches else ():
             numbers = [question.number for question, _ in batch]
             answers = answer_batch(generator, [prompt for _, prompt in batch], numbers)
-            journal.append(list(zip(numbers, answers, strict=True)))
-            pace.count(len(batch))
+            partial.append(list(zip(numbers, answers, strict=True)))
+            meter.count(len(batch))
         skipped = max(0, skipped - n_batches)
 
 
 def _by_length(window: list[Prompt], renderer: Any, batch_size: int) -> list[Batch]:
-    """The longest first: what does not fit into memory shows at once."""
+    """The longest first, so that a batch too large for the memory fails at once."""
     asked = [(question, question.prompt(renderer)) for question in window]
     asked.sort(key=lambda pair: -len(pair[1]))
     return [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
 
 
-def write_answered(questions: PromptFile, journal: PartialAnswers, out: Path, batch_size: int) -> None:
-    """Write every row with its `response`, in order; `out` appears whole, and the journal goes.
+def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path, batch_size: int) -> None:
+    """Write every row with its `response`, in order; `out` appears whole, and `partial` is removed.
 
     Raises:
         RunError: it cannot be written.
     """
-    scratch = out.with_name(f".{out.name}.whole")
     try:
-        with scratch.open("w", encoding="utf-8") as handle:
-            batches = journal.answers() if journal.n_batches else iter(())
+        with whole_file(out) as scratch, scratch.open("w", encoding="utf-8") as handle:
+            batches = partial.answers() if partial.n_batches else iter(())
             for window in questions.windows(batch_size):
                 found = {n: text for _ in range(-(-len(window) // batch_size)) for n, text in next(batches)}
                 for question in window:
                     handle.write(_line({**question.row, "response": found[question.number]}))
-            handle.flush()
-            os.fsync(handle.fileno())
-        scratch.replace(out)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
-        what = f"cannot be written ({error.strerror}); the answers are kept in {journal.path}"
+        what = f"cannot be written ({error.strerror}); the answers are kept in {partial.path}"
         raise RunError(what, where=str(out), fix=FIX_SPACE) from error
-    journal.remove()
+    partial.remove()
 
 
 def _line(row: Row) -> str:
@@ -93,11 +94,11 @@ def _line(row: Row) -> str:
     return f"{text}\n"
 
 
-class Pace:
-    """Tells how many of `n` rows are answered, how fast it goes and how long it will take."""
+class ProgressMeter:
+    """Shows how many of `n` rows are answered, how many a second, and the time that is left."""
 
-    def __init__(self, n: int, done: int, tell: Callable[[str], None]) -> None:
-        self._n, self._done, self._tell = n, done, tell
+    def __init__(self, n: int, done: int, show: Callable[[str], None]) -> None:
+        self._n, self._done, self._show = n, done, show
         self._fresh = 0
         self._began = time.monotonic()
 
@@ -107,4 +108,4 @@ class Pace:
         self._done += n
         per_s = self._fresh / max(time.monotonic() - self._began, 1e-9)
         left = format_seconds((self._n - self._done) / per_s)
-        self._tell(f"answered {self._done}/{self._n}, {per_s:.1f} rows/s, {left} left")
+        self._show(f"answered {self._done}/{self._n}, {per_s:.1f} rows/s, {left} left")

@@ -1,6 +1,6 @@
 """A conversation with a model: what was said, how it is asked, and the commands that change either.
 
-It reads no keyboard and prints nothing; `verbs/talk` does.
+It reads no keyboard and prints nothing; `commands/use/infer` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ A line that begins with a space is said as it is. Ctrl-C ends an answer; at the 
 
 @dataclass
 class Conversation:
-    """One conversation and its settings; an answer draws on random numbers of its own, the nth always on the same."""
+    """One conversation and its settings. The nth answer always draws the same random numbers."""
 
     generator: Generator
     renderer: Any
@@ -37,28 +37,28 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     n_asked: int = 0
 
-    def ask(self, words: str, stop: Event, note: Callable[[str], None]) -> Iterator[str]:
-        """Pieces of the answer to `words`, until `stop` is set; both are remembered, unless nothing was answered.
+    def ask(self, text: str, stop: Event, note: Callable[[str], None]) -> Iterator[str]:
+        """Parts of the answer to `text`, until `stop` is set; both are remembered, unless nothing was answered.
 
-        Where the conversation no longer fits the model's context, its oldest turns are forgotten, and `note` hears it.
+        When the conversation no longer fits the model's context, its oldest turns are forgotten and `note` is told.
 
         Raises:
-            DataError: the template refuses the conversation, or `words` alone do not fit; they are not remembered.
+            DataError: the template refuses the conversation, or `text` alone does not fit; it is not remembered.
         """
         before = list(self.turns)
-        self.turns.append(Message("user", words))
-        pieces: list[str] = []
+        self.turns.append(Message("user", text))
+        parts: list[str] = []
         try:
             prompt, generator = self._fitted(note)
             self.n_asked += 1
-            for piece in stream_answer(generator, prompt, self.n_asked, stop):
-                pieces.append(piece)
-                yield piece
+            for part in stream_answer(generator, prompt, row=self.n_asked, stop=stop):
+                parts.append(part)
+                yield part
         except BaseException:
             self.turns = before
             raise
-        if pieces or not stop.is_set():
-            self.turns.append(Message("assistant", "".join(pieces)))
+        if parts or not stop.is_set():
+            self.turns.append(Message("assistant", "".join(parts)))
         else:
             self.turns.pop()
 
@@ -88,7 +88,7 @@ class Conversation:
         return ids
 
 
-def run_command(dialogue: Conversation, line: str) -> str | None:
+def run_command(conversation: Conversation, line: str) -> str | None:
     """Do what a line that begins with / says, and answer it; None when the conversation is to end."""
     word, _, rest = line.strip().partition(" ")
     if word == "/quit":
@@ -98,23 +98,23 @@ def run_command(dialogue: Conversation, line: str) -> str | None:
         near = nearest_names(word, [*COMMANDS, "/quit"])
         hint = f"did you mean {near[0]}?" if near else "/help lists what there is"
         return f"no command {word!r}: {hint} (a line that begins with a space is said as it is)"
-    return action(dialogue, rest.strip())
+    return action(conversation, rest.strip())
 
 
-def _reset(dialogue: Conversation, rest: str) -> str:
+def _reset(conversation: Conversation, rest: str) -> str:
     if rest:
         return "/reset takes nothing after it"
-    dialogue.turns.clear()
+    conversation.turns.clear()
     return "what was said is forgotten"
 
 
-def _system(dialogue: Conversation, rest: str) -> str:
+def _system(conversation: Conversation, rest: str) -> str:
     if rest:
-        dialogue.system = None if rest == NO_SYSTEM else rest
-    return f"system prompt: {dialogue.system}" if dialogue.system else "there is no system prompt"
+        conversation.system = None if rest == NO_SYSTEM else rest
+    return f"system prompt: {conversation.system}" if conversation.system else "there is no system prompt"
 
 
-def _temperature(dialogue: Conversation, rest: str) -> str:
+def _temperature(conversation: Conversation, rest: str) -> str:
     if rest:
         try:
             value = float(rest)
@@ -122,22 +122,22 @@ def _temperature(dialogue: Conversation, rest: str) -> str:
             value = math.nan
         if not 0 <= value < math.inf:
             return f"not a temperature: {rest!r} (0 or more)"
-        generator = dialogue.generator
-        dialogue.generator = replace(generator, sampling=replace(generator.sampling, temperature=value))
-    sampling = dialogue.generator.sampling
+        generator = conversation.generator
+        conversation.generator = replace(generator, sampling=replace(generator.sampling, temperature=value))
+    sampling = conversation.generator.sampling
     cut = f", top-p {sampling.top_p:g}" if sampling.temperature and sampling.top_p < 1 else ""
     return f"temperature {sampling.temperature:g}{cut}{'' if sampling.temperature else ': the likeliest words'}"
 
 
-def _max(dialogue: Conversation, rest: str) -> str:
+def _max(conversation: Conversation, rest: str) -> str:
     if rest:
         if not rest.isdecimal() or int(rest) == 0:
             return f"not a number of tokens: {rest!r}"
-        dialogue.generator = replace(dialogue.generator, max_new_tokens=int(rest))
-    return f"answers of at most {dialogue.generator.max_new_tokens} tokens"
+        conversation.generator = replace(conversation.generator, max_new_tokens=int(rest))
+    return f"answers of at most {conversation.generator.max_new_tokens} tokens"
 
 
-def _help(dialogue: Conversation, rest: str) -> str:
+def _help(conversation: Conversation, rest: str) -> str:
     return HELP
 
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.streamers import BaseStreamer
 
 from sftplay.deliver.infer.sampling import GREEDY, Sampling
-from sftplay.monitor.out_of_memory import Portions
+from sftplay.monitor.out_of_memory import AdaptiveBatches
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Generator:
 
     @torch.no_grad()
     def generate(
-        self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[int] = (), pieces: Pieces | None = None
+        self, ids: torch.Tensor, mask: torch.Tensor, *, rows: Sequence[int] = (), streamer: TextStreamer | None = None
     ) -> Any:
         """Continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` are the numbers of the prompts.
 
@@ -64,8 +64,8 @@ class Generator:
                 attention_mask=mask.to(device),
                 generation_config=greedy,
                 logits_processor=self.sampling.processors(rows or range(len(ids))),
-                stopping_criteria=StoppingCriteriaList([_Asked(pieces.stop)] if pieces else []),
-                streamer=pieces,
+                stopping_criteria=StoppingCriteriaList([_StopOnEvent(streamer.stop)] if streamer else []),
+                streamer=streamer,
             )
         finally:
             inner.generation_config = shipped
@@ -82,7 +82,7 @@ def answer_batch(generator: Generator, prompts: Sequence[list[int]], rows: Seque
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
-    out = generator.generate(ids, mask, rows)
+    out = generator.generate(ids, mask, rows=rows)
     answers: list[str] = generator.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
     return answers
 
@@ -100,7 +100,7 @@ def answer_all(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    portions = Portions(batch_size, "answering")
+    portions = AdaptiveBatches(batch_size, "answering")
 
     def answer(portion: slice) -> int:
         batch = order[portion]
@@ -113,25 +113,24 @@ def answer_all(
     return answers
 
 
-def stream_answer(generator: Generator, prompt: list[int], row: int = 0, stop: Event | None = None) -> Iterator[str]:
-    """Pieces of the answer to one prompt as they are made, until `stop` is set; together they are the answer."""
-    pieces = Pieces(generator.tokenizer, stop or Event())
+def stream_answer(generator: Generator, prompt: list[int], *, row: int = 0, stop: Event | None = None) -> Iterator[str]:
+    """Parts of the answer to one prompt as they are made, until `stop` is set; together they are the answer."""
+    streamer = TextStreamer(generator.tokenizer, stop or Event())
     ids = torch.tensor([prompt])
     with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(generator.generate, ids, torch.ones_like(ids), [row], pieces)
-        work.add_done_callback(lambda _: pieces.end())  # else a failure would leave the reader waiting
+        work = pool.submit(generator.generate, ids, torch.ones_like(ids), rows=[row], streamer=streamer)
+        work.add_done_callback(lambda _: streamer.end())  # else a failure would leave the reader waiting
         try:
-            yield from iter(pieces.queue.get, None)
+            yield from iter(streamer.queue.get, None)
         finally:
-            pieces.stop.set()  # a reader that left early waits for one token, not for the whole answer
+            streamer.stop.set()  # a reader that left early waits for one token, not for the whole answer
         work.result()
 
 
-class Pieces(BaseStreamer):
+class TextStreamer(BaseStreamer):
     """The text of one answer as its tokens come; a character is held back until all its bytes are there.
 
-    transformers' own streamers decode a part of the tokens at a time, which loses the space before a word with some
-    tokenizers.
+    transformers' own streamers decode a few tokens at a time, and with some tokenizers lose the space before a word.
     """
 
     def __init__(self, tokenizer: Any, stop: Event) -> None:
@@ -139,7 +138,7 @@ class Pieces(BaseStreamer):
         self.stop = stop
         self._tokenizer = tokenizer
         self._ids: list[int] | None = None
-        self._told = ""
+        self._shown = ""
 
     def put(self, value: torch.Tensor) -> None:
         """Take new tokens; the first are the prompt."""
@@ -148,27 +147,27 @@ class Pieces(BaseStreamer):
             return
         self._ids.extend(value.flatten().tolist())
         text = self._text().rstrip("\N{REPLACEMENT CHARACTER}")
-        if text.startswith(self._told):
-            self._tell(text)
+        if text.startswith(self._shown):
+            self._put_new(text)
 
     def end(self) -> None:
         """Hand out what is left, and the end."""
-        self._tell(self._text())
+        self._put_new(self._text())
         self.queue.put(None)
 
     def _text(self) -> str:
         return str(self._tokenizer.decode(self._ids or [], skip_special_tokens=True))
 
-    def _tell(self, text: str) -> None:
+    def _put_new(self, text: str) -> None:
         # A tokenizer that tidies white space may write what it wrote before in another way.
-        changed = (place for place, (old, new) in enumerate(zip(self._told, text)) if old != new)
-        known = next(changed, min(len(self._told), len(text)))
+        changed = (place for place, (old, new) in enumerate(zip(self._shown, text)) if old != new)
+        known = next(changed, min(len(self._shown), len(text)))
         if text[known:]:
             self.queue.put(text[known:])
-            self._told = text
+            self._shown = text
 
 
-class _Asked(StoppingCriteria):
+class _StopOnEvent(StoppingCriteria):
     """Ends an answer once somebody asks for it."""
 
     def __init__(self, stop: Event) -> None:

@@ -1,6 +1,7 @@
-"""Answers given so far, in a file beside the one they are for, so that a killed `infer-batch` goes on where it was.
+"""Answers so far, in a file beside the final one. A killed `infer-batch` continues from it.
 
-Its first line says what the answers are of, each further line holds one batch. It knows nothing of models.
+Its first line says which run, rows and settings the answers belong to; each further line holds one batch. It knows
+nothing of models.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any, BinaryIO
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.run_folder import RunFolder
 
-OPENING = '{"answers of": '
-"""How a journal begins; whatever begins otherwise is not one and is left alone."""
+HEADER = '{"answers of": '
+"""How the file begins. A file that begins otherwise is not ours and is left alone."""
 
 FIX_SPACE = "make room, and start the same command again: it goes on where it stopped"
 
 Fingerprint = dict[str, Any]
-"""What the answers follow from: name -> value."""
+"""What decides the answers: name -> value."""
 
 
 def fingerprint_run(folder: RunFolder) -> str:
@@ -77,7 +78,7 @@ class PartialAnswers:
         Raises:
             RunError: it cannot be written.
         """
-        head = "" if self.n_batches else OPENING + json.dumps(self._fingerprint) + "}\n"
+        head = "" if self.n_batches else HEADER + json.dumps(self._fingerprint) + "}\n"
         data = (head + json.dumps(answers) + "\n").encode()
         file = self._open().fileno()
         try:
@@ -112,7 +113,7 @@ class PartialAnswers:
         raise ConfigError(what, where=str(self.path), fix="wait for it to end, or choose another file with OUT=")
 
     def _open(self) -> BinaryIO:
-        assert self._handle is not None, "a journal is written while it is held"
+        assert self._handle is not None, "the file is written while it is held"
         return self._handle
 
     def _read(self) -> None:
@@ -121,8 +122,8 @@ class PartialAnswers:
         head = handle.readline()
         if head and head.endswith(b"\n"):
             self._compare(head)
-        elif not OPENING.encode().startswith(head[: len(OPENING)]):
-            raise self._foreign()
+        elif not HEADER.encode().startswith(head[: len(HEADER)]):
+            raise self._not_ours()
         good = handle.tell() if head.endswith(b"\n") else 0
         for line in handle:
             if (n := _count(line)) is None:
@@ -134,23 +135,23 @@ class PartialAnswers:
 
     def _compare(self, head: bytes) -> None:
         try:
-            told = json.loads(head)["answers of"] if head.startswith(OPENING.encode()) else None
+            stored = json.loads(head)["answers of"] if head.startswith(HEADER.encode()) else None
         except (ValueError, KeyError):
-            told = None
-        if not isinstance(told, dict):
-            raise self._foreign()
+            stored = None
+        if not isinstance(stored, dict):
+            raise self._not_ours()
         mine = self._fingerprint
         different = [
-            f"{name} was {told.get(name)!r} and is {mine.get(name)!r} now"
-            for name in [*mine, *(name for name in told if name not in mine)]
-            if told.get(name) != mine.get(name)
+            f"{name} was {stored.get(name)!r} and is {mine.get(name)!r} now"
+            for name in [*mine, *(name for name in stored if name not in mine)]
+            if stored.get(name) != mine.get(name)
         ]
         if different:
             what = f"it holds answers of something else: {'; '.join(different)}"
             fix = "ask as before, or remove that file to begin anew"
             raise ConfigError(what, where=str(self.path), fix=fix)
 
-    def _foreign(self) -> ConfigError:
+    def _not_ours(self) -> ConfigError:
         what = "is in the way: not a file of answers that was left half done"
         return ConfigError(what, where=str(self.path), fix="move it away, or choose another file with OUT=")
 

@@ -20,7 +20,7 @@ BATCHES_IN_WINDOW = 64
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row: its number in the whole file, its place, its fields, and what of them the model is asked."""
+    """One row: its number in the whole file, its place, its fields, and the question that they hold."""
 
     number: int
     source: Source
@@ -64,7 +64,7 @@ class PromptFile:
                 number += 1
 
     def windows(self, batch_size: int) -> Iterator[list[Prompt]]:
-        """All rows, in order, so many at a time as are sorted by length together."""
+        """All rows, in order, in windows; the rows of one window are sorted by length together."""
         rows = iter(self)
         while window := list(islice(rows, BATCHES_IN_WINDOW * batch_size)):
             yield window

@@ -71,7 +71,7 @@ class SvgPath(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves, of which at least one has a point, over one axis of steps."""
+    """Curves over one axis of steps; each has a point."""
 
     title: str
     unit: str

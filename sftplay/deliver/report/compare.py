@@ -63,9 +63,9 @@ def comparison_table(comparison: dict[str, Any]) -> str:
     return "\n".join(lines[1:])
 
 
-def _run(found: RunFiles) -> Row:
-    path = str(found.folder.path)
-    return {"name": found.folder.name, "path": path, "state": found.state, "step": found.step, "steps": found.steps}
+def _run(run: RunFiles) -> Row:
+    path = str(run.folder.path)
+    return {"name": run.folder.name, "path": path, "state": run.state, "step": run.step, "steps": run.steps}
 
 
 def _run_text(run: Row) -> str:
@@ -74,7 +74,7 @@ def _run_text(run: Row) -> str:
 
 
 def _config(one: RunFiles, two: RunFiles) -> list[Row]:
-    sides = [{key: s.value for key, s in found.settings.items() if key not in NOT_COMPARED} for found in (one, two)]
+    sides = [{key: s.value for key, s in run.settings.items() if key not in NOT_COMPARED} for run in (one, two)]
     return _different(*sides)
 
 
@@ -93,7 +93,7 @@ def _figures(one: RunFiles, two: RunFiles) -> list[Row]:
     tags.sort(key=lambda tag: (tag not in ("after", "before"), tag))
     rows = []
     for tag in tags:
-        sides = [found.evals.get(tag, {}) for found in (one, two)]
+        sides = [run.evals.get(tag, {}) for run in (one, two)]
         names = [*sides[0], *(name for name in sides[1] if name not in sides[0])]
         rows += [_row(f"{tag} {name}", sides[0].get(name), sides[1].get(name)) for name in names]
     return [row for row in rows if row["a"] is not None or row["b"] is not None]
@@ -109,35 +109,35 @@ def _finite(number: float | None) -> float | None:
 
 
 def _training(one: RunFiles, two: RunFiles) -> list[Row]:
-    sides = [dict(_training_figures(found)) for found in (one, two)]
+    sides = [dict(_training_figures(run)) for run in (one, two)]
     rows = [_row(name, sides[0][name], sides[1][name]) for name in sides[0]]
     return [row for row in rows if row["a"] is not None or row["b"] is not None]
 
 
-def _training_figures(found: RunFiles) -> Iterator[tuple[str, float | None]]:
-    history = found.history
-    yield "step", float(found.step)
+def _training_figures(run: RunFiles) -> Iterator[tuple[str, float | None]]:
+    history = run.history
+    yield "step", float(run.step)
     yield "last training_loss", (history.ends("loss") or (None, None))[1]
-    yield "last held_out_loss", found.held_out[-1][1] if found.held_out else None
+    yield "last held_out_loss", run.held_out[-1][1] if run.held_out else None
     yield "last grad_norm", (history.ends("grad_norm") or (None, None))[1]
     yield "median tokens_per_s", history.middle("tokens_per_s")
-    yield "train_seconds", as_number(found.status.get("train_seconds"))
+    yield "train_seconds", as_number(run.status.get("train_seconds"))
     for key in ("peak_bytes", "peak_rss_bytes"):
         yield key, history.largest(key)
 
 
 def _data(one: RunFiles, two: RunFiles) -> list[Row]:
-    facts = [_data_facts(found) for found in (one, two)]
+    facts = [_data_facts(run) for run in (one, two)]
     return [{"key": key, "a": facts[0][key], "b": facts[1][key]} for key in facts[0]]
 
 
-def _data_facts(found: RunFiles) -> dict[str, Any]:
-    data = found.data
+def _data_facts(run: RunFiles) -> dict[str, Any]:
+    data = run.data
     sides = mapping(data.get("sources"))
     return {
         "fingerprint": data.get("fingerprint"),
         "template_hash": data.get("template_hash"),
-        "order_sha256": found.manifest.get("order_sha256"),
+        "order_sha256": run.manifest.get("order_sha256"),
         "train examples": mapping(sides.get("train")).get("examples"),
         "train tokens": mapping(sides.get("train")).get("tokens"),
         "held_out examples": mapping(sides.get("held_out")).get("examples"),
@@ -146,57 +146,57 @@ def _data_facts(found: RunFiles) -> dict[str, Any]:
 
 
 def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]]:
-    """Whether both were measured on the same rows, and the warnings that follow where that is not sure.
+    """Whether both were measured on the same rows, and the warnings when that is not sure.
 
-    The fingerprint covers files, options and tokenizer, so an equal one settles it; else the prompts and references
-    that were answered tell.
+    The fingerprint covers files, options and tokenizer: equal fingerprints mean equal rows. Otherwise the prompts and
+    references that were answered are compared.
     """
     fingerprint = one.data.get("fingerprint")
-    limits = [found.value("eval.limit") for found in (one, two)]
+    limits = [run.value("eval.limit") for run in (one, two)]
     if fingerprint is not None and fingerprint == two.data.get("fingerprint") and limits[0] == limits[1]:
         return True, []
-    digests = [_questions(found) for found in (one, two)]
+    digests = [_questions(run) for run in (one, two)]
     if not digests[0] or not digests[1]:
         return None, ["it is not known whether both were measured on the same held-out rows: compare with care"]
     if digests[0] != digests[1]:
         return False, ["the held-out rows differ: figures of one run do not compare with those of the other"]
-    counts = [mapping(mapping(found.data.get("sources")).get("held_out")) for found in (one, two)]
+    counts = [mapping(mapping(run.data.get("sources")).get("held_out")) for run in (one, two)]
     if counts[0].get("trainable_tokens") == counts[1].get("trainable_tokens"):
         return True, []
     return True, ["the same rows are other tokens in each run: loss and perplexity do not compare, answers do"]
 
 
-def _questions(found: RunFiles) -> str:
+def _questions(run: RunFiles) -> str:
     """A digest of the prompts and references that were answered; empty when none were."""
     digest, count = hashlib.sha256(), 0
-    for row in answer_rows(found.folder, "after"):
+    for row in answer_rows(run.folder, "after"):
         digest.update(json.dumps([row.get("prompt"), row.get("reference")]).encode())
         count += 1
     return digest.hexdigest() if count else ""
 
 
 def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
-    for side, found in (("a", one), ("b", two)):
-        if found.state != "done":
-            yield f"run {side} is {found.state}: its figures are not final"
-        if len(found.attempts) > 1:
+    for side, run in (("a", one), ("b", two)):
+        if run.state != "done":
+            yield f"run {side} is {run.state}: its figures are not final"
+        if len(run.attempts) > 1:
             yield f"run {side} was resumed: its train_seconds are those of the last attempt"
-        for trouble in found.troubles:
+        for trouble in run.troubles:
             yield f"run {side}: {trouble}"
-    machines = [_versions(found).get("machine") for found in (one, two)]
+    machines = [_versions(run).get("machine") for run in (one, two)]
     if machines[0] != machines[1]:
         yield "the machines differ: speed, seconds and memory do not compare"
 
 
-def _versions(found: RunFiles) -> dict[str, Any]:
-    machine = mapping(found.manifest.get("machine"))
+def _versions(run: RunFiles) -> dict[str, Any]:
+    machine = mapping(run.manifest.get("machine"))
     gpus = [str(gpu.get("name")) for gpu in mappings(machine.get("gpus"))]
     hardware = ", ".join(gpus) or (f"CPU, {machine.get('cores')} cores" if machine else None)
-    own = {key: found.manifest.get(key) for key in ("kit", "git_commit", "python")}
+    own = {key: run.manifest.get(key) for key in ("kit", "git_commit", "python")}
     return {
         "machine": hardware,
         "system": machine.get("system"),
-        "processes": found.plan.get("world_size"),
+        "processes": run.plan.get("world_size"),
         **own,
         **mapping(machine.get("libraries")),
     }

@@ -60,7 +60,7 @@ def is_share(key: str) -> bool:
 
 
 def rounded(number: float) -> str:
-    """Four figures, thousands parted by commas, very small and very large ones with an exponent."""
+    """Four figures, thousands separated by commas, very small and very large ones with an exponent."""
     size = abs(number)
     if not math.isfinite(number):
         return "not finite"

@@ -149,13 +149,13 @@ def thin(points: Sequence[Point], buckets: int) -> list[Point]:
 
 def means(points: Sequence[Point], buckets: int) -> list[Point]:
     """The mean step and the mean finite value of each stretch; stretches without one are left out."""
-    told = []
+    averages = []
     for stretch in _stretches(points, buckets):
         finite = [(step, value) for step, value in stretch if math.isfinite(value)]
         if finite:
             n = len(finite)
-            told.append((math.fsum(step for step, _ in finite) / n, math.fsum(value / n for _, value in finite)))
-    return told
+            averages.append((math.fsum(step for step, _ in finite) / n, math.fsum(value / n for _, value in finite)))
+    return averages
 
 
 def _stretches(points: Sequence[Point], buckets: int) -> Iterator[list[Point]]:

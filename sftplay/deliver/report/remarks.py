@@ -1,6 +1,6 @@
 """What a reader of a run should not miss: failures, doubts about the figures, and what could not be read.
 
-Each finding is a sentence with its figures. Nothing is decided here; the run has ended or goes on regardless.
+Each remark is a sentence with its figures. Nothing is decided here; the run has ended or goes on regardless.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
 
-Weight = Literal["stop", "warn", "note"]
+Severity = Literal["stop", "warn", "note"]
 
 FEW_STEPS = 50
 FEW_PROMPTS = 30
@@ -25,24 +25,24 @@ RISE = 1.02
 class Remark(NamedTuple):
     """How much it matters, and a sentence."""
 
-    weight: Weight
+    severity: Severity
     text: str
 
 
-def find_remarks(found: RunFiles) -> list[Remark]:
-    """All findings, the gravest first."""
+def find_remarks(run: RunFiles) -> list[Remark]:
+    """All remarks, the most severe first."""
     parts = (_state, _attempts, _checkpoints, _steps, _figures, _data, _config, _files)
     order = ("stop", "warn", "note")
-    return sorted((f for part in parts for f in part(found)), key=lambda finding: order.index(finding.weight))
+    return sorted((f for part in parts for f in part(run)), key=lambda remark: order.index(remark.severity))
 
 
-def cause_of(found: RunFiles) -> str:
+def cause_of(run: RunFiles) -> str:
     """Why a failed run ended: the error it left, else the last attempt's cause."""
-    error = mapping(found.status.get("error"))
+    error = mapping(run.status.get("error"))
     if isinstance(error.get("what"), str) and error["what"]:
         where = error.get("where")
         return f"{where}: {error['what']}" if isinstance(where, str) and where else error["what"]
-    cause = found.attempts[-1].get("cause") if found.attempts else None
+    cause = run.attempts[-1].get("cause") if run.attempts else None
     return cause if isinstance(cause, str) else "no reason was left; look into logs/"
 
 
@@ -50,29 +50,29 @@ def _sentence(text: str) -> str:
     return capitalized(text) + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def _state(found: RunFiles) -> Iterator[Remark]:
-    state = found.state
+def _state(run: RunFiles) -> Iterator[Remark]:
+    state = run.state
     if state == "failed":
-        fix = mapping(found.status.get("error")).get("fix")
+        fix = mapping(run.status.get("error")).get("fix")
         fix = f" Remedy: {fix}." if isinstance(fix, str) and fix else ""
-        yield Remark("stop", f"The run failed at step {found.step:,}. {cause_of(found)}.{fix}")
+        yield Remark("stop", f"The run failed at step {run.step:,}. {cause_of(run)}.{fix}")
     if state == "interrupted":
-        text = f"The run ended at step {found.step:,} without a word (killed, or the machine went down)."
+        text = f"The run ended at step {run.step:,} without a word (killed, or the machine went down)."
         yield Remark("stop", f"{text} `make resume` goes on from the last complete checkpoint.")
     if state == "stopped":
-        by = found.status.get("signal")
+        by = run.status.get("signal")
         by = f" by {by}" if isinstance(by, str) else ""
-        yield Remark("warn", f"The run was stopped{by} at step {found.step:,}; `make resume` goes on from there.")
+        yield Remark("warn", f"The run was stopped{by} at step {run.step:,}; `make resume` goes on from there.")
     if state == "running":
-        yield Remark("note", f"The run is still going; this page shows it as of step {found.step:,}.")
-    if state == "done" and found.folder.result is None:
+        yield Remark("note", f"The run is still going; this page shows it as of step {run.step:,}.")
+    if state == "done" and run.folder.result is None:
         yield Remark("stop", "The run is done, but neither adapter/ nor model/ is there.")
 
 
-def _attempts(found: RunFiles) -> Iterator[Remark]:
-    for number, attempt in enumerate(found.attempts, 1):
+def _attempts(run: RunFiles) -> Iterator[Remark]:
+    for number, attempt in enumerate(run.attempts, 1):
         cause = attempt.get("cause")
-        is_last = number == len(found.attempts)
+        is_last = number == len(run.attempts)
         if cause == "done" or is_last:
             continue
         start, end = (as_number(attempt.get(key)) for key in ("from_step", "to_step"))
@@ -83,42 +83,42 @@ def _attempts(found: RunFiles) -> Iterator[Remark]:
         yield Remark("note", f"Attempt {number} ran {span}: {how}.")
 
 
-def _checkpoints(found: RunFiles) -> Iterator[Remark]:
-    for name in found.set_aside[:10]:
+def _checkpoints(run: RunFiles) -> Iterator[Remark]:
+    for name in run.set_aside[:10]:
         yield Remark("note", f"{name} was not continued; it lies in checkpoints/incomplete/.")
-    for name in found.unmarked[:10]:
+    for name in run.unmarked[:10]:
         yield Remark("warn", f"{name} is not marked complete: it does not count, and `make resume` passes it over.")
-    for line in found.said:
+    for line in run.notes:
         yield Remark("note", _sentence(line))
 
 
-def _steps(found: RunFiles) -> Iterator[Remark]:
-    history, steps = found.history, found.steps
+def _steps(run: RunFiles) -> Iterator[Remark]:
+    history, steps = run.history, run.steps
     for key, at in history.bad_steps.items():
         places = ", ".join(f"{step:,}" for step in at)
         name = "training loss" if key == "loss" else name_of(key)
         yield Remark("stop", f"{capitalized(name)} was not finite, first at step {places}.")
-    if steps is not None and steps < FEW_STEPS and not any("few to learn" in line for line in found.said):
+    if steps is not None and steps < FEW_STEPS and not any("few to learn" in line for line in run.notes):
         yield Remark("warn", f"{steps:,} steps in all are few to learn from; more epochs, or a smaller batch.")
     if history.n_broken:
         yield Remark("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
     if history.n_backwards:
         yield Remark("warn", f"{history.n_backwards:,} lines of metrics.jsonl repeat a step or go back.")
     ends = history.ends("loss")
-    if found.state == "done" and ends and len(history.values["loss"]) > 1 and ends[1] >= ends[0]:
+    if run.state == "done" and ends and len(history.values["loss"]) > 1 and ends[1] >= ends[0]:
         yield Remark(
             "warn",
             f"The training loss did not fall: {format_figure('loss', ends[0])} → {format_figure('loss', ends[1])}.",
         )
-    losses = [(loss, step) for step, loss in found.held_out if math.isfinite(loss)]
+    losses = [(loss, step) for step, loss in run.held_out if math.isfinite(loss)]
     if losses and losses[-1][0] > RISE * min(losses)[0] and losses[-1] != min(losses):
         (low, lowest_at), (end, _) = min(losses), losses[-1]
         text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({format_figure('loss', low)}), then rose to"
         yield Remark("warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss.")
 
 
-def _figures(found: RunFiles) -> Iterator[Remark]:
-    before, after = found.evals.get("before", {}), found.evals.get("after", {})
+def _figures(run: RunFiles) -> Iterator[Remark]:
+    before, after = run.evals.get("before", {}), run.evals.get("after", {})
     for key in after:
         if key in before and is_better(key, before[key], after[key]) is False:
             values = f"{format_figure(key, before[key])} → {format_figure(key, after[key])}"
@@ -129,15 +129,15 @@ def _figures(found: RunFiles) -> Iterator[Remark]:
         yield Remark("note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough.")
     if after and not before:
         yield Remark("note", "The base was not measured (eval.before), so there is nothing to compare with.")
-    predicted = as_number(found.plan.get("peak_bytes"))
-    measured = found.history.largest("peak_bytes")
+    predicted = as_number(run.plan.get("peak_bytes"))
+    measured = run.history.largest("peak_bytes")
     if predicted and measured and measured > 1.1 * predicted and abs(predicted) < 2**60:
         sizes = f"{format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
         yield Remark("warn", f"Peak memory was above the plan: {sizes}.")
 
 
-def _data(found: RunFiles) -> Iterator[Remark]:
-    data = found.data
+def _data(run: RunFiles) -> Iterator[Remark]:
+    data = run.data
     for note in texts(data.get("notes")):
         yield Remark("warn", _sentence(note))
     refused = as_number(data.get("refused"))
@@ -159,16 +159,16 @@ def _data(found: RunFiles) -> Iterator[Remark]:
         yield Remark("warn", f"{text}; the others lost their end.")
 
 
-def _config(found: RunFiles) -> Iterator[Remark]:
-    if found.value("model.trust_remote_code") is True:
+def _config(run: RunFiles) -> Iterator[Remark]:
+    if run.value("model.trust_remote_code") is True:
         yield Remark("warn", "Python code that ships with the model was allowed to run (model.trust_remote_code).")
-    for note in texts(found.plan.get("notes")):
+    for note in texts(run.plan.get("notes")):
         yield Remark("note", _sentence(note))
-    verdict: Any = found.plan.get("verdict")
+    verdict: Any = run.plan.get("verdict")
     if verdict in ("tight", "does_not_fit"):
         yield Remark("warn", f"The plan's verdict on memory was: {verdict.replace('_', ' ')}.")
 
 
-def _files(found: RunFiles) -> Iterator[Remark]:
-    for trouble in found.troubles:
+def _files(run: RunFiles) -> Iterator[Remark]:
+    for trouble in run.troubles:
         yield Remark("note" if trouble.endswith("is not there") else "warn", f"{trouble}.")

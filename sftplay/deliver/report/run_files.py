@@ -5,13 +5,13 @@ It judges nothing; what could not be read is listed in `troubles`. Needs neither
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sftplay.atomic import is_locked
 from sftplay.config.read import yaml12
 from sftplay.config.read.resolved import flow
 from sftplay.deliver.report.history import History, Point, as_number, read_history
@@ -24,7 +24,7 @@ MOST_STATE_BYTES = 2**25
 
 MOST_LOG_BYTES = 2**26
 MOST_SAMPLES = 5
-SAID = ("passed over", "is not continued", "] note: ")
+NOTE_MARKS = ("passed over", "is not continued", "] note: ")
 """Parts of the kit's own log lines that a reader of the report must not miss."""
 
 
@@ -42,41 +42,42 @@ class Setting:
         return flow(self.value)
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """Everything the report tells, with empty values where nothing could be read."""
+    """What a run folder holds, with empty values for what could not be read."""
 
     folder: RunFolder
-    plan: dict[str, Any] = field(default_factory=dict)
-    manifest: dict[str, Any] = field(default_factory=dict)
-    status: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    sample: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Setting] = field(default_factory=dict)
-    evals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    plan: dict[str, Any]
+    manifest: dict[str, Any]
+    status: dict[str, Any]
+    data: dict[str, Any]
+    sample: dict[str, Any]
+    settings: dict[str, Setting]
+    evals: dict[str, dict[str, Any]]
     """Name of a file in eval/, without .json -> its figures."""
 
-    history: History = field(default_factory=History)
-    held_out: list[Point] = field(default_factory=list)
+    history: History
+    held_out: list[Point]
     """(step, held-out loss) measured while the run trained."""
 
-    launch: str = ""
-    samples: list[tuple[str, str]] = field(default_factory=list)
+    launch: str
+    samples: list[tuple[str, str]]
     """(name, text) of the first texts in samples/."""
 
-    said: list[str] = field(default_factory=list)
-    """Notes of the run itself, from its log."""
+    notes: list[str]
+    """Notes of the run, from its log."""
 
-    set_aside: list[str] = field(default_factory=list)
+    set_aside: list[str]
     """Checkpoints that were moved to checkpoints/incomplete."""
 
-    unmarked: list[str] = field(default_factory=list)
+    unmarked: list[str]
     """Checkpoints that are not marked complete."""
 
-    is_held: bool = False
+    is_held: bool
     """Some process holds the run at this moment."""
 
-    troubles: list[str] = field(default_factory=list)
+    troubles: list[str]
+    """What could not be read, and why."""
 
     def value(self, key: str, default: Any = None) -> Any:
         """The config value at a dotted key."""
@@ -111,28 +112,29 @@ class RunFiles:
 
 def read_run_files(folder: RunFolder) -> RunFiles:
     """Everything in the folder. Never raises for what it finds there."""
-    found = RunFiles(folder)
-    found.plan = _json(found, "plan.json")
-    found.manifest = _json(found, "manifest.json")
-    found.status = _json(found, "status.json")
-    found.data = _json(found, "data_report.json")
-    found.sample = _json(found, "samples/masked.json", is_optional=True)
-    found.settings = _settings(found)
-    for path in _listed(folder.eval, "*.json"):
-        found.evals[path.stem] = _json(found, f"eval/{path.name}")
-    found.launch = _text(found, "launch.txt")
-    texts_there = [p.name for p in _listed(folder.path / "samples", "*.txt")][:MOST_SAMPLES]
-    found.samples = [(name, _text(found, f"samples/{name}")) for name in texts_there]
-    found.is_held = _is_held(folder)
-    try:
-        found.history = read_history(folder.metrics)
-    except OSError as error:
-        found.troubles.append(f"metrics.jsonl cannot be read ({error.strerror})")
-    if not folder.metrics.exists():
-        found.troubles.append("metrics.jsonl is not there: no step was logged yet")
-    _read_checkpoints(found)
-    found.said = _said(found)
-    return found
+    reader = _Reader(folder)
+    checkpoints = list_checkpoints(folder.checkpoints)
+    evals = {path.stem: reader.json(f"eval/{path.name}") for path in _listed(folder.eval, "*.json")}
+    samples = [path.name for path in _listed(folder.path / "samples", "*.txt")][:MOST_SAMPLES]
+    return RunFiles(
+        folder=folder,
+        plan=reader.json("plan.json"),
+        manifest=reader.json("manifest.json"),
+        status=reader.json("status.json"),
+        data=reader.json("data_report.json"),
+        sample=reader.json("samples/masked.json", is_optional=True),
+        settings=reader.settings(),
+        evals=evals,
+        launch=reader.text("launch.txt"),
+        samples=[(name, reader.text(f"samples/{name}")) for name in samples],
+        history=reader.history(),
+        held_out=reader.held_out(checkpoints[-1:], evals),
+        notes=reader.notes(),
+        set_aside=[path.name for path in _listed(folder.checkpoints / "incomplete", "checkpoint-*")],
+        unmarked=[path.name for path in checkpoints if not (path / MARKER).is_file()],
+        is_held=is_locked(folder.path / ".lock"),
+        troubles=reader.troubles,
+    )
 
 
 def mapping(value: object) -> dict[str, Any]:
@@ -165,50 +167,109 @@ def answer_rows(folder: RunFolder, tag: str) -> Iterator[dict[str, Any]]:
         return
 
 
-def _json(found: RunFiles, name: str, *, is_optional: bool = False) -> dict[str, Any]:
-    try:
-        content = json.loads((found.folder.path / name).read_bytes())
-    except FileNotFoundError:
-        if not is_optional:
-            found.troubles.append(f"{name} is not there")
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        found.troubles.append(f"{name} cannot be read ({_short(error)})")
-        return {}
-    if not isinstance(content, dict):
-        found.troubles.append(f"{name} holds no object")
-        return {}
-    return content
+class _Reader:
+    """Reads the files of one folder; what cannot be read is empty, and named in `troubles`."""
 
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.troubles: list[str] = []
 
-def _text(found: RunFiles, name: str) -> str:
-    try:
-        return (found.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
-    except OSError as error:
-        found.troubles.append(f"{name} is not there" if isinstance(error, FileNotFoundError) else _short(error))
-        return ""
+    def json(self, name: str, *, is_optional: bool = False) -> dict[str, Any]:
+        """The object in a file."""
+        try:
+            content = json.loads((self.folder.path / name).read_bytes())
+        except FileNotFoundError:
+            if not is_optional:
+                self.troubles.append(f"{name} is not there")
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self.troubles.append(f"{name} cannot be read ({_short(error)})")
+            return {}
+        if not isinstance(content, dict):
+            self.troubles.append(f"{name} holds no object")
+            return {}
+        return content
+
+    def text(self, name: str) -> str:
+        """The text of a file."""
+        try:
+            return (self.folder.path / name).read_bytes().decode("utf-8", "replace").strip()
+        except OSError as error:
+            self.troubles.append(f"{name} is not there" if isinstance(error, FileNotFoundError) else _short(error))
+            return ""
+
+    def settings(self) -> dict[str, Setting]:
+        """Dotted config key -> its value and origin."""
+        path = self.folder.resolved
+        try:
+            document = yaml12.read(path, path.name)
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except ConfigError as error:
+            self.troubles.append(f"{path.name} cannot be read ({error.what})")
+            return {}
+        settings = {}
+        for parts, value in _leaves(document.values, ()):
+            number = document.lines.get(parts, 0)
+            line = lines[number - 1] if 0 < number <= len(lines) else ""
+            key = ".".join(parts)
+            settings[key] = Setting(key, value, _origin(line, value))
+        return settings
+
+    def history(self) -> History:
+        """The course of the run."""
+        path = self.folder.metrics
+        if not path.exists():
+            self.troubles.append("metrics.jsonl is not there: no step was logged yet")
+        try:
+            return read_history(path)
+        except OSError as error:
+            self.troubles.append(f"metrics.jsonl cannot be read ({error.strerror})")
+            return History()
+
+    def held_out(self, newest: list[Path], evals: dict[str, dict[str, Any]]) -> list[Point]:
+        """(step, held-out loss), from the newest checkpoint and from eval/step-N.json."""
+        losses = {step: loss for checkpoint in newest for step, loss in self._logged_losses(checkpoint)}
+        for name, figures in evals.items():
+            step, loss = name.removeprefix("step-"), as_number(figures.get("loss"))
+            if name.startswith("step-") and step.isdecimal() and len(step) < 16 and loss is not None:
+                losses[float(step)] = loss
+        return sorted(losses.items())
+
+    def _logged_losses(self, checkpoint: Path) -> Iterator[Point]:
+        """Held-out losses in a checkpoint's log; the Trainer keeps them nowhere else."""
+        path = checkpoint / "trainer_state.json"
+        name = str(path.relative_to(self.folder.path))
+        if not path.is_file():
+            return
+        if path.stat().st_size > MOST_STATE_BYTES:
+            self.troubles.append(f"{name} is too large to look for held-out losses in")
+            return
+        for entry in mappings(self.json(name).get("log_history")):
+            step, loss = as_number(entry.get("step")), as_number(entry.get("eval_loss"))
+            if step is not None and loss is not None and abs(step) <= max(step_of(checkpoint), 0):
+                yield step, loss
+
+    def notes(self) -> list[str]:
+        """The kit's own log lines that a reader of the report must not miss."""
+        path = self.folder.logs / "rank0.log"
+        lines: dict[str, None] = {}
+        try:
+            if path.stat().st_size > MOST_LOG_BYTES:
+                self.troubles.append("logs/rank0.log is too large to look for notes in")
+                return []
+            with path.open("rb") as handle:
+                for raw in handle:
+                    line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
+                    if any(part in line for part in NOTE_MARKS):
+                        lines[line.partition("] ")[2].removeprefix("note: ")] = None
+        except OSError:
+            return []
+        return list(lines)[:50]
 
 
 def _short(error: Exception) -> str:
     lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()
     return lines[0][:200] if lines else type(error).__name__
-
-
-def _settings(found: RunFiles) -> dict[str, Setting]:
-    path = found.folder.resolved
-    try:
-        document = yaml12.read(path, path.name)
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except ConfigError as error:
-        found.troubles.append(f"{path.name} cannot be read ({error.what})")
-        return {}
-    settings = {}
-    for parts, value in _leaves(document.values, ()):
-        number = document.lines.get(parts, 0)
-        line = lines[number - 1] if 0 < number <= len(lines) else ""
-        key = ".".join(parts)
-        settings[key] = Setting(key, value, _origin(line, value))
-    return settings
 
 
 def _leaves(tree: dict[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -229,59 +290,3 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
         return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
     except OSError:
         return []
-
-
-def _is_held(folder: RunFolder) -> bool:
-    # A shared lock: two readers do not disturb each other, and it is given back at once.
-    try:
-        with (folder.path / ".lock").open("r") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _read_checkpoints(found: RunFiles) -> None:
-    checkpoints = list_checkpoints(found.folder.checkpoints)
-    found.unmarked = [path.name for path in checkpoints if not (path / MARKER).is_file()]
-    found.set_aside = [path.name for path in _listed(found.folder.checkpoints / "incomplete", "checkpoint-*")]
-    values = {step: loss for path in checkpoints[-1:] for step, loss in _logged_losses(found, path)}
-    for name, figures in found.evals.items():
-        step, loss = name.removeprefix("step-"), as_number(figures.get("loss"))
-        if name.startswith("step-") and step.isdecimal() and len(step) < 16 and loss is not None:
-            values[float(step)] = loss
-    found.held_out = sorted(values.items())
-
-
-def _logged_losses(found: RunFiles, checkpoint: Path) -> Iterator[Point]:
-    """Held-out losses in the newest checkpoint's log; the Trainer keeps them nowhere else."""
-    path = checkpoint / "trainer_state.json"
-    name = str(path.relative_to(found.folder.path))
-    if not path.is_file():
-        return
-    if path.stat().st_size > MOST_STATE_BYTES:
-        found.troubles.append(f"{name} is too large to look for held-out losses in")
-        return
-    for entry in mappings(_json(found, name).get("log_history")):
-        step, loss = as_number(entry.get("step")), as_number(entry.get("eval_loss"))
-        if step is not None and loss is not None and abs(step) <= max(step_of(checkpoint), 0):
-            yield step, loss
-
-
-def _said(found: RunFiles) -> list[str]:
-    path = found.folder.logs / "rank0.log"
-    lines: dict[str, None] = {}
-    try:
-        if path.stat().st_size > MOST_LOG_BYTES:
-            found.troubles.append("logs/rank0.log is too large to look for notes in")
-            return []
-        with path.open("rb") as handle:
-            for raw in handle:
-                line = raw[:500].decode("utf-8", "replace").strip() if raw.startswith(b"[") else ""
-                if any(part in line for part in SAID):
-                    lines[line.partition("] ")[2].removeprefix("note: ")] = None
-    except OSError:
-        return []
-    return list(lines)[:50]

@@ -27,8 +27,8 @@ def masked_sample(tokenizer: Any, example: dict[str, Any], source: str = "") -> 
     """
     ids = [int(token) for token in example["input_ids"]]
     learned = [int(label) != IGNORE_INDEX for label in example["labels"]]
-    pieces = token_texts(tokenizer, ids)
-    tokens = [[text, flag] for text, flag in zip(pieces, learned, strict=True)]
+    texts = token_texts(tokenizer, ids)
+    tokens = [[text, flag] for text, flag in zip(texts, learned, strict=True)]
     return {"row": int(example.get("row", 0)), "source": source, "tokens": tokens}
 
 
@@ -39,21 +39,21 @@ def write_masked_sample(folder: RunFolder, tokenizer: Any, example: dict[str, An
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text each token adds to those before it; joined they are the decoded row, special tokens included."""
-    pieces: list[str] = []
+    texts: list[str] = []
     # Tokens from `anchor` on are decoded together, because some decoders drop a space at the very beginning; the text
-    # of those before `told` has been given out.
-    anchor = told = 0
+    # of those before `end_of_done` is known.
+    anchor = end_of_done = 0
     known = ""
     for end in range(1, len(ids) + 1):
         whole = _decoded(tokenizer, ids[anchor:end])
-        piece = whole[len(known) :] if whole.startswith(known) else _decoded(tokenizer, ids[told:end])
-        if piece.endswith(HALF) and end < len(ids) and end - told < LONGEST_CHARACTER:
-            pieces.append("")
+        text = whole[len(known) :] if whole.startswith(known) else _decoded(tokenizer, ids[end_of_done:end])
+        if text.endswith(HALF) and end < len(ids) and end - end_of_done < LONGEST_CHARACTER:
+            texts.append("")
             continue
-        pieces.append(piece)
-        anchor, told = told, end
-        known = _decoded(tokenizer, ids[anchor:told])
-    return pieces
+        texts.append(text)
+        anchor, end_of_done = end_of_done, end
+        known = _decoded(tokenizer, ids[anchor:end_of_done])
+    return texts
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """One rank of a check of the communication: all-reduces of growing sizes over the group a run would use.
 
-Started by the launcher, never by hand; `verbs.comm` starts it and reads what it leaves. It knows nothing of a run.
+`commands.scale.comm_check` starts the launcher that starts it, and reads what it leaves. It knows nothing of a run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.errors import RunError, SftplayError
 from sftplay.plan.sizing.communication import BUCKET_BYTES, SIZES_BYTES
 from sftplay.signals import die_with_parent
 
 WARM_UP = 2
-MARKS = 251
-"""Elements of a rank's buffer count up to this and start again, so that a shifted sum shows; all sums are exact."""
+CYCLE = 251
+"""Elements of a rank's buffer count up to this and start again: a shifted sum is noticed, and all sums are exact."""
 
 Reduce = Callable[[Tensor], Any]
 
@@ -46,7 +47,7 @@ def main(folder: str, limit_s: str) -> int:
     except SftplayError as error:
         write_note(note, state="failed", error=error.what)
         return error.exit_code
-    except RuntimeError as error:  # a rank has gone, or none came
+    except RuntimeError as error:  # a rank has ended, or never came
         write_note(note, state="failed", error=str(error).splitlines()[0])
         return RunError.exit_code
     dist.destroy_process_group()
@@ -54,14 +55,12 @@ def main(folder: str, limit_s: str) -> int:
 
 
 def write_note(path: Path, **known: Any) -> None:
-    """Write it so that a reader finds either the old note or the new one."""
-    scratch = path.with_suffix(".new")
-    scratch.write_text(json.dumps(known), encoding="utf-8")
-    scratch.replace(path)
+    """Replace the note; a reader finds the old one or the new one."""
+    write_text(path, json.dumps(known))
 
 
 def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
-    """This rank's median seconds of an exchange of each size, and of one bucket with and without the fp16 hook.
+    """This rank's median seconds of an all-reduce of each size, and of one bucket with and without the fp16 hook.
 
     Raises:
         RunError: a sum is wrong.
@@ -78,16 +77,16 @@ def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
 
 
 def check_sum(size_bytes: int, device: torch.device, reduce: Reduce) -> None:
-    """Exchange fp32 marks of which every rank knows the sum.
+    """Exchange fp32 numbers whose sum every rank knows.
 
     Raises:
         RunError: it is not exactly that.
     """
-    marks = torch.arange(size_bytes // 4, device=device, dtype=torch.float32) % MARKS
-    buffer = marks * (log.rank() + 1)
+    numbers = torch.arange(size_bytes // 4, device=device, dtype=torch.float32) % CYCLE
+    buffer = numbers * (log.rank() + 1)
     reduce(buffer)
     ranks = log.world_size()
-    wrong = int((buffer != marks * (ranks * (ranks + 1) // 2)).sum())
+    wrong = int((buffer != numbers * (ranks * (ranks + 1) // 2)).sum())
     if wrong:
         raise RunError(f"holds a wrong sum after an all-reduce of {size_bytes} bytes: {wrong} of {len(buffer)} numbers")
 
@@ -106,19 +105,19 @@ def median_s(exchange: Callable[[], Any], device: torch.device, repeats: int) ->
 
 
 def repeats_of(size_bytes: int) -> int:
-    """Fewer of the large ones, which take long and vary little."""
+    """Fewer for large sizes, which take long and vary little."""
     return 25 if size_bytes <= 2**20 else 7
 
 
 def _as_fp16(bucket: Tensor, reduce: Reduce) -> None:
-    """What torch's fp16_compress_hook does to a bucket."""
+    """The same as torch's fp16_compress_hook does."""
     half = bucket.to(torch.float16).div_(log.world_size())
     reduce(half)
     bucket.copy_(half)
 
 
 def _slowest(mine: dict[str, Any]) -> dict[str, Any]:
-    """Every figure as the slowest rank saw it, the same on all."""
+    """Every figure of the slowest rank, the same on all ranks."""
     everyone: list[Any] = [None] * log.world_size()
     dist.all_gather_object(everyone, mine)
     latencies = [max(each) for each in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]

@@ -1,14 +1,12 @@
-"""Ties the Trainer's checkpoints to the kit's rule of which ones count, and picks the one to resume from."""
+"""Marks the Trainer's checkpoints complete, and chooses the one to resume from."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
@@ -25,28 +23,34 @@ from sftplay.monitor.checkpoints import (
 )
 from sftplay.monitor.disk import checkpoint_bytes, demand_room
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal
-from sftplay.monitor.metrics import Meters, print_progress
+from sftplay.monitor.metrics import MetricsWriter, print_progress
+from sftplay.monitor.observer import Observer
 from sftplay.tasks.run.fingerprint import config_changes, data_changes, weights_changes
 
 
-@dataclass(frozen=True)
-class Watched:
-    """The callbacks whose findings go into a checkpoint, or end the run behind one."""
+class MarkComplete(Observer):
+    """Checks the room on the disk before a save, and marks the checkpoint complete after it.
 
-    meters: Meters
-    bad_step: StopOnBadStep
-    stop: StopOnSignal
+    For that all ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones.
 
+    `facts` is what a resume compares; `limit` checkpoints stay.
+    """
 
-class MarkComplete(TrainerCallback):
-    """Looks for room before a save. After it all ranks meet, the main one brings the files to disk, marks them, then
-    removes old ones."""
-
-    def __init__(self, folder: RunFolder, facts: dict[str, Any], limit: int, watched: Watched) -> None:
-        self.folder, self.facts, self.limit, self.watched = folder, facts, limit, watched
+    def __init__(
+        self,
+        folder: RunFolder,
+        facts: dict[str, Any],
+        *,
+        limit: int,
+        metrics: MetricsWriter,
+        bad_step: StopOnBadStep,
+        stop: StopOnSignal,
+    ) -> None:
+        self.folder, self.facts, self.limit = folder, facts, limit
+        self.metrics, self.bad_step, self.stop = metrics, bad_step, stop
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        # A line of metrics ends with each checkpoint; else a resumed run's next line would miss the steps before it.
+        # A line of metrics ends at each checkpoint; otherwise a resumed run's next line would miss the steps before it.
         control.should_log = control.should_log or control.should_save
         if control.should_save and log.is_main():
             checkpoints = self.folder.checkpoints
@@ -54,25 +58,25 @@ class MarkComplete(TrainerCallback):
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._meet()
+        self._barrier()
         if log.is_main():
             self._mark(state)
-        self._meet()  # no rank ends, and lets the launcher end the others, while files are written
-        # A signal that came while this checkpoint was written needs neither another step nor another checkpoint.
-        if self.watched.stop.agree():
+        self._barrier()  # while files are written no rank may end: its launcher would end the others
+        # A signal that came while this checkpoint was written needs no other step and no other checkpoint.
+        if self.stop.agree():
             control.should_training_stop = True
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if log.world_size() > 1:
-            with self.watched.stop.heartbeat.within("communication"):
+            with self.trainer.heartbeat.within("communication"):
                 torch.distributed.barrier()
 
     def _mark(self, state: Any) -> None:
         checkpoint = self.folder.checkpoints / f"checkpoint-{state.global_step}"
-        if self.watched.bad_step.in_a_row:
+        if self.bad_step.in_a_row:
             log.say(f"{checkpoint.name} does not count: the step before it was skipped, its numbers were not finite")
             return
-        mark_complete(checkpoint, self.facts | {"counters": self.watched.meters.seen})
+        mark_complete(checkpoint, self.facts | {"counters": self.metrics.seen})
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         rotate(self.folder.checkpoints, self.limit, best)
         self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
@@ -81,17 +85,18 @@ class MarkComplete(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")
         if log.is_main() and loss is not None and math.isfinite(loss):
-            self.folder.update_status(step=state.global_step, **self.watched.meters.seen)
+            self.folder.update_status(step=state.global_step, **self.metrics.seen)
 
 
 def choose_checkpoint(cfg: RunConfig, folder: RunFolder, facts: dict[str, Any]) -> Path | None:
-    """The checkpoint `train.resume` asks for, None to start from the beginning. `facts` are this run's, as
-    `MarkComplete` would mark them.
+    """The checkpoint that `train.resume` asks for; None to start from the beginning.
+
+    `facts` are those of this run, which `MarkComplete` would write.
 
     Raises:
-        ConfigError: the path named is no complete checkpoint, or config or starting weights have changed since.
+        ConfigError: the path is no complete checkpoint, or config or starting weights have changed since.
         DataError: the rows have changed since.
-        RunError: it belongs to another order of the data. In all three, going on would not be the same run.
+        RunError: it belongs to another order of the rows. In all three cases it would not be the same run.
     """
     wanted = cfg.train.resume
     if wanted == "never":
@@ -102,7 +107,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, facts: dict[str, Any]) 
             log.say(line, "resume")
         if checkpoint is None:
             log.say("no complete checkpoint: starting from the beginning", "resume")
-            _clear_the_way(folder, after_step=0)
+            _set_others_aside(folder, after_step=0)
             return None
     else:
         checkpoint = Path(wanted)
@@ -115,7 +120,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, facts: dict[str, Any]) 
             )
     check_same_run(checkpoint, facts, resized=folder.is_resized)
     log.say(f"continuing from {checkpoint}", "resume")
-    _clear_the_way(folder, after_step=step_of(checkpoint))
+    _set_others_aside(folder, after_step=step_of(checkpoint))
     return checkpoint
 
 
@@ -149,8 +154,11 @@ def check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool = F
 
 
 def accept_numbered_cpus() -> None:
-    """Let torch.load put tensors on `cpu:0`: transformers asks for that when several processes resume on CPUs, where
-    accelerate numbers the one device there is (transformers 5.17, `_load_optimizer_and_scheduler`)."""
+    """Let torch.load put tensors on `cpu:0`.
+
+    Several processes that resume on CPUs ask for it, because accelerate numbers the one device there is
+    (transformers 5.17, `_load_optimizer_and_scheduler`).
+    """
     torch.serialization.register_package(
         priority=100,
         tagger=lambda _storage: None,
@@ -158,7 +166,7 @@ def accept_numbered_cpus() -> None:
     )
 
 
-def _clear_the_way(folder: RunFolder, *, after_step: int) -> None:
+def _set_others_aside(folder: RunFolder, *, after_step: int) -> None:
     if log.is_main():
         for name in set_aside(folder.checkpoints, after_step=after_step):
             log.say(f"{name} is not continued: moved to {folder.checkpoints / 'incomplete'}", "resume")

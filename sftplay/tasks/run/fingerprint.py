@@ -1,6 +1,6 @@
-"""What a run is, as far as its weights depend on it, and in what two such identities differ.
+"""The fingerprint of a run: everything its weights depend on; and how two of them differ.
 
-It goes into every checkpoint's marker, so that a resume can name what has changed.
+It is in every checkpoint's marker, so that a resume can name what has changed.
 """
 
 from __future__ import annotations
@@ -15,36 +15,45 @@ from datasets import Dataset
 from sftplay import __version__, log
 from sftplay.config.rules.resume_keys import SIZES, differences, held_out_decides, values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.pipeline import Examples
+from sftplay.data.encode.render import Renderer
 from sftplay.model.digests import weights_digests
 from sftplay.model.source import locate
+from sftplay.tasks.run.task import Rows
 
 BATCH_ROWS = 1000
 SHOWN_DIGITS = 12
 
 
-def identify(cfg: RunConfig, examples: Examples) -> dict[str, Any]:
+def recipe_of(renderer: Renderer) -> dict[str, Any]:
+    """What a renderer adds to the fingerprint and the manifest of a run."""
+    return {
+        "template_sha256": renderer.template_hash,
+        "tokenizer_sha256": hashlib.sha256(renderer.recipe().tokenizer.encode()).hexdigest(),
+        "mask_method": renderer.method,
+    }
+
+
+def fingerprint_of(cfg: RunConfig, rows: Rows) -> dict[str, Any]:
     """Config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON.
 
-    `cfg` is settled. Weights on a hub are not looked at: model.revision pins them.
+    `cfg` names folders, not runs. Weights on a hub have no digest: model.revision pins them.
     """
-    recipe = examples.renderer.recipe()
     return {
         "kit": __version__,
         "config": values_that_decide_weights(cfg),
         "world_size": log.world_size(),
-        "data_files": examples.report["files"],
-        "rows": len(examples.train),
-        "rows_sha256": rows_digest(examples.train),
-        "held_out_sha256": rows_digest(examples.held_out) if examples.held_out is not None else None,
-        "template_sha256": examples.renderer.template_hash,
-        "tokenizer_sha256": hashlib.sha256(recipe.tokenizer.encode()).hexdigest(),
+        "data_files": rows.report["files"],
+        "rows": len(rows.train),
+        "rows_sha256": rows_digest(rows.train),
+        "held_out_sha256": rows_digest(rows.held_out) if rows.held_out is not None else None,
+        "template_sha256": rows.recipe.get("template_sha256"),
+        "tokenizer_sha256": rows.recipe.get("tokenizer_sha256"),
         "weights": weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter),
     }
 
 
 def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each file of the base, or of the adapter that is started from, that is not what it was."""
+    """A line for each changed file of the base, or of the adapter that the run starts from."""
     if "weights" not in before or "weights" not in now:
         return []
     old, new = before["weights"], now["weights"]
@@ -56,7 +65,7 @@ def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 def rows_digest(rows: Dataset) -> str:
-    """Hex sha256 of all token ids and labels, row by row; the same whatever wrote them and wherever they lie."""
+    """Hex sha256 of all token ids and labels, row by row; it does not depend on how and where they are stored."""
     digest = hashlib.sha256()
     for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(BATCH_ROWS):
         for name in table.column_names:
@@ -69,8 +78,8 @@ def rows_digest(rows: Dataset) -> str:
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized: bool = False) -> list[str]:
     """A line for each config key, and for the number of processes, that makes this another run.
 
-    `resized` allows other sizes and another number of processes: the launching verb keeps the first start's sizes
-    unless they do not fit this machine or that number.
+    `resized` allows other sizes and another number of processes: the launching command keeps the sizes of the first
+    start unless they do not fit this machine or that number.
     """
     if "config" not in before or "config" not in now:
         return []
@@ -85,15 +94,14 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lines that say what makes the rows others than they were, the rows' own fingerprint last; empty when they are
-    the same token for token."""
+    """Lines that say why the rows have changed, the rows' own digests last; empty when every token is the same."""
     if "rows_sha256" not in before or "rows_sha256" not in now:
         return []
-    watched = {"rows_sha256": "training rows"}
+    compared = {"rows_sha256": "training rows"}
     if held_out_decides(now["config"]):
-        watched["held_out_sha256"] = "held-out rows"
-    others = [(key, what) for key, what in watched.items() if before[key] != now[key]]
-    if not others:
+        compared["held_out_sha256"] = "held-out rows"
+    changed = [(key, what) for key, what in compared.items() if before[key] != now[key]]
+    if not changed:
         return []
     causes = [
         f"{path} has changed (content {_short(old)} then, {_short(now['data_files'].get(path))} now)"
@@ -108,8 +116,8 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     if before["kit"] != now["kit"]:
         causes.append(f"the kit was {before['kit']} and is {now['kit']} now")
     counts = f", {before['rows']:,} then, {now['rows']:,} now" if before["rows"] != now["rows"] else ""
-    prints = [f"{what}: fingerprint {_short(before[key])} then, {_short(now[key])} now" for key, what in others]
-    return [*causes, *(line + (counts if n == 0 else "") for n, line in enumerate(prints))]
+    lines = [f"{what}: fingerprint {_short(before[key])} then, {_short(now[key])} now" for key, what in changed]
+    return [*causes, lines[0] + counts, *lines[1:]]
 
 
 def _short(digest: str | None) -> str:

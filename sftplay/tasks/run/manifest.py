@@ -8,32 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import __version__
-from sftplay.config.schema.run import RunConfig
-from sftplay.data.pipeline import Examples
-from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
+from sftplay.tasks.run.setup import RunSetup
+from sftplay.tasks.run.task import Rows
 
 
-def write_manifest(cfg: RunConfig, folder: RunFolder, examples: Examples, facts: dict[str, Any]) -> None:
+def write_manifest(setup: RunSetup, rows: Rows, parameters: dict[str, Any]) -> None:
     """Record versions, machine, code, data, template, seed, sizing and what trains."""
-    report = examples.report
-    folder.write_json(
+    setup.folder.write_json(
         "manifest.json",
         {
             "kit": __version__,
             "git_commit": git_commit(),
             "machine": probe().as_dict(),
             "python": sys.version.split()[0],
-            "seed": cfg.seed,
-            "origins": cfg.origins,
-            "template_sha256": examples.renderer.template_hash,
-            "mask_method": examples.renderer.method,
-            "data": report["sources"],
-            "data_files": report["files"],
-            "order_sha256": facts["order"],
-            "steps": facts["steps"],
-            "model": {key: facts[key] for key in facts if key not in ("order", "steps")},
-            "sizing": folder.read_json("plan.json"),
+            "seed": setup.cfg.seed,
+            "origins": setup.cfg.origins,
+            "template_sha256": rows.recipe.get("template_sha256"),
+            "mask_method": rows.recipe.get("mask_method"),
+            "data": rows.report["sources"],
+            "data_files": rows.report["files"],
+            "order_sha256": setup.order_hash,
+            "steps": setup.steps,
+            "model": parameters,
+            "sizing": setup.folder.read_json("plan.json"),
         },
     )
 

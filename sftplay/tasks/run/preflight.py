@@ -1,7 +1,7 @@
 """Checks on every rank, before the first step, that the launch is what the plan says.
 
-A wrong launch does not fail by itself: two processes become one, or two trainings that
-never meet, all with exit code 0.
+A wrong launch does not fail by itself: two processes become one, or two separate trainings, and all end with exit code
+0.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import os
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.monitor.metrics import gather
+from sftplay.monitor.metrics import gather_objects
+from sftplay.monitor.observer import Observer, StepTrainer
 
 WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP", "hsdp": "FSDP"}
 """How the class begins that the trainer must have wrapped the model in, by the beginning of cluster.strategy."""
@@ -26,52 +26,51 @@ DISTRIBUTED = {"ddp": ("MULTI_",), "zero": ("DEEPSPEED",), "fsdp": ("FSDP",), "h
 """What accelerate must say it does, or how that begins."""
 
 
-SAME = {
+MUST_AGREE = {
     "fingerprint": "read different configs",
     "parameters": "start from different weights",
     "base": "start from different files of weights",
     "rows": "train on different rows",
 }
-"""What must be equal on all ranks, and what is said where it is not."""
+"""What must be equal on all ranks, and the message where it is not."""
 
-INNER = ("parameters", "base", "rows")
-"""What is compared, but not written to status.json."""
+NOT_IN_STATUS = ("parameters", "base", "rows")
+"""What is compared but not written to status.json."""
 
-PIECE_NUMBERS = 2**22
-"""How many weights are summed at a time: their fp64 copy takes 32 MiB; that of 152,000 x 8192 would take 10 GB."""
+CHUNK_NUMBERS = 2**22
+"""How many weights are summed at a time: their fp64 copy takes 32 MiB; one of 152,000 x 8192 weights takes 10 GB."""
 
 
-class Preflight(TrainerCallback):
-    """Compares plan and reality once all is built, and writes what each rank is to status.json."""
+class Preflight(Observer):
+    """Compares plan and reality when everything is built, and writes to status.json what each rank is.
 
-    def __init__(self, cfg: RunConfig, folder: RunFolder) -> None:
-        self.cfg, self.folder = cfg, folder
-        self.trainer: Any = None
+    `rows` and `base` are digests: of the rows that this rank trains on, in their order, and of the files that its
+    weights come from.
+    """
+
+    def __init__(self, cfg: RunConfig, folder: RunFolder, *, rows: str, base: str) -> None:
+        self.cfg, self.folder, self.rows, self.base = cfg, folder, rows, base
         self.parameters = ""
-        """`checksum` of the model as it was loaded; FSDP and ZeRO-3 give each rank a part of it later. Empty on one."""
+        """`checksum` of the model as it was loaded: FSDP and ZeRO-3 shard it later. Empty on a single process."""
 
-        self.rows, self.base = "", ""
-        """Digests of the rows this rank trains on, in their order, and of the files its weights come from."""
-
-    def note_weights(self, model: Any) -> None:
-        """Remember what the model holds as it was loaded, where there is another rank to compare it with."""
+    def attach(self, trainer: StepTrainer) -> None:
+        super().attach(trainer)
         if log.world_size() > 1:
-            self.parameters = checksum(model)
+            self.parameters = checksum(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        ranks = gather(self._describe())
+        ranks = gather_objects(self._describe())
         if log.is_main():
-            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in INNER} for r in ranks])
+            self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in NOT_IN_STATUS} for r in ranks])
         problems = find_problems(ranks, self.cfg, log.world_size())
         if problems:
             raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
         planned = self.folder.read_json("plan.json")
-        others = [
+        if other_sizes := [
             f"rank {n}: {each}" for n, rank in enumerate(ranks) for each in find_other_sizes(planned, rank["sizes"])
-        ]
-        if others:
+        ]:
             raise RunError(
-                "; ".join(others),
+                "; ".join(other_sizes),
                 where=str(self.folder.path / "plan.json"),
                 fix="start it again with `make train`, which plans and launches together",
             )
@@ -117,7 +116,7 @@ def find_other_sizes(planned: dict[str, Any], real: dict[str, int]) -> list[str]
 
 
 def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) -> list[str]:
-    """What differs between the ranks, or between them and the plan; empty when all is well."""
+    """What differs between the ranks, or between the ranks and the plan; empty when nothing does."""
     problems = []
     for n, rank in enumerate(ranks):
         if rank["world_size"] != world_size:
@@ -131,7 +130,7 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) 
             problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
     if sum(rank["is_main"] for rank in ranks) != 1:
         problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks believe to be the main one")
-    for key, what in SAME.items():
+    for key, what in MUST_AGREE.items():
         if len({rank[key] for rank in ranks}) > 1:
             problems.append(f"ranks {what}")
     rows = sum(rank["rows_per_step"] for rank in ranks)
@@ -140,8 +139,8 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) 
     return problems
 
 
-def is_split(trainer: Any) -> bool:
-    """True where each rank holds other weights: under FSDP and ZeRO-3, which split what the main rank loaded."""
+def has_sharded_weights(trainer: Any) -> bool:
+    """True under FSDP and ZeRO-3, where each rank holds only a shard of the weights."""
     plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     return bool(trainer.is_fsdp_enabled or (plugin and plugin.zero_stage == 3))
 
@@ -151,7 +150,7 @@ def checksum(model: Any) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         if parameter.requires_grad:
-            pieces = parameter.detach().flatten().split(PIECE_NUMBERS)
-            sums = torch.stack([piece.double().sum() for piece in pieces])
+            chunks = parameter.detach().flatten().split(CHUNK_NUMBERS)
+            sums = torch.stack([chunk.double().sum() for chunk in chunks])
             digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""How the ranks of a run wait for one another: before they meet without a limit, afterwards for `cluster.timeout`.
+"""How the ranks of a run wait for one another: without a limit before there is a process group, then `cluster.timeout`.
 
-Before they meet there is no process group, so nothing ends a rank that waits while another one prepares: only its
-launcher, when one of them has failed. What is waited for are files, since nothing else connects the ranks yet.
+Before there is a process group the ranks wait for files, because nothing else connects them. Only the launcher ends a
+rank that waits there, when another one has failed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sftplay import log
 from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RunFolder
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Between two looks for a file."""
 
 
 @contextmanager
 def first_of_node(folder: RunFolder) -> Iterator[bool]:
-    """Let one rank of each node go through the body before its others do; True where others wait for this one.
+    """The first rank of each node goes through the body before the others do; True where others wait for this one.
 
-    The caches it fills may belong to the node. When the body fails the others stay outside, and end with their
-    launcher: the error is said once.
+    The caches that it fills may belong to the node. When the body fails, the others stay outside and their launcher
+    ends them: so the error is said once.
     """
     is_first, marker = log.local_rank() == 0, marker_path(folder.logs)
     if is_first:
@@ -51,17 +51,17 @@ def first_of_node(folder: RunFolder) -> Iterator[bool]:
 def marker_path(logs: Path) -> Path:
     """The file by which the first rank of this node says that it is through, in this launch.
 
-    Nodes share the folder, so the name has the node's first rank, and the parent's pid, as another start must not find
-    it. Where both agree all the same, the ranks only queue for the caches' locks in any order.
+    The name has the node's first rank, because nodes share the folder, and the parent's pid, because another start must
+    not find it. If both are equal by chance, the ranks only queue for the caches' locks in any order.
     """
     return logs / f".prepared-{log.rank() - log.local_rank()}-{os.environ.get(PARENT) or os.getppid()}"
 
 
 def wait_for_nodes(folder: RunFolder) -> None:
-    """Wait until the ranks of every node have come here, without a limit: the first rendezvous of ranks has one.
+    """Wait without a limit until the ranks of every node have come here. What follows, the rendezvous, has a limit.
 
     Raises:
-        SystemExit: with the run's exit code, when a rank has ended before; it has said why.
+        SystemExit: with the run's exit code, when a rank has ended before; that rank has said why.
     """
     here = log.local_ranks()
     if len(here) == log.world_size():
@@ -74,13 +74,13 @@ def wait_for_nodes(folder: RunFolder) -> None:
 
 
 def wait_for_main(path: Path, folder: RunFolder) -> None:
-    """Wait until the main rank, or whichever writes it, has written `path`.
+    """Wait until the main rank, or another one, has written `path`.
 
     Raises:
-        SystemExit: with its exit code, when it has ended before; it has said why.
+        SystemExit: with the run's exit code, when a rank has ended before; that rank has said why.
     """
     while not path.exists():
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         code = folder.read_json("status.json").get("exit_code")
         if code is not None:  # on another node, whose launcher ends only its own
             raise SystemExit(code)
@@ -88,14 +88,14 @@ def wait_for_main(path: Path, folder: RunFolder) -> None:
 
 def _wait_for(marker: Path) -> None:
     while not marker.exists():
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
-class WaitingLimit(TrainerCallback):
-    """What is left once all ranks have met, to wrap the model: limits their waiting, removes the node's marker.
+class GroupTimeout(TrainerCallback):
+    """Sets the time limit of every process group once there is one, and removes the node's marker.
 
-    The Trainer hands its `ddp_timeout` to the process group, but not on CPUs, and not to the groups that DeepSpeed and
-    FSDP make beside it, which have torch's own limits (10 minutes with NCCL).
+    The Trainer gives its `ddp_timeout` to the process group, but not on CPUs, and not to the further groups of
+    DeepSpeed and FSDP, which have torch's own limits (10 minutes with NCCL).
     """
 
     def __init__(self, timeout_s: int, logs: Path) -> None:

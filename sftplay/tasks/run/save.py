@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 
+from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.export.merge import end_where_training_ended
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN
 
 
-def whole_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
-    """The weights to save, gathered from all ranks, which all must ask; on the main rank only. None where every rank
-    holds them whole."""
+def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
+    """The weights to save, gathered from all ranks; None where every rank holds them whole.
+
+    All ranks must call it; only the main one gets them.
+    """
     if trainer.is_fsdp_enabled:
         weights = trainer.accelerator.get_state_dict(trainer.model)
     elif trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
-        # What is frozen is not asked for: beside an adapter it is all the rest.
+        # Frozen weights are left out: beside an adapter that is all the rest.
         weights = trainer.deepspeed._zero3_consolidated_16bit_state_dict(
             exclude_frozen_parameters=hasattr(trainer.model, "peft_config")
         )
@@ -29,11 +32,11 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
     return weights if trainer.accelerator.is_main_process else None
 
 
-def part() -> None:
-    """End the group of processes, on all ranks at once: what follows is the main rank's.
+def leave_process_group() -> None:
+    """End the process group, on all ranks at once: only the main rank works on.
 
-    A rank whose process ends with the group alive may be aborted by gloo's threads on its way out (torch 2.13:
-    "terminate called without an active exception"), and the launcher then ends the main rank, which still works.
+    Otherwise gloo's threads may abort a rank's process at its end (torch 2.13: "terminate called without an active
+    exception"), and the launcher then ends the main rank too.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -48,14 +51,13 @@ def save_result(
     base: str,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Save `adapter/` or `model/` under a scratch name and rename it into place.
+    """Save `adapter/` or `model/`, whole or not at all; one that an earlier attempt left is replaced.
 
-    `weights` are the model's where it holds only a part of them itself.
-    `base` is the folder or hub name the model was loaded from. A builtin base is copied to `base/`, and the adapter
-    points to that copy; a local one is named by its whole path. So plain PEFT finds it without this kit.
+    `weights` are the model's, where the model itself holds only a part of them. `base` is the folder or hub name that
+    the model was loaded from. A builtin base is copied to `base/`, and the adapter points to that copy; a local base is
+    named by its absolute path. So plain PEFT finds it without this kit.
     """
     target = folder.path / ("model" if cfg.tuning.mode == "full" else "adapter")
-    scratch = _fresh(target.with_name(f".{target.name}.part"))
     if cfg.tuning.mode != "full":
         if cfg.model.name.startswith(BUILTIN):
             base = str(shutil.copytree(base, folder.path / "base", dirs_exist_ok=True))
@@ -70,27 +72,12 @@ def save_result(
         model.config.use_cache = True
         # The base's own end token is not always the one its chats end with.
         end_where_training_ended(model.generation_config, tokenizer)
-    model.save_pretrained(scratch, state_dict=weights)
-    tokenizer.save_pretrained(scratch)
-    _replace(scratch, target)
+    with whole_folder(target, replaces=True) as scratch:
+        model.save_pretrained(scratch, state_dict=weights)
+        tokenizer.save_pretrained(scratch)
     return target
 
 
 def _saved_dtype(cfg: RunConfig) -> torch.dtype:
-    # Training holds fp32 weights; a 16-bit run's result is given in the format it was computed in.
+    # Training holds fp32 weights; the result of a 16-bit run has the format in which it was computed.
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(cfg.train.precision), torch.float32)
-
-
-def _fresh(scratch: Path) -> Path:
-    if scratch.exists():
-        shutil.rmtree(scratch)
-    return scratch
-
-
-def _replace(scratch: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    if target.exists():  # an earlier attempt got this far
-        target.rename(_fresh(old))
-    scratch.rename(target)
-    if old.exists():
-        shutil.rmtree(old)

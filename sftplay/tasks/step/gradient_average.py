@@ -1,4 +1,7 @@
-"""Averages gradients over the ranks behind a step, as DistributedDataParallel does within its last backward pass."""
+"""Averages gradients over the ranks after all backward passes of a step.
+
+DistributedDataParallel does the same within the last one.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def average_gradients(model: Any) -> None:
-    """Replace every rank's gradients by their mean over the ranks; a weight without one on this rank counts as zero.
+    """Replace every rank's gradients by their mean over the ranks; a missing gradient counts as zero.
 
-    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel; it sends as many
-    bytes at a time as that would, which is also all the memory that sending takes.
+    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel. Gradients are sent
+    in buckets of DDP's own size, which is also all the memory that sending takes.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     for weight in weights:
@@ -29,7 +32,7 @@ def average_gradients(model: Any) -> None:
 
 
 def _buckets(gradients: list[Any], cap_bytes: int) -> Iterator[list[Tensor]]:
-    """Gradients of one type in a row, up to `cap_bytes`, or one that is larger alone."""
+    """Successive gradients of one type, up to `cap_bytes` together; a larger one is alone."""
     bucket: list[Tensor] = []
     size_bytes = 0
     for gradient in gradients:

@@ -1,8 +1,8 @@
-"""Computes scores over the vocabulary only where a label waits for them.
+"""Computes scores over the vocabulary only at positions that have a label.
 
-In fine-tuning a third to a half of all positions are prompt or padding; the output head, often a small model's largest
-matrix, need not be multiplied with them. The loss and its gradient are the same. It changes no model code: a hook
-narrows what the head sees, and is only used after a proof on the model at hand.
+In fine-tuning a third to a half of all positions are prompt or padding. The output head, often a small model's largest
+matrix, is not multiplied with them. Loss and gradient are the same. A hook narrows the head's input; it is only used
+after a proof on the model at hand. No model code changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sftplay.data.records import IGNORE_INDEX
 
 PROOF_TOKENS = 8
 PROOF_TOLERANCE = 1e-2
-"""Relative; 16-bit heads round differently for other shapes, a wrong position is off by far more."""
+"""Relative. 16-bit heads round differently for other shapes; a wrong position differs by far more."""
 
 
 class LabelHead:
@@ -27,19 +27,19 @@ class LabelHead:
         self._handle = model.get_output_embeddings().register_forward_pre_hook(self._select)
 
     def narrow(self, labels: Tensor) -> Tensor:
-        """From now on let through only the positions before a label; the labels in that order.
+        """From now on only the positions before a label reach the head; returns the labels in that order.
 
         `labels` int64 [rows, tokens] -> int64 [1, labelled], for the model's argument `shift_labels`.
         """
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
         positions = (shifted != IGNORE_INDEX).nonzero().squeeze(1)
         if len(positions) == 0:
-            positions = positions.new_zeros(1)  # a head cannot see nothing; this position's label is IGNORE_INDEX
+            positions = positions.new_zeros(1)  # the head needs one position; this one's label is IGNORE_INDEX
         self._positions = positions
         return shifted[positions][None]
 
     def widen(self) -> None:
-        """Let everything through again, as generation needs it."""
+        """From now on all positions reach the head, as generation needs it."""
         self._positions = None
 
     def remove(self) -> None:
@@ -54,9 +54,9 @@ class LabelHead:
 
 
 def find_label_head(model: Any) -> LabelHead | None:
-    """A label head for `model`, or None when it computes its scores in a way the hook does not reach.
+    """A label head for `model`; None when the model computes its scores in a way that the hook does not reach.
 
-    Proven by comparing the loss of a few tokens with and without it.
+    The proof: the loss of a few tokens is the same with it and without it.
     """
     if model.get_output_embeddings() is None:
         return None

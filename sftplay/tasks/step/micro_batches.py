@@ -1,7 +1,7 @@
 """Cuts one rank's window of an optimizer step into micro-batches: sorted by length, padding trimmed, or packed.
 
-A window holds exactly the rows of one optimizer step; how it is cut changes speed and memory, never the loss, because
-every piece is divided by the label tokens of the whole window.
+A window holds exactly the rows of one optimizer step. How it is cut changes speed and memory, never the loss: the loss
+of every micro-batch is divided by the label tokens of the whole window.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Collator:
 
 @dataclass(frozen=True)
 class MicroBatcher:
-    """How windows are cut: at most `micro_batch` rows a piece, each a row of data or, packed, up to `max_tokens`.
+    """How windows are cut: into at most `micro_batch` rows, each a row of data or, packed, up to `max_tokens`.
 
-    With `budget_tokens` a piece has as many rows of data as keep rows x longest row within it, and at least one.
+    With `budget_tokens` a micro-batch has as many rows of data as keep rows x longest row within the budget, and at
+    least one.
     """
 
     micro_batch: int
@@ -54,10 +55,10 @@ class MicroBatcher:
     budget_tokens: int | None = None
 
     def cut(self, window: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Pieces of a collated window, longest rows first, so that a piece too large fails at once.
+        """Micro-batches of a collated window, longest rows first, so that one that is too large fails at once.
 
-        Unpacked pieces hold `input_ids`, `attention_mask`, `labels`. Packed ones hold `position_ids`, which start
-        from 0 at each row of data, in place of the mask: attention is then kept inside each row.
+        They hold `input_ids`, `labels` and `attention_mask`. Packed ones hold `position_ids` in place of the mask,
+        which start from 0 at each row of data: attention then stays inside each row.
         """
         lengths = window["attention_mask"].sum(1)
         order = torch.argsort(lengths, descending=True, stable=True)
@@ -72,9 +73,9 @@ class MicroBatcher:
             yield {key: window[key][rows, :width] for key in ("input_ids", "attention_mask", "labels")}
 
     def smaller(self, window_rows: int) -> MicroBatcher | None:
-        """The next smaller cut of windows of so many rows; None where every piece is a single row already.
+        """The next smaller one for windows of so many rows; None where every micro-batch is a single row already.
 
-        Rows a piece stay a divisor of the window's rows, so that a resumed run can be given the same sizes.
+        `micro_batch` stays a divisor of the window's rows, so that a resumed run can be given the same sizes.
         """
         if self.micro_batch > 1:
             rows = next(n for n in range(self.micro_batch // 2, 0, -1) if window_rows % n == 0)
@@ -85,7 +86,7 @@ class MicroBatcher:
         return None
 
     def _rows_within(self, width: int) -> int:
-        """Rows of a piece whose longest row has `width` tokens."""
+        """Rows of a micro-batch whose longest row has `width` tokens."""
         if self.budget_tokens is None:
             return self.micro_batch
         return max(1, self.budget_tokens // max(1, width))
@@ -99,10 +100,10 @@ class MicroBatcher:
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], room: int) -> list[list[int]]:
-    """Rows grouped so that no group holds more than `room` tokens; each goes into the first group it fits.
+    """Rows in groups of at most `room` tokens; each row goes into the first group with room for it.
 
-    With `order` by falling length this is first-fit decreasing: at most 11/9 of the fewest groups, and a little
-    (Johnson 1973). A row longer than `room` gets a group of its own.
+    With `order` by falling length this is first-fit decreasing, which needs at most 11/9 of the fewest groups and a few
+    more (Johnson 1973). A row longer than `room` gets a group of its own.
     """
     groups: list[list[int]] = []
     left: list[int] = []
@@ -121,7 +122,7 @@ def _join(window: dict[str, Tensor], lengths: list[int], groups: list[list[int]]
     width = max(sum(lengths[row] for row in group) for group in groups)
     ids = window["input_ids"].new_zeros((len(groups), width))
     labels = torch.full_like(ids, IGNORE_INDEX)
-    # What is left over at the end counts positions of its own and so is one more row that nobody looks at.
+    # The padding at the end counts positions of its own: for attention it is one more row.
     positions = torch.zeros_like(ids)
     for g, group in enumerate(groups):
         at = 0

@@ -1,17 +1,18 @@
-"""The one mixin over TRL's trainers: one Trainer batch is a rank's whole window of an optimizer step.
+"""The one mixin over TRL's trainers: one batch of the Trainer is a rank's whole window of an optimizer step.
 
-The Trainer is told `per_device = effective / processes` and accumulation 1; `training_step` cuts the window into
-micro-batches, and once memory does not suffice runs the same rows again in smaller ones. It overrides `training_step`,
-`compute_loss` and, on a CPU, `_clip_grad_norm`, and copies nothing of TRL's. Used for SFT and CPT on one process or
-DDP; with FSDP and DeepSpeed, which meet within every micro-batch, the Trainer accumulates and hands over a piece of the
-window at a time.
+The Trainer is given `per_device = effective / processes` and accumulation 1. `training_step` cuts the window into
+micro-batches; when memory runs out, it runs the same rows again in smaller ones. The mixin overrides `training_step`,
+`compute_loss` and, on a CPU, `_clip_grad_norm`, and copies nothing of TRL's. It does so for SFT and CPT on one process
+or DDP. With FSDP and DeepSpeed, whose ranks communicate within every micro-batch, the Trainer accumulates and hands
+over one micro-batch at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,18 @@ from transformers import Trainer
 
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.heartbeat import Heartbeat
+from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.gradient_norm import gradient_norm
-from sftplay.monitor.out_of_memory import Portions, RandomState, Shortage, held_bytes, ran_out_of_memory
+from sftplay.monitor.interval import StepCounts
+from sftplay.monitor.observer import TrainerView
+from sftplay.monitor.out_of_memory import (
+    AdaptiveBatches,
+    Agreement,
+    RandomState,
+    Shortage,
+    held_bytes,
+    ran_out_of_memory,
+)
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import MicroBatcher
@@ -28,85 +39,93 @@ from sftplay.tasks.step.replay import Replay
 
 Batch = dict[str, Tensor]
 
-PIECE = ("input_ids", "attention_mask", "labels")
-"""What the model is given of a window; the rest is for the kit."""
+MODEL_INPUTS = ("input_ids", "attention_mask", "labels")
+"""Columns of a window that the model is given; the others are the kit's."""
+
+if TYPE_CHECKING:
+
+    class Base(TrainerView):
+        """The trainer that comes after the mixin."""
+
+        def __init__(self, **named: Any) -> None: ...
+        def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor: ...
+        def _clip_grad_norm(self, model: nn.Module) -> Tensor: ...
+else:
+    Base = object
 
 
-@dataclass
-class StepCounts:
-    """What this rank has trained on since the last line of metrics."""
+@dataclass(frozen=True, kw_only=True)
+class StepSetup:
+    """How a trainer computes its steps."""
 
-    tokens: int = 0
-    padded_tokens: int = 0
-    label_tokens: int = 0
-    loss_sum: Any = None
-    """Sum of the label tokens' losses: a tensor, which only a line of metrics waits for. None without a step."""
+    micro_batcher: MicroBatcher | None
+    """How windows are cut; None: the Trainer accumulates."""
 
-    rows: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    """Real tokens of each of `rows`."""
+    replay: Replay | None = None
+    """What happens when memory runs out for a window; None: the run ends."""
+
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    check_loss: Callable[[Tensor], None] | None = None
+    """Called with each loss before its backward pass, where that is the last moment to stop (DeepSpeed)."""
 
 
-class Window:
-    """Mixed in before a TRL trainer: `class Run(Window, SFTTrainer)`. `prepare` must be called before training."""
+class Window(Base):
+    """Mixed in before a TRL trainer: `class WindowedSFTTrainer(Window, SFTTrainer)`. The rest goes to that trainer."""
 
-    def prepare(
-        self, micro_batcher: MicroBatcher | None, *, held_out_labels_per_row: float = 0.0, replay: Replay | None = None
-    ) -> None:
-        """Say how windows are cut (None: the Trainer accumulates), and what becomes of one for which memory does not
-        suffice (None: the run ends).
-
-        `held_out_labels_per_row` is the mean count of label tokens in the held-out rows; with it the Trainer's mean
-        over rows becomes the exact mean over label tokens.
-        """
-        self.micro_batcher, self.replay = micro_batcher, replay
-        self.heartbeat = Heartbeat()
+    def __init__(self, step: StepSetup, *, model: Any, **named: Any) -> None:
+        # TRL makes the adapter of a 4-bit base bf16.
+        with trained_weights_kept(model) if hasattr(model, "get_base_model") else nullcontext():
+            super().__init__(model=model, **named)
+        self.micro_batcher, self.replay, self.heartbeat = step.micro_batcher, step.replay, step.heartbeat
         self.counts = StepCounts()
         self.last_loss: Any = 0.0
         self.last_windows: list[Batch] = []
-        """What this rank's last step was made of."""
+        """The rows of this rank's last step."""
 
-        self._parts_of_step = -1
-        self.look_at_loss: Callable[[Tensor], None] | None = None
-        """Told each loss before its backward pass, where that is the last moment to stop."""
-
-        self.held_out_labels_per_row = held_out_labels_per_row
-        if replay:
-            replay.attend(self)
-        args, model = self.args, self.model  # type: ignore[attr-defined]
-        self.measured = Portions(args.per_device_eval_batch_size, "the evaluation")
+        self._accumulated_step = -1
+        args, model = self.args, self.model
+        # In fp16 DeepSpeed's own scaler skips steps that are not finite.
+        self._check_loss = step.check_loss if self.is_deepspeed_enabled and not args.fp16 else None
+        self._agreement = Agreement(args.device)
+        self.held_out_labels_per_row = labels_per_row(named.get("eval_dataset"))
+        self.eval_batches = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         plain_head = args.loss_type == "nll" and not args.use_liger_kernel and not args.label_smoothing_factor
         self.label_head = find_label_head(base) if plain_head else None
 
-    def training_step(self, model: nn.Module, window: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward over all pieces of the window; the sum of their losses.
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward over all micro-batches of the window; the sum of their losses.
 
-        A piece that sends gradients to other ranks while it computes is not run again: a rank that fails inside it
-        would leave the others waiting. With a replay that sends them afterwards there is none.
+        A micro-batch that sends gradients to other ranks while it computes is not run again: a rank that fails inside
+        it would leave the others waiting. With a replay that sends gradients afterwards there is none of these.
 
         Raises:
             OutOfMemory: memory does not suffice for a single row of the window.
         """
-        self._count(window)
+        self._count(inputs)
         if self.micro_batcher is None:
-            return self._run_part(model, window, num_items_in_batch)
-        self.last_windows = [window]
+            return self._accumulate(model, inputs, num_items_in_batch)
+        self.last_windows = [inputs]
         replay, padded_tokens = self.replay, self.counts.padded_tokens
         start = RandomState() if replay else None
         while True:
-            pieces = list(self.micro_batcher.cut(window))
+            micro_batches = list(self.micro_batcher.cut(inputs))
             sends = self._sends_in_backward()
-            alone = pieces[:-1] if sends else pieces
+            alone = micro_batches[:-1] if sends else micro_batches
             total, shortage = self._attempt(model, alone, num_items_in_batch)
-            if not replay or not start or not (shortages := replay.all_shortages(shortage)):
+            if not replay or not start:
+                break
+            shortages = self._agreement.all_shortages(shortage, self.heartbeat)
+            if not shortages:
                 break
             model.zero_grad(set_to_none=True)
             start.restore()
             self.counts.padded_tokens = padded_tokens
-            self.micro_batcher = replay.step_down(self.micro_batcher, len(window["row"]), shortages)
+            self.micro_batcher = replay.step_down(
+                self.micro_batcher, shortages, step=self.state.global_step + 1, window_rows=len(inputs["row"])
+            )
         if sends:
-            total = total + self._run_piece(model, pieces[-1], num_items_in_batch)
+            total = total + self._run_micro_batch(model, micro_batches[-1], num_items_in_batch)
         elif replay and replay.sends_afterwards:
             with self.heartbeat.within("communication"):
                 average_gradients(model)
@@ -115,12 +134,11 @@ class Window:
         return total
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Clip the gradients by their exact norm where torch's is not; the norm before."""
-        args = self.args  # type: ignore[attr-defined]
-        if self.micro_batcher is None or args.device.type != "cpu":
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        """Clip the gradients by their exact norm where torch's is not exact; the norm before clipping."""
+        if self.micro_batcher is None or self.args.device.type != "cpu":
+            return super()._clip_grad_norm(model)
         norm = gradient_norm(model.parameters())
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
         return norm
 
     def take_counts(self) -> StepCounts:
@@ -135,19 +153,18 @@ class Window:
 
     @torch.no_grad()
     def rows_not_finite(self) -> list[int]:
-        """Ids of those whose loss, computed alone and without dropout, is not finite. Asks no other rank."""
-        model = self.model  # type: ignore[attr-defined]
+        """Ids of the rows of the last step whose loss alone, without dropout, is not finite. Asks no other rank."""
         found = []
-        model.eval()
-        # Where weights are split, a rank cannot compute alone.
+        self.model.eval()
+        # Where weights are sharded, a rank cannot compute alone.
         for window in self.last_windows if self.micro_batcher is not None else ():
             for n, width in enumerate(window["attention_mask"].sum(1).tolist()):
-                row = {key: window[key][n : n + 1, :width] for key in PIECE}
-                with self.compute_loss_context_manager():  # type: ignore[attr-defined]
-                    loss = self._loss_of_piece(model, row, False, 1)
+                row = {key: window[key][n : n + 1, :width] for key in MODEL_INPUTS}
+                with self.compute_loss_context_manager():
+                    loss = self._model_loss(self.model, row, False, 1)
                 if not torch.isfinite(loss):
                     found.append(int(window["row"][n]))
-        model.train()
+        self.model.train()
         return found
 
     def compute_loss(
@@ -160,52 +177,52 @@ class Window:
         """The sum of the label tokens' losses over `num_items_in_batch`.
 
         Skips SFTTrainer's own version, which computes entropy and accuracy over all scores and gathers them across
-        processes three times a piece.
+        processes three times a micro-batch.
         """
         inputs = {key: value for key, value in inputs.items() if key not in ("row", "_prediction_loss_only")}
         if model.training:
-            return self._loss_of_piece(model, inputs, return_outputs, num_items_in_batch)
+            return self._model_loss(model, inputs, return_outputs, num_items_in_batch)
         return self._held_out_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _sends_in_backward(self) -> bool:
-        several = self.accelerator.num_processes > 1  # type: ignore[attr-defined]
-        return several and not (self.replay and self.replay.sends_afterwards)
+        return self.accelerator.num_processes > 1 and not (self.replay and self.replay.sends_afterwards)
 
-    def _attempt(self, model: nn.Module, pieces: Iterable[Batch], n_items: Any) -> tuple[Any, Shortage | None]:
-        """The sum of the pieces' losses, or where memory did not suffice. None of them sends gradients anywhere.
+    def _attempt(self, model: nn.Module, micro_batches: Iterable[Batch], n_items: Any) -> tuple[Any, Shortage | None]:
+        """The sum of the losses, or where memory ran out. No micro-batch sends gradients anywhere.
 
-        The error and what it holds on to, the graph among it, are gone when this returns.
+        The error, and what it refers to (the graph), are gone when this returns.
         """
         total: Any = 0.0
-        for piece in pieces:
+        for micro_batch in micro_batches:
             try:
-                with self.accelerator.no_sync(model):  # type: ignore[attr-defined]
-                    total = total + self._run_piece(model, piece, n_items)
+                with self.accelerator.no_sync(model):
+                    total = total + self._run_micro_batch(model, micro_batch, n_items)
             except RuntimeError as error:
                 if not self.replay or not ran_out_of_memory(error):
                     raise
-                rows, tokens = len(piece["input_ids"]), piece["input_ids"].numel()
+                rows, tokens = len(micro_batch["input_ids"]), micro_batch["input_ids"].numel()
                 reason = (str(error).splitlines() or [""])[0]
                 return total, Shortage(rows, tokens, self.heartbeat.phase, held_bytes(), reason)
         return total, None
 
-    def _run_part(self, model: nn.Module, part: Batch, n_items: Any) -> Tensor:
-        """One of the micro-batches that the Trainer accumulates; ranks meet in it, so it cannot be run again."""
-        step = self.state.global_step  # type: ignore[attr-defined]
-        if step != self._parts_of_step:
-            self._parts_of_step, self.last_windows, self.last_loss = step, [], 0.0
-        self.last_windows.append(part)
-        loss = self._run_piece(model, {key: part[key] for key in PIECE}, n_items)
+    def _accumulate(self, model: nn.Module, inputs: Batch, n_items: Any) -> Tensor:
+        """One of the micro-batches that the Trainer accumulates. Ranks communicate in it: it cannot be run again."""
+        step = self.state.global_step
+        if step != self._accumulated_step:
+            self._accumulated_step, self.last_windows, self.last_loss = step, [], 0.0
+        self.last_windows.append(inputs)
+        loss = self._run_micro_batch(model, {key: inputs[key] for key in MODEL_INPUTS}, n_items)
         self.last_loss = self.last_loss + loss.detach()
         self._count_loss(loss.detach(), n_items)
         return loss
 
-    def _run_piece(self, model: nn.Module, piece: Batch, n_items: Any) -> Tensor:
-        self.counts.padded_tokens += piece["input_ids"].numel()
+    def _run_micro_batch(self, model: nn.Module, micro_batch: Batch, n_items: Any) -> Tensor:
+        """Forward and backward of one micro-batch."""
+        self.counts.padded_tokens += micro_batch["input_ids"].numel()
         self.heartbeat.enter("forward")
-        return super().training_step(model, piece, n_items)  # type: ignore[misc]
+        return super().training_step(model, micro_batch, n_items)
 
-    def _loss_of_piece(self, model: nn.Module, inputs: Batch, return_outputs: bool, n_items: Any) -> Any:
+    def _model_loss(self, model: nn.Module, inputs: Batch, return_outputs: bool, n_items: Any) -> Any:
         # With a cache the attention of packed rows would leak from one into the next.
         inputs = {**inputs, "use_cache": False}
         if self.label_head is not None:
@@ -216,28 +233,27 @@ class Window:
             if self.label_head is not None:
                 self.label_head.widen()
         if model.training:
-            if self.look_at_loss is not None:
-                self.look_at_loss(loss.detach())
+            if self._check_loss is not None:
+                self._check_loss(loss.detach())
             self.heartbeat.enter("backward")
         return loss
 
     def _held_out_loss(self, model: nn.Module, inputs: Batch, return_outputs: bool, n_items: Any) -> Any:
-        """As `compute_loss`; where memory does not suffice, in ever smaller portions. Ranks do not meet in it."""
+        """As `compute_loss`; when memory runs out, in ever smaller batches. Ranks do not communicate in it."""
         rows = len(inputs["input_ids"])
         if self.held_out_labels_per_row:
             # The Trainer multiplies by the processes for DDP's mean over gradients; there is none here.
-            count = rows * self.held_out_labels_per_row * self.accelerator.num_processes  # type: ignore[attr-defined]
+            count = rows * self.held_out_labels_per_row * self.accelerator.num_processes
             n_items = torch.tensor(count, device=inputs["input_ids"].device)
 
-        def measure(portion: slice) -> Any:
-            self.heartbeat.enter("evaluation")  # a beat for each portion: only a single one can last too long
-            return self._loss_of_piece(model, {k: v[portion] for k, v in inputs.items()}, return_outputs, n_items)
+        def measure(part: slice) -> Any:
+            self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
+            return self._model_loss(model, {key: value[part] for key, value in inputs.items()}, return_outputs, n_items)
 
-        if (
-            n_items is None or self.micro_batcher is None
-        ):  # a mean over rows is no sum of portions; split weights want company
+        # A mean over rows is no sum over batches, and sharded weights need all ranks at once.
+        if n_items is None or self.micro_batcher is None:
             return measure(slice(rows))
-        parts = list(self.measured.each(rows, measure))
+        parts = list(self.eval_batches.each(rows, measure))
         if return_outputs:
             return sum(loss for loss, _ in parts), parts[-1][1]
         return sum(parts)
@@ -250,11 +266,21 @@ class Window:
         self.counts.rows += window["row"].tolist()
 
     def _count_loss(self, loss: Tensor, label_tokens: Any) -> None:
-        """Add the sum of losses, which the Trainer has divided by all ranks' `label_tokens`, and multiplied
+        """Add the sum of the losses. The Trainer has divided it by the `label_tokens` of all ranks, and multiplied it
         by the processes for DDP's mean over gradients."""
         if label_tokens is None:
             return
-        args, processes = self.args, self.accelerator.num_processes  # type: ignore[attr-defined]
-        loss_sum = loss.double() * label_tokens / (processes if args.average_tokens_across_devices else 1)
+        processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        loss_sum = loss.double() * label_tokens / processes
         before = self.counts.loss_sum
         self.counts.loss_sum = loss_sum if before is None else before + loss_sum
+
+
+def labels_per_row(rows: Any) -> float:
+    """Mean count of label tokens in the held-out rows; 0 without any. The first token of a row predicts no label.
+
+    With it the Trainer's mean over rows becomes the exact mean over label tokens.
+    """
+    if rows is None or len(rows) == 0:
+        return 0.0
+    return sum(sum(label != IGNORE_INDEX for label in row[1:]) for row in rows["labels"]) / len(rows)

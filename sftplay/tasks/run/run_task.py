@@ -1,0 +1,140 @@
+"""The steps that every task shares, from the resolved config to the saved result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import DataError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.model.adapter import describe_parameters, freeze_beside_text
+from sftplay.model.hub import fetch_weights
+from sftplay.model.load import load_result, load_start, start_adapter, stored_base
+from sftplay.model.source import locate
+from sftplay.model.start_point import resolve_names
+from sftplay.model.tokenizer import load_tokenizer
+from sftplay.monitor.guards import StopOnSignal
+from sftplay.tasks.run.fingerprint import fingerprint_of
+from sftplay.tasks.run.manifest import write_manifest
+from sftplay.tasks.run.preflight import has_sharded_weights
+from sftplay.tasks.run.rank_sync import first_of_node, wait_for_main, wait_for_nodes
+from sftplay.tasks.run.save import gather_weights, leave_process_group, save_result
+from sftplay.tasks.run.setup import make_setup
+from sftplay.tasks.run.task import Rows, Task
+from sftplay.tasks.run.train_run import Outcome, TrainRun
+from sftplay.units import format_count
+
+FEW_STEPS = 50
+"""Below this a run hardly leaves its warm-up."""
+
+
+def run_task(task: Task, cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
+    """Prepare, measure before, train, save the adapter or model in the run folder, measure after.
+
+    Raises:
+        DataError: there is no row to train on, or no held-out row where the config needs some.
+        MachineError: model or tokenizer cannot be opened.
+        RunError: the run could not go on.
+    """
+    cfg = resolve_names(cfg)
+    with first_of_node(folder) as is_first:
+        tokenizer = load_tokenizer(cfg.model)
+        rows = task.load_rows(cfg, tokenizer)
+        check_held_out(cfg, rows)
+        if is_first:
+            fetch_weights(cfg.model.name, cfg.model.revision)
+        own_base = stored_base(cfg, folder.path)
+    if log.is_main():
+        folder.write_json("data_report.json", rows.report)
+        task.report_rows(rows, tokenizer, folder)
+    fingerprint = fingerprint_of(cfg, rows)
+    set_seed(cfg.seed)
+    model = load_start(cfg, source=own_base)
+    measure_before(task, model, rows, cfg=cfg, folder=folder)
+    model = make_trainable(model, cfg)
+    wait_for_nodes(folder)
+    setup = make_setup(cfg, folder, len(rows.train))
+    train_run = TrainRun(setup, model, stop, fingerprint=fingerprint)
+    trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
+    if log.is_main():
+        parameters = describe_parameters(trainer.model)
+        write_manifest(setup, rows, parameters)
+        announce(train_run, parameters)
+    outcome = train_run.train(trainer)
+    weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
+    leave_process_group()
+    if outcome.stop_signal == 0 and log.is_main():
+        if own_base:
+            cfg = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged")
+        result = save_result(trainer.model, tokenizer, cfg, folder, base=locate(cfg.model.name), weights=weights)
+        log.say(f"result: {result}")
+        if cfg.eval.after:
+            task.measure(whole_model(trainer, setup.cfg, folder), rows, setup.cfg, folder.eval / "after.json")
+    return outcome
+
+
+def check_held_out(cfg: RunConfig, rows: Rows) -> None:
+    """Raise the DataError about keys that need held-out rows, where none are held out."""
+    wishes = {
+        "eval.before": cfg.eval.before,
+        "eval.after": cfg.eval.after,
+        "train.best_metric": cfg.train.best_metric,
+        "train.early_stopping": cfg.train.early_stopping,
+        "train.eval_steps": cfg.train.eval_steps,
+    }
+    wished = [key for key, value in wishes.items() if value]
+    if wished and rows.held_out is None:
+        raise DataError(
+            f"{', '.join(wished)} needs held-out rows, but none were held out",
+            where=cfg.data.val_path or cfg.data.train_path,
+            fix="raise data.split or give data.val_path",
+        )
+
+
+def measure_before(task: Task, model: Any, rows: Rows, *, cfg: RunConfig, folder: RunFolder) -> None:
+    """Measure the untrained model on the main rank, once a run; the other ranks wait."""
+    path = folder.eval / "before.json"
+    if not cfg.eval.before or path.exists():
+        return
+    if log.is_main():
+        task.measure(model, rows, cfg, path)
+    else:
+        wait_for_main(path, folder)
+
+
+def make_trainable(model: Any, cfg: RunConfig) -> Any:
+    """`model` with the adapter that trains, where one does; everything that never trains is frozen."""
+    if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it goes on with the one it has
+        model = start_adapter(model, cfg)
+    if frozen := freeze_beside_text(model):
+        log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
+    return model
+
+
+def whole_model(trainer: Any, cfg: RunConfig, folder: RunFolder) -> Any:
+    """The tuned model with all its weights on this rank: a rank that holds a shard cannot answer by itself."""
+    if not has_sharded_weights(trainer):
+        return trainer.model
+    unset_hf_deepspeed_config()  # otherwise transformers would shard what it loads, and wait for the other ranks
+    return load_result(cfg, folder.path)
+
+
+def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
+    """Say what trains, how, and for how long."""
+    cfg, steps = train_run.cfg, train_run.setup.steps
+    trainable, total = parameters["trainable_parameters"], parameters["parameters"]
+    four_bit = f", {parameters['four_bit_layers']} layers in 4 bits" if parameters["four_bit_layers"] else ""
+    log.say(
+        f"{cfg.tuning.mode}: {format_count(trainable)} of {format_count(total)} weights train"
+        f" ({trainable / total:.1%}){four_bit}"
+    )
+    log.say(
+        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {cfg.tuning.backend} run with "
+        f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
+    )
+    if steps < FEW_STEPS:
+        log.say(f"note: {steps} steps in all are few to learn from; more epochs, or a smaller effective batch")

@@ -1,0 +1,147 @@
+"""What is decided of a run before its trainer is built: steps, order of the rows, arguments of the library."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sftplay import log
+from sftplay.config.schema.cluster import SHARDED
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.order import order_hash, steps_for, training_order
+from sftplay.launch.run_folder import RunFolder
+from sftplay.tasks.step.micro_batches import MicroBatcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """One attempt at a run on one rank. `cfg` is the resolved config: no value of it is `auto`."""
+
+    cfg: RunConfig
+    folder: RunFolder
+    world_size: int
+    steps_per_epoch: int
+    steps: int
+    order: list[int]
+    """Rows of the whole run in training order: exactly steps x effective batch."""
+
+    order_hash: str
+
+    @property
+    def is_sharded(self) -> bool:
+        """True where ranks hold parts of the weights or of the optimizer's state."""
+        return self.world_size > 1 and self.cfg.cluster.strategy in SHARDED
+
+    @property
+    def config_sha256(self) -> str:
+        """Of the resolved config file, which every rank reads."""
+        return hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest()
+
+    def micro_batcher(self) -> MicroBatcher | None:
+        """How the trainer's windows are cut into micro-batches; None where the Trainer accumulates them."""
+        if self.is_sharded:
+            return None
+        train, length = self.cfg.train, self.cfg.model.max_seq_len
+        rows = int(train.batch_size)
+        budget = rows * length if train.batching == "tokens" else None
+        return MicroBatcher(rows, train.packing is True, length, budget)
+
+    def arguments(self, *, has_held_out: bool) -> dict[str, Any]:
+        """Arguments for a TRL config: every one that the kit decides, then the user's `train.extra`."""
+        cfg, train = self.cfg, self.cfg.train
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(self.folder.path / "tb")
+        return {
+            "output_dir": str(self.folder.checkpoints),
+            "run_name": self.folder.name,
+            **self._sizes(),
+            "per_device_eval_batch_size": train.batch_size,
+            "num_train_epochs": 1,
+            "max_steps": self.steps,
+            "train_sampling_strategy": "sequential",
+            "remove_unused_columns": False,
+            "average_tokens_across_devices": True,
+            "learning_rate": train.peak_rate,
+            "lr_scheduler_type": train.lr_scheduler,
+            "warmup_steps": math.ceil(train.warmup_ratio * self.steps),
+            "weight_decay": train.weight_decay,
+            "max_grad_norm": train.max_grad_norm,
+            "optim": train.optim,
+            "neftune_noise_alpha": train.neftune_alpha,
+            "logging_strategy": "steps",
+            "logging_steps": cfg.logging.steps,
+            "logging_nan_inf_filter": False,
+            "report_to": cfg.logging.backend,
+            "disable_tqdm": True,
+            "seed": cfg.seed,
+            "data_seed": cfg.seed,
+            "dataloader_num_workers": train.dataloader_num_workers,
+            "dataloader_pin_memory": train.dataloader_pin_memory,
+            "prediction_loss_only": True,
+            **self._device_arguments(),
+            **self._intervals(has_held_out),
+            **train.extra,
+        }
+
+    def _sizes(self) -> dict[str, Any]:
+        """A whole window at a time, which the kit cuts; or micro-batches, which the Trainer accumulates."""
+        train = self.cfg.train
+        rows, micro_batches = train.effective_batch_size // self.world_size, 1
+        if self.is_sharded:
+            rows, micro_batches = int(train.batch_size), int(train.grad_accum)
+        return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": micro_batches}
+
+    def _device_arguments(self) -> dict[str, Any]:
+        train, cpu, comm = self.cfg.train, not torch.cuda.is_available(), self.cfg.cluster.comm
+        several = self.world_size > 1
+        return {
+            "bf16": train.precision == "bf16",
+            "fp16": train.precision == "fp16",
+            "use_cpu": cpu and not self.is_sharded,  # otherwise accelerate silently drops DeepSpeed and FSDP
+            "ddp_backend": "gloo" if cpu and several else None,
+            "ddp_find_unused_parameters": False if several else None,
+            # Buffers are sent before a forward pass: a rank would wait there for one that has failed.
+            "ddp_broadcast_buffers": False if several else None,
+            "ddp_bucket_cap_mb": comm.bucket_cap_mb if several else None,
+            "ddp_static_graph": comm.static_graph if several else None,
+            "ddp_timeout": self.cfg.cluster.timeout,
+            "gradient_checkpointing": train.gradient_checkpointing,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,
+        }
+
+    def _intervals(self, has_held_out: bool) -> dict[str, Any]:
+        train = self.cfg.train
+        eval_steps = train.eval_steps or train.save_steps or self.steps_per_epoch
+        seeks_best = has_held_out and (train.best_metric is not None or train.early_stopping is not None)
+        # The best weights can only be kept if a checkpoint is written where they were measured.
+        save_steps = train.save_steps or (eval_steps if seeks_best else self.steps_per_epoch)
+        return {
+            "eval_strategy": "steps" if has_held_out else "no",
+            "eval_steps": eval_steps if has_held_out else None,
+            "save_strategy": "steps",
+            "save_steps": save_steps,
+            "save_total_limit": None,  # MarkComplete does it: the Trainer removes before the new one is safe
+            "load_best_model_at_end": seeks_best,
+            "metric_for_best_model": "loss" if seeks_best else None,
+            "greater_is_better": False if seeks_best else None,
+        }
+
+
+def make_setup(cfg: RunConfig, folder: RunFolder, n_rows: int) -> RunSetup:
+    """The set-up of a run over `n_rows` rows."""
+    train, batch = cfg.train, cfg.train.effective_batch_size
+    steps = train.max_steps or steps_for(n_rows, train.epochs, batch)
+    order = training_order(n_rows, steps * batch, cfg.seed)
+    return RunSetup(
+        cfg=cfg,
+        folder=folder,
+        world_size=log.world_size(),
+        steps_per_epoch=max(1, math.ceil(n_rows / batch)),
+        steps=steps,
+        order=order,
+        order_hash=order_hash(order),
+    )
