@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 MOMENTS = {
     "data are prepared": ("open", r"processed/.*\.part/held_out_chats\.jsonl$"),
     "the model is loaded": ("open", r"modeling_llama[^/]*\.pyc$"),
-    "steps are made": ("open", r"checkpoints/checkpoint-3/\.COMPLETE\.json$"),
+    "steps are made": ("open", r"checkpoints/checkpoint-3/\.COMPLETE\.json\.\d+$"),
     "a checkpoint is written": ("open", r"checkpoints/checkpoint-6/trainer_state\.json$"),
     "held-out rows are measured": ("open", r"eval/\.step-6\.json\.\d+$"),
     "the result is saved": ("os.mkdir", r"\.adapter\.part$"),
