@@ -153,7 +153,7 @@ def test_nothing_is_measured_without_a_gpu_on_several_nodes_for_unknown_shapes_o
 
 
 def test_what_goes_wrong_leaves_the_estimate_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    def broken(*_: Any) -> dict[str, Any]:
+    def broken(*_: Any, **__: Any) -> dict[str, Any]:
         raise RunError("the driver is gone")
 
     plain = size_run(config(), machine(L4), shape=SHAPE)

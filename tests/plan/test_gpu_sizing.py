@@ -53,7 +53,7 @@ def tiny_folder(_name: str, here: Place) -> Path:
 
 
 def test_a_config_that_dies_or_takes_too_long_is_a_row_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def killed(*_: Any) -> dict[str, Any]:
+    def killed(*_: Any, **__: Any) -> dict[str, Any]:
         raise RunError("it ended with code -9", fix="x")
 
     monkeypatch.setattr(gpu_sizing, "ensure_model", tiny_folder)
