@@ -38,7 +38,7 @@ def make_rows(source: Path, work: Path, count: int) -> list[str]:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
         lines.append(json.dumps({"messages": turns}))
     (work / "source.jsonl").write_text("\n".join(lines) + "\n")
-    order = training_order(count, count, SEED)
+    order = training_order(count, count, seed=SEED)
     (work / "rows.jsonl").write_text("\n".join(lines[i] for i in order) + "\n")
     return [text for row in found for text in (row["instruction"], row["input"], row["output"])]
 

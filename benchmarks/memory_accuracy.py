@@ -173,7 +173,7 @@ def _judge(row: Mapping[str, str], *, is_alone: bool) -> Judged:
         return Judged(row, excluded=reason)
     assert shape is not None
     size = Size(rows=int(row["batch"]), seq=int(row["seq_len"].lstrip("<=")))
-    found = [estimate(shape, execution, size) for execution in _executions(row)]
+    found = [estimate(shape, execution, size=size) for execution in _executions(row)]
     fitting = [each for each in found if each.peak_bytes <= _card_bytes(row["gpu"])] or found[-1:]
     chosen = fitting[0]
     reason = "" if len(fitting) == 1 or is_alone else "its table holds two code paths under the same columns"

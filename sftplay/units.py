@@ -37,7 +37,7 @@ def parse_seconds(text: str) -> float:
         if named:
             seconds = sum(float(n) * factor for n, factor in zip(named.groups(), _SECONDS.values(), strict=True) if n)
         elif clock:
-            seconds = _clock_seconds(*clock.groups())
+            seconds = _clock_seconds(clock.groups())
         else:
             seconds = float(text)
     except ValueError:
@@ -47,12 +47,13 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
-def _clock_seconds(days: str | None, first: str, second: str | None, third: str | None) -> float:
+def _clock_seconds(parts: tuple[str | None, ...]) -> float:
     """SLURM's forms; without days, one part is ours (seconds) and two are minutes and seconds. Source: sbatch(1),
     --time."""
+    days, first, second, third = parts
     if days is None and third is None:
         first, second, third = ("0", first, second) if second is not None else ("0", "0", first)
-    return int(days or 0) * 86400 + int(first) * 3600 + int(second or 0) * 60 + int(third or 0)
+    return int(days or 0) * 86400 + int(first or 0) * 3600 + int(second or 0) * 60 + int(third or 0)
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -171,7 +171,7 @@ def builtin_tiny() -> Path:
     """The folder of `builtin:tiny`, built once a checkout and kept in its cache."""
     from sftplay.model.builtin import ensure_builtin
 
-    return ensure_builtin("tiny", ROOT / ".cache" / "builtin", print)
+    return ensure_builtin("tiny", ROOT / ".cache" / "builtin", say=print)
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ def train_in(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal | None = None
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", train_and_keep):
-        outcome = run_task(sft, cfg, folder, stop or StopOnSignal())
+        outcome = run_task(sft, cfg, folder=folder, stop=stop or StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])
 
 
@@ -110,5 +110,5 @@ def built(home: Path, inputs: Inputs, **changes: Any) -> Finished:
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", keep):
-        outcome = run_task(sft, cfg, folder, StopOnSignal())
+        outcome = run_task(sft, cfg, folder=folder, stop=StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])

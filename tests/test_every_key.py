@@ -238,7 +238,7 @@ def check_place(bench: Bench) -> None:
 
 def check_seed(bench: Bench) -> None:
     for run, seed in ((bench.plain, 42), (bench.changed, 7)):
-        assert run.trainer.train_dataset["row"][:20] == training_order(70, 20, seed)
+        assert run.trainer.train_dataset["row"][:20] == training_order(70, 20, seed=seed)
     one, other, again = (bench.build(seed=seed, logging__steps=steps) for seed, steps in ((1, 7), (2, 7), (1, 8)))
     assert not torch.equal(adapted(one).lora_A["default"].weight, adapted(other).lora_A["default"].weight)
     assert torch.equal(adapted(one).lora_A["default"].weight, adapted(again).lora_A["default"].weight)
@@ -324,7 +324,7 @@ def steps_and_rows(run: Finished) -> tuple[int, int]:
 
 def pins_memory(run: Finished) -> bool:
     # What the library is told: transformers itself switches it off where there is no GPU.
-    return make_setup(run.cfg, run.folder, 70).arguments(has_held_out=True)["dataloader_pin_memory"]
+    return make_setup(run.cfg, run.folder, n_rows=70).arguments(has_held_out=True)["dataloader_pin_memory"]
 
 
 def check_ddp_keys(bench: Bench) -> None:
@@ -334,7 +334,7 @@ def check_ddp_keys(bench: Bench) -> None:
         for comm, expected in (({}, [None, False]), ({"bucket_cap_mb": 7, "static_graph": True}, [7, True])):
             values = {f"cluster.comm.{key}": value for key, value in comm.items()}
             cfg = bench.plain.cfg.with_values(values, "test")
-            arguments = make_setup(cfg, bench.plain.folder, 70).arguments(has_held_out=True)
+            arguments = make_setup(cfg, bench.plain.folder, n_rows=70).arguments(has_held_out=True)
             assert [arguments[name] for name in names] == expected
 
 
@@ -445,7 +445,7 @@ def check_resume(bench: Bench) -> None:
     asked = {"never": None, "auto": "checkpoint-3", str(folder.checkpoints / "checkpoint-2"): "checkpoint-2"}
     for value, expected in asked.items():
         asking = stopped.cfg.with_values({"train.resume": value}, "test")
-        found = choose_checkpoint(asking, folder, {"order_hash": order})
+        found = choose_checkpoint(asking, folder, facts={"order_hash": order})
         assert (found and found.name) == expected
 
 

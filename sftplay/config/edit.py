@@ -24,7 +24,7 @@ class Unclear(Exception):
     """The text is written in a way that is not understood here."""
 
 
-def amend_file(path: Path, dotted: str, value: str) -> None:
+def amend_file(path: Path, dotted: str, *, value: str) -> None:
     """Set `dotted`, a section and a key, to a text in the YAML file `path`, or leave the file as it was.
 
     The file is replaced in one step, after the changed text was read back and found equal but for this value.
@@ -61,14 +61,14 @@ def amended(text: str, dotted: str, *, value: str) -> str:
     text = text.removeprefix(BOM)
     wanted = _values(text)
     wanted[section] = {**(wanted.get(section) or {}), name: value}
-    start, end, inserted = _edit(text, section, name, value=quoted(value))
+    start, end, inserted = _edit(text, section, name=name, value=quoted(value))
     changed = text[:start] + inserted + text[end:]
     if _values(changed) != wanted:
         raise Unclear
     return bom + changed
 
 
-def _edit(text: str, section: str, name: str, *, value: str) -> tuple[int, int, str]:
+def _edit(text: str, section: str, *, name: str, value: str) -> tuple[int, int, str]:
     """Start and end of what is replaced, and the text that takes its place."""
     newline = "\r\n" if "\r\n" in text else "\n"
     found = _child(_mapping(_composed(text)), section)

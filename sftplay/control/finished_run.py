@@ -59,7 +59,7 @@ def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
-    return tokenizer, Renderer.prove(tokenizer, stored_template(tokenizer, folder), [])
+    return tokenizer, Renderer.prove(tokenizer, stored_template(tokenizer, folder), samples=[])
 
 
 def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:

@@ -73,7 +73,7 @@ def _check_first_rows(cfg: RunConfig) -> None:
         n_rows += 1
         try:
             if not isinstance(row, Refused):
-                to_record(row, source, reading)
+                to_record(row, source, reading=reading)
                 return
             refused.append(f"{source} {row.reason}")
         except DataError as error:

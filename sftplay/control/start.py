@@ -133,7 +133,7 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
     seen = sized.forecast
     if seen is None or shape is None or seen.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
-    found = suggest(sized.cfg, shape, Place(seen.setting.device, scale.world_size))
+    found = suggest(sized.cfg, shape, place=Place(seen.setting.device, scale.world_size))
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in found)
     raise MachineError(
         f"{shape.name} does not fit: even one row at a time takes {format_bytes(seen.peak_bytes)} of "

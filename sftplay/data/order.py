@@ -19,7 +19,7 @@ def is_held_out(keys: Keys, share: float) -> bool:
     return int.from_bytes(keys.prompt[:8], "big") < share * 2**64
 
 
-def training_order(n_rows: int, n_needed: int, seed: int) -> list[int]:
+def training_order(n_rows: int, n_needed: int, *, seed: int) -> list[int]:
     """Exactly `n_needed` row indices: seeded permutations of all rows, one after the other, the last one broken off.
 
     Only `Random.random()` is drawn, because that is the one method whose sequence Python promises never to change
@@ -43,7 +43,7 @@ def order_hash(order: Iterable[int]) -> str:
     return digest.hexdigest()
 
 
-def steps_for(n_rows: int, epochs: float, effective_batch: int) -> int:
+def steps_for(n_rows: int, epochs: float, *, effective_batch: int) -> int:
     """Optimizer steps that show every row `epochs` times, rounded up to a whole step; at least 1.
 
     `epochs` is taken as the decimal number that was written: 0.1 of 30 rows is 3 rows, not 3.0000000000000004.

@@ -91,7 +91,7 @@ def load_examples(
     return examples
 
 
-def load_held_out(cfg: RunConfig, tokenizer: Any, path: str, *, renderer_template: str | None = None) -> Examples:
+def load_held_out(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None = None) -> Examples:
     """All rows of one file as the held-out side, as for `data.test_path`; `train` is empty.
 
     Raises:
@@ -114,7 +114,7 @@ def _load(
     samples = _samples(cfg, inputs[0].path)
     if template is None and not _is_plain(samples, tokenizer):
         template = resolve_template(cfg.data.template, tokenizer)
-    renderer = Renderer.prove(tokenizer, template, samples)
+    renderer = Renderer.prove(tokenizer, template, samples=samples)
     data = cfg.data
     parts = {
         "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
@@ -130,14 +130,14 @@ def _load(
     if only_held_out:
         inputs, guarded = [given for given in inputs if given.share], ()
         folder = folder.with_name(fingerprint(parts | {"side": "held_out"}))
-    preparation = Preparation(data, renderer, cfg.model.max_seq_len, only_held_out=only_held_out)
+    preparation = Preparation(data, renderer, max_tokens=cfg.model.max_seq_len, only_held_out=only_held_out)
 
     def make(unfinished: Path) -> None:
-        preparation.run(inputs, unfinished, guarded)
+        preparation.run(inputs, unfinished, guarded=guarded)
         _expect_unchanged(digests)
 
     ensure_folder(folder, make)
-    return _opened(folder, renderer, digests)
+    return _opened(folder, renderer, digests=digests)
 
 
 def _expect_unchanged(digests: Mapping[str, str]) -> None:
@@ -156,7 +156,7 @@ def _samples(cfg: RunConfig, path: str) -> list[Record]:
         if isinstance(value, Refused):
             continue
         try:
-            records.append(to_record(value, source, reading))
+            records.append(to_record(value, source, reading=reading))
         except DataError:
             continue
     return records
@@ -168,7 +168,7 @@ def _is_plain(samples: Sequence[Record], tokenizer: Any) -> bool:
     return only_texts and not tokenizer.chat_template
 
 
-def _opened(folder: Path, renderer: Renderer, digests: dict[str, str]) -> Examples:
+def _opened(folder: Path, renderer: Renderer, *, digests: dict[str, str]) -> Examples:
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     lines = (folder / CHATS).read_text(encoding="utf-8").splitlines()
     held_out = _stream(folder, "held_out")

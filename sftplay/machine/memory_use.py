@@ -59,7 +59,7 @@ def read_runs(output: Path, machine: Machine) -> list[RunMemory]:
     """The runs below `output` whose status.json says `running`, by name."""
     folders = sorted(path.parent for path in output.glob("*/status.json") if not path.parent.is_symlink())
     states = ((folder, _read_json(folder / "status.json")) for folder in folders)
-    return [_read_run(folder, status, machine) for folder, status in states if status.get("state") == "running"]
+    return [_read_run(folder, status, machine=machine) for folder, status in states if status.get("state") == "running"]
 
 
 def describe_gpus(machine: Machine) -> list[str]:
@@ -110,7 +110,7 @@ def owner_of(pid: int) -> str:
         return str(uid)
 
 
-def _read_run(folder: Path, status: dict[str, Any], machine: Machine) -> RunMemory:
+def _read_run(folder: Path, status: dict[str, Any], *, machine: Machine) -> RunMemory:
     plan, metrics = _read_json(folder / "plan.json"), _last_line(folder / "metrics.jsonl")
     pids = [rank["pid"] for rank in status.get("ranks") or []] or [status["pid"]] * bool(status.get("pid"))
     budget = plan.get("budget_bytes")

@@ -59,15 +59,15 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
     count = _ask(nvml, "nvmlDeviceGetCount") or 0
     handles = [_ask(nvml, "nvmlDeviceGetHandleByIndex", place) for place in range(count)]
     slices = [_mig_handles(nvml, handle) for handle in handles]
-    present = [_present(nvml, handle, slices[place]) for place, handle in enumerate(handles)]
+    present = [_present(nvml, handle, slices=slices[place]) for place, handle in enumerate(handles)]
     chosen, reason = choose(present, visible)
     devices = [
         _Device(handles[place] if n is None else (slices[place] or [])[n], handles[place], place, n is not None)
         for place, n in chosen
     ]
-    gpus = [_gpu(nvml, index, device) for index, device in enumerate(devices)]
+    gpus = [_gpu(nvml, index, device=device) for index, device in enumerate(devices)]
     if in_detail:
-        gpus = [_with_details(nvml, gpu, device) for gpu, device in zip(gpus, devices, strict=True)]
+        gpus = [_with_details(nvml, gpu, device=device) for gpu, device in zip(gpus, devices, strict=True)]
     whole = [device.whole for device in devices if not device.is_mig]
     wants_links = in_detail and len(whole) > 1
     cuda = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
@@ -78,7 +78,9 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
         cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
         links=_links(nvml, whole) if wants_links else (),
         without_peer_access=_without_peer_access(nvml, whole) if wants_links else (),
-        instances=tuple(_instance(nvml, place, each) for place, group in enumerate(slices) for each in group or ()),
+        instances=tuple(
+            _instance(nvml, place, handle=each) for place, group in enumerate(slices) for each in group or ()
+        ),
         notes=tuple(f"GPU {place} does not answer" for place, handle in enumerate(handles) if handle is None),
     )
 
@@ -93,14 +95,14 @@ def _mig_handles(nvml: Any, handle: Any) -> list[Any] | None:
     return [each for each in found if each is not None]
 
 
-def _present(nvml: Any, handle: Any, slices: list[Any] | None) -> Present:
+def _present(nvml: Any, handle: Any, *, slices: list[Any] | None) -> Present:
     uuid = _as_text(_ask(nvml, "nvmlDeviceGetUUID", handle)) if handle is not None else ""
     if slices is None:
         return Present(uuid)
     return Present(uuid, tuple(_as_text(_ask(nvml, "nvmlDeviceGetUUID", each)) for each in slices))
 
 
-def _gpu(nvml: Any, index: int, device: _Device) -> Gpu:
+def _gpu(nvml: Any, index: int, *, device: _Device) -> Gpu:
     total, free, used = _memory(nvml, device.own)
     return Gpu(
         index=index,
@@ -131,13 +133,13 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
     return int(memory.total), int(memory.free), int(memory.used)
 
 
-def _instance(nvml: Any, place: int, handle: Any) -> MigInstance:
+def _instance(nvml: Any, place: int, *, handle: Any) -> MigInstance:
     total, free, _ = _memory(nvml, handle)
     uuid, name = (_as_text(_ask(nvml, f"nvmlDeviceGet{what}", handle)) for what in ("UUID", "Name"))
     return MigInstance(uuid, name, place, total, free)
 
 
-def _with_details(nvml: Any, gpu: Gpu, device: _Device) -> Gpu:
+def _with_details(nvml: Any, gpu: Gpu, *, device: _Device) -> Gpu:
     own, whole = device.own, device.whole
     if whole is None:
         return gpu

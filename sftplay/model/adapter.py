@@ -56,7 +56,7 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
     return adapted
 
 
-def continue_adapter(model: Any, lora: LoraConfig, adapter: Path) -> Any:
+def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
     """`model` as a PeftModel whose adapter has the weights stored in `adapter`, ready to train on.
 
     Dropout is the config's; everything that shapes the weights is the adapter's.

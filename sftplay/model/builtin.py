@@ -72,7 +72,7 @@ def builtin_names() -> list[str]:
 
 
 def ensure_builtin(
-    name: str, cache_dir: Path, say: Callable[[str], None], *, recipe: Recipe | None = None, text_dir: Path = TEXT_DIR
+    name: str, cache_dir: Path, *, say: Callable[[str], None], recipe: Recipe | None = None, text_dir: Path = TEXT_DIR
 ) -> Path:
     """Return the folder of the built-in model `name`, making it under `cache_dir` if it is not there.
 
@@ -235,7 +235,7 @@ def _token_streams(files: list[Path], tokenizer: PreTrainedTokenizerFast) -> Str
     return {path.name: torch.tensor(encode(path.read_text(encoding="utf-8")).ids) for path in files}
 
 
-def _draw(streams: Streams, recipe: Recipe, generator: torch.Generator) -> torch.Tensor:
+def _draw(streams: Streams, recipe: Recipe, *, generator: torch.Generator) -> torch.Tensor:
     """Windows at random places of the texts: int64 [rows, tokens]."""
     others = [stream for file, stream in streams.items() if file != PRACTICE]
     windows = []
@@ -265,7 +265,7 @@ def _train_base(model: LlamaForCausalLM, streams: Streams, *, recipe: Recipe, sa
     model.train()
     last_line_at = time.monotonic()
     for step in range(recipe.steps):
-        input_ids = _draw(streams, recipe, generator)
+        input_ids = _draw(streams, recipe, generator=generator)
         loss = model(input_ids=input_ids, labels=input_ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -30,13 +30,13 @@ def weights_digest(path: Path, *, whole_bytes: int = WHOLE_BYTES, chunks: int = 
     size_bytes = path.stat().st_size
     digest = hashlib.sha256(str(size_bytes).encode())
     with path.open("rb") as handle:
-        for start in _starts(size_bytes, whole_bytes, chunks):
+        for start in _starts(size_bytes, whole_bytes, chunks=chunks):
             handle.seek(start)
             digest.update(handle.read(CHUNK_BYTES))
     return digest.hexdigest()
 
 
-def _starts(size_bytes: int, whole_bytes: int, chunks: int) -> Iterator[int]:
+def _starts(size_bytes: int, whole_bytes: int, *, chunks: int) -> Iterator[int]:
     if size_bytes <= whole_bytes:
         return iter(range(0, size_bytes, CHUNK_BYTES))
     last = size_bytes - CHUNK_BYTES

@@ -21,7 +21,7 @@ INDEX = f"{WEIGHTS}.index.json"
 _SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
 
 
-def check_reachable(name: str, revision: str | None, where: str) -> bool:
+def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
     """True when the hub has the model `name`, False when it does not answer but the model lies in its cache here.
 
     It asks one short question before a library starts its own retries. Once that is answered, a slow connection has all
@@ -52,11 +52,11 @@ def check_reachable(name: str, revision: str | None, where: str) -> bool:
     except (httpx.TransportError, OfflineModeIsEnabled) as error:
         if cached:
             return False
-        raise unreachable(name, error, where) from error
+        raise unreachable(name, error, where=where) from error
     except EntryNotFoundError:
         return True  # the library that opens it says what is missing
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise _refused(name, error, where) from error
+        raise _refused(name, error, where=where) from error
     except (HfHubHTTPError, OSError, ValueError):
         return True  # a mirror with answers of its own
     return True
@@ -70,7 +70,7 @@ def fetch_weights(name: str, revision: str | None) -> None:
     Raises:
         MachineError: the hub does not answer and the cache has nothing, or it has no such model for this user.
     """
-    if is_local(name) or not check_reachable(name, revision, f"model.name {name}"):
+    if is_local(name) or not check_reachable(name, revision, where=f"model.name {name}"):
         return
     import httpx
     from huggingface_hub import hf_hub_download
@@ -85,7 +85,7 @@ def fetch_weights(name: str, revision: str | None) -> None:
                 hf_hub_download(name, file, revision=revision)
 
 
-def unreachable(name: str, error: BaseException, where: str) -> MachineError:
+def unreachable(name: str, error: BaseException, *, where: str) -> MachineError:
     """The hub does not answer: what to do about the model `name`."""
     fix = (
         f"download it where there is a connection (make download-model MODEL={name}) and point model.name to the folder"
@@ -93,7 +93,7 @@ def unreachable(name: str, error: BaseException, where: str) -> MachineError:
     return MachineError(f"the hub cannot be reached ({first_line(error)})", where=where, fix=fix)
 
 
-def _refused(name: str, error: BaseException, where: str) -> MachineError:
+def _refused(name: str, error: BaseException, *, where: str) -> MachineError:
     from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):

@@ -61,7 +61,7 @@ def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
         merged = merged_start(cfg, torch.float32)
         return merged.to(f"cuda:{local_rank()}") if torch.cuda.is_available() else merged
     with TemporaryDirectory() as scratch:  # 4-bit weights are made from files only
-        return load_base(cfg, source=str(keep_merged(cfg, Path(scratch), frozen_dtype(cfg))))
+        return load_base(cfg, source=str(keep_merged(cfg, Path(scratch), dtype=frozen_dtype(cfg))))
 
 
 def stored_base(cfg: RunConfig, folder: Path) -> str | None:
@@ -72,7 +72,7 @@ def stored_base(cfg: RunConfig, folder: Path) -> str | None:
     cfg = resolve_names(cfg)
     if not cfg.model.merge_adapter or cfg.tuning.mode == "full":
         return None
-    return str(keep_merged(cfg, folder, frozen_dtype(cfg)).resolve())
+    return str(keep_merged(cfg, folder, dtype=frozen_dtype(cfg)).resolve())
 
 
 def load_result(cfg: RunConfig, folder: Path) -> Any:
@@ -90,4 +90,4 @@ def _open_named(cfg: RunConfig) -> Any:
 
 
 def _continued(base: Any, cfg: RunConfig) -> Any:
-    return continue_adapter(base, cfg.tuning.lora, Path(str(cfg.model.adapter)))
+    return continue_adapter(base, cfg.tuning.lora, adapter=Path(str(cfg.model.adapter)))

@@ -21,7 +21,7 @@ from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import open_model
 
 
-def keep_merged(cfg: RunConfig, folder: Path, dtype: torch.dtype) -> Path:
+def keep_merged(cfg: RunConfig, folder: Path, *, dtype: torch.dtype) -> Path:
     """The folder `folder/base` with the merged start of the resolved `cfg`, made if it is not there.
 
     It appears under its name only when it is complete; of several processes one makes it and the others wait.
@@ -54,12 +54,12 @@ def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:
         what = f"{name} is stored quantised; an adapter merged into rounded weights is not what was trained"
         fix = "leave model.merge_adapter out, or start from the same model in full precision"
         raise MachineError(what, where=origin_of(cfg, "model.merge_adapter"), fix=fix)
-    whole, _ = merge_adapter(base, adapter, dtype, fix="use train.precision: bf16 or fp32, or train it again")
+    whole, _ = merge_adapter(base, adapter, dtype=dtype, fix="use train.precision: bf16 or fp32, or train it again")
     whole.requires_grad_(True)  # PEFT has frozen it
     return whole
 
 
-def merge_adapter(base: Any, adapter: Path, dtype: torch.dtype | None, *, fix: str) -> tuple[Any, bool]:
+def merge_adapter(base: Any, adapter: Path, *, dtype: torch.dtype | None, fix: str) -> tuple[Any, bool]:
     """`base` with the adapter merged into it, in `dtype`, or each weight in its own when that is None.
 
     Each layer is merged in fp32 and rounded once. The second value is True when head and input embedding were one
@@ -71,7 +71,7 @@ def merge_adapter(base: Any, adapter: Path, dtype: torch.dtype | None, *, fix: s
     attached = attach_for_merging(base, adapter)
     for module in attached.modules():
         if isinstance(module, BaseTunerLayer):
-            _merge_layer(module, dtype, adapter)
+            _merge_layer(module, dtype, adapter=adapter)
         elif isinstance(module, ModulesToSaveWrapper):
             module.modules_to_save.to(dtype or next(module.original_module.parameters()).dtype)
     whole = attached.unload()  # every layer is merged already; modules that trained in full take their place
@@ -117,7 +117,7 @@ def _resolve_tie(model: Any) -> bool:
     return True
 
 
-def _merge_layer(layer: Any, dtype: torch.dtype | None, adapter: Path) -> None:
+def _merge_layer(layer: Any, dtype: torch.dtype | None, *, adapter: Path) -> None:
     weight = layer.get_base_layer().weight
     rounded_to = dtype or weight.dtype
     weight.data = weight.data.float()  # PEFT would round the update first and then the sum

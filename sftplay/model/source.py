@@ -111,4 +111,6 @@ def locate(name: str) -> str:
         return name
     from sftplay.model.builtin import ensure_builtin
 
-    return str(ensure_builtin(name.removeprefix(BUILTIN), BUILTIN_CACHE, lambda message: log.status(message, "model")))
+    return str(
+        ensure_builtin(name.removeprefix(BUILTIN), BUILTIN_CACHE, say=lambda message: log.status(message, "model"))
+    )

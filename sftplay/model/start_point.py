@@ -70,10 +70,10 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 
 def _resolve_model(cfg: RunConfig) -> RunConfig:
     name = cfg.model.name
-    found = None if name.startswith(BUILTIN) else _find(cfg, NAME, name)
+    found = None if name.startswith(BUILTIN) else _find(cfg, NAME, name=name)
     if found is None or not (found / RESOLVED).is_file():
         return cfg
-    result = _result_of(found, cfg, NAME)
+    result = _result_of(found, cfg, key=NAME)
     if cfg.model.revision is not None:
         fix = "leave model.revision out; the run knows its base's"
         raise ConfigError(f"model.name {name} is a run, which has no revision", where=origin_of(cfg, NAME), fix=fix)
@@ -91,12 +91,12 @@ def _resolve_adapter(cfg: RunConfig) -> RunConfig:
     name = cfg.model.adapter
     if name is None:
         return cfg
-    found = _find(cfg, ADAPTER, name)
+    found = _find(cfg, ADAPTER, name=name)
     if found is None:
         fix = "name a finished run, its folder, or a folder with adapter_config.json"
         raise ConfigError(f"there is no run or adapter {name!r}", where=origin_of(cfg, ADAPTER), fix=fix)
     if (found / RESOLVED).is_file():
-        found = _result_of(found, cfg, ADAPTER)
+        found = _result_of(found, cfg, key=ADAPTER)
         if found.name == "model":
             what = f"{name} trained every weight, so it has a model and no adapter"
             raise ConfigError(what, where=origin_of(cfg, ADAPTER), fix=f"start from it with {NAME}: {name}")
@@ -110,7 +110,7 @@ def _resolve_adapter(cfg: RunConfig) -> RunConfig:
     return cfg.with_values({ADAPTER: absolute}, f"{cfg.origins.get(ADAPTER, 'default')} ({name})")
 
 
-def _find(cfg: RunConfig, key: str, name: str) -> Path | None:
+def _find(cfg: RunConfig, key: str, *, name: str) -> Path | None:
     """The folder a name means: one at that path, or the run of that name below output_dir."""
     here, run = Path(name), Path(cfg.output_dir) / name
     found = [here] if here.is_dir() else []
@@ -129,7 +129,7 @@ def _find(cfg: RunConfig, key: str, name: str) -> Path | None:
     return found[0] if found else None
 
 
-def _result_of(run: Path, cfg: RunConfig, key: str) -> Path:
+def _result_of(run: Path, cfg: RunConfig, *, key: str) -> Path:
     result = RunFolder(run).result
     if result is None:
         fix = "finish it with `make resume`, or name a run that is finished"

@@ -27,7 +27,7 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
     kept = folder or _kept_by_adapter(model)
     source, revision = (kept, None) if kept else (locate(model.name), model.revision)
     where = f"model.name {source}"
-    options = {} if check_reachable(source, revision, where) else {"local_files_only": True}
+    options = {} if check_reachable(source, revision, where=where) else {"local_files_only": True}
     announce_trust(model, f"the tokenizer {source}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -36,7 +36,7 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
     from unsloth import FastLanguageModel
 
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
-    reachable = check_reachable(name, revision, where)
+    reachable = check_reachable(name, revision, where=where)
     announce_trust(cfg.model, f"the model {name}")
     quieten_hub()
     options = {} if reachable else {"local_files_only": True}
@@ -58,7 +58,7 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
                 **options,
             )
     except (OSError, ValueError, ImportError, RuntimeError, NotImplementedError, SafetensorError) as error:
-        raise explain_failure(error, cfg.model, where) from error
+        raise explain_failure(error, cfg.model, where=where) from error
     _check_held_as_asked(model, cfg, where=where, missing=missing)
     keep_four_bit_exact(model)
     return model

@@ -42,7 +42,7 @@ def open_model(
         options["device_map"] = {"": local_rank()} if torch.cuda.is_available() else None
     if not cfg.model.allow_pickle:
         options["use_safetensors"] = True
-    if not check_reachable(name, revision, where):
+    if not check_reachable(name, revision, where=where):
         log.say(f"note: the hub does not answer; {name} is opened as it lies in the cache", "model")
         options["local_files_only"] = True
     announce_trust(cfg.model, f"the model {name}")
@@ -50,7 +50,7 @@ def open_model(
     try:
         model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise explain_failure(error, cfg.model, where) from error
+        raise explain_failure(error, cfg.model, where=where) from error
     missing = sorted(found["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
         lack = f"{len(missing)} weights are missing, {missing[0]} for one"
@@ -59,7 +59,7 @@ def open_model(
     return model
 
 
-def explain_failure(error: Exception, model: ModelConfig, where: str) -> SftplayError:
+def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> SftplayError:
     """The refusal for a library's `error` while it opened `model`, with what to do."""
     if refusal := refused_code(error, model):
         return refusal

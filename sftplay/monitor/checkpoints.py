@@ -99,7 +99,7 @@ def set_aside(folder: Path, *, after_step: int) -> list[str]:
     return moved
 
 
-def rotate(folder: Path, limit: int, best: Path | None) -> list[str]:
+def rotate(folder: Path, limit: int, *, best: Path | None) -> list[str]:
     """Remove the oldest complete checkpoints beyond `limit`, never the newest nor the best; their names."""
     complete = [c for c in list_checkpoints(folder) if (c / MARKER).is_file()]
     spare = [c for c in complete[:-1] if best is None or c.resolve() != best.resolve()]

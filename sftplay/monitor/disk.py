@@ -38,7 +38,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def checkpoint_bytes(checkpoints: Path, model: Any, optimizer: Any) -> int:
+def checkpoint_bytes(checkpoints: Path, model: Any, *, optimizer: Any) -> int:
     """Size of the next checkpoint: that of the newest complete one; without one, the size of its tensors."""
     for checkpoint in reversed(list_checkpoints(checkpoints)):
         if (checkpoint / MARKER).is_file():
@@ -102,12 +102,12 @@ class WarnOfFullDisk(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self._first is None and not control.should_save:
-            self._look(state, more["model"], more["optimizer"])
+            self._look(state, more["model"], optimizer=more["optimizer"])
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._look(state, more["model"], more["optimizer"])
+        self._look(state, more["model"], optimizer=more["optimizer"])
 
-    def _look(self, state: Any, model: Any, optimizer: Any) -> None:
+    def _look(self, state: Any, model: Any, *, optimizer: Any) -> None:
         if self._warned or not log.is_main():
             return
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class WarnOfFullDisk(TrainerCallback):
         step, steps_left = state.global_step, state.max_steps - state.global_step
         self._first = self._first or (step, free + own)
         others = max(0, self._first[1] - free - own) * steps_left // max(1, step - self._first[0])
-        each = checkpoint_bytes(self.checkpoints, model, optimizer)
+        each = checkpoint_bytes(self.checkpoints, model, optimizer=optimizer)
         there = sum((c / MARKER).is_file() for c in list_checkpoints(self.checkpoints))
         saves = math.ceil(steps_left / state.save_steps)
         # A new checkpoint is complete before an old one is removed.

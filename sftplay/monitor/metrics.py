@@ -79,7 +79,7 @@ class MetricsWriter(Observer):
         held = memory_fields()
         everyone = gather_objects((*self._take(), {**held, **self.costs.predicted_bytes}), self.trainer.heartbeat)
         shares = [share for share, _, _ in everyone]
-        line = self._line(logs, state, shares)
+        line = self._line(logs, state, shares=shares)
         line |= {**held, "ranks_memory": [memory for _, _, memory in everyone]}
         if self.keep_row_ids:
             line["row_ids"] = [rows for _, rows, _ in everyone]
@@ -108,7 +108,7 @@ class MetricsWriter(Observer):
         )
         return share, counts.rows if self.keep_row_ids else []
 
-    def _line(self, logs: dict[str, Any], state: Any, shares: list[RankShare]) -> dict[str, Any]:
+    def _line(self, logs: dict[str, Any], state: Any, *, shares: list[RankShare]) -> dict[str, Any]:
         tokens, label_tokens = (sum(getattr(share, key) for share in shares) for key in ("tokens", "label_tokens"))
         self.seen = {
             "tokens_seen": self.seen["tokens_seen"] + tokens,
@@ -132,7 +132,7 @@ class MetricsWriter(Observer):
         print_progress(
             state,
             state.logging_steps,
-            f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
+            text=f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
             f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}{reached}",
         )
 
@@ -142,7 +142,7 @@ class MetricsWriter(Observer):
             path = self.path.parent / "eval" / f"step-{state.global_step}.json"
             write_text(path, json.dumps(figures, indent=1) + "\n")
         text = f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}"
-        print_progress(state, state.eval_steps, text)
+        print_progress(state, state.eval_steps, text=text)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.train_seconds = time.monotonic() - self._started
@@ -152,7 +152,7 @@ class MetricsWriter(Observer):
             log.say(compared)
 
 
-def print_progress(state: Any, every: float, text: str) -> None:
+def print_progress(state: Any, every: float, *, text: str) -> None:
     """Say `text`, which comes every `every` steps, about twenty times a run; otherwise only show it as progress."""
     stride = max(1, int(state.max_steps // (SHOWN_LINES * max(1, every)))) * max(1, int(every))
     if state.global_step % stride and state.global_step != state.max_steps:

@@ -69,7 +69,7 @@ class ProfileSteps(TrainerCallback):
     It ends early before an evaluation, which would hide the steps. A full disk ends the profile, not the run.
     """
 
-    def __init__(self, wanted: ProfileConfig, folder: Path, heartbeat: Heartbeat) -> None:
+    def __init__(self, wanted: ProfileConfig, folder: Path, *, heartbeat: Heartbeat) -> None:
         self.wanted, self.folder, self.heartbeat = wanted, folder, heartbeat
         self._profile: Any = None
         self._ranges: dict[str, Any] = {}
@@ -197,7 +197,7 @@ def summarise(profile: Any, holders: PersistentBytes, *, memory: bool) -> list[s
             if each.name() == "[memory]" and each.device_type().name == kind
         ]
         spans = [(each.start_ns(), each.end_ns(), each.name().removeprefix(PHASE_MARK)) for each in phases]
-        lines += [_memory_line(changes, spans, holders), _allocation_line(operators, on_gpu=on_gpu)]
+        lines += [_memory_line(changes, spans, holders=holders), _allocation_line(operators, on_gpu=on_gpu)]
     return lines
 
 
@@ -240,7 +240,7 @@ def _shares(spent: Counter[str], wall: Span) -> str:
     return ", ".join(f"{name} {took / (wall[1] - wall[0]):.0%}" for name, took in spent.most_common(TOP) if took > 0)
 
 
-def _memory_line(changes: list[tuple[int, int]], spans: list[tuple[int, int, str]], holders: PersistentBytes) -> str:
+def _memory_line(changes: list[tuple[int, int]], spans: list[tuple[int, int, str]], *, holders: PersistentBytes) -> str:
     at, above = highest_point(changes)
     lasting = holders.weights_bytes + holders.optimizer_bytes
     peak = above + (holders.allocated_bytes or lasting)

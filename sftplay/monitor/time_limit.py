@@ -103,15 +103,15 @@ class StopInTime(TrainerCallback):
         self._least_s = min(LEAST_S, LEAST_SHARE * left)
         log.say(f"{self.deadline.origin} leaves {format_seconds(max(0.0, left))}: the run stops in time, resumable")
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, *, control: Any, **more: Any) -> None:
         self._end("step")
         step = state.global_step + 1  # the Trainer counts it only after this event
         if not log.is_main() or self.stop.received or step >= state.max_steps:
             return
         if not self._untimed_save_s:
-            size = checkpoint_bytes(Path(args.output_dir), more["model"], more["optimizer"])
+            size = checkpoint_bytes(Path(args.output_dir), more["model"], optimizer=more["optimizer"])
             self._untimed_save_s = size / SLOW_DISK_BYTES_PER_S
-        needed, left = self._needed_s(args, state, step), self.deadline.at_s - self._clock()
+        needed, left = self._needed_s(args, state, step=step), self.deadline.at_s - self._clock()
         if left < max(needed, self._least_s):
             self.stop.received = int(signal.SIGUSR1)
             log.say(
@@ -125,7 +125,7 @@ class StopInTime(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end("save")
 
-    def _needed_s(self, args: Any, state: Any, step: int) -> float:
+    def _needed_s(self, args: Any, state: Any, *, step: int) -> float:
         """Seconds until the checkpoint after the step after `step` is written, with everything due before it."""
         save_s = self.longest_s["save"] or self._untimed_save_s
         saves = 2 if step % state.save_steps == 0 else 1

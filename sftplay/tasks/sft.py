@@ -45,15 +45,15 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     )
 
 
-def report_rows(rows: Rows, tokenizer: Any, folder: RunFolder) -> None:
+def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
     """Show the table of the data report, and keep one row with its mask."""
-    write_masked_sample(folder, tokenizer, rows.train[0], rows.source.source_of("train", 0))
+    write_masked_sample(folder, tokenizer, example=rows.train[0], source=rows.source.source_of("train", 0))
     log.show(report_table(rows.report))
 
 
-def measure(model: Any, rows: Rows, cfg: RunConfig, path: Path) -> None:
+def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Loss over label tokens, and answers compared with references."""
-    evaluate(model, rows.source, cfg, path)
+    evaluate(model, rows.source, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:

@@ -81,11 +81,11 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
 
     task = cast("Task", importlib.import_module(TASKS[cfg.task_mode]))
     with report_full_disk(folder.path):
-        outcome = run_task(task, cfg, folder, StopOnSignal(outside))
+        outcome = run_task(task, cfg, folder=folder, stop=StopOnSignal(outside))
     if outcome.stop_signal:
         return _stop(folder, outcome.stop_signal, step=outcome.step)
     spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
-    _finish(folder, "done", 0, cause="done", step=outcome.step, **spent)
+    _finish(folder, "done", code=0, cause="done", step=outcome.step, **spent)
     return 0
 
 
@@ -94,7 +94,7 @@ def _stop(folder: RunFolder, number: int, **more: object) -> int:
     status = folder.read_json("status.json")
     if status.get("state") == "failed":  # the launcher stops the others when a rank has failed
         return int(status["exit_code"]) if log.is_main() else 0
-    _finish(folder, "stopped", code, cause=name, signal=name, **more)
+    _finish(folder, "stopped", code=code, cause=name, signal=name, **more)
     after = f" after step {more['step']}" if more else ""
     log.say(f"stopped by {name}{after}; `make resume` continues from the last complete checkpoint")
     # torchrun ends the others when one rank fails, and the main rank may still be writing.
@@ -155,7 +155,7 @@ def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[st
             _print_error(text, on_screen=False)
             return first
         is_said = first == code and error in (None, status.get("error"))
-        _finish(folder, "failed", code, cause=cause, **({"error": error} if error else {}))
+        _finish(folder, "failed", code=code, cause=cause, **({"error": error} if error else {}))
     _print_error(text, on_screen=not is_said)
     return code
 
@@ -171,7 +171,7 @@ def _one_at_a_time(logs: Path) -> Iterator[None]:
         yield
 
 
-def _finish(folder: RunFolder, state: str, code: int, *, cause: str, **more: object) -> None:
+def _finish(folder: RunFolder, state: str, *, code: int, cause: str, **more: object) -> None:
     # The failing rank may not be the main one: the first rank that fails writes the reason.
     try:
         if log.is_main() or (code and folder.read_json("status.json").get("exit_code") is None):

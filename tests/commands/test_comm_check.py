@@ -139,13 +139,13 @@ def three_ranks(buffer: torch.Tensor, *, lost: int | None = None) -> None:
 def test_only_the_exact_sum_over_the_ranks_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     cpu = torch.device("cpu")
-    rank.check_sum(4096, cpu, three_ranks)
+    rank.check_sum(4096, cpu, reduce=three_ranks)
     with pytest.raises(RunError, match="4096 bytes: 1 of 1024 numbers"):
-        rank.check_sum(4096, cpu, lambda buffer: three_ranks(buffer, lost=700))
+        rank.check_sum(4096, cpu, reduce=lambda buffer: three_ranks(buffer, lost=700))
     with pytest.raises(RunError, match="wrong sum"):
-        rank.check_sum(4096, cpu, lambda buffer: None)
+        rank.check_sum(4096, cpu, reduce=lambda buffer: None)
     with pytest.raises(RunError, match="wrong sum"):
-        rank.check_sum(4096, cpu, lambda buffer: buffer.copy_(buffer.roll(1) * 6))
+        rank.check_sum(4096, cpu, reduce=lambda buffer: buffer.copy_(buffer.roll(1) * 6))
 
 
 def test_bandwidth_is_what_a_ring_of_the_ranks_carries():
@@ -161,10 +161,10 @@ SWEEP = [Exchange(1000, 0.001), Exchange(3000, 0.002), Exchange(10_000, 0.010)]
 
 def test_gradients_take_their_buckets_one_after_the_other():
     # 2000 bytes lie half way between 1 ms and 2 ms; 7000 bytes are three of them and 1000 more.
-    assert exchange_s(SWEEP, 2000, 2000) == pytest.approx(0.0015)
-    assert exchange_s(SWEEP, 7000, 2000) == pytest.approx(3 * 0.0015 + 0.001)
-    assert exchange_s(SWEEP, 10, 2000) == pytest.approx(0.001)  # never faster than the smallest
-    assert exchange_s(SWEEP, 20_000, 20_000) == pytest.approx(0.020)  # beyond the largest: at its speed
+    assert exchange_s(SWEEP, 2000, bucket_bytes=2000) == pytest.approx(0.0015)
+    assert exchange_s(SWEEP, 7000, bucket_bytes=2000) == pytest.approx(3 * 0.0015 + 0.001)
+    assert exchange_s(SWEEP, 10, bucket_bytes=2000) == pytest.approx(0.001)  # never faster than the smallest
+    assert exchange_s(SWEEP, 20_000, bucket_bytes=20_000) == pytest.approx(0.020)  # beyond the largest: at its speed
 
 
 def test_latency_rules_below_the_size_that_takes_as_long_to_send_as_to_start():
@@ -181,7 +181,7 @@ def gpus(count: int, capability: tuple[int, int], word: str) -> Machine:
 def test_a_links_nominal_speed_is_the_makers_each_way():
     # NVIDIA's figures both ways: V100 300 GB/s over 6 links, H100 900 over 18, B200 1800 over 18.
     for capability, links, both_ways in (((7, 0), 6, 300e9), ((9, 0), 18, 900e9), ((10, 0), 18, 1800e9)):
-        assert nominal_link(gpus(2, capability, f"NV{links}"), 2, 1)[0] == pytest.approx(both_ways / 2)
+        assert nominal_link(gpus(2, capability, f"NV{links}"), 2, nnodes=1)[0] == pytest.approx(both_ways / 2)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_links_nominal_speed_is_the_makers_each_way():
     ],
 )
 def test_a_link_without_a_known_speed_is_said_to_have_none(machine: Machine, nnodes: int, said: str):
-    nominal, text = nominal_link(machine, 2, nnodes)
+    nominal, text = nominal_link(machine, 2, nnodes=nnodes)
     assert nominal is None
     assert said in text
 

@@ -128,7 +128,7 @@ def test_a_refused_file_is_left_alone_and_the_line_to_add_is_named(write):
     name = write("model: {name: a}\ndata: {train_path: b}\n")
     before = Path(name).read_bytes()
     with pytest.raises(ConfigError) as caught:
-        amend_file(Path(name), KEY, 'a "b"')
+        amend_file(Path(name), KEY, value='a "b"')
     assert caught.value.where == name
     assert caught.value.fix == 'below `data:` write this line yourself: system: "a \\"b\\""'
     assert Path(name).read_bytes() == before
@@ -140,7 +140,7 @@ def test_a_file_keeps_its_mode_and_a_link_stays_a_link(write):
     name = write("include: base.yaml\nmodel: {name: a}\n")
     Path(name).chmod(0o640)
     Path("link.yaml").symlink_to(name)
-    amend_file(Path("link.yaml"), KEY, "x")
+    amend_file(Path("link.yaml"), KEY, value="x")
     assert Path("link.yaml").is_symlink()
     assert Path(name).stat().st_mode & 0o777 == 0o640
     cfg = load_config(name)

@@ -113,7 +113,7 @@ def changed_rows(draw: Any) -> dict[str, Any]:
 def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, Any], reading: Reading):
     unused_columns(row, reading)
     try:
-        record = to_record(row, HERE, reading)
+        record = to_record(row, HERE, reading=reading)
     except DataError as error:
         refusal = error
     else:
@@ -126,7 +126,7 @@ def test_any_row_is_a_record_that_obeys_the_rules_or_a_refusal(row: dict[str, An
 @given(ROW | changed_rows(), st.just(Reading()) | READINGS)
 def test_any_prompt_can_be_answered_or_is_refused(row: dict[str, Any], reading: Reading):
     try:
-        messages, tools = read_prompt(row, HERE, reading)
+        messages, tools = read_prompt(row, HERE, reading=reading)
     except DataError:
         return
     assert messages[-1].role in ("user", "tool")

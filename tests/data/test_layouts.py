@@ -21,7 +21,7 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "3"}
 
 
 def chat(row: dict[str, Any], **reading: Any) -> Chat:
-    record = to_record(row, HERE, Reading(**reading))
+    record = to_record(row, HERE, reading=Reading(**reading))
     assert isinstance(record, Chat)
     return record
 
@@ -32,7 +32,7 @@ def turns(row: dict[str, Any], **reading: Any) -> list[tuple[str, str]]:
 
 def reason(row: dict[str, Any], **reading: Any) -> str:
     with pytest.raises(DataError) as refusal:
-        to_record(row, HERE, Reading(**reading))
+        to_record(row, HERE, reading=Reading(**reading))
     assert str(refusal.value).startswith("rows.jsonl:7: ")
     assert refusal.value.fix
     return refusal.value.what
@@ -91,7 +91,9 @@ def test_layouts_are_found_by_their_keys(row: dict[str, Any], expected: list[tup
 
 
 def test_plain_text_is_a_text_to_the_character():
-    assert to_record({"text": " a\n\u2028b\0 ", "url": "x"}, HERE, Reading(system="S")) == Text(" a\n\u2028b\0 ", HERE)
+    assert to_record({"text": " a\n\u2028b\0 ", "url": "x"}, HERE, reading=Reading(system="S")) == Text(
+        " a\n\u2028b\0 ", HERE
+    )
 
 
 def test_only_the_completion_is_learned_when_the_prompt_holds_answers_too():
@@ -214,7 +216,7 @@ def test_columns_that_no_layout_reads_are_named_unless_they_are_empty():
 
 def test_prompts_are_read_up_to_the_turn_that_is_to_be_answered():
     def prompt(row: dict[str, Any], **reading: Any) -> list[tuple[str, str]]:
-        return [(turn.role, turn.content) for turn in read_prompt(row, HERE, Reading(**reading))[0]]
+        return [(turn.role, turn.content) for turn in read_prompt(row, HERE, reading=Reading(**reading))[0]]
 
     assert prompt({"prompt": "Why?"}) == ONE[:1]
     assert prompt({"prompt": "Why?"}, system="S") == [("system", "S"), *ONE[:1]]

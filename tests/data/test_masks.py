@@ -120,7 +120,7 @@ def reference(tokenizer: Any, template: str, chat: Chat) -> tuple[list[int], lis
 @pytest.mark.parametrize("style", UNMARKED)
 def test_masks_without_markers_are_those_of_prefix_rendering(tokenizer: Any, style: str, texts: list[str]):
     chat = chat_of(texts, system=None if style == "gemma" else "Be brief.")
-    renderer = Renderer.prove(tokenizer, UNMARKED[style], [chat])
+    renderer = Renderer.prove(tokenizer, UNMARKED[style], samples=[chat])
     (found,) = renderer.render([chat])
     assert renderer.method == "sentinels"
     assert (found.input_ids, found.labels) == reference(tokenizer, UNMARKED[style], chat)
@@ -129,7 +129,7 @@ def test_masks_without_markers_are_those_of_prefix_rendering(tokenizer: Any, sty
 @pytest.mark.parametrize("texts", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_masks_by_markers_are_those_of_transformers(tokenizer: Any, texts: list[str]):
     chat = chat_of(texts, system="Be brief.")
-    renderer = Renderer.prove(tokenizer, CHATML, [chat])
+    renderer = Renderer.prove(tokenizer, CHATML, samples=[chat])
     (found,) = renderer.render([chat])
     theirs = tokenizer.apply_chat_template(
         as_dicts(chat), chat_template=CHATML, return_assistant_tokens_mask=True, return_dict=True
@@ -142,7 +142,7 @@ def test_masks_by_markers_are_those_of_transformers(tokenizer: Any, texts: list[
 @pytest.mark.parametrize("style", ["chatml", "llama3", "gemma", "llama2", "zephyr"])
 def test_learned_text_is_the_answers_with_their_end_tokens(tokenizer: Any, style: str):
     chat = chat_of(CONVERSATIONS["three turns"])
-    (found,) = Renderer.prove(tokenizer, UNMARKED[style], [chat]).render([chat])
+    (found,) = Renderer.prove(tokenizer, UNMARKED[style], samples=[chat]).render([chat])
     learned = tokenizer.decode([label for label in found.labels if label != -100])
     end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}.get(style, "</s>")
     assert learned.replace(" ", "") == "".join(f"{n}stone.{end}" for n in ("First", "Second", "Third"))
@@ -151,7 +151,7 @@ def test_learned_text_is_the_answers_with_their_end_tokens(tokenizer: Any, style
 @pytest.mark.parametrize("style", UNMARKED)
 def test_training_prompt_is_the_inference_prompt(tokenizer: Any, style: str):
     chat = chat_of(CONVERSATIONS["three turns"])
-    renderer = Renderer.prove(tokenizer, UNMARKED[style], [chat])
+    renderer = Renderer.prove(tokenizer, UNMARKED[style], samples=[chat])
     (found,) = renderer.render([chat])
     for turn in (1, 3, 5):
         prompt = renderer.prompt_ids(chat.messages[:turn])
@@ -165,7 +165,7 @@ def test_bos_is_not_doubled(tokenizer: Any, style: str):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    renderer = Renderer.prove(tokenizer, UNMARKED[style], [])
+    renderer = Renderer.prove(tokenizer, UNMARKED[style], samples=[])
     (found,) = renderer.render([chat_of(["Hi?", "Ho."])])
     assert found.input_ids.count(tokenizer.bos_token_id) == 1
 
@@ -179,15 +179,15 @@ def test_rendered_text_is_that_of_transformers(tokenizer: Any):
 
 def test_cutting_and_padding_set_in_the_tokenizer_file_are_not_applied(tokenizer: Any):
     chat = chat_of(["Why? " * 40, "Because. " * 40])
-    plain = Renderer.prove(tokenizer, CHATML, []).render([chat])
+    plain = Renderer.prove(tokenizer, CHATML, samples=[]).render([chat])
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.backend_tokenizer.enable_padding(length=4096)
-    assert Renderer.prove(tokenizer, CHATML, []).render([chat]) == plain
+    assert Renderer.prove(tokenizer, CHATML, samples=[]).render([chat]) == plain
 
 
 def test_batches_give_the_same_as_one_by_one(tokenizer: Any):
     chats = [chat_of(texts) for texts in CONVERSATIONS.values()]
-    renderer = Renderer.prove(tokenizer, LLAMA_3, chats)
+    renderer = Renderer.prove(tokenizer, LLAMA_3, samples=chats)
     assert renderer.render([]) == []
     batched = renderer.render(chats)
     assert [found.of for found in batched] == list(range(len(chats)))
@@ -196,7 +196,7 @@ def test_batches_give_the_same_as_one_by_one(tokenizer: Any):
 
 def test_template_that_drops_earlier_thinking_gives_one_example_a_turn(tokenizer: Any):
     chat = chat_of(["One?", "<think>\nhm\n</think>\n\nFirst.", "Two?", "<think>\nah\n</think>\n\nSecond."])
-    renderer = Renderer.prove(tokenizer, FORGETFUL, [chat])
+    renderer = Renderer.prove(tokenizer, FORGETFUL, samples=[chat])
     learned = [
         tokenizer.decode([label for label in found.labels if label != -100]) for found in renderer.render([chat])
     ]
@@ -205,7 +205,7 @@ def test_template_that_drops_earlier_thinking_gives_one_example_a_turn(tokenizer
 
 def test_text_that_only_the_last_turn_has_gives_one_example_a_turn(tokenizer: Any):
     chat = chat_of(["One?", "First.", "Two?", "Second."])
-    renderer = Renderer.prove(tokenizer, EMPTY_THOUGHT, [chat])
+    renderer = Renderer.prove(tokenizer, EMPTY_THOUGHT, samples=[chat])
     first, second = renderer.render([chat])
     assert renderer.rewrites_turns
     assert (first.of, second.of) == (0, 0)
@@ -217,7 +217,7 @@ def test_text_that_only_the_last_turn_has_gives_one_example_a_turn(tokenizer: An
 
 def test_markers_that_leave_out_the_end_token_are_not_believed(tokenizer: Any):
     template = CHATML.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
-    renderer = Renderer.prove(tokenizer, template, [])
+    renderer = Renderer.prove(tokenizer, template, samples=[])
     (found,) = renderer.render([chat_of(["One?", "First."])])
     assert renderer.method == "sentinels"
     assert tokenizer.decode([label for label in found.labels if label != -100]) == "First.<|im_end|>"
@@ -230,14 +230,14 @@ def test_markers_around_the_header_are_not_believed(tokenizer: Any):
         "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    renderer = Renderer.prove(tokenizer, template, [])
+    renderer = Renderer.prove(tokenizer, template, samples=[])
     (found,) = renderer.render([chat_of(["One?", "First."])])
     assert tokenizer.decode([label for label in found.labels if label != -100]) == "First.<|im_end|>"
 
 
 def test_texts_the_template_escapes_are_found_by_prefixes(tokenizer: Any):
     template = CHATML_PLAIN.replace("message['content']", "(message['content'] | replace(' ', '\n'))")
-    renderer = Renderer.prove(tokenizer, template, [])
+    renderer = Renderer.prove(tokenizer, template, samples=[])
     (found,) = renderer.render([chat_of(["One stone?", "First stone."])])
     assert renderer.method == "prefixes"
     assert tokenizer.decode([label for label in found.labels if label != -100]) == "First\nstone.<|im_end|>"
@@ -267,7 +267,7 @@ def test_texts_the_template_escapes_are_found_by_prefixes(tokenizer: Any):
 def test_template_that_cannot_be_proven_is_refused_with_the_sample(tokenizer: Any, template: str, reason: str):
     sample = chat_of(["Where is the boat?", "On the hill."])
     with pytest.raises(DataError) as refusal:
-        Renderer.prove(tokenizer, template, [sample])
+        Renderer.prove(tokenizer, template, samples=[sample])
     assert reason in str(refusal.value)
     assert "sample rows.jsonl:1" in str(refusal.value)
 
@@ -279,12 +279,12 @@ def test_template_whose_prompt_has_other_tokens_than_training_is_refused(tokeniz
     state["model"]["merges"].append(["Ċ", "Ċ"])
     joining = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), bos_token="<s>")
     with pytest.raises(DataError, match="joins the prompt's end otherwise"):
-        Renderer.prove(joining, LLAMA_3, [])
-    assert Renderer.prove(tokenizer, LLAMA_3, []).method == "sentinels"
+        Renderer.prove(joining, LLAMA_3, samples=[])
+    assert Renderer.prove(tokenizer, LLAMA_3, samples=[]).method == "sentinels"
 
 
 def test_row_that_the_template_refuses_has_the_templates_own_reason(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, GEMMA, [chat_of(["Hi?", "Ho."])])
+    renderer = Renderer.prove(tokenizer, GEMMA, samples=[chat_of(["Hi?", "Ho."])])
     refused, fine = renderer.render([chat_of(["Hi?", "Ho."], system="Be brief."), chat_of(["Hi?", "Ho."])])
     assert "no system role" in refused.problem
     assert refused.input_ids == []
@@ -292,12 +292,12 @@ def test_row_that_the_template_refuses_has_the_templates_own_reason(tokenizer: A
 
 
 def test_noncharacters_that_mark_generation_blocks_are_refused_in_a_row(tokenizer: Any):
-    (found,) = Renderer.prove(tokenizer, CHATML, []).render([chat_of(["Hi \ufdd0?", "Ho \ufdd1."])])
+    (found,) = Renderer.prove(tokenizer, CHATML, samples=[]).render([chat_of(["Hi \ufdd0?", "Ho \ufdd1."])])
     assert "U+FDD0" in found.problem
 
 
 def test_end_tokens_are_those_the_template_writes(tokenizer: Any):
-    ends = {style: Renderer.prove(tokenizer, text, []).end_token_ids for style, text in UNMARKED.items()}
+    ends = {style: Renderer.prove(tokenizer, text, samples=[]).end_token_ids for style, text in UNMARKED.items()}
     named = {style: tokenizer.convert_ids_to_tokens(ids) for style, ids in ends.items()}
     assert named["llama3"] == ["<|eot_id|>"]
     assert named["phi"] == ["<|end|>"]
@@ -306,7 +306,7 @@ def test_end_tokens_are_those_the_template_writes(tokenizer: Any):
 
 def test_broken_jinja_is_refused_with_its_line(tokenizer: Any):
     with pytest.raises(DataError, match="line 2"):
-        Renderer.prove(tokenizer, "{% for m in messages %}\n{{ m[ }}", [])
+        Renderer.prove(tokenizer, "{% for m in messages %}\n{{ m[ }}", samples=[])
 
 
 def test_tokenizer_without_a_template_is_told_how_to_go_on(tokenizer: Any):
@@ -346,7 +346,7 @@ def test_row_whose_answer_the_tokenizer_joins_with_the_prompt_is_refused(tokeniz
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '</s>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
-    renderer = Renderer.prove(joining, template, [])
+    renderer = Renderer.prove(joining, template, samples=[])
     plain, smiling = renderer.render([chat_of(["Why?", "So."]), chat_of(["Why?", ") So."])])
     assert not plain.problem
     assert smiling.problem == (

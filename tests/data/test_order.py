@@ -14,7 +14,7 @@ from sftplay.data.records import Chat, Keys, Message, Source, keys_of
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 2**32 - 1))
 def test_order_is_whole_permutations_and_the_beginning_of_one(n_rows: int, n_needed: int, seed: int):
-    order = training_order(n_rows, n_needed, seed)
+    order = training_order(n_rows, n_needed, seed=seed)
     assert len(order) == n_needed
     for start in range(0, n_needed, n_rows):
         epoch = order[start : start + n_rows]
@@ -23,18 +23,18 @@ def test_order_is_whole_permutations_and_the_beginning_of_one(n_rows: int, n_nee
 
 
 def test_longer_run_begins_with_the_order_of_the_shorter():
-    assert training_order(10, 37, 5)[:25] == training_order(10, 25, 5)
+    assert training_order(10, 37, seed=5)[:25] == training_order(10, 25, seed=5)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    order = training_order(50, 100, 1)
+    order = training_order(50, 100, seed=1)
     assert order[:50] != order[50:]
-    assert training_order(50, 50, 1) != training_order(50, 50, 2)
+    assert training_order(50, 50, seed=1) != training_order(50, 50, seed=2)
 
 
 def test_order_never_changes_between_releases():
     # Pinned when it was written: every manifest and every resumed run relies on it.
-    assert training_order(8, 12, 42) == [6, 4, 7, 0, 2, 1, 3, 5, 6, 0, 2, 5]
+    assert training_order(8, 12, seed=42) == [6, 4, 7, 0, 2, 1, 3, 5, 6, 0, 2, 5]
     assert order_hash([1, 2]) == hashlib.sha256(b"\1\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0").hexdigest()
 
 
@@ -43,7 +43,7 @@ def test_order_never_changes_between_releases():
     [(70, 1.0, 32, 3), (64, 1.0, 32, 2), (64, 3.0, 32, 6), (100, 0.1, 10, 1), (30, 0.1, 3, 1), (3, 1.0, 32, 1)],
 )
 def test_steps_show_every_row_and_round_up(n_rows: int, epochs: float, batch: int, steps: int):
-    assert steps_for(n_rows, epochs, batch) == steps
+    assert steps_for(n_rows, epochs, effective_batch=batch) == steps
 
 
 def chat(prompt: str, answer: str = "yes", line: int = 1) -> Chat:

@@ -201,7 +201,7 @@ def test_file_that_was_not_checked_for_leaks_is_checked_before_it_is_measured_on
 
 def test_test_file_is_loaded_without_training_rows(tokenizer: Any, config: Config, write_rows: Write):
     path = write_rows([row(n) for n in range(5)], "test.jsonl")
-    examples = load_held_out(config("absent.jsonl"), tokenizer, str(path))
+    examples = load_held_out(config("absent.jsonl"), tokenizer, path=str(path))
     assert (len(examples.train), len(examples.held_out), len(examples.held_out_chats)) == (0, 5, 5)
 
 

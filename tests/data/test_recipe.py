@@ -50,7 +50,7 @@ def test_renderer_of_a_recipe_renders_the_same_without_transformers_or_torch(
     modern_tokenizer: Any, tmp_path: Path, name: str
 ):
     template = {"chatml": CHATML, "none": None}.get(name) if name in ("chatml", "none") else shipped_templates()[name]
-    renderer = Renderer.prove(modern_tokenizer, template, [])
+    renderer = Renderer.prove(modern_tokenizer, template, samples=[])
     messages = [Message("user", "What </s>?")]
     given, taken = tmp_path / "given", tmp_path / "taken"
     given.write_bytes(pickle.dumps((renderer.recipe(), RECORDS, messages)))
@@ -63,7 +63,7 @@ def test_renderer_of_a_recipe_renders_the_same_without_transformers_or_torch(
 
 
 def test_recipe_is_hardly_larger_than_the_tokenizer(modern_tokenizer: Any):
-    recipe = Renderer.prove(modern_tokenizer, CHATML, []).recipe()
+    recipe = Renderer.prove(modern_tokenizer, CHATML, samples=[]).recipe()
     assert len(pickle.dumps(recipe)) < len(modern_tokenizer.backend_tokenizer.to_str().encode()) + 20_000
 
 
@@ -77,10 +77,10 @@ def test_text_is_learned_whole_between_the_tokenizers_own_bos_and_one_eos(modern
     text = "Seven stones over a quiet hill."
     ids = modern_tokenizer(text, add_special_tokens=False)["input_ids"]
     eos = modern_tokenizer.eos_token_id
-    (bare,) = Renderer.prove(modern_tokenizer, None, []).render([Text(text, WHERE)])
+    (bare,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text(text, WHERE)])
     assert (bare.input_ids, bare.labels) == ([*ids, eos], [*ids, eos])
     tokenizer = with_bos(modern_tokenizer)
-    (found,) = Renderer.prove(tokenizer, CHATML, []).render([Text(text, WHERE)])
+    (found,) = Renderer.prove(tokenizer, CHATML, samples=[]).render([Text(text, WHERE)])
     assert found.input_ids == [*tokenizer(text)["input_ids"], eos]
     assert found.input_ids == [tokenizer.bos_token_id, *ids, eos]
     assert found.labels == [-100, *ids, eos]
@@ -90,12 +90,12 @@ def test_eos_that_the_tokenizer_adds_itself_is_not_doubled(modern_tokenizer: Any
     ends = [("<s>", modern_tokenizer.bos_token_id), ("</s>", modern_tokenizer.eos_token_id)]
     backend = modern_tokenizer.backend_tokenizer
     backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
-    (found,) = Renderer.prove(modern_tokenizer, None, []).render([Text("A hill.", WHERE)])
+    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text("A hill.", WHERE)])
     assert found.input_ids == modern_tokenizer("A hill.")["input_ids"]
 
 
 def test_chat_without_a_template_has_a_problem_and_texts_go_on(modern_tokenizer: Any):
-    renderer = Renderer.prove(modern_tokenizer, None, RECORDS)
+    renderer = Renderer.prove(modern_tokenizer, None, samples=RECORDS)
     chat, text = renderer.render([chat_of("Hi?", "Ho."), Text("A hill.", WHERE)])
     assert "no chat template" in chat.problem
     assert (text.problem, renderer.method) == ("", "none")
@@ -106,7 +106,7 @@ def test_chat_without_a_template_has_a_problem_and_texts_go_on(modern_tokenizer:
 
 def test_text_without_an_end_is_refused(modern_tokenizer: Any):
     modern_tokenizer.eos_token = None
-    (found,) = Renderer.prove(modern_tokenizer, None, []).render([Text("A hill.", WHERE)])
+    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text("A hill.", WHERE)])
     assert "no EOS" in found.problem
 
 
@@ -123,7 +123,7 @@ def test_of_a_very_long_text_only_the_beginning_is_tokenised(
         Text(long + typed, WHERE),
         chat_of("Say it.", sentence + typed),
     ]
-    renderer = Renderer.prove(modern_tokenizer, CHATML, [])
+    renderer = Renderer.prove(modern_tokenizer, CHATML, samples=[])
     chat, text, short = renderer.render(records, max_tokens=512)
     assert [each.is_partial for each in (chat, text, short)] == [True, True, False]
     beginning = modern_tokenizer(long[: 20_000 + 64 * 512], add_special_tokens=False)["input_ids"]
@@ -142,7 +142,7 @@ def test_text_of_few_tokens_in_many_characters_is_tokenised_to_its_end(
     monkeypatch.setattr(labels, "SPARE_CHARACTERS", 1_000)
     modern_tokenizer.backend_tokenizer.add_tokens(["=" * 500])
     long = Text(f"a{typed}{'=' * 40_000}b", WHERE)
-    (found,) = Renderer.prove(modern_tokenizer, None, []).render([long], max_tokens=128)
+    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([long], max_tokens=128)
     assert not found.is_partial
     assert found.input_ids[-1] == modern_tokenizer.eos_token_id
     assert modern_tokenizer.decode(found.input_ids) == long.text + "</s>"
@@ -159,4 +159,4 @@ def test_answer_text_is_what_the_template_writes_for_the_last_turn(modern_tokeni
     }
     for name, text in expected.items():
         template = CHATML if name == "chatml" else shipped_templates()[name]
-        assert Renderer.prove(modern_tokenizer, template, []).answer_text(chat) == text, name
+        assert Renderer.prove(modern_tokenizer, template, samples=[]).answer_text(chat) == text, name

@@ -153,7 +153,7 @@ def test_what_is_learned_is_what_prefix_rendering_says(
 ):
     template = styled(style, markers)
     turns = turns_of(texts, "" if style in WITHOUT_SYSTEM else "Be brief.")
-    found = Renderer.prove(modern_tokenizer, template, [chat_of(turns)]).render([chat_of(turns)])
+    found = Renderer.prove(modern_tokenizer, template, samples=[chat_of(turns)]).render([chat_of(turns)])
     how = {"splits": style in REWRITING, "unlearned": "</s>" if style == "phi" else ""}
     assert [(each.input_ids, each.labels) for each in found] == expected(modern_tokenizer, template, turns, **how)
 
@@ -168,7 +168,7 @@ def answers_of(style: str, texts: list[str]) -> str:
 @pytest.mark.parametrize("style", STYLES)
 def test_learned_text_is_the_answers_each_with_its_end_token(modern_tokenizer: Any, style: str, markers: bool):
     chat = chat_of(turns_of(CHATS["three turns"]))
-    found = Renderer.prove(modern_tokenizer, styled(style, markers), [chat]).render([chat])
+    found = Renderer.prove(modern_tokenizer, styled(style, markers), samples=[chat]).render([chat])
     learned = "".join(modern_tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
     assert "".join(learned.split()) == answers_of(style, CHATS["three turns"])
 
@@ -177,7 +177,7 @@ def test_learned_text_is_the_answers_each_with_its_end_token(modern_tokenizer: A
 @pytest.mark.parametrize("style", STYLES)
 def test_headers_and_special_tokens_that_are_typed_stay_text(modern_tokenizer: Any, style: str, markers: bool):
     template = styled(style, markers)
-    found = Renderer.prove(modern_tokenizer, template, []).render([chat_of(turns_of(HEADERS))])
+    found = Renderer.prove(modern_tokenizer, template, samples=[]).render([chat_of(turns_of(HEADERS))])
     plain = turns_of([f"Placeholder{letter}" for letter in "abcdef"])
     whole = [plain[: index + 1] for index in (1, 3, 5)] if style in REWRITING else [plain]
     for example, turns in zip(found, whole, strict=True):
@@ -209,7 +209,7 @@ def test_bos_is_not_doubled_by_a_tokenizer_that_adds_one(modern_tokenizer: Any, 
     backend.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", modern_tokenizer.bos_token_id)]
     )
-    renderer = Renderer.prove(modern_tokenizer, styled(style, markers=False), [])
+    renderer = Renderer.prove(modern_tokenizer, styled(style, markers=False), samples=[])
     (found,) = renderer.render([chat_of(turns_of(["Hi?", "Ho."]))])
     (typed,) = renderer.render([chat_of(turns_of(["Hi <s>?", "Ho."]))])
     assert [ids.count(modern_tokenizer.bos_token_id) for ids in (found.input_ids, typed.input_ids)] == [1, 1]
@@ -245,10 +245,10 @@ def test_template_that_trl_ships_is_proven_or_refused_with_its_cause(modern_toke
     turns = turns_of(texts)
     if name in REFUSED:
         with pytest.raises(DataError) as refusal:
-            Renderer.prove(modern_tokenizer, template, [chat_of(turns)])
+            Renderer.prove(modern_tokenizer, template, samples=[chat_of(turns)])
         assert REFUSED[name] in refusal.value.what
         return
-    found = Renderer.prove(modern_tokenizer, template, [chat_of(turns)]).render([chat_of(turns)])
+    found = Renderer.prove(modern_tokenizer, template, samples=[chat_of(turns)]).render([chat_of(turns)])
     if name in IN_PARTS:
         turns = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
     how = {"splits": name in SPLIT, "closing": CLOSINGS.get(name, "")}

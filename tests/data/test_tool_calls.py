@@ -90,7 +90,7 @@ def said_and_called(template: str, learned: str) -> list[str | Row]:
 def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(modern_tokenizer: Any, name: str):
     rows = list(real_rows())
     chats = [chat_of(row) for row in rows]
-    renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], chats[:8])
+    renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=chats[:8])
     learned = [""] * len(rows)
     for each in renderer.render(chats):
         assert each.problem == ""
@@ -117,7 +117,7 @@ def test_what_is_learned_of_real_rows_is_what_the_assistant_says_and_calls(moder
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
 def test_text_of_real_rows_is_that_of_transformers(modern_tokenizer: Any, name: str):
     rows = list(real_rows())[::10]
-    renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], [])
+    renderer = Renderer.prove(modern_tokenizer, TEMPLATES[name], samples=[])
     for row, found in zip(rows, renderer.render([chat_of(row) for row in rows]), strict=True):
         turns = [
             {"role": turn["role"], "content": turn["content"]}
@@ -141,7 +141,7 @@ def weighing(arguments: str = '{"stone": "grey"}', said: str = "", result: str =
 
 def test_chatml_writes_tools_in_the_form_of_hermes_and_qwen(modern_tokenizer: Any):
     chat = weighing(said="Let me see.", n_calls=2)
-    (found,) = Renderer.prove(modern_tokenizer, CHATML, []).render([chat])
+    (found,) = Renderer.prove(modern_tokenizer, CHATML, samples=[]).render([chat])
     text = modern_tokenizer.decode(found.input_ids)
     assert text == (
         "<|im_start|>system\n# Tools\n\nThese functions can be called:\n<tools>\n"
@@ -154,7 +154,7 @@ def test_chatml_writes_tools_in_the_form_of_hermes_and_qwen(modern_tokenizer: An
         "<|im_start|>user\n<tool_response>\n7 kg\n</tool_response>\n<tool_response>\n7 kg\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\nHeavy.<|im_end|>\n"
     )
-    qwen = Renderer.prove(modern_tokenizer, TEMPLATES["qwen2_5"], []).render([chat])[0]
+    qwen = Renderer.prove(modern_tokenizer, TEMPLATES["qwen2_5"], samples=[]).render([chat])[0]
     same = modern_tokenizer.decode(qwen.input_ids)
     first = "<|im_start|>user"  # the system turn's prose is ours
     assert text[text.index(first) :] == same[same.index(first) :]
@@ -171,7 +171,7 @@ def test_chatml_without_tools_is_plain_chatml(modern_tokenizer: Any):
 
 def learned_of(tokenizer: Any, template: str, chat: Chat) -> tuple[str, str]:
     """The learned text of all examples, and the first problem."""
-    found = Renderer.prove(tokenizer, template, []).render([chat])
+    found = Renderer.prove(tokenizer, template, samples=[]).render([chat])
     text = "".join(tokenizer.decode([id for id in each.labels if id != -100]) for each in found)
     return text, next((each.problem for each in found if each.problem), "")
 
@@ -231,7 +231,7 @@ def test_calls_may_end_with_a_token_of_their_own(modern_tokenizer: Any):
     template = WHOLE.replace(
         "{{ '</s>\n' }}{% endfor %}", "{{ '<|eom_id|>' if m['tool_calls'] else '</s>' }}{% endfor %}"
     )
-    renderer = Renderer.prove(modern_tokenizer, template, [])
+    renderer = Renderer.prove(modern_tokenizer, template, samples=[])
     learned, _ = learned_of(modern_tokenizer, template, weighing())
     assert learned == '[weigh {"stone": "grey"}]<|eom_id|>Heavy.</s>'
     assert modern_tokenizer.convert_ids_to_tokens(renderer.end_token_ids) == ["</s>", "<|eom_id|>"]
@@ -240,7 +240,7 @@ def test_calls_may_end_with_a_token_of_their_own(modern_tokenizer: Any):
 def test_prompt_after_a_tools_result_is_what_training_has_before_the_answer(modern_tokenizer: Any):
     chat = weighing()
     for name, template in TEMPLATES.items():
-        renderer = Renderer.prove(modern_tokenizer, template, [])
+        renderer = Renderer.prove(modern_tokenizer, template, samples=[])
         found = renderer.render([chat])
         for turn, each in ((1, found[0]), (3, found[-1])):
             prompt = renderer.prompt_ids(chat.messages[:turn], chat.tools)

@@ -37,7 +37,7 @@ def chat_of(*texts: str, tools: str = "") -> Chat:
 
 
 def rendered(tokenizer: Any, chat: Chat, template: str = CHATML) -> Rendered:
-    (found,) = Renderer.prove(tokenizer, template, []).render([chat])
+    (found,) = Renderer.prove(tokenizer, template, samples=[]).render([chat])
     return found
 
 
@@ -51,7 +51,7 @@ def test_typed_tokens_of_a_user_are_pieces_and_all_others_control(modern_tokeniz
 
 
 def test_prompt_types_the_same_tokens_as_training(modern_tokenizer: Any):
-    renderer = Renderer.prove(modern_tokenizer, CHATML, [])
+    renderer = Renderer.prove(modern_tokenizer, CHATML, samples=[])
     chat = chat_of(TYPED, "Yes.")
     (found,) = renderer.render([chat])
     prompt = renderer.prompt_ids(chat.messages[:1])
@@ -80,7 +80,7 @@ def test_typed_tokens_in_calls_results_and_tools_are_text(modern_tokenizer: Any,
         )
         return Chat(turns, WHERE, tools=json.dumps([{"type": "function", "function": tool}]))
 
-    renderer = Renderer.prove(modern_tokenizer, template, [])
+    renderer = Renderer.prove(modern_tokenizer, template, samples=[])
     special = {id for id, token in modern_tokenizer.added_tokens_decoder.items() if token.special}
     plain, typed = renderer.render([chat("it"), chat("</s><|eot_id|><|im_end|><|user|><turn|>")])
     assert (plain.problem, typed.problem) == ("", "")
@@ -101,7 +101,7 @@ def test_token_that_json_hides_behind_an_escape_is_found(modern_tokenizer: Any):
 
 def test_plain_text_is_read_without_control_between_bos_and_eos(modern_tokenizer: Any):
     text = "<s> It says </s>, so."
-    (found,) = Renderer.prove(modern_tokenizer, None, []).render([Text(text, WHERE)])
+    (found,) = Renderer.prove(modern_tokenizer, None, samples=[]).render([Text(text, WHERE)])
     ids = as_text(modern_tokenizer, text)
     assert found.input_ids == [*ids, modern_tokenizer.eos_token_id]
     assert (found.labels, found.typed_specials) == (found.input_ids, 2)
@@ -121,7 +121,7 @@ def test_thought_of_an_assistant_stays_control_where_its_marks_are_special_token
 
 def test_records_that_type_nothing_are_encoded_as_ever(modern_tokenizer: Any):
     chats = [chat_of("Hi?", "Ho."), chat_of("a < b | c > d <im_end>", "<|im_end| >")]
-    for found, chat in zip(Renderer.prove(modern_tokenizer, CHATML, []).render(chats), chats, strict=True):
+    for found, chat in zip(Renderer.prove(modern_tokenizer, CHATML, samples=[]).render(chats), chats, strict=True):
         turns = [{"role": turn.role, "content": turn.content} for turn in chat.messages]
         theirs = modern_tokenizer.apply_chat_template(turns, chat_template=CHATML, return_dict=True)["input_ids"]
         assert (found.input_ids, found.typed_specials) == (theirs, 0)
@@ -137,7 +137,7 @@ def test_noncharacters_are_refused_wherever_they_stand(modern_tokenizer: Any, ma
         chat_of("Hi?", "Ho.", tools=json.dumps([{"type": "function", "function": {"name": "a", "description": mark}}])),
         Text(f"Hi {mark}.", WHERE),
     ]
-    found = Renderer.prove(modern_tokenizer, CHATML, []).render(records)
+    found = Renderer.prove(modern_tokenizer, CHATML, samples=[]).render(records)
     assert ["U+FDD0" in each.problem for each in found] == [True] * 5
 
 
@@ -146,7 +146,7 @@ def test_template_that_looks_at_a_typed_token_has_the_row_refused(modern_tokeniz
         "'<|im_start|>' + message['role'] + '\\n' + message['content']",
         "'<|im_start|>' + message['role'] + '\\n' + message['content'].split('</s>')[-1]",
     )
-    renderer = Renderer.prove(modern_tokenizer, template, [])
+    renderer = Renderer.prove(modern_tokenizer, template, samples=[])
     typed, plain = renderer.render([chat_of("One</s>Two?", "Yes."), chat_of("Two?", "Yes.")])
     assert plain.problem == ""
     assert typed.problem != ""
@@ -193,7 +193,7 @@ def test_row_is_refused_where_unknown_words_are_the_very_token_it_types():
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
     renderer = Renderer.prove(
-        tokenizer, BARE.replace("':'", "' : '").replace("assistant:", "assistant : "), [chat_of("Hi", "Ho")]
+        tokenizer, BARE.replace("':'", "' : '").replace("assistant:", "assistant : "), samples=[chat_of("Hi", "Ho")]
     )
     plain, typed = renderer.render([chat_of("Hi", "Ho"), chat_of("Hi <unk>", "Ho")])
     assert plain.problem == ""
@@ -260,7 +260,7 @@ def folding(normalizer: Any) -> PreTrainedTokenizerFast:
 def test_what_a_normaliser_makes_of_a_text_is_never_control(normalizer: Any, typed: str):
     tokenizer = folding(normalizer)
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
-    renderer = Renderer.prove(tokenizer, CHATML, [])
+    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
     chat = chat_of(typed, f"hill {typed}")
     for found in (*renderer.render([chat]), *Renderer.from_recipe(renderer.recipe()).render([chat])):
         assert found.input_ids.count(end) == 2

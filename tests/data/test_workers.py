@@ -71,9 +71,9 @@ def children() -> list[psutil.Process]:
 
 
 def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_work(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, CHATML, [])
+    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
     with closing(
-        workers.process_all(batches(50), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
+        workers.process_all(batches(50), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2)
     ) as coming:
         next(coming)
         started = children()
@@ -86,8 +86,8 @@ def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_
 
 
 def test_abandoned_work_leaves_no_process(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, CHATML, [])
-    coming = workers.process_all(batches(10_000), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
+    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
+    coming = workers.process_all(batches(10_000), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2)
     next(coming)
     assert children()
     coming.close()
@@ -95,9 +95,9 @@ def test_abandoned_work_leaves_no_process(tokenizer: Any):
 
 
 def test_killed_process_is_said_and_the_others_end(tokenizer: Any):
-    renderer = Renderer.prove(tokenizer, CHATML, [])
+    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
     with closing(
-        workers.process_all(batches(100_000), renderer, RowOptions(Reading(), 64, "truncate"), processes=2)
+        workers.process_all(batches(100_000), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2)
     ) as coming:
         next(coming)
         os.kill(children()[0].pid, signal.SIGKILL)
@@ -168,8 +168,8 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
         return future
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)
-    renderer = Renderer.prove(tokenizer, CHATML, [])
-    done = list(workers.process_all(batches(20), renderer, RowOptions(Reading(), 64, "truncate"), processes=2))
+    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
+    done = list(workers.process_all(batches(20), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2))
     assert len(done) == 20
     assert len(started) >= 2
     assert "KeyboardInterrupt" not in capfd.readouterr().err

@@ -240,7 +240,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def answer_and_note(generator: Generator, prompts: list[list[int]], numbers: list[int]) -> list[str]:
         seen.extend(numbers)
-        return answer_batch(generator, prompts, numbers)
+        return answer_batch(generator, prompts, rows=numbers)
 
     monkeypatch.setattr(batch, "answer_batch", answer_and_note)
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 4)

@@ -50,7 +50,7 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture(scope="module")
 def exported(run: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(run.cfg, run.folder, tmp_path_factory.mktemp("out") / "tuned model", shard_bytes=40_000)
+    return export(run.cfg, run.folder, out=tmp_path_factory.mktemp("out") / "tuned model", shard_bytes=40_000)
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -168,7 +168,7 @@ def test_full_run_is_exported_in_its_own_precision_with_an_unknown_licence_said(
     GenerationConfig(eos_token_id=5).save_pretrained(base)  # while its chats end with token 2
     started = Inputs(base, inputs.train, inputs.held_out)
     run = train(tmp_path, started, tuning__mode="full", train__precision="bf16", train__max_steps=2)
-    out = export(run.cfg, run.folder, tmp_path / "out")
+    out = export(run.cfg, run.folder, out=tmp_path / "out")
     for folder in (run.folder.path / "model", out):
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 5]
     weights = load_file(out / "model.safetensors")
@@ -188,10 +188,10 @@ def test_full_run_is_exported_in_its_own_precision_with_an_unknown_licence_said(
 def test_existing_folder_and_a_run_without_a_result_are_refused(run: Finished, exported: Path, tmp_path: Path):
     before = sorted(path.name for path in exported.iterdir())
     with pytest.raises(ConfigError, match="exists already"):
-        export(run.cfg, run.folder, exported)
+        export(run.cfg, run.folder, out=exported)
     assert sorted(path.name for path in exported.iterdir()) == before
     with pytest.raises(ConfigError, match="no result yet"):
-        export(run.cfg, RunFolder(tmp_path), tmp_path / "out")
+        export(run.cfg, RunFolder(tmp_path), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

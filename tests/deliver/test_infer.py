@@ -44,7 +44,7 @@ def tokenizer(tiny_llama: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def renderer(tokenizer: Any) -> Renderer:
-    return Renderer.prove(tokenizer, tokenizer.chat_template, [])
+    return Renderer.prove(tokenizer, tokenizer.chat_template, samples=[])
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> list[str]:
 def say(conversation: Conversation, text: str) -> tuple[str, list[str]]:
     """The answer, and what was noted."""
     notes: list[str] = []
-    return "".join(conversation.ask(text, Event(), notes.append)), notes
+    return "".join(conversation.ask(text, Event(), note=notes.append)), notes
 
 
 def rendered(tokenizer: Any, turns: list[tuple[str, str]]) -> str:

@@ -144,7 +144,7 @@ def test_held_out_loss_weighs_every_label_token_the_same_however_rows_are_put_to
 ):
     monkeypatch.setattr(measuring, "LOSS_TOKENS", room)
     rows = make_rows([40, 3, 12, 25, 5, 60, 8])
-    assert held_out_loss(model, rows, 0) == pytest.approx(plain_loss(model, rows), rel=1e-5)
+    assert held_out_loss(model, rows, pad_token_id=0) == pytest.approx(plain_loss(model, rows), rel=1e-5)
 
 
 def test_scores_of_a_large_vocabulary_are_computed_a_few_rows_at_a_time(model: Any, monkeypatch: pytest.MonkeyPatch):
@@ -152,7 +152,7 @@ def test_scores_of_a_large_vocabulary_are_computed_a_few_rows_at_a_time(model: A
     hook = model.lm_head.register_forward_hook(lambda _m, _i, out: seen.append(out.numel() * 4))
     monkeypatch.setattr(measuring, "SCORES_BYTES", 400 * 4 * 64)
     rows = make_rows([30] * 9)
-    found = held_out_loss(model, rows, 0)
+    found = held_out_loss(model, rows, pad_token_id=0)
     hook.remove()
     assert max(seen) <= 400 * 4 * 64
     assert len(seen) == 5
@@ -160,7 +160,7 @@ def test_scores_of_a_large_vocabulary_are_computed_a_few_rows_at_a_time(model: A
 
 
 def test_loss_without_a_label_is_not_a_number(model: Any):
-    assert math.isnan(held_out_loss(model, {"input_ids": [[5, 6]], "labels": [[-100, -100]]}, 0))
+    assert math.isnan(held_out_loss(model, {"input_ids": [[5, 6]], "labels": [[-100, -100]]}, pad_token_id=0))
 
 
 ANSWERS = ["the river", " old boats carry salt\n", "seven", "", "green Light"]
@@ -168,7 +168,7 @@ REFERENCES = ["the river", "old boats carry  salt", "seven stones", "why", "gree
 
 
 def test_metrics_are_those_of_their_libraries():
-    means, correct = score_answers(ANSWERS, REFERENCES, ["exact_match", "rouge_l", "chrf"])
+    means, correct = score_answers(ANSWERS, REFERENCES, metrics=["exact_match", "rouge_l", "chrf"])
     pairs = [(a.strip(), r.strip()) for a, r in zip(ANSWERS, REFERENCES, strict=True)]
     assert correct == [True, False, False, False, False]
     assert means["exact_match"] == pytest.approx(1 / 5)
@@ -179,11 +179,11 @@ def test_metrics_are_those_of_their_libraries():
 
 def test_metrics_by_hand():
     # ROUGE-L of "a b c" and "a x c": the common subsequence is "a c", precision and recall 2/3.
-    means, _ = score_answers(["a b c"], ["a x c"], ["rouge_l"])
+    means, _ = score_answers(["a b c"], ["a x c"], metrics=["rouge_l"])
     assert means == {"rouge_l": pytest.approx(2 / 3)}
-    means, _ = score_answers(["same words", "abc"], ["same words", "xyz"], ["chrf", "rouge_l"])
+    means, _ = score_answers(["same words", "abc"], ["same words", "xyz"], metrics=["chrf", "rouge_l"])
     assert means == {"chrf": pytest.approx(0.5), "rouge_l": pytest.approx(0.5)}
-    assert score_answers([], [], ["exact_match"]) == ({"exact_match": 0.0}, [])
+    assert score_answers([], [], metrics=["exact_match"]) == ({"exact_match": 0.0}, [])
 
 
 def test_limit_takes_rows_evenly_from_the_whole_set():
@@ -196,7 +196,7 @@ def test_limit_takes_rows_evenly_from_the_whole_set():
 def test_evaluation_writes_figures_and_every_answer(inputs: Inputs, tmp_path: Path, model: Any, tokenizer: Any):
     cfg = sized(written_config(tmp_path, inputs, eval__limit=5, eval__metrics=["exact_match", "rouge_l", "chrf"]))
     examples = load_examples(cfg, tokenizer)
-    figures = evaluate(model, examples, cfg, tmp_path / "eval" / "after.json")
+    figures = evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
     assert json.loads((tmp_path / "eval" / "after.json").read_text()) == figures
     assert list(figures) == ["n", "loss", "perplexity", "exact_match", "rouge_l", "chrf"]
     assert figures["loss"] == pytest.approx(plain_loss(model, examples.held_out), rel=1e-5)
@@ -222,7 +222,7 @@ def test_held_out_texts_without_a_prompt_are_measured_by_their_loss_alone(
     texts.write_text("".join(json.dumps({"text": f"{n} old boats carry salt"}) + "\n" for n in range(3)))
     cfg = sized(written_config(tmp_path, inputs, data__val_path=str(texts)))
     examples = load_examples(cfg, tokenizer)
-    figures = evaluate(model, examples, cfg, tmp_path / "eval" / "after.json")
+    figures = evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
     assert figures == {"n": 0, "loss": pytest.approx(plain_loss(model, examples.held_out), rel=1e-5), "perplexity":
         pytest.approx(math.exp(figures["loss"]))}  # fmt: skip
     assert (tmp_path / "eval" / "after.jsonl").read_text() == ""
@@ -236,7 +236,7 @@ def test_chats_beside_texts_are_answered_and_the_loss_counts_both(
     mixed.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = sized(written_config(tmp_path, inputs, data__val_path=str(mixed)))
     examples = load_examples(cfg, tokenizer)
-    figures = evaluate(model, examples, cfg, tmp_path / "eval" / "after.json")
+    figures = evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
     assert (len(examples.held_out), figures["n"]) == (3, 1)
     assert figures["loss"] == pytest.approx(plain_loss(model, examples.held_out), rel=1e-5)
     (answered,) = (json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines())
@@ -276,7 +276,7 @@ def test_a_call_is_compared_with_what_the_template_writes_for_it(
         return real(generator, asked, **options)
 
     monkeypatch.setattr(measuring, "answer_all", answer_all_and_keep)
-    evaluate(model, examples, cfg, tmp_path / "eval" / "after.json")
+    evaluate(model, examples, cfg=cfg, path=tmp_path / "eval" / "after.json")
     (answered,) = (json.loads(line) for line in (tmp_path / "eval" / "after.jsonl").read_text().splitlines())
     assert (answered["prompt"], answered["reference"]) == ("why", 'boats{"salt": 7}')
     asked = tokenizer.apply_chat_template(

@@ -69,7 +69,7 @@ def finished(home: Path, inputs: Inputs, **changes: Any) -> tuple[RunConfig, Run
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-        save_result(model, load_tokenizer(cfg.model), cfg, folder, base=cfg.model.name)
+        save_result(model, load_tokenizer(cfg.model), cfg=cfg, folder=folder, base=cfg.model.name)
     return cfg, folder
 
 
@@ -110,7 +110,7 @@ def test_merged_model_computes_what_peft_computes(
     cfg, folder = finished(tmp_path, started, tuning__lora={"r": 4, **lora})
     expected = peft_scores(base, folder)
     untuned = scores(AutoModelForCausalLM.from_pretrained(base))
-    out = merge(cfg, folder, tmp_path / "merged")
+    out = merge(cfg, folder, out=tmp_path / "merged")
     found = scores(AutoModelForCausalLM.from_pretrained(out))
     assert float((found - expected).abs().max()) < 1e-5 < 0.05 < float((expected - untuned).abs().max())
     touches_ends = {"lm_head", "embed_tokens"} & {
@@ -133,7 +133,7 @@ def run(request: pytest.FixtureRequest, inputs: Inputs, tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def merged(run: Finished) -> Path:
-    return merge(run.cfg, run.folder, run.folder.path / "merged")
+    return merge(run.cfg, run.folder, out=run.folder.path / "merged")
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_merged_weights_are_the_full_precision_base_and_the_update(run: Finished
 def test_merge_test_agrees_and_says_of_a_4_bit_run_how_far_the_rounding_was(
     run: Finished, merged: Path, capsys: pytest.CaptureFixture[str]
 ):
-    figures = merge_check.test_merge(run.cfg, run.folder, merged)
+    figures = merge_check.test_merge(run.cfg, run.folder, merged=merged)
     assert figures["max_abs_logit_diff"] <= figures["tolerance"] < 0.01
     assert (figures["texts_equal"], figures["n"], figures["prompts"]) == (True, 8, "held-out")
     assert ("quantised" in figures) == (run.cfg.tuning.mode == "qlora")
@@ -198,14 +198,14 @@ def test_run_that_began_with_an_adapter_is_merged_into_the_base_it_was_trained_o
     changes = {"model__adapter": str(earlier.path), "model__merge_adapter": merges, "train__learning_rate": 1e-4}
     second = train(tmp_path / "second", inputs, **changes)
     expected = scores(AutoPeftModelForCausalLM.from_pretrained(second.folder.path / "adapter"))
-    out = merge(second.cfg, second.folder, tmp_path / "merged")
+    out = merge(second.cfg, second.folder, out=tmp_path / "merged")
     assert float((scores(AutoModelForCausalLM.from_pretrained(out)) - expected).abs().max()) < 1e-5
     # At so low a rate, most of what it knows is the earlier adapter's, whose weights are far from zero.
     begun = peft_scores(inputs.model, earlier)
     untuned = scores(AutoModelForCausalLM.from_pretrained(inputs.model))
     assert float((expected - begun).abs().mean()) < 0.1 * float((expected - untuned).abs().mean())
-    assert merge_check.test_merge(second.cfg, second.folder, out)["texts_equal"]
-    exported = export(second.cfg, second.folder, tmp_path / "exported")
+    assert merge_check.test_merge(second.cfg, second.folder, merged=out)["texts_equal"]
+    exported = export(second.cfg, second.folder, out=tmp_path / "exported")
     assert (exported / "adapter").is_dir() != merges  # on a base nobody else has it would be of no use
     told = "had been merged into the base before" if merges else "was trained on"
     assert f"the adapter of an earlier run {told}" in (exported / "README.md").read_text()
@@ -232,7 +232,7 @@ def sound(simple: tuple[RunConfig, RunFolder], tmp_path_factory: pytest.TempPath
 
     def folder_of(dtype: Any) -> Path:
         target = home / f"merged-{dtype}"
-        return target if target.exists() else merge(*simple, target, dtype=dtype)
+        return target if target.exists() else merge(*simple, out=target, dtype=dtype)
 
     return folder_of
 
@@ -241,7 +241,7 @@ def sound(simple: tuple[RunConfig, RunFolder], tmp_path_factory: pytest.TempPath
 def test_merge_test_allows_the_rounding_of_16_bit_weights(
     dtype: Any, simple: tuple[RunConfig, RunFolder], sound: Callable[[Any], Path]
 ):
-    figures = merge_check.test_merge(*simple, sound(dtype))
+    figures = merge_check.test_merge(*simple, merged=sound(dtype))
     assert 1e-6 < figures["max_abs_logit_diff"] < figures["tolerance"] / 2
     assert figures["texts_equal"]
 
@@ -265,7 +265,7 @@ def test_merge_test_catches_one_altered_tensor_and_names_it(
     tmp_path: Path,
 ):
     with pytest.raises(RunError, match=rf"altered: {re.escape(name)}[;)]") as caught:
-        merge_check.test_merge(*simple, altered(sound(dtype), tmp_path / "altered", name, change))
+        merge_check.test_merge(*simple, merged=altered(sound(dtype), tmp_path / "altered", name, change))
     assert caught.value.exit_code == 5
 
 
@@ -274,11 +274,11 @@ def test_merge_test_catches_another_adapter_and_another_template(
 ):
     cfg, folder = finished(tmp_path, inputs, tuning__lora={"r": 4, "alpha": 9.0})
     with pytest.raises(RunError, match=r"altered: model\.layers\.0.*scores differ by"):
-        merge_check.test_merge(cfg, folder, sound(None))
+        merge_check.test_merge(cfg, folder, merged=sound(None))
     changed = Path(shutil.copytree(sound(None), tmp_path / "changed"))
     (changed / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(RunError, match="chat template"):
-        merge_check.test_merge(*simple, changed)
+        merge_check.test_merge(*simple, merged=changed)
 
 
 def test_merge_test_asks_built_in_questions_where_the_rows_are_gone(
@@ -288,14 +288,14 @@ def test_merge_test_asks_built_in_questions_where_the_rows_are_gone(
     shutil.copyfile(inputs.train, rows)
     cfg, folder = finished(tmp_path, Inputs(inputs.model, rows, inputs.held_out))
     rows.unlink()
-    figures = merge_check.test_merge(cfg, folder, merge(cfg, folder, tmp_path / "merged"))
+    figures = merge_check.test_merge(cfg, folder, merged=merge(cfg, folder, out=tmp_path / "merged"))
     assert (figures["prompts"], figures["texts_equal"]) == ("built-in", True)
     assert "cannot be read any more" in capsys.readouterr().out
 
 
 def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], tmp_path: Path):
     with pytest.raises(ConfigError, match="no merged model here"):
-        merge_check.test_merge(*simple, tmp_path / "nothing")
+        merge_check.test_merge(*simple, merged=tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_each_merged_weight_is_rounded_once(
     AutoModelForCausalLM.from_pretrained(base, dtype=base_dtype).save_pretrained(base)
     lora = {"r": 4, "modules_to_save": ["embed_tokens"]}
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out), tuning__lora=lora)
-    out = merge(cfg, folder, tmp_path / "merged", dtype=dtype)
+    out = merge(cfg, folder, out=tmp_path / "merged", dtype=dtype)
     with quiet():
         exact = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder.path / "adapter"
@@ -351,8 +351,8 @@ def test_values_that_fp16_cannot_hold_are_refused(inputs: Inputs, tmp_path: Path
     model.save_pretrained(base)
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
     with pytest.raises(RunError, match=r"lm_head\.weight holds values that float16 cannot hold"):
-        merge(cfg, folder, tmp_path / "merged", dtype="fp16")
-    assert merge(cfg, folder, tmp_path / "merged", dtype="bf16").is_dir()
+        merge(cfg, folder, out=tmp_path / "merged", dtype="fp16")
+    assert merge(cfg, folder, out=tmp_path / "merged", dtype="bf16").is_dir()
 
 
 def test_adapter_that_is_not_finite_is_refused(inputs: Inputs, tmp_path: Path):
@@ -362,7 +362,7 @@ def test_adapter_that_is_not_finite_is_refused(inputs: Inputs, tmp_path: Path):
     next(iter(weights.values())).fill_(float("nan"))
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(RunError, match="cannot be merged"):
-        merge(cfg, folder, tmp_path / "merged")
+        merge(cfg, folder, out=tmp_path / "merged")
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_generation_ends_where_the_base_ended_and_where_training_did(
     # A temperature without sampling, as several bases ship it, is what transformers refuses to write.
     (base / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, **shipped}))
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
-    found = GenerationConfig.from_pretrained(merge(cfg, folder, tmp_path / "merged"))
+    found = GenerationConfig.from_pretrained(merge(cfg, folder, out=tmp_path / "merged"))
     assert found.eos_token_id == ends
     assert found.temperature is None
 
@@ -383,11 +383,11 @@ def test_generation_ends_where_the_base_ended_and_where_training_did(
 def test_full_run_is_refused_with_what_to_do(inputs: Inputs, tmp_path: Path):
     cfg, folder = new_run(tmp_path, inputs, tuning__mode="full")
     with pytest.raises(ConfigError, match="no result yet") as caught:
-        merge(cfg, folder, tmp_path / "merged")
+        merge(cfg, folder, out=tmp_path / "merged")
     assert "make resume" in caught.value.fix
     (folder.path / "model").mkdir()
     with pytest.raises(ConfigError, match="a whole model already") as caught:
-        merge(cfg, folder, tmp_path / "merged")
+        merge(cfg, folder, out=tmp_path / "merged")
     assert "make export" in caught.value.fix
 
 
@@ -398,7 +398,7 @@ def test_base_that_is_stored_quantised_is_refused(inputs: Inputs, tmp_path: Path
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(MachineError, match="stored quantised"):
-        merge(cfg, folder, tmp_path / "merged")
+        merge(cfg, folder, out=tmp_path / "merged")
 
 
 def test_base_that_is_gone_is_named(inputs: Inputs, tmp_path: Path):
@@ -406,7 +406,7 @@ def test_base_that_is_gone_is_named(inputs: Inputs, tmp_path: Path):
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
     shutil.rmtree(base)
     with pytest.raises(MachineError, match="the base cannot be loaded") as caught:
-        merge(cfg, folder, tmp_path / "merged")
+        merge(cfg, folder, out=tmp_path / "merged")
     assert str(base) in caught.value.where
 
 
@@ -415,7 +415,7 @@ def test_copy_of_the_base_in_the_run_goes_before_its_name(inputs: Inputs, tmp_pa
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
     expected = peft_scores(base, folder)
     base.rename(folder.path / "base")  # as a run on a builtin model keeps it
-    found = scores(AutoModelForCausalLM.from_pretrained(merge(cfg, folder, tmp_path / "merged")))
+    found = scores(AutoModelForCausalLM.from_pretrained(merge(cfg, folder, out=tmp_path / "merged")))
     assert float((found - expected).abs().max()) < 1e-5
 
 
@@ -423,7 +423,7 @@ def test_nothing_is_written_over(simple: tuple[RunConfig, RunFolder], tmp_path: 
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "mine").write_text("kept")
     with pytest.raises(ConfigError, match="exists already"):
-        merge(*simple, tmp_path / "merged")
+        merge(*simple, out=tmp_path / "merged")
     assert [path.name for path in (tmp_path / "merged").iterdir()] == ["mine"]
 
 
@@ -434,7 +434,7 @@ def test_disk_that_is_too_small_is_refused_with_the_bytes_before_anything_is_wri
     monkeypatch.setattr(scratch.shutil, "disk_usage", lambda path: usage)
     weights = sum(value.numel() * 4 for value in load_file(inputs.model / "model.safetensors").values())
     with pytest.raises(MachineError, match=rf"\({weights + scratch.SLACK_BYTES} bytes\) are needed"):
-        merge(*simple, tmp_path / "merged", dtype="fp32")
+        merge(*simple, out=tmp_path / "merged", dtype="fp32")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -448,10 +448,10 @@ def test_failed_write_leaves_nothing_and_a_broken_off_one_is_cleared(
     with monkeypatch.context() as patch:
         patch.setattr(merging, "save_whole", fail)
         with pytest.raises(MachineError, match="No space left on device"):
-            merge(*simple, tmp_path / "merged")
+            merge(*simple, out=tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".merged.part" / "left").mkdir(parents=True)
-    out = merge(*simple, tmp_path / "merged")
+    out = merge(*simple, out=tmp_path / "merged")
     assert not (out / "left").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
 
@@ -464,7 +464,7 @@ def test_second_process_that_writes_the_same_folder_is_refused(simple: tuple[Run
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:
         with pytest.raises(ConfigError, match="another process is writing it"):
-            merge(*simple, tmp_path / "merged")
+            merge(*simple, out=tmp_path / "merged")
     finally:
         os.close(handle)
     assert (other / "model.safetensors").read_text() == "half"

@@ -53,7 +53,7 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     done.folder.update_status(state="done", exit_code=0, signal=None, step=8, train_seconds=1.5)
     done.folder.close_attempt("done")
     example = done.trainer.train_dataset[0]
-    write_masked_sample(done.folder, done.trainer.processing_class, example, "train.jsonl:1")
+    write_masked_sample(done.folder, done.trainer.processing_class, example=example, source="train.jsonl:1")
     (done.folder.path / "launch.txt").write_text("A=1 python -m sftplay.tasks.worker outputs/run\n")
     return done
 
@@ -403,7 +403,7 @@ def test_a_curve_over_powers_of_ten_has_its_middle_at_the_geometric_mean():
 @given(st.floats(-1e90, 1e90), st.floats(-1e90, 1e90))
 def test_an_axis_covers_its_values_with_few_round_ticks(one: float, other: float):
     low, high = sorted((one, other))
-    for axis in (linear_axis(low, high, 4), value_axis([low, high], may_be_log=True)):
+    for axis in (linear_axis(low, high, wanted=4), value_axis([low, high], may_be_log=True)):
         slack = 1e-6 * (axis.high - axis.low)
         assert axis.low - slack <= low <= high <= axis.high + slack
         assert 2 <= len(axis.ticks) <= 8
@@ -500,9 +500,9 @@ def test_figures_are_rounded_for_people(key: str, value: float, text: str):
 
 
 def test_a_change_is_signed_and_in_points_for_shares():
-    assert change("exact_match", 0.5, 0.25) == "−25.0 points"
-    assert change("loss", 1.0, 3.5) == "+2.5"
-    assert change("loss", 1.0, None) == ""
+    assert change("exact_match", 0.5, after=0.25) == "−25.0 points"
+    assert change("loss", 1.0, after=3.5) == "+2.5"
+    assert change("loss", 1.0, after=None) == ""
 
 
 # The masked sample
@@ -512,7 +512,7 @@ def test_the_tokens_of_a_sample_are_the_row_and_its_learned_part(run: Finished):
     tokenizer = run.trainer.processing_class
     ids = tokenizer("the river \N{GRINNING FACE} naïve  two\nlines<|im_end|>")["input_ids"]
     labels = [-100, *ids[1:]]
-    sample = masked_sample(tokenizer, {"input_ids": ids, "labels": labels, "row": 7}, "a.jsonl:8")
+    sample = masked_sample(tokenizer, {"input_ids": ids, "labels": labels, "row": 7}, source="a.jsonl:8")
     assert (sample["row"], sample["source"]) == (7, "a.jsonl:8")
     assert len(sample["tokens"]) == len(ids)
     assert "".join(text for text, _ in sample["tokens"]) == tokenizer.decode(ids)

@@ -201,7 +201,7 @@ def live(tmp_path: Path, signals: list[int], *words: str) -> int:
     with patch.object(serving.log, "say", lambda text, tag: said.append(text)):
         sender.start()
         try:
-            return run_server(launch, "x", port, cwd=tmp_path, log_file=tmp_path / "logs" / "serve.log")
+            return run_server(launch, "x", port=port, cwd=tmp_path, log_file=tmp_path / "logs" / "serve.log")
         finally:
             sender.join()
 

@@ -9,7 +9,7 @@ from sftplay.data.records import Message
 
 def _from_debate(row: Row) -> Body:
     """The topic begins the first turn; the speakers take turns as user and assistant."""
-    sides = list_of(needed(row, ("sides",))[1], "'sides'", "texts")
+    sides = list_of(needed(row, ("sides",))[1], "'sides'", of="texts")
     texts = [text_of(side, f"sides[{n}]") for n, side in enumerate(sides)]
     texts[:1] = [f"{needed_text(row, ('topic',))}\n\n{text}" for text in texts[:1]]
     return Body(tuple(Message("assistant" if n % 2 else "user", text) for n, text in enumerate(texts)))

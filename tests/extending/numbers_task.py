@@ -16,7 +16,6 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.evaluate.evaluate import held_out_loss
-from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks import sft
 from sftplay.tasks.run.task import Rows, TrainerParts
 
@@ -38,12 +37,12 @@ def load_rows(cfg: RunConfig, _: Any) -> Rows:
     )
 
 
-def report_rows(rows: Rows, _tokenizer: Any, _folder: RunFolder) -> None:
+def report_rows(rows: Rows, _tokenizer: Any, **_: Any) -> None:
     """Say how many rows there are."""
     log.say(f"{len(rows.train)} rows of numbers to train on")
 
 
-def measure(model: Any, rows: Rows, _cfg: RunConfig, path: Path) -> None:
+def measure(model: Any, rows: Rows, *, path: Path, **_: Any) -> None:
     """The mean loss of the next number over the held-out rows."""
     figures = {"n": len(rows.held_out or ()), "loss": held_out_loss(model, rows.held_out, pad_token_id=0)}
     write_text(path, json.dumps(figures) + "\n")

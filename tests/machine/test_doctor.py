@@ -194,12 +194,12 @@ def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_p
     usage = type("Usage", (), {"free": 10 * GIB})
     monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
     look = system.look_at_disk
-    assert [look(tmp_path / "new", size, 2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
-    assert look(tmp_path, None, 2)[0].level == "ok"
+    assert [look(tmp_path / "new", size, kept=2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
+    assert look(tmp_path, None, kept=2)[0].level == "ok"
     usage.free = 2 * GIB
-    assert look(tmp_path, None, 2)[0].level == "warn"
+    assert look(tmp_path, None, kept=2)[0].level == "warn"
     usage.free = GIB // 2
-    assert look(tmp_path, None, 2)[0].level == "stop"
+    assert look(tmp_path, None, kept=2)[0].level == "stop"
 
 
 def test_a_taken_meeting_port_is_told(monkeypatch):

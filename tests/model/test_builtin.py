@@ -41,7 +41,7 @@ def quick_folder(tmp_path_factory: pytest.TempPathFactory, text_dir: Path) -> Pa
 
 
 def ensure_quick(cache_dir: Path, text_dir: Path, say: Callable[[str], None] = lambda line: None) -> Path:
-    return builtin.ensure_builtin("tiny", cache_dir, say, recipe=QUICK, text_dir=text_dir)
+    return builtin.ensure_builtin("tiny", cache_dir, say=say, recipe=QUICK, text_dir=text_dir)
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -114,7 +114,7 @@ def test_a_name_has_the_same_tokens_wherever_it_stands(builtin_tiny):
 def test_a_second_call_makes_nothing_and_gives_the_same_folder(builtin_tiny, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(builtin, "_make", lambda *_: pytest.fail("it is made again"))
-    assert builtin.ensure_builtin("tiny", builtin_tiny.parent, said.append) == builtin_tiny
+    assert builtin.ensure_builtin("tiny", builtin_tiny.parent, say=said.append) == builtin_tiny
     assert said == []
 
 
@@ -166,7 +166,7 @@ def test_base_training_reports_its_progress(text_dir, tmp_path):
 
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(ConfigError) as refused:
-        builtin.ensure_builtin("tyni", tmp_path, print)
+        builtin.ensure_builtin("tyni", tmp_path, say=print)
     assert refused.value.where == "model.name"
     assert refused.value.nearest == ["tiny"]
     assert "builtin:tiny" in refused.value.fix

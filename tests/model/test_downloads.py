@@ -156,7 +156,7 @@ def test_model_in_the_cache_is_opened_when_the_hub_does_not_answer(tiny_llama: P
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tiny_llama / "config.json"))
-    assert check_reachable("org/cached", None, "here") is False
+    assert check_reachable("org/cached", None, where="here") is False
     told: list[Any] = []
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained", lambda *_, **options: told.append(options) or 1 / 0
@@ -172,7 +172,7 @@ def test_model_that_the_hub_does_not_have_is_refused(served: tuple[str, type[Hub
     monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda *_, **__: hub_url)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with pytest.raises(MachineError, match="the hub has no such model") as caught:
-        check_reachable("org/other", None, "here")
+        check_reachable("org/other", None, where="here")
     assert "HF_TOKEN" in caught.value.fix
 
 
@@ -200,8 +200,8 @@ def test_path_of_a_folder_that_has_gone_is_no_name_of_the_hub(tmp_path: Path, ch
 
 def test_folders_and_builtins_are_never_asked_for(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", None)
-    assert check_reachable(str(tiny_llama), None, "here")
-    assert check_reachable("builtin:tiny", None, "here")
+    assert check_reachable(str(tiny_llama), None, where="here")
+    assert check_reachable("builtin:tiny", None, where="here")
     assert hub.CONNECT_S < 10
 
 

@@ -122,7 +122,7 @@ def test_rotation_removes_the_oldest_never_the_newest_nor_the_best(
 ):
     for step in range(1, 6):
         make(tmp_path, step)
-    removed = rotate(tmp_path, limit, tmp_path / f"checkpoint-{best}" if best else None)
+    removed = rotate(tmp_path, limit, best=tmp_path / f"checkpoint-{best}" if best else None)
     assert names(tmp_path) == [f"checkpoint-{step}" for step in left]
     assert sorted(removed + names(tmp_path)) == [f"checkpoint-{step}" for step in range(1, 6)]
 
@@ -130,7 +130,7 @@ def test_rotation_removes_the_oldest_never_the_newest_nor_the_best(
 def test_rotation_neither_counts_nor_touches_an_unmarked_checkpoint(tmp_path: Path):
     for step in (1, 2, 3):
         make(tmp_path, step, complete=step < 3)
-    assert rotate(tmp_path, 1, None) == ["checkpoint-1"]
+    assert rotate(tmp_path, 1, best=None) == ["checkpoint-1"]
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
 
 

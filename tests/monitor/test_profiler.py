@@ -170,7 +170,7 @@ def test_profile_ends_before_an_evaluation_that_falls_between_its_steps(tmp_path
 
 def test_start_behind_the_last_step_is_said(capsys: Any):
     heartbeat = Heartbeat()
-    profile = ProfileSteps(ProfileConfig(start=9, steps=1), Path("nowhere"), heartbeat)
+    profile = ProfileSteps(ProfileConfig(start=9, steps=1), Path("nowhere"), heartbeat=heartbeat)
     profile.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=4), None)
     assert "nothing is profiled: the run ends with step 4, before 9" in capsys.readouterr().out
     assert heartbeat.listener is None

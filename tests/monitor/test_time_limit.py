@@ -88,7 +88,7 @@ class Timed:
     def step(self, seconds: float, *, save_s: float | None = None, evaluation_s: float | None = None) -> bool:
         """True when the run ends at this step's edge."""
         self.clock.now += seconds
-        self.guard.on_optimizer_step(self.args, self.state, None, model=self.model, optimizer=self.optimizer)
+        self.guard.on_optimizer_step(self.args, self.state, control=None, model=self.model, optimizer=self.optimizer)
         self.state.global_step += 1
         stops = self.stop.received != 0
         if evaluation_s is not None:

@@ -54,7 +54,7 @@ def closed_bytes(case: Case) -> dict[str, float]:
         labelled=max(1, round(settings.labels_share * settings.batch * settings.seq)),
         accumulates=settings.micro_batches > 1,
     )
-    found = estimate(shape_from_config(config, name=case.family), execution_of(settings), size)
+    found = estimate(shape_from_config(config, name=case.family), execution_of(settings), size=size)
     return {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in found.phases.items()}
 
 

@@ -67,7 +67,7 @@ def test_operations_are_those_that_torch_counts(family: str, mode: str):
     flops = model_flops(shape_from_config(config, name=family), path_of(mode))
     assert flops is not None
     tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
-    assert flops.of_counts(tokens, tokens, (pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+    assert flops.of_counts(tokens, tokens, pairs=(pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
 
 
 @pytest.mark.parametrize("family", MLP)
@@ -77,7 +77,7 @@ def test_nothing_in_front_of_the_first_adapter_has_a_gradient(family: str):
     flops = model_flops(shape_from_config(config, name=family), path_of("lora", targets))
     assert flops is not None
     tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
-    assert flops.of_counts(tokens, tokens, (pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+    assert flops.of_counts(tokens, tokens, pairs=(pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
 
 
 def test_a_head_that_trains_beside_an_adapter_has_the_gradient_of_its_weight_too():
@@ -85,7 +85,7 @@ def test_a_head_that_trains_beside_an_adapter_has_the_gradient_of_its_weight_too
     flops = model_flops(shape_from_config(config, name="llama"), path_of("lora", in_full=("lm_head",)))
     assert flops is not None
     tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
-    assert flops.of_counts(tokens, tokens, (pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
+    assert flops.of_counts(tokens, tokens, pairs=(pairs, pairs)) == pytest.approx(counted(model), rel=1e-4)
 
 
 def test_the_head_counts_where_labels_are_as_the_kits_own_head_computes_it():
@@ -99,7 +99,7 @@ def test_the_head_counts_where_labels_are_as_the_kits_own_head_computes_it():
     assert flops is not None
     found = counted(model, labels=labels, shift_labels=head.narrow(labels))
     tokens, pairs = ROWS * TOKENS, ROWS * TOKENS * TOKENS
-    assert flops.of_counts(tokens, 5 * ROWS, (pairs, pairs)) == pytest.approx(found, rel=1e-4)
+    assert flops.of_counts(tokens, 5 * ROWS, pairs=(pairs, pairs)) == pytest.approx(found, rel=1e-4)
 
 
 def test_training_everything_takes_six_operations_a_weight_and_palms_attention():

@@ -110,8 +110,11 @@ def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them(
     code = execution_of(TraceSettings(method="lora"))
     tokens, scores = 1024, 1024 * SHAPE.vocab
     norm = tokens * layer.norm_kept(SHAPE, code)
-    assert head.head_in_backward(SHAPE, code, tokens, tokens) - norm == 12 * scores
-    assert head.head_in_backward(SHAPE, replace(code, holds_scores=True), tokens, tokens) - norm == 14 * scores
+    assert head.head_in_backward(SHAPE, code, tokens=tokens, labelled=tokens) - norm == 12 * scores
+    assert (
+        head.head_in_backward(SHAPE, replace(code, holds_scores=True), tokens=tokens, labelled=tokens) - norm
+        == 14 * scores
+    )
 
 
 def test_trls_chunks_are_as_many_tokens_as_its_own_default():
@@ -128,12 +131,12 @@ def test_the_workspace_is_what_torch_configures_by_default():
 def test_a_mask_is_a_boolean_and_a_16_bit_number_an_entry():
     code = execution_of(TraceSettings(method="lora", padded=True))
     size = Size(rows=3, seq=500)
-    assert estimate(SHAPE, code, size).phases["head"]["mask"] == 3 * 500 * 500 * (1 + 2)
+    assert estimate(SHAPE, code, size=size).phases["head"]["mask"] == 3 * 500 * 500 * (1 + 2)
 
 
 def test_foreach_holds_one_more_copy_of_what_trains():
     code = Execution(weight_bytes=2, compute_bytes=2, stream_bytes=2, is_foreach=True)
-    step = estimate(SHAPE, code, Size(rows=1, seq=8)).phases["step"]
+    step = estimate(SHAPE, code, size=Size(rows=1, seq=8)).phases["step"]
     standing = sum(step[name] for name in ("weights", "gradients", "optimizer", "optimizer step"))
     # Published: full bf16 Mistral-7B took 67.46 GiB = 5.0 times its weights of 13.49 (fms-acceleration's table).
     assert standing / (2 * SHAPE.total_params) == pytest.approx(67.46 / 13.49, rel=0.002)
@@ -142,26 +145,28 @@ def test_foreach_holds_one_more_copy_of_what_trains():
 def test_ddp_holds_a_copy_of_the_gradients_in_its_buckets():
     code = execution_of(TraceSettings(method="full"))
     standing = standing_bytes(SHAPE, code)
-    assert share_of(SHAPE, code, standing, strategy="ddp", world_size=2).buffers == 4 * SHAPE.total_params
+    assert share_of(SHAPE, code, standing=standing, strategy="ddp", world_size=2).buffers == 4 * SHAPE.total_params
 
 
 def test_deepspeeds_buckets_hold_five_hundred_million_elements():
     wide = replace(SHAPE, layers=200)
     code = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
-    share = share_of(wide, code, standing_bytes(wide, code), strategy="zero1", world_size=2)
+    share = share_of(wide, code, standing=standing_bytes(wide, code), strategy="zero1", world_size=2)
     assert share.buffers == 2 * 2 * 500_000_000
     assert sharding.BUCKET_ELEMENTS == 500_000_000
 
 
 def test_grouped_keys_that_are_copied_out_weigh_as_much_as_queries():
     code = execution_of(TraceSettings(method="lora", padded=True))
-    apart = layer._attention_kept(SHAPE, code, 64) - layer._attention_kept(SHAPE, replace(code, repeats_kv=False), 64)
+    apart = layer._attention_kept(SHAPE, code, seq=64) - layer._attention_kept(
+        SHAPE, replace(code, repeats_kv=False), seq=64
+    )
     assert apart == 2 * 2 * (1024 - 256)
 
 
 def test_dropout_keeps_a_byte_an_element():
     def kept(has_dropout: bool) -> float:
         code = replace(execution_of(TraceSettings(method="lora")), adapter=Adapter(rank=8, has_dropout=has_dropout))
-        return layer.layer_bytes(SHAPE, code, 1, 1).kept
+        return layer.layer_bytes(SHAPE, code, tokens=1, seq=1).kept
 
     assert kept(True) - kept(False) == sum(each.inputs for each in SHAPE.linears)

@@ -50,7 +50,7 @@ def executions(draw, method=methods) -> Execution:
 
 
 def peak(shape, execution, n, seq) -> int:
-    return estimate(shape, execution, Size(rows=n, seq=seq)).peak_bytes
+    return estimate(shape, execution, size=Size(rows=n, seq=seq)).peak_bytes
 
 
 @given(shapes, executions(), rows, seqs)
@@ -88,7 +88,7 @@ def test_four_bits_stand_below_an_adapter_and_that_below_full(shape, n, seq):
 
 @given(shapes, executions(), rows, seqs)
 def test_components_add_up_to_the_peak_and_the_peak_is_the_largest_phase(shape, execution, n, seq):
-    found = estimate(shape, execution, Size(rows=n, seq=seq))
+    found = estimate(shape, execution, size=Size(rows=n, seq=seq))
     assert sum(found.components.values()) == found.peak_bytes
     assert found.peak_bytes == pytest.approx(max(sum(parts.values()) for parts in found.phases.values()), abs=16)
     assert all(size >= 0 for parts in found.phases.values() for size in parts.values())
@@ -97,13 +97,14 @@ def test_components_add_up_to_the_peak_and_the_peak_is_the_largest_phase(shape, 
 @given(shapes, executions(), rows, st.integers(2, 4096))
 def test_fewer_labels_never_need_more(shape, execution, n, seq):
     half, whole = (
-        estimate(shape, execution, Size(rows=n, seq=seq, labelled=each)).peak_bytes for each in (n * seq // 2, n * seq)
+        estimate(shape, execution, size=Size(rows=n, seq=seq, labelled=each)).peak_bytes
+        for each in (n * seq // 2, n * seq)
     )
     assert half <= whole
 
 
 def total(shape, execution, strategy, world) -> float:
-    share = share_of(shape, execution, standing_bytes(shape, execution), strategy=strategy, world_size=world)
+    share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy=strategy, world_size=world)
     return sum(vars(share.standing).values()) + share.buffers
 
 
@@ -112,7 +113,9 @@ def test_each_stage_of_zero_lets_less_stand_on_a_device(shape, execution, world)
     stages = [
         sum(
             vars(
-                share_of(shape, execution, standing_bytes(shape, execution), strategy=name, world_size=world).standing
+                share_of(
+                    shape, execution, standing=standing_bytes(shape, execution), strategy=name, world_size=world
+                ).standing
             ).values()
         )
         for name in ("zero1", "zero2", "zero3")
@@ -125,7 +128,8 @@ def test_each_stage_of_zero_lets_less_stand_on_a_device(shape, execution, world)
 def test_more_devices_never_let_more_stand_on_each(shape, execution, strategy, world):
     standing = standing_bytes(shape, execution)
     fewer, more = (
-        vars(share_of(shape, execution, standing, strategy=strategy, world_size=n).standing) for n in (world, world + 1)
+        vars(share_of(shape, execution, standing=standing, strategy=strategy, world_size=n).standing)
+        for n in (world, world + 1)
     )
     assert all(more[name] <= fewer[name] for name in fewer)
 
@@ -133,17 +137,17 @@ def test_more_devices_never_let_more_stand_on_each(shape, execution, strategy, w
 @given(shapes, executions())
 def test_one_device_holds_all_of_what_is_sharded(shape, execution):
     standing = standing_bytes(shape, execution)
-    share = share_of(shape, execution, standing, strategy="fsdp", world_size=1)
+    share = share_of(shape, execution, standing=standing, strategy="fsdp", world_size=1)
     assert share.standing == standing
     assert share.buffers == 0
-    assert share_of(shape, execution, standing, strategy="single", world_size=1).standing == standing
+    assert share_of(shape, execution, standing=standing, strategy="single", world_size=1).standing == standing
 
 
 @given(shapes, executions(), st.sampled_from(("zero2", "zero3", "fsdp")), worlds)
 def test_offload_moves_bytes_to_the_host_and_leaves_no_more_on_the_device(shape, execution, strategy, world):
     standing = standing_bytes(shape, execution)
     stays, goes = (
-        share_of(shape, execution, standing, strategy=name, world_size=world)
+        share_of(shape, execution, standing=standing, strategy=name, world_size=world)
         for name in (strategy, f"{strategy}_offload")
     )
     assert stays.host == 0 < goes.host
@@ -159,6 +163,6 @@ def test_zero_holds_two_four_and_twelve_bytes_a_parameter_as_its_paper_says():
     execution = execution_for("full")
     params = shape.total_params
     for strategy, published in (("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)):
-        share = share_of(shape, execution, standing_bytes(shape, execution), strategy=strategy, world_size=64)
+        share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy=strategy, world_size=64)
         held = sum(vars(share.standing).values())
         assert held / params * 7.5 == pytest.approx(published, abs=0.06)

@@ -153,7 +153,7 @@ def test_a_step_of_one_micro_batch_holds_no_gradients_while_it_runs():
     shape, cfg = find_shape("Qwen/Qwen2.5-1.5B"), config(batch_size=1, effective_batch_size=1)
     seen = size_run(cfg, MACHINE, shape=shape).forecast
     setting, size = seen.setting, Size(rows=1, seq=SEQ)
-    several, one = (estimate(shape, setting.execution, replace(size, accumulates=many)) for many in (True, False))
+    several, one = (estimate(shape, setting.execution, size=replace(size, accumulates=many)) for many in (True, False))
     sums = {name: sum(parts.values()) for name, parts in several.phases.items()}
     doubled = Fit({name: MemoryLine(2 * total, 0.0) for name, total in sums.items()}, "head")
     again = size_run(cfg, MACHINE, shape=shape, fit=doubled).forecast

@@ -129,5 +129,5 @@ def test_preflight_names_what_differs_from_the_plan(
     change: dict[str, Any], problem: str, inputs: Inputs, tmp_path: Path
 ):
     cfg = built(tmp_path, inputs).cfg
-    found = find_problems([RANK, {**RANK, "is_main": False, **change}], cfg, 2)
+    found = find_problems([RANK, {**RANK, "is_main": False, **change}], cfg, world_size=2)
     assert [problem in line for line in found] == [True] * bool(problem)

@@ -140,7 +140,7 @@ def assert_same_run(shop: Shop, name: str, whole: str) -> None:
     for line, other in zip(found, expected, strict=True):
         for key in ("loss", "learning_rate", "grad_norm", "label_tokens", "row_ids"):
             assert line[key] == other[key], (line["step"], key)
-    order = training_order(ROWS, STEPS * STEP_ROWS, SEED)
+    order = training_order(ROWS, STEPS * STEP_ROWS, seed=SEED)
     for place, line in enumerate(found):
         assert sorted(line["row_ids"][0]) == sorted(order[place * STEP_ROWS : (place + 1) * STEP_ROWS])
 

@@ -27,7 +27,7 @@ def measured(
 ) -> dict[str, Any]:
     cfg, folder = new_run(home, inputs, train__gradient_checkpointing=True, **changes)
     torch.set_num_threads(1)
-    found = measure_steps(cfg, folder, request, gauge=gauge or TensorGauge())
+    found = measure_steps(cfg, folder, request=request, gauge=gauge or TensorGauge())
     assert not list(folder.checkpoints.glob("*/*"))
     return {**found, "points": [Point(**point) for point in found["points"]]}
 
@@ -120,7 +120,7 @@ def test_every_kind_of_run_can_be_rehearsed(inputs: Inputs, tmp_path: Path, chan
 def test_rehearsed_rows_are_full_and_all_labelled_without_a_token_of_special_meaning(inputs: Inputs, tmp_path: Path):
     cfg, _ = new_run(tmp_path, inputs)
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)
-    rows = synthetic_rows(cfg, tokenizer, 5)
+    rows = synthetic_rows(cfg, tokenizer, count=5)
     assert [len(ids) for ids in rows["input_ids"]] == [128] * 5
     assert rows["labels"] == rows["input_ids"]
     assert not {each for ids in rows["input_ids"] for each in ids} & set(tokenizer.all_special_ids)

@@ -52,7 +52,7 @@ def test_seventy_rows_train_exactly_steps_times_effective_batch_in_the_planned_o
     mode: str, runs: dict[str, Finished]
 ):
     row_ids = [row for line in runs[mode].metrics for rank in line["row_ids"] for row in rank]
-    assert row_ids == training_order(70, 16 * 8, 42)
+    assert row_ids == training_order(70, 16 * 8, seed=42)
     assert sorted(row_ids[:70]) == list(range(70))
     assert [line["step"] for line in runs[mode].metrics] == list(range(1, 17))
 

@@ -147,7 +147,7 @@ def test_packing_never_overfills_and_holds_every_row_once(seed: int):
     room = rng.randint(20, 128)
     lengths = [rng.randint(1, room) for _ in range(rng.randint(1, 60))]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    groups = first_fit(lengths, order, room)
+    groups = first_fit(lengths, order, room=room)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert max(sum(lengths[row] for row in group) for group in groups) <= room
     rows = [{"input_ids": [i + 1] * n, "labels": [i + 1] * n, "row": i} for i, n in enumerate(lengths)]
@@ -175,12 +175,12 @@ def fewest_groups(lengths: list[int], room: int) -> int:
 def test_packing_stays_within_johnsons_bound_of_the_minimum(seed: int):
     rng = random.Random(seed)
     lengths = sorted((rng.randint(1, 10) for _ in range(7)), reverse=True)
-    found = len(first_fit(lengths, range(len(lengths)), 10))
+    found = len(first_fit(lengths, range(len(lengths)), room=10))
     assert found <= 11 / 9 * fewest_groups(lengths, 10) + 1
 
 
 def test_row_longer_than_the_room_gets_a_group_of_its_own():
-    assert first_fit([3, 12, 4], [1, 2, 0], 10) == [[1], [2, 0]]
+    assert first_fit([3, 12, 4], [1, 2, 0], room=10) == [[1], [2, 0]]
 
 
 @given(st.lists(st.integers(1, 48), min_size=1, max_size=40), st.integers(1, 300))

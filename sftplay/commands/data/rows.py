@@ -49,7 +49,7 @@ def inspect(args: Namespace) -> int:
     for row in rows:
         n_tokens = len(row["input_ids"])
         log.show(f"\nrow {row['row']}  {row['source']}  {n_tokens:,} tokens, {n_learned(row):,} learned")
-        log.show(mark_learned(tokenizer, row["input_ids"], row["labels"], colours=colours))
+        log.show(mark_learned(tokenizer, row["input_ids"], labels=row["labels"], colours=colours))
     return 0
 
 

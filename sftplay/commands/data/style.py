@@ -27,7 +27,7 @@ def style(args: Namespace) -> int:
         what = f"{args.overrides[0]!r} would not be written into the file"
         raise ConfigError(what, where="command line", fix="leave it out; style writes data.system only")
     _check(cfg, args.style)
-    amend_file(Path(args.config), KEY, args.style)
+    amend_file(Path(args.config), KEY, value=args.style)
     _tell(args, {"file": args.config, "was": before, "system": args.style, "origin": origin})
     return 0
 

@@ -43,7 +43,7 @@ def plan(args: Namespace) -> int:
     seen = sized.forecast
     assert seen is not None
     work = workload_of(sized.cfg, seen.setting)
-    found = [] if seen.verdict == "fits" else suggest(sized.cfg, shape, Place(seen.setting.device, world_size))
+    found = [] if seen.verdict == "fits" else suggest(sized.cfg, shape, place=Place(seen.setting.device, world_size))
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in found], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))

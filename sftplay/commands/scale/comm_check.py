@@ -69,7 +69,7 @@ def comm_check(args: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="comm-check-") as name:
         launch = _with_nccl(build_check(Path(name), scale, machine=machine, limit_s=limit_s), args, machine=machine)
         found = run_check(launch, Path(name), scale=scale, limit_s=limit_s)
-    nominal, link = nominal_link(machine, scale.nproc, scale.nnodes)
+    nominal, link = nominal_link(machine, scale.nproc, nnodes=scale.nnodes)
     report = describe_exchanges(found, scale, nominal_bytes_per_s=nominal, link=link, gradients=gradients)
     if args.json:
         print(json.dumps(report))
@@ -149,7 +149,7 @@ def describe_exchanges(
     if gradients:
         total, bucket = gradients
         report["gradients"] = {
-            "bytes": total, "bucket_bytes": bucket, "exchange_s": exchange_s(sweep, total, bucket)
+            "bytes": total, "bucket_bytes": bucket, "exchange_s": exchange_s(sweep, total, bucket_bytes=bucket)
         }  # fmt: skip
     report["verdict"] = [_verdict(sweep, ranks)]
     return report

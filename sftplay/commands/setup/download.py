@@ -32,8 +32,8 @@ def download_model(args: Namespace) -> int:
         raise ConfigError(f"{name!r} is no hub name", where="--model", fix="write org/model, without an address")
     os.environ.update(quiet_environment() | cache_environment())
     where = f"hub model {name}"
-    if not check_reachable(name, revision, where):
-        raise unreachable(name, ConnectionError("no answer; some of it lies in the cache here"), where)
+    if not check_reachable(name, revision, where=where):
+        raise unreachable(name, ConnectionError("no answer; some of it lies in the cache here"), where=where)
     commit, sizes = _needed(name, revision, where=where)
     total = sum(sizes.values())
     log.say(f"{name}: {len(sizes)} files, {format_bytes(total)}", "download")
@@ -58,7 +58,7 @@ def _needed(name: str, revision: str | None, *, where: str) -> tuple[str, dict[s
             index = json.loads(Path(hf_hub_download(name, INDEX, revision=revision)).read_text(encoding="utf-8"))
             weights = set(index["weight_map"].values())
     except (httpx.HTTPError, OSError, ValueError) as error:
-        raise unreachable(name, error, where) from error
+        raise unreachable(name, error, where=where) from error
     if not weights:
         pickled = sorted(file for file in sizes if file.endswith((".bin", ".pt", ".pth")))
         what = f"{name} has no weights in safetensors" + (f", only pickles ({pickled[0]})" if pickled else "")

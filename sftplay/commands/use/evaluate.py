@@ -46,7 +46,7 @@ def evaluate(args: Namespace) -> int:
     if measure.split == "test" and cfg.data.test_path is None:
         raise ConfigError("there is no test set", where="data.test_path", fix="name one: ARGS=data.test_path=FILE")
     prepare_environment(cfg)
-    figures = _measure(cfg, folder, measure)
+    figures = _measure(cfg, folder, measure=measure)
     leave_report(folder)
     if args.json:
         print(json.dumps(figures))
@@ -55,7 +55,7 @@ def evaluate(args: Namespace) -> int:
     return 0
 
 
-def _measure(cfg: RunConfig, folder: RunFolder, measure: Measure) -> dict[str, dict[str, Any]]:
+def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str, dict[str, Any]]:
     """Figures of the base, where it is asked for, and of the result."""
     from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
     from sftplay.model.load import load_base, load_result
@@ -66,9 +66,9 @@ def _measure(cfg: RunConfig, folder: RunFolder, measure: Measure) -> dict[str, d
     figures = {}
     if measure.has_base:
         before = folder.eval / f"{measure.prefix}before.json"
-        figures["before"] = measure_model(load_base(cfg).eval(), examples, cfg, before)
+        figures["before"] = measure_model(load_base(cfg).eval(), examples, cfg=cfg, path=before)
     after = folder.eval / f"{measure.prefix}after.json"
-    figures["after"] = measure_model(load_result(cfg, folder.path), examples, cfg, after)
+    figures["after"] = measure_model(load_result(cfg, folder.path), examples, cfg=cfg, path=after)
     return figures
 
 
@@ -88,6 +88,6 @@ def _data_of(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     template = stored_template(tokenizer, folder)
     if split == "test":
-        return load_held_out(cfg, tokenizer, str(cfg.data.test_path), renderer_template=template)
+        return load_held_out(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
     checked = folder.read_json("data_report.json").get("files")
     return load_examples(cfg, tokenizer, renderer_template=template, checked=checked)

@@ -19,7 +19,7 @@ def merge(args: Namespace) -> int:
     prepare_environment(cfg)
     from sftplay.deliver.export.merge import merge as merge_run
 
-    merge_run(cfg, folder, out, dtype=args.dtype)
+    merge_run(cfg, folder, out=out, dtype=args.dtype)
     check = "make merge-test" if out == usual else f'make merge-test MERGED="{out}"'
     log.say(f"merged model: {out}; compare it with the adapter by `{check}`", "merge")
     if args.json:
@@ -33,7 +33,7 @@ def merge_test(args: Namespace) -> int:
     prepare_environment(cfg)
     from sftplay.deliver.export.merge_check import test_merge
 
-    figures = test_merge(cfg, folder, Path(args.merged) if args.merged else folder.path / "merged")
+    figures = test_merge(cfg, folder, merged=Path(args.merged) if args.merged else folder.path / "merged")
     if args.json:
         print(json.dumps(figures))
     return 0
@@ -47,7 +47,7 @@ def export(args: Namespace) -> int:
     prepare_environment(cfg)
     from sftplay.deliver.export.export import export as export_run
 
-    export_run(cfg, folder, out, dtype=args.dtype)
+    export_run(cfg, folder, out=out, dtype=args.dtype)
     if args.json:
         print(json.dumps({"export": str(out)}))
     return 0

@@ -64,7 +64,7 @@ def _next_line() -> str:
 def _answer(dialogue: Any, words: str) -> None:
     with _interruptible() as stop:
         try:
-            for piece in dialogue.ask(words, stop, lambda text: log.say(f"note: {text}", "infer")):
+            for piece in dialogue.ask(words, stop, note=lambda text: log.say(f"note: {text}", "infer")):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         except DataError as error:
@@ -126,10 +126,12 @@ def _answer_file(
     from sftplay.deliver.infer.batch import ProgressMeter, answer_rest, check_lengths
 
     if not partial.n_batches:
-        check_lengths(questions, renderer, generator)
-    meter = ProgressMeter(n, partial.n_answers, _progress_line())
+        check_lengths(questions, renderer, generator=generator)
+    meter = ProgressMeter(n, partial.n_answers, show=_progress_line())
     try:
-        answer_rest(generator, renderer, questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter)
+        answer_rest(
+            generator, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter
+        )
     except KeyboardInterrupt:
         log.say(f"stopped; {partial.n_answers} answers are kept, the same command goes on from there", "infer")
         raise

@@ -41,7 +41,9 @@ def manual_text() -> str:
     for dotted, section in all_sections().items():
         title = f"## {dotted}" if dotted else "## Top level"
         about = f"\n{_one_line(section.__doc__ or '')}\n" if dotted else ""
-        rows = [_row(dotted, name, field) for name, field in section.model_fields.items() if not section_of(field)]
+        rows = [
+            _row(dotted, name, field=field) for name, field in section.model_fields.items() if not section_of(field)
+        ]
         table = "\n".join(["| key | takes | default | effect |", "| --- | --- | --- | --- |", *rows])
         parts.append(f"{title}\n{about}\n{table}\n")
     return "\n".join(parts)
@@ -67,7 +69,7 @@ def schema_text() -> str:
     return json.dumps({**head, **schema}, indent=2, ensure_ascii=False) + "\n"
 
 
-def _row(section: str, name: str, field: FieldInfo) -> str:
+def _row(section: str, name: str, *, field: FieldInfo) -> str:
     dotted = f"{section}.{name}".lstrip(".")
     cells = [f"`{name}`", described(node_at(dotted)), _default(field), _effect(field.description or "")]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -32,7 +32,7 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
     """One problem for each key that pydantic refuses; `file` is named for keys that are missing."""
     refused = _by_key(error.errors(include_url=False), merged.values)
     problems = [
-        _problem(path, merged.places[path], _unknown(path))
+        _problem(path, merged.places[path], refusal=_unknown(path))
         for path, kind in refused.items()
         if kind == "extra_forbidden"
     ]
@@ -43,10 +43,10 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
                 # A misspelt `modle:` also leaves model.name missing; one message is enough.
                 if not any(f"{key}.".startswith(f"{guess}.") for guess in guessed):
                     inner = tuple(key.split("."))
-                    problems.append(_problem(inner, merged.place_of(inner) or Place(0, 0, file), _missing(key)))
+                    problems.append(_problem(inner, merged.place_of(inner) or Place(0, 0, file), refusal=_missing(key)))
         elif kind != "extra_forbidden":
             place = merged.place_of(path) or Place(0, 0, "config")
-            problems.append(_problem(path, place, _wrong_value(path, merged.values)))
+            problems.append(_problem(path, place, refusal=_wrong_value(path, merged.values)))
     return problems
 
 
@@ -183,7 +183,7 @@ def _as_yaml(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _problem(path: KeyPath, place: Place, refusal: _Refusal) -> Problem:
+def _problem(path: KeyPath, place: Place, *, refusal: _Refusal) -> Problem:
     what, fix, nearest = refusal
     return Problem(place, ConfigError(what, where=f"{place} {_dotted(path)}", fix=fix, nearest=nearest))
 

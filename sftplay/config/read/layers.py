@@ -57,7 +57,7 @@ def read_layers(path: str | Path) -> list[Layer]:
         ConfigError: a file that cannot be read, an include that is no path, or one that leads back to itself.
     """
     files = list(_read_files(Path(path), os.fspath(path), including=[]))
-    return [_layer_of(document, len(files) - order, name) for order, (name, document) in enumerate(files, start=1)]
+    return [_layer_of(document, len(files) - order, name=name) for order, (name, document) in enumerate(files, start=1)]
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
@@ -108,7 +108,7 @@ def _overlaid(
     return values
 
 
-def _layer_of(document: Document, rank: int, name: str) -> Layer:
+def _layer_of(document: Document, rank: int, *, name: str) -> Layer:
     values = {key: value for key, value in document.values.items() if key != "include"}
     return Layer(values, {path: Place(rank, line, name) for path, line in document.lines.items() if path[0] in values})
 

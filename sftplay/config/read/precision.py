@@ -54,14 +54,14 @@ def resolve_precision(layers: Sequence[Layer]) -> tuple[list[Layer], list[Proble
         elif switches and decided not in switches.allowed:
             what = "false says what not to use, and nothing says what to use"
             undecided = [switches.problem(what, f"write train.precision: {' or '.join(switches.allowed)}")]
-        resolved.append(_with_precision(layer, given, switches))
+        resolved.append(_with_precision(layer, given, switches=switches))
     return resolved, problems + undecided
 
 
 def _switches_of(layer: Layer) -> tuple[_Switches | None, list[Problem]]:
     train = layer.values.get("train")
     values = {name: train[name] for name in SPELLINGS if name in train} if isinstance(train, dict) else {}
-    problems = [_no_boolean(layer, name, value) for name, value in values.items() if not isinstance(value, bool)]
+    problems = [_no_boolean(layer, name, value=value) for name, value in values.items() if not isinstance(value, bool)]
     if problems or not values:
         return None, problems
     chosen = [name for name, on in values.items() if on]
@@ -73,7 +73,7 @@ def _switches_of(layer: Layer) -> tuple[_Switches | None, list[Problem]]:
     return _Switches(tuple(allowed), place, name), []
 
 
-def _no_boolean(layer: Layer, name: str, value: Any) -> Problem:
+def _no_boolean(layer: Layer, name: str, *, value: Any) -> Problem:
     fix = "write train.precision: auto" if value == "auto" else "write true or false, or use train.precision"
     return _problem(layer.places["train", name], f"train.{name}", what=f"{value!r} is not true or false", fix=fix)
 
@@ -82,7 +82,7 @@ def _problem(place: Place, keys: str, *, what: str, fix: str) -> Problem:
     return Problem(place, ConfigError(what, where=f"{place} {keys}", fix=fix))
 
 
-def _with_precision(layer: Layer, precision: Any, switches: _Switches | None) -> Layer:
+def _with_precision(layer: Layer, precision: Any, *, switches: _Switches | None) -> Layer:
     """The layer without its switches, and with the precision that they decide."""
     train = layer.values.get("train")
     if not isinstance(train, dict):

@@ -62,7 +62,7 @@ class Rendered:
     """Only the beginning of a very long text was tokenised; it has more tokens than can be used."""
 
 
-def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], max_tokens: int | None = None) -> list[Rendered]:
+def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], *, max_tokens: int | None = None) -> list[Rendered]:
     """An example for each placed text, in order; those without a text keep their reason."""
     limit = None if max_tokens is None else SPARE_CHARACTERS + CHARACTERS_A_TOKEN * max_tokens
     plain = [each.found.text[:limit] for each in placed if isinstance(each.found, Marked) and not each.is_spelled]
@@ -78,11 +78,11 @@ def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], max_tokens: int |
             # A long text with few tokens, such as white space: its beginning is not enough.
             text = each.found.text
             encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(vocabulary.encode([text])[0])
-        examples.append(_example(vocabulary, each, text, encoded))
+        examples.append(_example(vocabulary, each, text=text, encoded=encoded))
     return examples
 
 
-def _example(vocabulary: Vocabulary, placed: Placed, text: str, encoded: Encoded) -> Rendered:
+def _example(vocabulary: Vocabulary, placed: Placed, *, text: str, encoded: Encoded) -> Rendered:
     """The example of a placed text; `text` is the part of it that was encoded."""
     assert isinstance(placed.found, Marked)
     if encoded.lost:
@@ -90,10 +90,10 @@ def _example(vocabulary: Vocabulary, placed: Placed, text: str, encoded: Encoded
     is_partial = len(text) < len(placed.found.text)
     ids = encoded.ids
     if placed.is_whole_text:
-        ids, labels = _enclosed(vocabulary, ids, is_partial)
+        ids, labels = _enclosed(vocabulary, ids, is_partial=is_partial)
     else:
         try:
-            labels = _labels(encoded.encoding, ids, text, placed.found.spans)
+            labels = _labels(encoded.encoding, ids, text=text, spans=placed.found.spans)
         except Unproven as error:
             return Rendered([], [], placed.of, str(error), joins_prompt=True)
     return Rendered(ids, labels, placed.of, "", placed.typed_specials, is_partial=is_partial)
@@ -108,23 +108,23 @@ def _n_sure(encoding: Any, text: str) -> int:
     return encoding.char_to_token(max(len(text) - EDGE_CHARACTERS, 0)) or 0
 
 
-def _enclosed(vocabulary: Vocabulary, ids: list[int], is_partial: bool) -> tuple[list[int], list[int]]:
+def _enclosed(vocabulary: Vocabulary, ids: list[int], *, is_partial: bool) -> tuple[list[int], list[int]]:
     """Ids and labels of a whole text. All is learned except the BOS. A text that was cut gets no EOS."""
     head = list(vocabulary.specials.prefix_ids)
     end = [] if is_partial or vocabulary.eos_id is None else [vocabulary.eos_id]
     return [*head, *ids, *end], [*[IGNORE_INDEX] * len(head), *ids, *end]
 
 
-def _labels(encoding: Any, ids: list[int], text: str, spans: Sequence[Span]) -> list[int]:
+def _labels(encoding: Any, ids: list[int], *, text: str, spans: Sequence[Span]) -> list[int]:
     labels = [IGNORE_INDEX] * len(ids)
     for start, end in spans:
         if start < len(text):
-            first, last = _tokens_of(encoding, text, (start, min(end, len(text))))
+            first, last = _tokens_of(encoding, text, span=(start, min(end, len(text))))
             labels[first:last] = ids[first:last]
     return labels
 
 
-def _tokens_of(encoding: Any, text: str, span: Span) -> tuple[int, int]:
+def _tokens_of(encoding: Any, text: str, *, span: Span) -> tuple[int, int]:
     """The tokens that spell the span. A token that begins in the prompt counts only if it spells more than white space.
 
     Raises:

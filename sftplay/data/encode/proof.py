@@ -42,7 +42,7 @@ class Proven:
     """True when the template writes a turn differently if others follow it. Every turn is then its own example."""
 
 
-def prove_masks(writer: Writer, template: ChatTemplate, samples: Sequence[Chat]) -> Proven:
+def prove_masks(writer: Writer, template: ChatTemplate, *, samples: Sequence[Chat]) -> Proven:
     """The first of markers, sentinels and prefixes that holds on every probe chat and on one sample at least.
 
     One sample that holds is enough. Samples that fail are refused one by one when they are rendered.
@@ -75,10 +75,12 @@ class _Trial:
         guarded = self._guarded(samples)
         self._learn_ends([*probes, *calls, *guarded])
         rewrites = any(self._finder.rewrites(probe) for probe in probes)
-        method, why = self._first_method(probes, guarded, rewrites)
+        method, why = self._first_method(probes, guarded, rewrites=rewrites)
         if method is None:
             return None, why
-        by_markers = calls and self._template.has_marks and not self._fault("markers", calls, [], rewrites=rewrites)
+        by_markers = (
+            calls and self._template.has_marks and not self._fault("markers", calls, samples=[], rewrites=rewrites)
+        )
         tool_method: Method = "markers" if by_markers else "prefixes"
         return Proven(self._finder.template.traits, self._finder.ends, method, tool_method, rewrites), []
 
@@ -132,26 +134,26 @@ class _Trial:
         called = [part for chat in chats if uses_tools(chat) for part in chat.turns_apart()]
         self._finder.learn_ends([*chats, *called])
         special = self._writer.vocabulary.special_tokens
-        if self._finder.ends or not any(closings := closings_of(self._template, chats, special)):
+        if self._finder.ends or not any(closings := closings_of(self._template, chats, special=special)):
             return
         self._template = self._template.with_traits(replace(self._template.traits, closings=closings))
         self._finder = TurnFinder(self._template, special)
         self._finder.learn_ends([*chats, *called])
 
     def _first_method(
-        self, probes: Sequence[Chat], samples: Sequence[Chat], rewrites: bool
+        self, probes: Sequence[Chat], samples: Sequence[Chat], *, rewrites: bool
     ) -> tuple[Method | None, list[str]]:
         """The first method that holds, or what is wrong with each."""
         methods: list[Method] = ["markers", "sentinels", "prefixes"]
         faults = []
         for method in methods if self._template.has_marks else methods[1:]:
-            fault = self._fault(method, probes, samples, rewrites=rewrites)
+            fault = self._fault(method, probes, samples=samples, rewrites=rewrites)
             if not fault:
                 return method, []
             faults.append(f"by {method}: {fault}")
         return None, faults
 
-    def _fault(self, method: Method, probes: Sequence[Chat], samples: Sequence[Chat], *, rewrites: bool) -> str:
+    def _fault(self, method: Method, probes: Sequence[Chat], *, samples: Sequence[Chat], rewrites: bool) -> str:
         """Why `method` is not proven, or nothing: probes it must mark by itself, samples with what `place` adds."""
         for probe in probes:
             parts = probe.turns_apart() if rewrites else [probe]
@@ -175,7 +177,7 @@ class _Trial:
             for part, marked in found:
                 self._finder.check_prompts(part, marked)
                 whose = Placed(0, "", is_spelled=self._writer.needs_spelling(marked.text.count(GUARD)))
-                self._check_tokens(part, self._writer.place_part(self._finder, part, marked, whose))
+                self._check_tokens(part, self._writer.place_part(self._finder, part, marked=marked, placed=whose))
         except DataError as error:
             return error.what
         except Unproven as error:
@@ -203,7 +205,7 @@ class _Trial:
             raise Unproven(f"the labels read {learned[:80]!r} where the assistant says {expected[:80]!r}")
         plain = unguarded(part)
         for turn, answer in zip(part.learned_turns(), answers, strict=True):
-            prompt = self._writer.prompt_ids(self._finder, plain.messages[:turn], plain.tools)
+            prompt = self._writer.prompt_ids(self._finder, plain.messages[:turn], tools=plain.tools)
             if not answer[0].isspace() and rendered.input_ids[: len(prompt)] != prompt:
                 raise Unproven(
                     f"the tokenizer joins the prompt's end otherwise where {answer[:40]!r} follows than at inference"

@@ -56,11 +56,11 @@ class Renderer:
         self._proven = proven
         self._finder: TurnFinder | None = None
         if template is not None and proven is not None:
-            compiled = ChatTemplate(template, vocabulary.specials.named, proven.traits)
-            self._finder = TurnFinder(compiled, vocabulary.special_tokens, proven.ends)
+            compiled = ChatTemplate(template, vocabulary.specials.named, traits=proven.traits)
+            self._finder = TurnFinder(compiled, vocabulary.special_tokens, ends=proven.ends)
 
     @classmethod
-    def prove(cls, tokenizer: Any, template: str | None, samples: Sequence[Record]) -> Renderer:
+    def prove(cls, tokenizer: Any, template: str | None, *, samples: Sequence[Record]) -> Renderer:
         """A renderer with the first of three mask methods that holds on the probe chats and on `samples`.
 
         Without a template only texts can be rendered; a chat then has a problem.
@@ -75,7 +75,7 @@ class Renderer:
         if template is not None:
             chats = [sample for sample in samples if isinstance(sample, Chat)]
             compiled = ChatTemplate(template, vocabulary.specials.named)
-            proven = prove_masks(Writer(vocabulary), compiled, chats)
+            proven = prove_masks(Writer(vocabulary), compiled, samples=chats)
         return cls(vocabulary, template, proven=proven, tokenizer=tokenizer)
 
     @classmethod
@@ -114,7 +114,7 @@ class Renderer:
         a far longer text is tokenised.
         """
         placed = [found for of, record in enumerate(records) for found in self._place(of, record)]
-        return labelled(self._writer.vocabulary, placed, max_tokens)
+        return labelled(self._writer.vocabulary, placed, max_tokens=max_tokens)
 
     def prompt_text(self, messages: Sequence[Message], tools: str = "") -> str:
         """The text that asks the model to answer `messages`.
@@ -131,7 +131,7 @@ class Renderer:
             DataError: the template refuses them, or there is none, or they type what cannot be kept apart from control.
         """
         try:
-            return self._writer.prompt_ids(self._asked(), messages, tools)
+            return self._writer.prompt_ids(self._asked(), messages, tools=tools)
         except Unproven as error:
             raise DataError(str(error), where="the prompt", fix="leave it out there") from error
 
@@ -171,7 +171,7 @@ class Renderer:
         # A record says once what it types, however many examples it gives.
         counts = [typed] + [0] * (len(parts) - 1)
         return [
-            self._writer.place_part(finder, part, marked, Placed(of, "", count, is_spelled=True))
+            self._writer.place_part(finder, part, marked=marked, placed=Placed(of, "", count, is_spelled=True))
             for (part, marked), count in zip(parts, counts, strict=True)
         ]
 

@@ -43,7 +43,7 @@ class Writer:
         spelled, _ = self.typed_specials.spelled(guarded.text, [])  # type: ignore[union-attr]
         return Placed(of, Marked(spelled, ()), typed, is_spelled=True, is_whole_text=True)
 
-    def place_part(self, finder: TurnFinder, part: Chat, marked: Marked, placed: Placed) -> Placed:
+    def place_part(self, finder: TurnFinder, part: Chat, *, marked: Marked, placed: Placed) -> Placed:
         """The marked text of a guarded chat, ready to be encoded; `placed` says whose it is and what it types.
 
         Raises:
@@ -56,7 +56,7 @@ class Writer:
         text, spans = self.typed_specials.spelled(marked.text, marked.spans)
         return Placed(placed.of, Marked(text, tuple(spans)), placed.typed_specials, is_spelled=True)
 
-    def prompt_ids(self, finder: TurnFinder, messages: Sequence[Message], tools: str) -> list[int]:
+    def prompt_ids(self, finder: TurnFinder, messages: Sequence[Message], *, tools: str) -> list[int]:
         """The tokens that ask for an answer to `messages`.
 
         Raises:

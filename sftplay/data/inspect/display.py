@@ -34,31 +34,31 @@ def legend(*, colours: bool) -> str:
     return f"what stands between {OPEN} and {CLOSE} is learned, all else is only read"
 
 
-def mark_learned(tokenizer: Any, ids: Sequence[int], labels: Sequence[int], *, colours: bool) -> str:
+def mark_learned(tokenizer: Any, ids: Sequence[int], *, labels: Sequence[int], colours: bool) -> str:
     """The row's text, special tokens included, with its learned stretches painted or between marks."""
-    return painted(tokenizer, ids, labels) if colours else marked(tokenizer, ids, labels)
+    return painted(tokenizer, ids, labels=labels) if colours else marked(tokenizer, ids, labels=labels)
 
 
-def painted(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> str:
+def painted(tokenizer: Any, ids: Sequence[int], *, labels: Sequence[int]) -> str:
     """The text in colours; characters that would steer the terminal are written as escapes."""
     special = set(tokenizer.all_special_ids) | _added_specials(tokenizer)
     kinds = [(label != IGNORE_INDEX, token in special) for token, label in zip(ids, labels, strict=True)]
     return "".join(
         _paint(visible(text), (LEARNED if is_learned else READ) + SPECIAL * is_special)
-        for (is_learned, is_special), text in stretches(tokenizer, ids, kinds)
+        for (is_learned, is_special), text in stretches(tokenizer, ids, kinds=kinds)
     )
 
 
-def marked(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> str:
+def marked(tokenizer: Any, ids: Sequence[int], *, labels: Sequence[int]) -> str:
     """The text as plain characters, learned stretches between OPEN and CLOSE."""
     kinds = [label != IGNORE_INDEX for label in labels]
     return "".join(
         f"{OPEN}{visible(text)}{CLOSE}" if is_learned else visible(text)
-        for is_learned, text in stretches(tokenizer, ids, kinds)
+        for is_learned, text in stretches(tokenizer, ids, kinds=kinds)
     )
 
 
-def stretches(tokenizer: Any, ids: Sequence[int], kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+def stretches(tokenizer: Any, ids: Sequence[int], *, kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
     """The text of each stretch of tokens of one kind; together they are the whole text."""
     before, end = "", 0
     for kind, group in groupby(kinds):
@@ -69,11 +69,11 @@ def stretches(tokenizer: Any, ids: Sequence[int], kinds: Sequence[Any]) -> Itera
         before = whole
 
 
-def learned_texts(tokenizer: Any, ids: Sequence[int], labels: Sequence[int]) -> list[str]:
+def learned_texts(tokenizer: Any, ids: Sequence[int], *, labels: Sequence[int]) -> list[str]:
     """The text of each learned stretch."""
     return [
         text
-        for is_learned, text in stretches(tokenizer, ids, [label != IGNORE_INDEX for label in labels])
+        for is_learned, text in stretches(tokenizer, ids, kinds=[label != IGNORE_INDEX for label in labels])
         if is_learned
     ]
 

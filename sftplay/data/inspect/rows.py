@@ -25,7 +25,7 @@ def spread_rows(examples: Examples, count: int) -> Iterator[dict[str, Any]]:
     total = len(examples.train)
     for n in range(min(count, total)):
         index = n * total // min(count, total)
-        yield _placed(examples, "train", index, examples.train[index])
+        yield _placed(examples, "train", index=index, row=examples.train[index])
 
 
 def every_row(examples: Examples) -> Iterator[dict[str, Any]]:
@@ -34,7 +34,7 @@ def every_row(examples: Examples) -> Iterator[dict[str, Any]]:
         index = 0
         for batch in [] if rows is None else rows.iter(BATCH):
             for values in zip(*batch.values(), strict=True):
-                yield _placed(examples, split, index, dict(zip(batch, values, strict=True)))
+                yield _placed(examples, split, index=index, row=dict(zip(batch, values, strict=True)))
                 index += 1
 
 
@@ -48,7 +48,7 @@ def rendered(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         "text": decoded(tokenizer, ids),
         "n_tokens": len(ids),
         "n_learned": n_learned(row),
-        "learned": learned_texts(tokenizer, ids, labels),
+        "learned": learned_texts(tokenizer, ids, labels=labels),
     }
 
 
@@ -102,5 +102,5 @@ def write_rendered(examples: Examples, path: Path) -> int:
     return count
 
 
-def _placed(examples: Examples, split: Any, index: int, row: dict[str, Any]) -> dict[str, Any]:
+def _placed(examples: Examples, split: Any, *, index: int, row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "source": examples.source_of(split, index), "split": split}

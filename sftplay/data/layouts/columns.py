@@ -106,7 +106,7 @@ def _history(value: object) -> Iterable[Message]:
     """Earlier exchanges, a list of pairs; their answers are learned too."""
     if is_blank(value):
         return
-    for index, pair in enumerate(list_of(value, "'history'", "pairs")):
+    for index, pair in enumerate(list_of(value, "'history'", of="pairs")):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             refuse(f"history[{index}] is not a pair of a user's text and its answer")
         yield Message("user", text_of(pair[0], f"history[{index}][0]"))
@@ -127,9 +127,9 @@ def _asked(question: str, answer: str) -> Body:
 
 def _from_prompt(row: Row) -> Body:
     """Only the completion is learned, as in TRL: assistant turns inside the prompt are context."""
-    before = prompt_turns(needed(row, ("prompt",))[1], "prompt", "user")
+    before = prompt_turns(needed(row, ("prompt",))[1], "prompt", role="user")
     name, value = needed(row, COMPLETION)
-    after = prompt_turns(value, name, "assistant")
+    after = prompt_turns(value, name, role="assistant")
     if not any(turn.role == "assistant" for turn in after):
         refuse(f"{name!r} has no assistant turn")
     return Body((*before, *after), len(before))

@@ -42,7 +42,7 @@ class Reading:
     """System prompt of every chat that has none of its own."""
 
 
-def to_record(row: Row, source: Source, reading: Reading = Reading()) -> Record:
+def to_record(row: Row, source: Source, *, reading: Reading = Reading()) -> Record:
     """The row as a record that obeys every rule of its kind; texts are kept to the character.
 
     Raises:
@@ -57,7 +57,7 @@ def to_record(row: Row, source: Source, reading: Reading = Reading()) -> Record:
         turns = tie_results(body.turns)
         check_answered(turns)
         check_order(turns)
-        lead = _lead(row, turns, reading)
+        lead = _lead(row, turns, reading=reading)
         learned_from = len(lead) + body.n_given if body.n_given else 0
         tools = tools_text(optional(row, TOOLS)) if TOOLS in shape.may else ""
         return Chat((*lead, *turns), source, learned_from, tools)
@@ -65,7 +65,7 @@ def to_record(row: Row, source: Source, reading: Reading = Reading()) -> Record:
         raise DataError(error.what, where=str(source), fix=error.fix) from None
 
 
-def read_prompt(row: Row, source: Source, reading: Reading = Reading()) -> tuple[tuple[Message, ...], str]:
+def read_prompt(row: Row, source: Source, *, reading: Reading = Reading()) -> tuple[tuple[Message, ...], str]:
     """The messages of a row that the assistant shall answer, and its tools as JSON text.
 
     The row has `messages` (or `conversations`) or `prompt`, and the assistant does not have the last word.
@@ -80,14 +80,14 @@ def read_prompt(row: Row, source: Source, reading: Reading = Reading()) -> tuple
         elif name := picked(row, TURNS):
             turns = sharegpt_turns(row[name], name)
         elif optional(row, ("prompt",)) is not None:
-            turns = prompt_turns(row["prompt"], "prompt", "user")
+            turns = prompt_turns(row["prompt"], "prompt", role="user")
         else:
             refuse(f"has neither 'messages' nor 'prompt'; its keys are {listed(row)}", "add one of the two")
         turns = tie_results(turns)
         check_order(turns)
         if not turns or turns[-1].role in ("assistant", "system"):
             refuse("does not end with a turn that can be answered", "end it with a user turn or a tool's result")
-        return (*_lead(row, turns, reading), *turns), tools_text(optional(row, TOOLS))
+        return (*_lead(row, turns, reading=reading), *turns), tools_text(optional(row, TOOLS))
     except DataError as error:
         raise DataError(error.what, where=str(source), fix=error.fix) from None
 
@@ -145,7 +145,7 @@ def _mapped(row: Row, reading: Reading, *, is_partial: bool = False) -> Row:
     return kept | {field: row[column] for column, field in given.items() if column in row}
 
 
-def _lead(row: Row, turns: tuple[Message, ...], reading: Reading) -> tuple[Message, ...]:
+def _lead(row: Row, turns: tuple[Message, ...], *, reading: Reading) -> tuple[Message, ...]:
     """The system turn that goes before these turns, if there is to be one."""
     own = optional(row, SYSTEM)
     has_turn = bool(turns) and turns[0].role == "system"

@@ -47,16 +47,16 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def list_of(value: object, name: str, of: str) -> Sequence[Any]:
+def list_of(value: object, name: str, *, of: str) -> Sequence[Any]:
     """`value` if it is a list, or the list whose JSON text it is: a csv cell can hold a list only as text."""
     if isinstance(value, str):
-        value = json_of(value, name, f"a list of {of}")
+        value = json_of(value, name, due=f"a list of {of}")
     if not isinstance(value, list | tuple):
         refuse(f"{name} is {kind_of(value)}, not a list of {of}")
     return value
 
 
-def json_of(text: str, name: str, due: str) -> Any:
+def json_of(text: str, name: str, *, due: str) -> Any:
     """The value of a JSON text; `due` is what the refusal says should stand there."""
     try:
         return decode_json(text)

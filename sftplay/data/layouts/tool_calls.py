@@ -18,7 +18,7 @@ def tools_text(value: object) -> str:
     """A `tools` column, a list or its JSON text, as the JSON text of a list in OpenAI's form; empty for none."""
     if is_blank(value):
         return ""
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(value, "'tools'", "functions"))]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(value, "'tools'", of="functions"))]
     return _encoded(tools, "'tools'") if tools else ""
 
 
@@ -28,7 +28,7 @@ def calls_of_turn(turn: Mapping[str, Any], name: str) -> tuple[Call, ...]:
     if not is_blank(several) and not is_blank(one):
         refuse(f"{name} has both 'tool_calls' and 'function_call'")
     if not is_blank(several):
-        calls = list_of(several, f"{name}.tool_calls", "calls")
+        calls = list_of(several, f"{name}.tool_calls", of="calls")
         return tuple(_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls))
     return () if is_blank(one) else (_call(one, f"{name}.function_call"),)
 
@@ -36,7 +36,7 @@ def calls_of_turn(turn: Mapping[str, Any], name: str) -> tuple[Call, ...]:
 def calls_of_value(value: object, name: str) -> tuple[Call, ...]:
     """The calls in a turn that is nothing but calls: one of them or a list, mostly as JSON text."""
     if isinstance(value, str):
-        value = json_of(value, name, "a call")
+        value = json_of(value, name, due="a call")
     calls = value if isinstance(value, list | tuple) else [value]
     if not calls:
         refuse(f"{name} has no call in it")
@@ -57,7 +57,7 @@ def tie_results(turns: Sequence[Message]) -> tuple[Message, ...]:
     waiting: dict[str, str] = {}
     for place, turn in enumerate(turns, 1):
         if turn.role == "tool":
-            turn = _tied(turn, waiting, place)
+            turn = _tied(turn, waiting, place=place)
         elif turn.calls:
             calls = tuple(call if call.id else replace(call, id=next(fresh)) for call in turn.calls)
             turn, waiting = replace(turn, calls=calls), {call.id: call.name for call in calls}
@@ -69,7 +69,7 @@ def tie_results(turns: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(tied)
 
 
-def _tied(result: Message, waiting: dict[str, str], place: int) -> Message:
+def _tied(result: Message, waiting: dict[str, str], *, place: int) -> Message:
     """The result with the id of its call, which then waits no longer."""
     if not waiting:
         refuse(f"message {place} is from 'tool', but no call before it waits for a result")
@@ -115,7 +115,7 @@ def _arguments(value: object, name: str) -> str:
     if is_blank(value):
         return "{}"
     if isinstance(value, str):
-        value = json_of(value, name, "an object")
+        value = json_of(value, name, due="an object")
     if not isinstance(value, dict):
         refuse(f"{name} is {kind_of(value)}, not an object")
     return _encoded(value, name)

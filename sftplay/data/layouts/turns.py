@@ -49,17 +49,17 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 def openai_turns(value: object, name: str) -> tuple[Message, ...]:
     """A list of objects with `role` and `content` as messages, in order."""
-    turns = list_of(value, repr(name), "messages")
+    turns = list_of(value, repr(name), of="messages")
     return tuple([_openai_turn(turn, f"{name}[{index}]") for index, turn in enumerate(turns)])
 
 
 def sharegpt_turns(value: object, name: str) -> tuple[Message, ...]:
     """A list of objects with `from` and `value`, or their variants, as messages, in order."""
-    turns = list_of(value, repr(name), "turns")
+    turns = list_of(value, repr(name), of="turns")
     return tuple([_sharegpt_turn(turn, f"{name}[{index}]") for index, turn in enumerate(turns)])
 
 
-def prompt_turns(value: object, name: str, role: Role) -> tuple[Message, ...]:
+def prompt_turns(value: object, name: str, *, role: Role) -> tuple[Message, ...]:
     """A prompt or a completion: a list of messages, or a text that is one message from `role`."""
     if isinstance(value, list):
         return openai_turns(value, name)
@@ -99,8 +99,8 @@ def _openai_turn(turn: object, name: str) -> Message:
     said = turn.get("role")
     role = OPENAI_ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        _refuse_role(said, turn, name, OPENAI_ROLES)
-    return _message(role, turn, name, "content")
+        _refuse_role(said, turn, name=name, known=OPENAI_ROLES)
+    return _message(role, turn, name=name, key="content")
 
 
 def _sharegpt_turn(turn: object, name: str) -> Message:
@@ -111,17 +111,17 @@ def _sharegpt_turn(turn: object, name: str) -> Message:
     said = turn.get("role") if said is None else said
     plain = said.strip().lower() if isinstance(said, str) else ""
     if plain in CALLING_ROLES:
-        _check_keys("assistant", turn, name)
+        _check_keys("assistant", turn, name=name)
         return Message("assistant", "", calls_of_value(turn.get(key), f"{name}.{key}"))
     role = SHAREGPT_ROLES.get(plain)
     if role is None:
-        _refuse_role(said, turn, name, SHAREGPT_ROLES)
-    return _message(role, turn, name, key)
+        _refuse_role(said, turn, name=name, known=SHAREGPT_ROLES)
+    return _message(role, turn, name=name, key=key)
 
 
-def _message(role: Role, turn: Mapping[str, Any], name: str, key: str) -> Message:
+def _message(role: Role, turn: Mapping[str, Any], *, name: str, key: str) -> Message:
     if not PLAIN.issuperset(turn):
-        _check_keys(role, turn, name)
+        _check_keys(role, turn, name=name)
     value = turn.get(key)
     if role == "assistant":
         calls = calls_of_turn(turn, name)
@@ -159,7 +159,7 @@ def _part(part: object, name: str) -> str:
     return text_of(part.get("text"), f"{name}.text")
 
 
-def _check_keys(role: Role, turn: Mapping[str, Any], name: str) -> None:
+def _check_keys(role: Role, turn: Mapping[str, Any], *, name: str) -> None:
     """Refuse keys that say something about what is learned and would not be followed."""
     for key in UNHONOURED:
         if not is_blank(turn.get(key)):
@@ -175,7 +175,7 @@ def _check_keys(role: Role, turn: Mapping[str, Any], name: str) -> None:
                 refuse(f"{name} has {key} {turn[key]!r}, but a turn from {role!r} is {due}")
 
 
-def _refuse_role(said: object, turn: Mapping[str, Any], name: str, known: Mapping[str, Role]) -> NoReturn:
+def _refuse_role(said: object, turn: Mapping[str, Any], *, name: str, known: Mapping[str, Role]) -> NoReturn:
     if not isinstance(said, str):
         refuse(f"{name} has no role: its keys are {listed(turn)}")
     near: str = MEANT.get(said.lower()) or "".join(nearest_names(said[:40], known)[:1])

@@ -30,7 +30,7 @@ class RowWriter:
         self._rows.close()
         self._places.close()
 
-    def write(self, examples: Sequence[Example], rows: Sequence[int], places: Sequence[tuple[str, int]]) -> None:
+    def write(self, examples: Sequence[Example], rows: Sequence[int], *, places: Sequence[tuple[str, int]]) -> None:
         """Append the examples; `rows` and `places` (path, line) are those of their records."""
         if not examples:
             return

@@ -113,7 +113,7 @@ class RowProcessor:
             outcomes.append(outcome)
             record = self._record(row, outcome)
             if record is not None:
-                self._describe(record, outcome, share)
+                self._describe(record, outcome, share=share)
                 if outcome.held_out or not self._options.only_held_out:
                     waiting.append(outcome)
                     records.append(record)
@@ -130,14 +130,14 @@ class RowProcessor:
             outcome.refused = row.reason
             return None
         try:
-            record = to_record(row, raw_row.source, self._options.reading)
+            record = to_record(row, raw_row.source, reading=self._options.reading)
         except DataError as error:
             outcome.refused = error.what
             return None
         outcome.unused = unused_columns(row, self._options.reading)
         return record
 
-    def _describe(self, record: Record, outcome: RowOutcome, share: float) -> None:
+    def _describe(self, record: Record, outcome: RowOutcome, *, share: float) -> None:
         keys = keys_of(record)
         outcome.keys = short(keys.content), short(keys.normal), short(keys.prompt)
         outcome.held_out = is_held_out(keys, share)

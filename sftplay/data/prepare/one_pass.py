@@ -55,14 +55,14 @@ def dialect_of(data: DataConfig) -> Dialect:
 class Preparation:
     """Fills a folder with token rows and their places, the held-out chats, the refused rows and the report."""
 
-    def __init__(self, data: DataConfig, renderer: Renderer, max_tokens: int, *, only_held_out: bool = False) -> None:
+    def __init__(self, data: DataConfig, renderer: Renderer, *, max_tokens: int, only_held_out: bool = False) -> None:
         """With `only_held_out` rows to train on are neither rendered nor judged nor counted."""
         self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, dialect_of(data)
         self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out)
         self._policies = RowPolicies(data, max_tokens)
         self._began = self._said = time.monotonic()
 
-    def run(self, inputs: Sequence[Input], folder: Path, guarded: Sequence[str] = ()) -> None:
+    def run(self, inputs: Sequence[Input], folder: Path, *, guarded: Sequence[str] = ()) -> None:
         """Read `inputs`, training rows first, and write everything into `folder`.
 
         Rows of the files `guarded` must not be trained on, nor those that `inputs` hold out.
@@ -79,7 +79,7 @@ class Preparation:
             processes = n_workers([given.path for given in inputs])
             # Held-out rows go first: a training row must be compared with all of them.
             batches = self._batches(list(reversed(inputs)))
-            processed = process_all(batches, self._renderer, self._options, processes=processes)
+            processed = process_all(batches, self._renderer, options=self._options, processes=processes)
             files.enter_context(closing(processed))  # whatever happens here, its processes end now
             n_read = 0
             for outcomes in processed:
@@ -95,7 +95,9 @@ class Preparation:
             if isinstance(row, Refused):
                 continue
             try:
-                self._policies.guard(short(keys_of(to_record(row, source, self._options.reading)).normal), source)
+                self._policies.guard(
+                    short(keys_of(to_record(row, source, reading=self._options.reading)).normal), source
+                )
             except DataError:  # this row is counted when the file itself is measured on
                 continue
 
@@ -136,7 +138,9 @@ class Preparation:
                 self._chats_file.write(outcome.chat + "\n")
         for side, pairs in kept.items():
             places = [(outcome.source.path, outcome.source.line) for outcome, _ in pairs]
-            self._writers[side].write([example for _, example in pairs], [outcome.row for outcome, _ in pairs], places)
+            self._writers[side].write(
+                [example for _, example in pairs], [outcome.row for outcome, _ in pairs], places=places
+            )
 
     def _check_ends(self, path: str) -> None:
         """A model that never learns to end its turn would never stop."""

@@ -54,7 +54,7 @@ class RowPolicies:
             counts.refused += 1
             self._note_bad(outcome, outcome.refused)
             return []
-        is_seen = self._count_content(outcome, side, counts)
+        is_seen = self._count_content(outcome, side, counts=counts)
         reason = self._reason_to_leave(outcome, side, is_seen=is_seen)
         if reason:
             counts.dropped[reason] += 1
@@ -75,7 +75,7 @@ class RowPolicies:
             " for rows of the held-out set data.leaks: drop",
         )
 
-    def _count_content(self, outcome: RowOutcome, side: Side, counts: RowCounts) -> bool:
+    def _count_content(self, outcome: RowOutcome, side: Side, *, counts: RowCounts) -> bool:
         """Count the content. True when an earlier record of this side has the same content, at least in normal form."""
         exact, normal, prompt = outcome.keys
         is_exact = exact in self._exact[side]

@@ -56,7 +56,7 @@ def n_workers(paths: Iterable[str]) -> int:
 
 
 def process_all(
-    batches: Iterable[Work], renderer: Renderer, options: RowOptions, *, processes: int
+    batches: Iterable[Work], renderer: Renderer, *, options: RowOptions, processes: int
 ) -> Generator[list[RowOutcome]]:
     """The outcomes of each batch, in order; batches are read only a little ahead. Close it to end its processes.
 
@@ -74,7 +74,7 @@ def process_all(
         initargs=(renderer.recipe(), options, os.getpid()),
     )
     try:
-        yield from _in_order(pool, batches, BATCHES_AHEAD * processes)
+        yield from _in_order(pool, batches, most=BATCHES_AHEAD * processes)
     except BrokenProcessPool as error:
         fix = "free memory, or prepare the data on a larger machine with `make process`"
         raise MachineError("a process that tokenises was killed from outside", where="data", fix=fix) from error
@@ -82,7 +82,7 @@ def process_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _in_order(pool: ProcessPoolExecutor, batches: Iterable[Work], most: int) -> Iterator[list[RowOutcome]]:
+def _in_order(pool: ProcessPoolExecutor, batches: Iterable[Work], *, most: int) -> Iterator[list[RowOutcome]]:
     waiting: deque[Future[list[RowOutcome]]] = deque()
     for rows, share in batches:
         with _signals_held_back():  # this may start a process

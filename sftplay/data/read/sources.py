@@ -86,7 +86,7 @@ def content_digest(path: str) -> str:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "blake2b").digest()
         except OSError as error:
-            raise _unreadable(file, 0, error) from error
+            raise _unreadable(file, 0, error=error) from error
         digest.update(str(file.relative_to(path)).encode() + b"\0" + content)
     return digest.hexdigest()[:32]
 
@@ -97,7 +97,7 @@ def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
         for source, raw in _rows_of_kind(file, dialect):
             yield source, raw
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
-        raise _unreadable(file, source.line, error) from error
+        raise _unreadable(file, source.line, error=error) from error
 
 
 def _rows_of_kind(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:
@@ -139,7 +139,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _unreadable(file: Path, line: int, error: Exception) -> DataError:
+def _unreadable(file: Path, line: int, *, error: Exception) -> DataError:
     """The error about a file whose bytes cannot be got at; `line` is that of its last good row, 0 for none."""
     where = f"{file}:{line + 1}" if line else str(file)
     if isinstance(error, EOFError):

@@ -36,14 +36,14 @@ def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[Read]:
             return
         if charset.refuses(header_line):
             raise DataError(f"the header {charset.refused().reason}", where=f"{path}:{lines.start}", fix=FIX_HEADER)
-        delimiter = _delimiter(header_line, delimiter, charset.file)
+        delimiter = _delimiter(header_line, delimiter, file=charset.file)
         records = _records(csv.reader(lines, delimiter=delimiter, strict=True), lines)
         start, header = next(records)
         if isinstance(header, Refused):
             raise DataError(f"the header {header.reason}", where=f"{path}:{start}", fix=FIX_HEADER)
         names = _names(header, f"{path}:{start}")
         for start, cells in records:
-            yield Source(path, start), _csv_row(names, cells, charset)
+            yield Source(path, start), _csv_row(names, cells, charset=charset)
 
 
 def parquet_rows(file: Path) -> Iterator[Read]:
@@ -144,7 +144,7 @@ def _records(reader: Any, lines: _Lines) -> Iterator[tuple[int, list[str] | Refu
         lines.next_record()
 
 
-def _delimiter(header: str, named: str, file: Path) -> str:
+def _delimiter(header: str, named: str, *, file: Path) -> str:
     """The one that is named; else that with which the header has a known layout; else that of the most columns."""
     if named != "auto":
         try:
@@ -167,7 +167,7 @@ def _names(cells: list[str], where: str) -> list[str]:
     return names
 
 
-def _csv_row(names: list[str], cells: list[str] | Refused, charset: Charset) -> Row | Refused:
+def _csv_row(names: list[str], cells: list[str] | Refused, *, charset: Charset) -> Row | Refused:
     if isinstance(cells, Refused):
         return cells
     if len(names) != len(cells):

@@ -39,7 +39,7 @@ class TurnFinder:
     `special_tokens` are all texts that may end a turn; those that do are found by trying, and are `ends` afterwards.
     """
 
-    def __init__(self, template: ChatTemplate, special_tokens: Iterable[str], ends: tuple[str, ...] = ()) -> None:
+    def __init__(self, template: ChatTemplate, special_tokens: Iterable[str], *, ends: tuple[str, ...] = ()) -> None:
         self.template = template
         special = list(special_tokens)
         self._special = _pattern(special, "+")
@@ -84,7 +84,7 @@ class TurnFinder:
         marked = by[method](chat)
         for (start, end), turn in zip(marked.spans, chat.learned_turns(), strict=True):
             prompt = marked.text[:start] * (method == "prefixes")
-            self._check(marked.text[start:end], chat.messages[turn], prompt)
+            self._check(marked.text[start:end], chat.messages[turn], prompt=prompt)
         if method != "sentinels":
             self._check_context(chat, marked)
         return marked
@@ -161,7 +161,7 @@ class TurnFinder:
             prompt = self.prompt_of(chat, turn)
             is_last = turn == len(chat.messages) - 1
             upto = text if is_last else self.template.render(chat.messages[: turn + 1], tools=chat.tools)[0]
-            end = self._turn_end(upto, chat.messages[turn], len(prompt))
+            end = self._turn_end(upto, chat.messages[turn], begin=len(prompt))
             if not text.startswith(prompt):
                 raise Unproven(
                     f"in training an answer does not follow {prompt[-40:]!r}, which it would follow at inference"
@@ -171,10 +171,10 @@ class TurnFinder:
             spans.append((len(prompt), end))
         return Marked(text, tuple(spans))
 
-    def _turn_end(self, text: str, message: Message, begin: int) -> int:
+    def _turn_end(self, text: str, message: Message, *, begin: int) -> int:
         """End of the last turn: after the token that follows its text, or after the token that ends everything."""
         if message.calls:
-            match = self._any_end.search(text, end_of_calls(text, message.calls, begin))
+            match = self._any_end.search(text, end_of_calls(text, message.calls, at=begin))
             return match.end() if match else len(text.rstrip())
         content = message.content.strip()
         at = text.rfind(content, begin)
@@ -183,10 +183,10 @@ class TurnFinder:
 
     def _sentinel_layout(self, roles: tuple[str, ...]) -> SentinelLayout:
         if roles not in self._layouts:
-            self._layouts[roles] = read_sentinel_layout(self.template, roles, self._end)
+            self._layouts[roles] = read_sentinel_layout(self.template, roles, end=self._end)
         return self._layouts[roles]
 
-    def _check(self, learned: str, message: Message, prompt: str) -> None:
+    def _check(self, learned: str, message: Message, *, prompt: str) -> None:
         """A learned learned must be the assistant's text, give or take white space and what the template puts before.
 
         The text may begin in `prompt`, the inference prompt: some of those open the thinking for the model.
@@ -198,7 +198,7 @@ class TurnFinder:
         if message.calls:
             if not has_text(prompt[-len(content) :] * bool(content) + body, message):
                 raise Unproven(f"the template drops what the assistant says beside its calls: {content[:60]!r}")
-            end_of_calls(body, message.calls, 0)
+            end_of_calls(body, message.calls, at=0)
             return
         if body == content or squeezed(body).endswith(squeezed(content)):
             return
@@ -211,9 +211,9 @@ class TurnFinder:
             if message.role in ("system", "user") and not has_text(marked.text, message):
                 raise Unproven(f"the template changes or drops the {message.role}'s text: {message.content[:60]!r}")
         if uses_tools(chat):
-            check_results(marked.text, chat, [start for start, _ in marked.spans])
+            check_results(marked.text, chat, starts=[start for start, _ in marked.spans])
         if chat.tools:
-            check_tools(marked.text, self.template.render(chat.messages)[0], chat.tools)
+            check_tools(marked.text, self.template.render(chat.messages)[0], tools=chat.tools)
 
     def _closing_match(self, text: str, chat: Chat) -> re.Match[str] | None:
         """The run of tokens after the last turn's text; after a call, only the end of the text shows it."""
@@ -222,7 +222,7 @@ class TurnFinder:
             return self._special.match(text, at) if at >= 0 else self._closing.search(text)
         try:
             prompt = self.prompt_of(chat, len(chat.messages) - 1)
-            return self._closing.search(text, end_of_calls(text, chat.messages[-1].calls, len(prompt)))
+            return self._closing.search(text, end_of_calls(text, chat.messages[-1].calls, at=len(prompt)))
         except (DataError, Unproven):
             return None
 

@@ -52,7 +52,7 @@ class SentinelLayout:
         return "".join(parts), spans
 
 
-def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], end: re.Pattern[str]) -> SentinelLayout:
+def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], *, end: re.Pattern[str]) -> SentinelLayout:
     """The layout of chats with these roles; `end` matches an end-of-turn token and white space before it.
 
     Raises:
@@ -74,7 +74,7 @@ def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], end: re.P
         answers = role == "assistant" and index > 0
         prompt = template.render(probes[:index], prompts=True)[0] if answers else ""
         edge = len(EDGE) if keeps_left[index] else 0
-        heads.append(_head(text[: text.index(marks[index])], prompt, gaps[index], edge=edge) if answers else 0)
+        heads.append(_head(text[: text.index(marks[index])], prompt, gap=gaps[index], edge=edge) if answers else 0)
         tails.append(_tail(gaps[index + 1], end) if role == "assistant" else 0)
     return SentinelLayout(tuple(gaps), keeps_left, keeps_right, tuple(heads), tuple(tails))
 
@@ -89,7 +89,7 @@ def _gaps(text: str, marks: Sequence[str]) -> list[str]:
     return [*gaps, rest]
 
 
-def _head(before: str, prompt: str, gap: str, *, edge: int) -> int:
+def _head(before: str, prompt: str, *, gap: str, edge: int) -> int:
     """How much of `gap`, the template's own text before an answer, the inference prompt ends with."""
     if not before.startswith(prompt):
         raise Unproven(f"at inference an answer would follow {prompt[-40:]!r}, in training {before[-40:]!r}")

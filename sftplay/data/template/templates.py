@@ -120,7 +120,7 @@ class GenerationBlocks(jinja2.ext.Extension):
 class ChatTemplate:
     """One compiled template. `tokens` are the special tokens it may name, such as `eos_token`."""
 
-    def __init__(self, text: str, tokens: Mapping[str, Any], traits: TemplateTraits = PLAIN) -> None:
+    def __init__(self, text: str, tokens: Mapping[str, Any], *, traits: TemplateTraits = PLAIN) -> None:
         self.text, self.traits = text, traits
         self._is_plain = not (traits.arguments_as_text or traits.content_in_parts)
         self._tokens = dict(tokens)
@@ -155,7 +155,7 @@ class ChatTemplate:
 
     def with_traits(self, traits: TemplateTraits) -> ChatTemplate:
         """The same template, given chats as `traits` say."""
-        return ChatTemplate(self.text, self._tokens, traits)
+        return ChatTemplate(self.text, self._tokens, traits=traits)
 
     def _turn(self, message: Message) -> dict[str, Any]:
         turn = message.as_json()

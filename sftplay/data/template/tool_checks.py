@@ -19,7 +19,7 @@ def uses_tools(chat: Chat) -> bool:
     return bool(chat.tools) or any(message.calls or message.role == "tool" for message in chat.messages)
 
 
-def end_of_calls(text: str, calls: Sequence[Call], at: int) -> int:
+def end_of_calls(text: str, calls: Sequence[Call], *, at: int) -> int:
     """Where the last name or value of `calls` ends in `text`, looked for from `at`.
 
     Raises:
@@ -31,14 +31,14 @@ def end_of_calls(text: str, calls: Sequence[Call], at: int) -> int:
             raise Unproven(f"the template does not write the call of {call.name!r}")
         begin = at = begin + len(call.name)
         for key, value in _leaves(json.loads(call.arguments)):
-            end = _end_of(text, key, value, begin)
+            end = _end_of(text, key, value=value, begin=begin)
             if end < 0:
                 raise Unproven(f"the template changes or drops {key}={value!r}, an argument of {call.name!r}")
             at = max(at, end)
     return at
 
 
-def check_results(text: str, chat: Chat, starts: Sequence[int]) -> None:
+def check_results(text: str, chat: Chat, *, starts: Sequence[int]) -> None:
     """Raise Unproven unless each tool's result stands in `text`, in order and before the turn that learns from it.
 
     `starts` are where the chat's learned turns begin.
@@ -49,12 +49,12 @@ def check_results(text: str, chat: Chat, starts: Sequence[int]) -> None:
         if message.role != "tool":
             continue
         until = next((begins[turn] for turn in sorted(begins) if turn > index), len(text))
-        at = _after(text, spellings(message.content), at, until)
+        at = _after(text, spellings(message.content), begin=at, end=until)
         if at < 0:
             raise Unproven(f"the template changes or drops a tool's result: {message.content[:60]!r}")
 
 
-def check_tools(text: str, without: str, tools: str) -> None:
+def check_tools(text: str, without: str, *, tools: str) -> None:
     """Raise Unproven unless `text` names all tools where it differs from `without`, the same chat without tools."""
     start = _n_equal(text, without)
     shared = _n_equal(text[start:][::-1], without[start:][::-1])
@@ -95,14 +95,14 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _end_of(text: str, key: str, value: Any, begin: int) -> int:
+def _end_of(text: str, key: str, *, value: Any, begin: int) -> int:
     """Where the value ends that follows its key, or -1."""
-    after = _after(text, spellings(key), begin, len(text))
+    after = _after(text, spellings(key), begin=begin, end=len(text))
     forms = spellings(value) if isinstance(value, str) else (json.dumps(value), str(value))
-    return _after(text, forms, after, len(text)) if after >= 0 else -1
+    return _after(text, forms, begin=after, end=len(text)) if after >= 0 else -1
 
 
-def _after(text: str, forms: Iterable[str], begin: int, end: int) -> int:
+def _after(text: str, forms: Iterable[str], *, begin: int, end: int) -> int:
     """Where the first of `forms` that stands between the two places ends, or -1."""
     for form in forms:
         place = text.find(form, begin, end)

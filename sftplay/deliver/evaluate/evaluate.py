@@ -33,7 +33,7 @@ SCORES_BYTES = 2**30
 """Most bytes of fp32 scores over the vocabulary in one batch; a single row may take more."""
 
 
-def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict[str, Any]:
+def evaluate(model: Any, examples: Examples, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
     """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
 
     `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
@@ -45,12 +45,12 @@ def evaluate(model: Any, examples: Examples, cfg: RunConfig, path: Path) -> dict
     assert examples.held_out is not None
     log.say(f"measuring the model ({tag}) on {len(examples.held_out)} held-out rows", "eval")
     with ready_to_answer(model):
-        loss = held_out_loss(model, examples.held_out, tokenizer.pad_token_id)
+        loss = held_out_loss(model, examples.held_out, pad_token_id=tokenizer.pad_token_id)
         chats = spread(examples.held_out_chats, cfg.eval.limit)
         generator = Generator(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
-        answers = answer_chats(generator, examples.renderer, chats, cfg.eval) if chats else []
+        answers = answer_chats(generator, examples.renderer, chats=chats, how=cfg.eval) if chats else []
     references = [reference_of(chat, examples.renderer) for chat in chats]
-    means, correct = score_answers(answers, references, cfg.eval.metrics) if chats else ({}, [])
+    means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
     figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
     write_text(path, json.dumps(figures, indent=1) + "\n")
     rows = (
@@ -88,7 +88,7 @@ def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
     return [chats[i * len(chats) // limit] for i in range(limit)]
 
 
-def answer_chats(generator: Generator, renderer: Renderer, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
+def answer_chats(generator: Generator, renderer: Renderer, *, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
     """The model's greedy answer in place of each row's last turn."""
     prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
     return answer_all(
@@ -100,19 +100,19 @@ def answer_chats(generator: Generator, renderer: Renderer, chats: Sequence[Chat]
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, rows: Any, pad_token_id: int) -> float:
+def held_out_loss(model: Any, rows: Any, *, pad_token_id: int) -> float:
     """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
     total, count = 0.0, 0
     room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
     portions = AdaptiveBatches(len(rows), "the held-out loss")
-    for batch in _by_length(rows["input_ids"], rows["labels"], room):
-        for loss, labels in portions.each(len(batch), partial(_summed_loss, model, pad_token_id, batch)):
+    for batch in _by_length(rows["input_ids"], rows["labels"], room=room):
+        for loss, labels in portions.each(len(batch), partial(_summed_loss, model, pad_token_id, batch=batch)):
             total, count = total + loss, count + labels
     return total / count if count else math.nan
 
 
 def _summed_loss(
-    model: Any, pad_token_id: int, batch: Sequence[tuple[list[int], list[int]]], part: slice
+    model: Any, pad_token_id: int, *, batch: Sequence[tuple[list[int], list[int]]], part: slice
 ) -> tuple[float, int]:
     """The sum of the label tokens' losses of a part of the rows, and their number."""
     batch, device = batch[part], next(model.parameters()).device
@@ -131,7 +131,7 @@ def _summed_loss(
 
 
 def _by_length(
-    all_ids: Sequence[list[int]], all_labels: Sequence[list[int]], room: int
+    all_ids: Sequence[list[int]], all_labels: Sequence[list[int]], *, room: int
 ) -> Iterator[list[tuple[Any, Any]]]:
     pairs = sorted(zip(all_ids, all_labels, strict=True), key=lambda pair: len(pair[0]), reverse=True)
     start = 0

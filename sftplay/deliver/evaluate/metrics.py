@@ -8,7 +8,7 @@ from sftplay.config.schema.data import Metric
 
 
 def score_answers(
-    answers: Sequence[str], references: Sequence[str], metrics: Sequence[Metric]
+    answers: Sequence[str], references: Sequence[str], *, metrics: Sequence[Metric]
 ) -> tuple[dict[str, float], list[bool]]:
     """Mean of each metric, between 0 and 1, and for each answer whether it equals its reference.
 

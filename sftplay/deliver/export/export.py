@@ -49,7 +49,7 @@ _SECRET = re.compile(r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{1
 
 
 def export(
-    cfg: RunConfig, folder: RunFolder, out: Path, *, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
+    cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Path:
     """Write the run's model to `out`, for plain transformers. An adapter run's adapter lies in it too.
 
@@ -64,28 +64,28 @@ def export(
         RunError: the adapter holds values that are not finite.
     """
     check_target(out)
-    model, tokenizer = _whole_model(cfg, folder, dtype)
+    model, tokenizer = _whole_model(cfg, folder, dtype=dtype)
     run = public_run(cfg, folder)
     beside = [folder.path / "adapter" / name for name in ADAPTER_FILES if run.has_adapter]
 
     def fill(scratch: Path) -> None:
         log.status("writing", "export")
-        save_whole(model, tokenizer, scratch, shard_bytes=shard_bytes)
-        carry_processor(cfg, folder, scratch)
+        save_whole(model, tokenizer, target=scratch, shard_bytes=shard_bytes)
+        carry_processor(cfg, folder, target=scratch)
         if run.has_adapter:
-            _add_adapter(folder, scratch / "adapter", run)
+            _add_adapter(folder, scratch / "adapter", run=run)
         _add_figures(run, scratch)
         write_card(run, scratch / "README.md")
 
-    write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in beside), fill)
+    write_folder(out, size_bytes(model) + sum(path.stat().st_size for path in beside), fill=fill)
     log.say(f"{out}: read README.md in it before you publish", "export")
     return out
 
 
-def _whole_model(cfg: RunConfig, folder: RunFolder, dtype: Dtype | None) -> tuple[Any, Any]:
+def _whole_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> tuple[Any, Any]:
     result = folder.path / "model"
     if not result.is_dir():
-        return merged_model(cfg, folder, dtype)
+        return merged_model(cfg, folder, dtype=dtype)
     tokenizer = load_tokenizer(cfg.model, str(result))
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -110,7 +110,7 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
     public_cfg.origins.update(clean(cfg.origins))
     is_named = not (is_local(cfg.model.name) or PurePosixPath(cfg.model.name).is_absolute())
     own = cfg.model.name.startswith(BUILTIN)
-    card = None if own else file_of_base(cfg, folder, "README.md")
+    card = None if own else file_of_base(cfg, folder, name="README.md")
     return PublicRun(
         name=folder.path.resolve().name,
         cfg=public_cfg,
@@ -132,7 +132,7 @@ def read_licence(card: str) -> str | None:
     return found[1] if found and found[1] != "unknown" else None
 
 
-def _add_adapter(folder: RunFolder, target: Path, run: PublicRun) -> None:
+def _add_adapter(folder: RunFolder, target: Path, *, run: PublicRun) -> None:
     target.mkdir()
     settings = json.loads((folder.path / "adapter" / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = run.cfg.model.name

@@ -42,7 +42,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 """What a model that sees needs beside its tokenizer; it goes unchanged from the base into the merged model."""
 
 
-def merge(cfg: RunConfig, folder: RunFolder, out: Path, *, dtype: Dtype | None = None) -> Path:
+def merge(cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None) -> Path:
     """Write the run's adapter and base as one model to `out`; `dtype` None keeps the base's own.
 
     Safetensors shards, tokenizer with the trained chat template, and a generation config that ends answers where
@@ -54,18 +54,18 @@ def merge(cfg: RunConfig, folder: RunFolder, out: Path, *, dtype: Dtype | None =
         RunError: the adapter holds values that are not finite, or they do not fit `dtype`.
     """
     check_target(out)
-    model, tokenizer = merged_model(cfg, folder, dtype)
+    model, tokenizer = merged_model(cfg, folder, dtype=dtype)
     record = {"adapter_sha256": adapter_digest(folder), "dtype": str(model.dtype).removeprefix("torch.")}
 
     def fill(scratch: Path) -> None:
-        save_whole(model, tokenizer, scratch)
-        carry_processor(cfg, folder, scratch)
+        save_whole(model, tokenizer, target=scratch)
+        carry_processor(cfg, folder, target=scratch)
         (scratch / RECORD).write_text(json.dumps({**record, "kit": __version__}, indent=1) + "\n", encoding="utf-8")
 
-    return write_folder(out, size_bytes(model), fill)
+    return write_folder(out, size_bytes(model), fill=fill)
 
 
-def merged_model(cfg: RunConfig, folder: RunFolder, dtype: Dtype | None) -> tuple[Any, Any]:
+def merged_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> tuple[Any, Any]:
     """The merged model on the CPU in evaluation mode, with the run's tokenizer.
 
     Each layer is merged in fp32 and rounded once, to the base's dtype or to `dtype`.
@@ -79,7 +79,7 @@ def merged_model(cfg: RunConfig, folder: RunFolder, dtype: Dtype | None) -> tupl
     base = load_unquantised(cfg, folder)
     log.status("merging layer by layer", "merge")
     fix = "merge with the base's own dtype, or in bf16"
-    whole, is_untied = merge_adapter(base, adapter_of(cfg, folder), DTYPES[dtype] if dtype else None, fix=fix)
+    whole, is_untied = merge_adapter(base, adapter_of(cfg, folder), dtype=DTYPES[dtype] if dtype else None, fix=fix)
     if is_untied:
         log.say("note: head and input embedding were one weight and are two now; the merged model holds both", "merge")
     end_where_training_ended(whole.generation_config, tokenizer)
@@ -111,7 +111,7 @@ def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | 
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
     log.status(f"opening {name} unquantised", "merge")
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": cfg.model.trust_remote_code}
-    source["local_files_only"] = is_hub_shaped(name) and not check_reachable(name, revision, where)
+    source["local_files_only"] = is_hub_shaped(name) and not check_reachable(name, revision, where=where)
     quieten_hub()
     try:
         config = AutoConfig.from_pretrained(name, **source)
@@ -161,25 +161,25 @@ def end_where_training_ended(config: GenerationConfig, tokenizer: Any) -> None:
 def end_token_ids(tokenizer: Any) -> list[int]:
     """The tokens that end an answer: the chat template's, or the tokenizer's own where it has no template."""
     if tokenizer.chat_template:
-        return list(Renderer.prove(tokenizer, tokenizer.chat_template, []).end_token_ids)
+        return list(Renderer.prove(tokenizer, tokenizer.chat_template, samples=[]).end_token_ids)
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
-def save_whole(model: Any, tokenizer: Any, target: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def save_whole(model: Any, tokenizer: Any, *, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Weights in safetensors shards of at most `shard_bytes`, configs, tokenizer and chat template."""
     model.config.use_cache = True
     model.save_pretrained(target, max_shard_size=shard_bytes)
     tokenizer.save_pretrained(target)
 
 
-def carry_processor(cfg: RunConfig, folder: RunFolder, target: Path) -> None:
+def carry_processor(cfg: RunConfig, folder: RunFolder, *, target: Path) -> None:
     """Copy the base's files for reading pictures, where it has any."""
     for name in PROCESSOR_FILES:
-        if found := file_of_base(cfg, folder, name):
+        if found := file_of_base(cfg, folder, name=name):
             shutil.copyfile(found, target / name)
 
 
-def file_of_base(cfg: RunConfig, folder: RunFolder, name: str) -> Path | None:
+def file_of_base(cfg: RunConfig, folder: RunFolder, *, name: str) -> Path | None:
     """A file beside the base's weights, None when it is not there or cannot be fetched."""
     base, revision = base_of(cfg, folder)
     try:

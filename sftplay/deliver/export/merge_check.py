@@ -65,7 +65,7 @@ class Outputs:
     """fp32 [answer tokens + 1, vocabulary] each."""
 
 
-def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any]:
+def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, Any]:
     """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and what else there is to say.
 
     Two texts also count as equal when, at their first difference, the reference scores both tokens alike within the
@@ -91,12 +91,12 @@ def test_merge(cfg: RunConfig, folder: RunFolder, merged: Path) -> dict[str, Any
     gc.collect()
     dtype = whole.dtype
     found = _outputs_of(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
-    figures = _compare(expected, found, dtype) | {"prompts": origin, "altered": problems}
+    figures = _compare(expected, found, dtype=dtype) | {"prompts": origin, "altered": problems}
     if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
         problems.append("the chat template is not the one of the run")
     if cfg.tuning.mode == "qlora":
-        figures["quantised"] = _quantisation(cfg, folder, prompts, expected=expected, whole=found)
-    _judge(figures, problems, merged)
+        figures["quantised"] = _quantisation(cfg, folder, prompts=prompts, expected=expected, whole=found)
+    _judge(figures, problems, merged=merged)
     return figures
 
 
@@ -116,7 +116,7 @@ def _choose_prompts(cfg: RunConfig, tokenizer: Any) -> tuple[list[list[int]], st
 def _built_in(tokenizer: Any) -> list[list[int]]:
     if not tokenizer.chat_template:
         return [list(tokenizer(question)["input_ids"]) for question in QUESTIONS]
-    renderer = Renderer.prove(tokenizer, tokenizer.chat_template, [])
+    renderer = Renderer.prove(tokenizer, tokenizer.chat_template, samples=[])
     return [renderer.prompt_ids([Message("user", question)]) for question in QUESTIONS]
 
 
@@ -127,7 +127,7 @@ def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
 
 @torch.no_grad()
 def _outputs_of(
-    generator: Generator, prompts: Sequence[list[int]], given: Sequence[list[int]] | None = None
+    generator: Generator, prompts: Sequence[list[int]], *, given: Sequence[list[int]] | None = None
 ) -> Outputs:
     """The model's answers, and its scores for them, or for the `given` answers."""
     model, outputs = generator.model, Outputs()
@@ -182,7 +182,7 @@ def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
     return altered + sorted(theirs)
 
 
-def _compare(expected: Outputs, found: Outputs, dtype: torch.dtype) -> dict[str, Any]:
+def _compare(expected: Outputs, found: Outputs, *, dtype: torch.dtype) -> dict[str, Any]:
     scale = max(float(scores.abs().max()) for scores in expected.scores)
     tolerance = ROUNDINGS[dtype] * UNITS[dtype] * scale
     fates = [compare_answers(expected, found, n=n, tolerance=tolerance) for n in range(len(expected.answers))]
@@ -208,7 +208,7 @@ def compare_answers(expected: Outputs, found: Outputs, *, n: int, tolerance: flo
 
 
 def _quantisation(
-    cfg: RunConfig, folder: RunFolder, prompts: Sequence[list[int]], *, expected: Outputs, whole: Outputs
+    cfg: RunConfig, folder: RunFolder, *, prompts: Sequence[list[int]], expected: Outputs, whole: Outputs
 ) -> dict[str, float]:
     """How far the model as it was trained, its base in 4 bits, is from the merged one, at the same places."""
     four_bit = load_result(cfg, folder.path)
@@ -234,7 +234,7 @@ def _quantisation(
     }
 
 
-def _judge(figures: dict[str, Any], problems: list[str], merged: Path) -> None:
+def _judge(figures: dict[str, Any], problems: list[str], *, merged: Path) -> None:
     diff, tolerance = figures["max_abs_logit_diff"], figures["tolerance"]
     found = [f"altered: {', '.join(problems[:5])}"] if problems else []
     if not diff <= tolerance:

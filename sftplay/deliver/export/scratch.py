@@ -26,7 +26,7 @@ def check_target(out: Path) -> None:
         raise ConfigError("exists already", where=str(out), fix="remove it, or name another folder with OUT=")
 
 
-def write_folder(out: Path, weight_bytes: int, fill: Callable[[Path], None]) -> Path:
+def write_folder(out: Path, weight_bytes: int, *, fill: Callable[[Path], None]) -> Path:
     """Make the folder `out` by `fill(scratch)` under a scratch name, then rename it into place.
 
     Raises:

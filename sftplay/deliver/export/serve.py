@@ -45,7 +45,7 @@ def serve(cfg: RunConfig, folder: RunFolder, *, server: Server, port: int) -> in
         log.say(f"starting the server ({server}); its own lines go to {folder.logs / 'serve.log'}", "serve")
         where = snapshot if server == "vllm" else Path(cache)
         launch = build_server(server, where, name=name, port=port, trusts_code=cfg.model.trust_remote_code)
-        return run_server(launch, name, port, cwd=Path(cache), log_file=(folder.logs / "serve.log").resolve())
+        return run_server(launch, name, port=port, cwd=Path(cache), log_file=(folder.logs / "serve.log").resolve())
 
 
 def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
@@ -60,7 +60,7 @@ def whole_model(cfg: RunConfig, folder: RunFolder) -> Path:
     merged = folder.path / "merged"
     if not merged.exists():
         log.say(f"a server needs one whole model: merging the adapter into {merged}", "serve")
-        return merge(cfg, folder, merged)
+        return merge(cfg, folder, out=merged)
     try:
         digest = json.loads((merged / RECORD).read_text(encoding="utf-8"))["adapter_sha256"]
     except (OSError, ValueError, KeyError):

@@ -84,7 +84,7 @@ def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_c
     return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
 
 
-def run_server(launch: Launch, name: str, port: int, *, cwd: Path, log_file: Path) -> int:
+def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Path) -> int:
     """Start the server, say when it answers, and stay until it is stopped: 128 + the signal's number.
 
     The first SIGTERM or SIGINT lets answers finish for `STOP_S` seconds, the second ends at once; the server does not
@@ -97,7 +97,7 @@ def run_server(launch: Launch, name: str, port: int, *, cwd: Path, log_file: Pat
     with log_file.open("wb") as handle, _StopSignals().installed() as stopper:
         process = popen_tied(launch.argv, output=handle, env=launch.env, cwd=cwd)
         try:
-            _wait_until_it_answers(process, stopper, port)
+            _wait_until_it_answers(process, stopper, port=port)
             if not stopper.received and process.poll() is None:
                 log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}; Ctrl-C stops it", "serve")
             _wait_for_end(process, stopper)
@@ -137,7 +137,7 @@ class _StopSignals:
         return not self.again and time.monotonic() - self.at < STOP_S
 
 
-def _wait_until_it_answers(process: subprocess.Popen[bytes], stopper: _StopSignals, port: int) -> None:
+def _wait_until_it_answers(process: subprocess.Popen[bytes], stopper: _StopSignals, *, port: int) -> None:
     deadline = time.monotonic() + START_S
     while process.poll() is None and not stopper.received and not _is_healthy(port):
         if time.monotonic() > deadline:

@@ -19,7 +19,7 @@ from sftplay.units import format_seconds
 Batch = list[tuple[Prompt, list[int]]]
 
 
-def check_lengths(questions: PromptFile, renderer: Any, generator: Generator) -> None:
+def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator) -> None:
     """Make sure that every row can be asked and has room for its answer, before any is answered.
 
     Raises:
@@ -37,8 +37,8 @@ def check_lengths(questions: PromptFile, renderer: Any, generator: Generator) ->
 def answer_rest(
     generator: Generator,
     renderer: Any,
-    questions: PromptFile,
     *,
+    questions: PromptFile,
     batch_size: int,
     partial: PartialAnswers,
     meter: ProgressMeter,
@@ -50,15 +50,15 @@ def answer_rest(
     skipped = partial.n_batches
     for window in questions.windows(batch_size):
         n_batches = -(-len(window) // batch_size)
-        for batch in _by_length(window, renderer, batch_size)[skipped:] if skipped < n_batches else ():
+        for batch in _by_length(window, renderer, batch_size=batch_size)[skipped:] if skipped < n_batches else ():
             numbers = [question.number for question, _ in batch]
-            answers = answer_batch(generator, [prompt for _, prompt in batch], numbers)
+            answers = answer_batch(generator, [prompt for _, prompt in batch], rows=numbers)
             partial.append(list(zip(numbers, answers, strict=True)))
             meter.count(len(batch))
         skipped = max(0, skipped - n_batches)
 
 
-def _by_length(window: list[Prompt], renderer: Any, batch_size: int) -> list[Batch]:
+def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[Batch]:
     """The longest first, so that a batch too large for the memory fails at once."""
     asked = [(question, question.prompt(renderer)) for question in window]
     asked.sort(key=lambda pair: -len(pair[1]))
@@ -97,7 +97,7 @@ def _line(row: Row) -> str:
 class ProgressMeter:
     """Shows how many of `n` rows are answered, how many a second, and the time that is left."""
 
-    def __init__(self, n: int, done: int, show: Callable[[str], None]) -> None:
+    def __init__(self, n: int, done: int, *, show: Callable[[str], None]) -> None:
         self._n, self._done, self._show = n, done, show
         self._fresh = 0
         self._began = time.monotonic()

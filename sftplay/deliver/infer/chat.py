@@ -37,7 +37,7 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     n_asked: int = 0
 
-    def ask(self, text: str, stop: Event, note: Callable[[str], None]) -> Iterator[str]:
+    def ask(self, text: str, stop: Event, *, note: Callable[[str], None]) -> Iterator[str]:
         """Parts of the answer to `text`, until `stop` is set; both are remembered, unless nothing was answered.
 
         When the conversation no longer fits the model's context, its oldest turns are forgotten and `note` is told.

@@ -71,7 +71,7 @@ class Generator:
             inner.generation_config = shipped
 
 
-def answer_batch(generator: Generator, prompts: Sequence[list[int]], rows: Sequence[int] = ()) -> list[str]:
+def answer_batch(generator: Generator, prompts: Sequence[list[int]], *, rows: Sequence[int] = ()) -> list[str]:
     """The answer to each prompt (token ids), without special tokens, in order; `rows` are their numbers.
 
     Prompts are padded on the left, so that all answers start at the same place.
@@ -104,7 +104,7 @@ def answer_all(
 
     def answer(portion: slice) -> int:
         batch = order[portion]
-        for i, text in zip(batch, answer_batch(generator, [prompts[i] for i in batch], batch), strict=True):
+        for i, text in zip(batch, answer_batch(generator, [prompts[i] for i in batch], rows=batch), strict=True):
             answers[i] = text
         return portion.stop
 

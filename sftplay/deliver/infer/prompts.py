@@ -60,7 +60,7 @@ class PromptFile:
             for source, row in read_rows(str(file)):
                 if isinstance(row, Refused):
                     raise DataError(row.reason, where=str(source), fix="correct the row")
-                yield Prompt(number, source, row, *read_prompt(row, source, reading))
+                yield Prompt(number, source, row, *read_prompt(row, source, reading=reading))
                 number += 1
 
     def windows(self, batch_size: int) -> Iterator[list[Prompt]]:

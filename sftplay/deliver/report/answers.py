@@ -55,8 +55,8 @@ def answers_of(run: RunFiles, prefix: str = "") -> Answers | None:
         return None
     kinds: dict[Any, Kind] = {row: (before.get(row), verdict) for row, verdict in after.items()}
     chosen = _choose(kinds)
-    old, new = (_rows(run, f"{prefix}{name}", set(chosen)) for name in ("before", "after"))
-    shown = [_answer(kinds[row], new[row], old.get(row)) for row in chosen if row in new]
+    old, new = (_rows(run, f"{prefix}{name}", wanted=set(chosen)) for name in ("before", "after"))
+    shown = [_answer(kinds[row], new[row], old=old.get(row)) for row in chosen if row in new]
     return Answers(_counts(kinds), shown, len(after))
 
 
@@ -74,7 +74,7 @@ def _choose(kinds: dict[Any, Kind]) -> list[Any]:
     return [row for kind in known for row in [row for row, of in kinds.items() if of == kind][:EACH]]
 
 
-def _rows(run: RunFiles, tag: str, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
+def _rows(run: RunFiles, tag: str, *, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
     rows = (row for row in answer_rows(run.folder, tag) if isinstance(row.get("row"), int | str))
     return {row["row"]: row for row in rows if row["row"] in wanted}
 
@@ -91,7 +91,7 @@ def _counts(kinds: dict[Any, Kind]) -> Table | None:
     return Table(head=["Exact match", "Rows", "Share"], rows=rows, kinds=" nn")
 
 
-def _answer(kind: Kind, new: dict[str, Any], old: dict[str, Any] | None) -> Answer:
+def _answer(kind: Kind, new: dict[str, Any], *, old: dict[str, Any] | None) -> Answer:
     texts: list[tuple[str, bool | None, Any]]
     texts = [("Prompt", None, new.get("prompt")), ("Reference", None, new.get("reference"))]
     texts += [("Before", kind[0], old.get("prediction"))] if old is not None else []

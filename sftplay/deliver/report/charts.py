@@ -89,7 +89,7 @@ class Chart:
     def across(self) -> Axis:
         """The axis of steps."""
         ends = (curve.points[-1][0] for curve in self.curves)
-        return linear_axis(0.0, max([self.last_step, 1.0, *ends]), 4, whole=True)
+        return linear_axis(0.0, max([self.last_step, 1.0, *ends]), wanted=4, whole=True)
 
     @cached_property
     def up(self) -> Axis:
@@ -107,11 +107,11 @@ class Chart:
 
     def up_labels(self) -> list[tuple[float, str]]:
         """Where labels stand beside the axis of values, from 0 (the top) to 1, and their texts."""
-        return [(1 - self.up.place(tick), _tick(tick, self.unit, self.up.high)) for tick in self.up.ticks]
+        return [(1 - self.up.place(tick), _tick(tick, self.unit, high=self.up.high)) for tick in self.up.ticks]
 
     def across_labels(self) -> list[tuple[float, str]]:
         """Where labels stand below the axis of steps, from 0 (the left) to 1, and their texts."""
-        return [(self.across.place(tick), _tick(tick, "step", self.across.high)) for tick in self.across.ticks]
+        return [(self.across.place(tick), _tick(tick, "step", high=self.across.high)) for tick in self.across.ticks]
 
     def summary(self, curve: Curve) -> str:
         """Where a curve begins, its lowest and highest value, and where it ends."""
@@ -168,19 +168,19 @@ def is_drawable(value: float) -> bool:
 def value_axis(values: Sequence[float], *, is_bytes: bool = False, may_be_log: bool = False) -> Axis:
     """The axis that shows all values; if it may, by powers of ten where they are positive and span many."""
     if not values:
-        return linear_axis(0.0, 1.0, 3)
+        return linear_axis(0.0, 1.0, wanted=3)
     low, high = min(values), max(values)
     if is_bytes:
         unit = next(unit for unit in (GIB, 2.0**20, 1.0) if high >= unit or unit == 1.0)
-        axis = linear_axis(0.0, high / unit, 3)
+        axis = linear_axis(0.0, high / unit, wanted=3)
         return Axis(0.0, axis.high * unit, [tick * unit for tick in axis.ticks])
     if may_be_log and low > LEAST_DRAWN and high / low > LOG_RATIO:
         return _log_axis(low, high)
     # A curve that stays far from zero would be a flat line on an axis that begins there.
-    return linear_axis(min(low, 0.0) if low < 0.5 * high else low, high, 3)
+    return linear_axis(min(low, 0.0) if low < 0.5 * high else low, high, wanted=3)
 
 
-def linear_axis(low: float, high: float, wanted: int, *, whole: bool = False) -> Axis:
+def linear_axis(low: float, high: float, *, wanted: int, whole: bool = False) -> Axis:
     """An axis over low to high with about `wanted` steps between round values, which end it on both sides."""
     if high - low <= max(1e-9 * max(abs(low), abs(high)), LEAST_DRAWN):
         pad = abs(high) / 2 if abs(high) > LEAST_DRAWN else 1.0
@@ -218,7 +218,7 @@ def _summary(curve: Curve, unit: str) -> str:
     return text + ("; not finite in places" if len(finite) < len(curve.points) else "")
 
 
-def _tick(value: float, unit: str, high: float) -> str:
+def _tick(value: float, unit: str, *, high: float) -> str:
     if unit.endswith("_bytes"):
         factor, name = (GIB, "GiB") if high >= GIB else (2.0**20, "MiB") if high >= 2**20 else (1.0, "B")
         return f"{value / factor:.4g} {name}"

@@ -56,10 +56,10 @@ def comparison_table(comparison: dict[str, Any]) -> str:
     ]
     for title, name in (("figures", "figures"), ("training", "training")):
         rows = [_figure_cells(row) for row in comparison[name]]
-        lines += _block(title, ["", "a", "b", "b - a"], rows)
+        lines += _block(title, ["", "a", "b", "b - a"], rows=rows)
     for title in ("config", "data", "versions"):
         rows = [[row["key"], _brief(row["a"]), _brief(row["b"])] for row in comparison[title] if row["a"] != row["b"]]
-        lines += _block(title, ["", "a", "b"], rows) if rows else ["", f"{title}: no difference"]
+        lines += _block(title, ["", "a", "b"], rows=rows) if rows else ["", f"{title}: no difference"]
     return "\n".join(lines[1:])
 
 
@@ -95,11 +95,11 @@ def _figures(one: RunFiles, two: RunFiles) -> list[Row]:
     for tag in tags:
         sides = [run.evals.get(tag, {}) for run in (one, two)]
         names = [*sides[0], *(name for name in sides[1] if name not in sides[0])]
-        rows += [_row(f"{tag} {name}", sides[0].get(name), sides[1].get(name)) for name in names]
+        rows += [_row(f"{tag} {name}", sides[0].get(name), two=sides[1].get(name)) for name in names]
     return [row for row in rows if row["a"] is not None or row["b"] is not None]
 
 
-def _row(name: str, one: object, two: object) -> Row:
+def _row(name: str, one: object, *, two: object) -> Row:
     a, b = (_finite(as_number(value)) for value in (one, two))
     return {"name": name, "a": a, "b": b, "difference": None if a is None or b is None else b - a}
 
@@ -110,7 +110,7 @@ def _finite(number: float | None) -> float | None:
 
 def _training(one: RunFiles, two: RunFiles) -> list[Row]:
     sides = [dict(_training_figures(run)) for run in (one, two)]
-    rows = [_row(name, sides[0][name], sides[1][name]) for name in sides[0]]
+    rows = [_row(name, sides[0][name], two=sides[1][name]) for name in sides[0]]
     return [row for row in rows if row["a"] is not None or row["b"] is not None]
 
 
@@ -205,7 +205,7 @@ def _versions(run: RunFiles) -> dict[str, Any]:
 def _figure_cells(row: Row) -> list[str]:
     key = row["name"].rpartition(" ")[2]
     cells = [format_figure(key, row[side]) for side in ("a", "b")]
-    return [f"{row['name'].removesuffix(key)}{name_of(key)}", *cells, change(key, row["a"], row["b"])]
+    return [f"{row['name'].removesuffix(key)}{name_of(key)}", *cells, change(key, row["a"], after=row["b"])]
 
 
 def _brief(value: object) -> str:
@@ -214,7 +214,7 @@ def _brief(value: object) -> str:
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
 
 
-def _block(title: str, head: list[str], rows: list[list[str]]) -> list[str]:
+def _block(title: str, head: list[str], *, rows: list[list[str]]) -> list[str]:
     if not rows:
         return []
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]

@@ -71,7 +71,7 @@ def rounded(number: float) -> str:
     return f"{number:,.0f}" if size >= 1000 else f"{number:.4g}"
 
 
-def change(key: str, before: object, after: object) -> str:
+def change(key: str, before: object, *, after: object) -> str:
     """The difference, signed and in the figure's unit; empty when one of the two is no finite number."""
     old, new = as_number(before), as_number(after)
     if old is None or new is None or not math.isfinite(old) or not math.isfinite(new):
@@ -82,7 +82,7 @@ def change(key: str, before: object, after: object) -> str:
     return f"{sign}{text.removesuffix(PERCENT)} points" if text.endswith(PERCENT) else f"{sign}{text}"
 
 
-def is_better(key: str, before: object, after: object) -> bool | None:
+def is_better(key: str, before: object, *, after: object) -> bool | None:
     """Whether the figure went the right way; None where that is not known or nothing moved."""
     old, new = as_number(before), as_number(after)
     is_less = any(key == name or key.startswith(f"{name}_") for name in LESS_IS_BETTER)

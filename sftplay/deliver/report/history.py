@@ -95,7 +95,7 @@ def read_history(path: Path) -> History:
             history.n_lines += 1
             history.n_backwards += step <= previous
             previous = step
-            _add(history, step, line)
+            _add(history, step, line=line)
     return history
 
 
@@ -107,7 +107,7 @@ def _parsed(raw: bytes) -> dict[str, object]:
     return line if isinstance(line, dict) else {}
 
 
-def _add(history: History, step: float, line: dict[str, object]) -> None:
+def _add(history: History, step: float, *, line: dict[str, object]) -> None:
     values, steps = history.values, history.steps
     for name, given in line.items():
         # Of a million lines this is nearly all the time there is.

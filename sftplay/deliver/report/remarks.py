@@ -120,7 +120,7 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
 def _figures(run: RunFiles) -> Iterator[Remark]:
     before, after = run.evals.get("before", {}), run.evals.get("after", {})
     for key in after:
-        if key in before and is_better(key, before[key], after[key]) is False:
+        if key in before and is_better(key, before[key], after=after[key]) is False:
             values = f"{format_figure(key, before[key])} → {format_figure(key, after[key])}"
             name = "held-out loss" if key == "loss" else name_of(key)
             yield Remark("warn", f"{capitalized(name)} got worse by training: {values}.")

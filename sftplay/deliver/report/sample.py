@@ -20,7 +20,7 @@ LONGEST_CHARACTER = 4
 """Bytes UTF-8 takes for one character at most, so at most as many tokens."""
 
 
-def masked_sample(tokenizer: Any, example: dict[str, Any], source: str = "") -> dict[str, Any]:
+def masked_sample(tokenizer: Any, example: dict[str, Any], *, source: str = "") -> dict[str, Any]:
     """The content of samples/masked.json for an example with `input_ids`, `labels` and maybe `row`.
 
     Of a character that several tokens spell, the last one has the text and those before it are empty.
@@ -32,9 +32,9 @@ def masked_sample(tokenizer: Any, example: dict[str, Any], source: str = "") -> 
     return {"row": int(example.get("row", 0)), "source": source, "tokens": tokens}
 
 
-def write_masked_sample(folder: RunFolder, tokenizer: Any, example: dict[str, Any], source: str = "") -> None:
+def write_masked_sample(folder: RunFolder, tokenizer: Any, *, example: dict[str, Any], source: str = "") -> None:
     """Write samples/masked.json."""
-    folder.write_json(FILE, masked_sample(tokenizer, example, source))
+    folder.write_json(FILE, masked_sample(tokenizer, example, source=source))
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -72,25 +72,25 @@ def charts_of(run: RunFiles) -> list[Chart]:
     """Loss, learning rate, gradient norm, speed and memory over the steps, then whatever else was logged."""
     history, resumed = run.history, resumed_steps(run)
 
-    def noisy(key: str, name: str, colour: str = "a") -> Curve:
+    def noisy(key: str, name: str, *, colour: str = "a") -> Curve:
         return Curve(key, name, history.curve(key), colour, trend=history.trend(key))
 
-    def plain(key: str, name: str, colour: str = "b") -> Curve:
+    def plain(key: str, name: str, *, colour: str = "b") -> Curve:
         return Curve(key, name, history.curve(key), colour)
 
     others = [name for name in history.values if name not in MAIN][:MOST_OTHERS]
     held_out = Curve("held_out_loss", "held-out", held_out_points(run), "b", dots=True)
     waiting = plain("communication_max_s", "between processes")
-    memory = [plain(key, name_of(key), colour) for key, colour in zip(MEMORY, "cdab", strict=True)]
+    memory = [plain(key, name_of(key), colour=colour) for key, colour in zip(MEMORY, "cdab", strict=True)]
     all_curves: list[tuple[str, str, list[Curve]]] = [
         ("Loss", "loss", [noisy("loss", "training"), held_out]),
-        ("Learning rate", "learning_rate", [plain("learning_rate", "rate", "c")]),
-        ("Gradient norm", "grad_norm", [noisy("grad_norm", "norm", "d")]),
+        ("Learning rate", "learning_rate", [plain("learning_rate", "rate", colour="c")]),
+        ("Gradient norm", "grad_norm", [noisy("grad_norm", "norm", colour="d")]),
         ("Tokens per second", "tokens",
          [noisy("tokens_per_s", "all processes"), plain("padded_tokens_per_s", "padding included")]),
         ("Seconds of a step", "step_s", [noisy("step_s", "in all"), waiting]),
         ("Memory of the main process", "_bytes", memory),
-        *((capitalized(name_of(key)), key, [noisy(key, name_of(key), "c")]) for key in others),
+        *((capitalized(name_of(key)), key, [noisy(key, name_of(key), colour="c")]) for key in others),
     ]  # fmt: skip
     return [
         Chart(
@@ -146,8 +146,8 @@ def _pair_table(run: RunFiles, prefix: str) -> Table:
     before, after = (run.evals.get(f"{prefix}{name}", {}) for name in ("before", "after"))
     rows = []
     for key in [*after, *(key for key in before if key not in after)][:60]:
-        better = is_better(key, before.get(key), after.get(key))
-        moved = "" if key == "n" else change(key, before.get(key), after.get(key))
+        better = is_better(key, before.get(key), after=after.get(key))
+        moved = "" if key == "n" else change(key, before.get(key), after=after.get(key))
         verdict = {True: ' <b class="good">better</b>', False: ' <b class="bad">worse</b>', None: ""}[better]
         cells = [
             Markup("{}{}").format(format_figure(key, side.get(key)), _range(key, side)) for side in (before, after)
@@ -173,7 +173,7 @@ def data_tables(run: RunFiles) -> list[Table]:
         return []
     columns = ("read", "kept", "cut", "refused", "examples", "tokens")
     sources = list(mapping(run.data.get("sources")).items())[:MOST_SOURCES]
-    rows = [_source_row(name, mapping(source), columns) for name, source in [*sources, ("all", run.data)]]
+    rows = [_source_row(name, mapping(source), columns=columns) for name, source in [*sources, ("all", run.data)]]
     head = ["Source", "Read", "Kept", "Cut", "Refused", "Examples", "Tokens", "Dropped", "Learned"]
     return [Table(head=head, rows=rows, kinds=" nnnnnnnn")]
 
@@ -205,7 +205,7 @@ def _told(rows: list[Fact]) -> list[Fact]:
     return [(name, value) for name, value in rows if value not in (None, "", [], {})]
 
 
-def _source_row(name: str, source: dict[str, Any], columns: Sequence[str]) -> list[str]:
+def _source_row(name: str, source: dict[str, Any], *, columns: Sequence[str]) -> list[str]:
     dropped = sum(count for n in mapping(source.get("dropped")).values() if (count := as_number(n)) is not None)
     cells = [format_figure("n", source.get(key)) for key in columns]
     learned = format_figure("trainable_token_share", source.get("trainable_token_share"))

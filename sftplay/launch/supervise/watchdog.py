@@ -114,10 +114,10 @@ class Watchdog:
         # Whoever still goes on is waited for by right; and who went on while the stacks were written is no culprit.
         to_blame = culprits or fresh
         if to_blame and all(beat in beats and self._age_s(beat, now) > limit_s for beat in to_blame):
-            raise self._describe(culprits, [beat for beat in fresh if beat not in culprits], stacks, now=now)
+            raise self._describe(culprits, [beat for beat in fresh if beat not in culprits], stacks=stacks, now=now)
 
     def _describe(
-        self, culprits: Sequence[Beat], waiting: Sequence[Beat], stacks: Mapping[int, Stack], *, now: float
+        self, culprits: Sequence[Beat], waiting: Sequence[Beat], *, stacks: Mapping[int, Stack], now: float
     ) -> Stall:
         first = (culprits or waiting)[0]
         if culprits:

@@ -45,7 +45,7 @@ def diagnose(machine: Machine, wishes: Wishes, *, is_fast: bool = False) -> list
     if not is_fast and "torch" in machine.libraries:
         found += look_at_torch(ask_torch(), machine)
     found += look_at_memory(machine)
-    found += look_at_disk(wishes.output, wishes.checkpoint_bytes, wishes.checkpoints_kept)
+    found += look_at_disk(wishes.output, wishes.checkpoint_bytes, kept=wishes.checkpoints_kept)
     found += look_at_shared_memory(machine)
     found += look_at_ports()
     found += look_at_limits()

@@ -50,7 +50,7 @@ def look_at_memory(machine: Machine) -> list[Finding]:
     return [Finding("ok", "memory", what)]
 
 
-def look_at_disk(output: Path, checkpoint_bytes: int | None, kept: int) -> list[Finding]:
+def look_at_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list[Finding]:
     """Room for a run's checkpoints: those kept and the one being written. `checkpoint_bytes` None: not known."""
     folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
     if not os.access(folder, os.W_OK):

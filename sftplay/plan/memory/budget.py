@@ -86,7 +86,7 @@ def runtime_bytes(device: Device, world_size: int) -> int:
     return context + (NCCL_BYTES if world_size > 1 else 0)
 
 
-def margin_bytes(allocated: float, device: Device, strategy: Strategy, *, is_probed: bool = False) -> int:
+def margin_bytes(allocated: float, device: Device, *, strategy: Strategy, is_probed: bool = False) -> int:
     """Bytes kept free because the estimate may be too low."""
     kind = "probed" if is_probed else "one" if strategy in ("single", "ddp") else "several"
     share, fixed = MARGINS["cpu" if not device.is_gpu else kind]

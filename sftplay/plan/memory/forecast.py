@@ -53,7 +53,7 @@ class Forecast:
         if setting.fit and setting.fit.context_bytes is not None:
             runtime += setting.fit.context_bytes - runtime_bytes(setting.device, 1)
         margin = margin_bytes(
-            self.allocated_bytes, setting.device, setting.strategy, is_probed=setting.fit is not None
+            self.allocated_bytes, setting.device, strategy=setting.strategy, is_probed=setting.fit is not None
         ) + _unmodelled_bytes(setting.shape, self.allocated_bytes)
         return {**self.footprint.components, RUNTIME: runtime, MARGIN: margin}
 
@@ -93,10 +93,10 @@ def forecast(setting: Setting, size: Size) -> Forecast:
     """Bytes of `size` in `setting`, in the steady state of training."""
     shape, execution = setting.shape, setting.execution
     standing = standing_bytes(shape, execution)
-    share = share_of(shape, execution, standing, strategy=setting.strategy, world_size=setting.world_size)
-    footprint = estimate(shape, execution, size, standing=share.standing, buffers=share.buffers)
+    share = share_of(shape, execution, standing=standing, strategy=setting.strategy, world_size=setting.world_size)
+    footprint = estimate(shape, execution, size=size, standing=share.standing, buffers=share.buffers)
     if setting.fit is not None:
-        footprint = _scaled(footprint, setting, size, setting.fit)
+        footprint = _scaled(footprint, setting, size=size, fit=setting.fit)
     return Forecast(setting, size, footprint, round(share.host))
 
 
@@ -124,13 +124,13 @@ def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strateg
     return forecast(setting, Size(rows=1, seq=cfg.model.max_seq_len, accumulates=accumulates))
 
 
-def _scaled(footprint: Footprint, setting: Setting, size: Size, fit: Fit) -> Footprint:
+def _scaled(footprint: Footprint, setting: Setting, *, size: Size, fit: Fit) -> Footprint:
     """The estimate with every phase scaled by the probe's measurement over the estimate for the probed step.
 
     The probe ran one process; the share that several processes add is scaled with the rest.
     """
     probed = Size(rows=size.rows, seq=size.seq, accumulates=fit.accumulates)
-    estimated = estimate(setting.shape, setting.execution, probed).phases
+    estimated = estimate(setting.shape, setting.execution, size=probed).phases
     phases = {}
     for name, parts in footprint.phases.items():
         factor = fit.lines[name].at(size.tokens) / sum(estimated[name].values()) if name in fit.lines else 1.0

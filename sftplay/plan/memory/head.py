@@ -10,30 +10,32 @@ CHUNK_TOKENS = 256
 """Tokens whose scores exist at a time in TRL's chunked loss (trl 1.14, `_chunked_cross_entropy_loss`)."""
 
 
-def head_in_forward(shape: ModelShape, execution: Execution, tokens: int, labelled: int) -> float:
+def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
     """Bytes alive when the loss has just been computed, for `tokens` of which `labelled` carry a label."""
     out = norm_out_bytes(shape, execution)
     norm = tokens * (norm_kept(shape, execution) + out * shape.hidden)
     fp32_copy = 0 if execution.logits_bytes == FP32 else FP32
     shifted = FP32 if execution.shifts_scores else 0
-    scores = _scores(shape, execution, labelled, execution.logits_bytes + fp32_copy + shifted + FP32)
+    scores = _scores(shape, execution, labelled=labelled, per_score=execution.logits_bytes + fp32_copy + shifted + FP32)
     return norm + _rounded_head(shape, execution) + scores
 
 
-def head_in_backward(shape: ModelShape, execution: Execution, tokens: int, labelled: int) -> float:
+def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
     """Bytes alive in the loss's backward, or in that of the head's own weight where it trains."""
     norm = tokens * norm_kept(shape, execution)
     held = execution.logits_bytes if execution.holds_scores else 0
     rounded = _rounded_head(shape, execution)
     # Its log-softmax, which autograd saves, the gradient of that, and of what went in: all fp32
     # (torch, `_log_softmax_backward_data`).
-    loss = rounded + _scores(shape, execution, labelled, held + 3 * FP32)
+    loss = rounded + _scores(shape, execution, labelled=labelled, per_score=held + 3 * FP32)
     if not execution.trains_all:
         return norm + loss
     # The weight's gradient is made in the product's dtype and then in the weight's own.
     size = shape.vocab * shape.hidden
     product = (
-        rounded + _scores(shape, execution, labelled, held + execution.logits_bytes) + size * execution.compute_bytes
+        rounded
+        + _scores(shape, execution, labelled=labelled, per_score=held + execution.logits_bytes)
+        + size * execution.compute_bytes
     )
     cast = size * (execution.compute_bytes + execution.weight_bytes) if rounded else 0
     if execution.head != "chunked" or labelled <= CHUNK_TOKENS:
@@ -44,7 +46,7 @@ def head_in_backward(shape: ModelShape, execution: Execution, tokens: int, label
     return norm + max(so_far + max(loss, product, cast), 3 * so_far + _kept_for_chunks(shape, labelled))
 
 
-def _scores(shape: ModelShape, execution: Execution, labelled: int, per_score: int) -> float:
+def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score: int) -> float:
     """Of the scores over the vocabulary that exist at once, with what a chunked loss keeps for all tokens."""
     per_score += execution.logits_bytes if shape.softcap_final else 0  # its tanh is saved
     if execution.head == "standard":

@@ -47,17 +47,18 @@ class LayerBytes:
         return max(self.kept + self.transient, self.kept_without_mlp + self.transient_attention)
 
 
-def layer_bytes(shape: ModelShape, execution: Execution, tokens: int, seq: int) -> LayerBytes:
+def layer_bytes(shape: ModelShape, execution: Execution, *, tokens: int, seq: int) -> LayerBytes:
     """Bytes of one layer for a micro-batch of `tokens` in rows of `seq`."""
     mlp = _mlp_kept(shape, execution) * tokens + _fixed(shape, execution, of_mlp=True)
-    rest = (_norms_kept(shape, execution) + _attention_kept(shape, execution, seq)) * tokens + _fixed(
+    rest = (_norms_kept(shape, execution) + _attention_kept(shape, execution, seq=seq)) * tokens + _fixed(
         shape, execution, of_mlp=False
     )
     return LayerBytes(
         kept=mlp + rest,
-        transient=_mlp_transient(shape, execution, tokens) + _stream_gradient(shape, execution) * tokens,
+        transient=_mlp_transient(shape, execution, tokens=tokens) + _stream_gradient(shape, execution) * tokens,
         kept_without_mlp=rest,
-        transient_attention=(_attention_transient(shape, execution, seq) + _stream_gradient(shape, execution)) * tokens,
+        transient_attention=(_attention_transient(shape, execution, seq=seq) + _stream_gradient(shape, execution))
+        * tokens,
     )
 
 
@@ -108,13 +109,15 @@ def copies_of_stream(shape: ModelShape, execution: Execution) -> int:
     return 1 if shape.parallel_block and stream_bytes(shape, execution) == FP32 else shape.norms_per_layer
 
 
-def _attention_kept(shape: ModelShape, execution: Execution, seq: int) -> float:
+def _attention_kept(shape: ModelShape, execution: Execution, *, seq: int) -> float:
     inner = inner_bytes(shape, execution)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     held = query if execution.repeats_kv or execution.attention == "eager" else keys
     linears = _linears(shape, of_mlp=False)
-    entering = _inputs_kept(shape, execution, linears, width=shape.hidden, into=norm_out_bytes(shape, execution))
-    leaving = _inputs_kept(shape, execution, linears, width=query, into=inner, is_attention_output=True)
+    entering = _inputs_kept(
+        shape, execution, linears=linears, width=shape.hidden, into=norm_out_bytes(shape, execution)
+    )
+    leaving = _inputs_kept(shape, execution, linears=linears, width=query, into=inner, is_attention_output=True)
     if execution.attention == "eager":
         probabilities = shape.heads * seq * (FP32 + (inner if inner < FP32 else 0))
         return entering + leaving + inner * (query + 2 * held) + probabilities
@@ -126,8 +129,10 @@ def _attention_kept(shape: ModelShape, execution: Execution, seq: int) -> float:
 
 def _mlp_kept(shape: ModelShape, execution: Execution) -> float:
     linears = _linears(shape, of_mlp=True)
-    entering = _inputs_kept(shape, execution, linears, width=shape.hidden, into=norm_out_bytes(shape, execution))
-    product = _inputs_kept(shape, execution, linears, width=shape.mlp, into=_product_bytes(shape, execution))
+    entering = _inputs_kept(
+        shape, execution, linears=linears, width=shape.hidden, into=norm_out_bytes(shape, execution)
+    )
+    product = _inputs_kept(shape, execution, linears=linears, width=shape.mlp, into=_product_bytes(shape, execution))
     return entering + product + shape.mlp * _activation_kept(shape, execution)
 
 
@@ -152,15 +157,17 @@ def _linears(shape: ModelShape, *, of_mlp: bool) -> list[Linear]:
 def _inputs_kept(
     shape: ModelShape,
     execution: Execution,
-    linears: list[Linear],
     *,
+    linears: list[Linear],
     width: int,
     into: int,
     is_attention_output: bool = False,
 ) -> float:
     """Per token: copies of one tensor of `width` that the linears reading it keep, `into` bytes an element."""
     reads = [
-        linear for linear in linears if linear.inputs == width and _reads(shape, linear, width, is_attention_output)
+        linear
+        for linear in linears
+        if linear.inputs == width and _reads(shape, linear, width=width, is_attention_output=is_attention_output)
     ]
     adapter = execution.adapter
     total, is_shared = 0.0, False
@@ -170,14 +177,14 @@ def _inputs_kept(
             total += execution.compute_bytes * width if copied else 0
             is_shared |= not copied
         elif adapter.covers(linear):
-            own = pair_input_bytes(execution, adapter, into)
-            total += own * width + pair_kept(execution, adapter, linear, into)
+            own = pair_input_bytes(execution, adapter, into=into)
+            total += own * width + pair_kept(execution, adapter, linear=linear, into=into)
             is_shared |= own == 0
     is_kept_already = is_attention_output and shape.family not in CONCATENATED
     return total + (into * width if is_shared and not is_kept_already else 0)
 
 
-def _reads(shape: ModelShape, linear: Linear, width: int, is_attention_output: bool) -> bool:
+def _reads(shape: ModelShape, linear: Linear, *, width: int, is_attention_output: bool) -> bool:
     """Whether `linear` reads the tensor in question: heads * head_dim, hidden and the MLP's width may be equal."""
     if linear.is_mlp:
         return linear.outputs == shape.hidden if width == shape.mlp != shape.hidden else linear.outputs != shape.hidden
@@ -206,7 +213,7 @@ def _stream_gradient(shape: ModelShape, execution: Execution) -> float:
     return shape.hidden * (stream + (inner if inner != stream else 0))
 
 
-def _mlp_transient(shape: ModelShape, execution: Execution, tokens: int) -> float:
+def _mlp_transient(shape: ModelShape, execution: Execution, *, tokens: int) -> float:
     """The most that the MLP holds beside `kept`: when its output is made, or in that output's backward."""
     down = next(linear for linear in reversed(shape.linears) if linear.is_mlp)
     into = _product_bytes(shape, execution)
@@ -214,7 +221,7 @@ def _mlp_transient(shape: ModelShape, execution: Execution, tokens: int) -> floa
     is_pair = execution.adapter is not None and execution.adapter.covers(down)
     is_fused = any(each.is_mlp and each.outputs == 2 * shape.mlp for each in shape.linears)
     moments = (
-        pair_moments(execution, execution.adapter, into, is_fused)
+        pair_moments(execution, execution.adapter, into=into, is_fused=is_fused)
         if is_pair and execution.adapter
         else PairMoments(0, 0, into)
     )
@@ -240,7 +247,7 @@ def _mlp_transient(shape: ModelShape, execution: Execution, tokens: int) -> floa
 def _forward_streams(shape: ModelShape, execution: Execution) -> float:
     """Per token, while an MLP's output is made: the stream beside it, that output, and what the norm wrote."""
     inner, out = inner_bytes(shape, execution), norm_out_bytes(shape, execution)
-    is_copied = execution.adapter is not None and pair_input_bytes(execution, execution.adapter, out) > 0
+    is_copied = execution.adapter is not None and pair_input_bytes(execution, execution.adapter, into=out) > 0
     return shape.hidden * (stream_bytes(shape, execution) + inner + (out + inner if is_copied else 0))
 
 
@@ -259,7 +266,7 @@ def _weight_moment(execution: Execution, linear: Linear) -> float:
     return 0.0
 
 
-def _attention_transient(shape: ModelShape, execution: Execution, seq: int) -> float:
+def _attention_transient(shape: ModelShape, execution: Execution, *, seq: int) -> float:
     """Per token: gradients of the product's inputs and output, and what its kernel sums them up in."""
     inner = inner_bytes(shape, execution)
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -11,27 +11,27 @@ MASK = 1
 """Bytes of one element of a dropout mask."""
 
 
-def pair_input_bytes(execution: Execution, adapter: Adapter, into: int) -> int:
+def pair_input_bytes(execution: Execution, adapter: Adapter, *, into: int) -> int:
     """Bytes of an input element that one pair keeps for itself; 0 when it shares the base's copy."""
     if execution.has_autocast:
         is_own, kept = (
-            is_cast_first(execution, adapter, into) or into != execution.compute_bytes,
+            is_cast_first(execution, adapter, into=into) or into != execution.compute_bytes,
             execution.compute_bytes,
         )
     else:
-        is_own, kept = is_cast_first(execution, adapter, into), adapter.weight_bytes
+        is_own, kept = is_cast_first(execution, adapter, into=into), adapter.weight_bytes
     if adapter.has_dropout:
         return kept + MASK
     return kept if is_own else 0
 
 
-def is_cast_first(execution: Execution, adapter: Adapter, into: int) -> bool:
+def is_cast_first(execution: Execution, adapter: Adapter, *, into: int) -> bool:
     """Whether PEFT turns a pair's input into the pair's dtype first; not beside a 4-bit base under autocast
     (peft 0.21, `lora/bnb.py`, `requires_conversion`)."""
     return adapter.weight_bytes != into and not (execution.four_bit and execution.has_autocast)
 
 
-def pair_kept(execution: Execution, adapter: Adapter, linear: Linear, into: int) -> float:
+def pair_kept(execution: Execution, adapter: Adapter, *, linear: Linear, into: int) -> float:
     """Bytes a token kept beside the input: the narrow product, and DoRA's two wide ones."""
     narrow = execution.compute_bytes if execution.has_autocast else adapter.weight_bytes
     wide = (into if not execution.has_autocast else execution.compute_bytes) + narrow
@@ -48,11 +48,11 @@ class PairMoments:
     """Of what was kept, gone when the output projection has been differentiated."""
 
 
-def pair_moments(execution: Execution, adapter: Adapter, into: int, is_fused: bool) -> PairMoments:
+def pair_moments(execution: Execution, adapter: Adapter, *, into: int, is_fused: bool) -> PairMoments:
     """Around a pair whose input is `into` bytes an element: its casts, dropout, and their way back."""
-    own = pair_input_bytes(execution, adapter, into)
+    own = pair_input_bytes(execution, adapter, into=into)
     narrow = execution.compute_bytes if execution.has_autocast else adapter.weight_bytes
-    is_cast = is_cast_first(execution, adapter, into)
+    is_cast = is_cast_first(execution, adapter, into=into)
     wide = adapter.weight_bytes if is_cast else into
     # PEFT holds the cast input, and what dropout made of it, while the product rounds them to the kept copy.
     forward = (into if own else 0) + (wide if is_cast and execution.has_autocast else 0)

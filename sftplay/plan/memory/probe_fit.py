@@ -106,7 +106,9 @@ def fit(points: Sequence[Point], slopes: Mapping[str, float] | None = None) -> F
             f"the peak of {before.tokens} tokens lies in the phase {before.peak_phase!r}, that of {last.tokens} in "
             f"{last.peak_phase!r}: no one line goes through both"
         )
-    lines = {phase: _through_two(before, last, phase) for phase in last.peaks_bytes if phase in before.peaks_bytes}
+    lines = {
+        phase: _through_two(before, last, phase=phase) for phase in last.peaks_bytes if phase in before.peaks_bytes
+    }
     top = last.peak_phase
     if last.peaks_bytes[top] < before.peaks_bytes[top]:
         return Refusal(f"{last.tokens} tokens took less than {before.tokens} did")
@@ -129,7 +131,7 @@ def _through_one(point: Point, slopes: Mapping[str, float] | None) -> Fit | Refu
     return Fit(lines, point.peak_phase, points=(point,))
 
 
-def _through_two(before: Point, last: Point, phase: str) -> MemoryLine:
+def _through_two(before: Point, last: Point, *, phase: str) -> MemoryLine:
     low, high = before.peaks_bytes[phase], last.peaks_bytes[phase]
     # Of a phase that is not the peak, noise must not make a line that falls.
     slope = max(0.0, (high - low) / (last.tokens - before.tokens))

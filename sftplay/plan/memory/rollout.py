@@ -38,13 +38,13 @@ class Rollout:
         return self.prompt_tokens + self.answer_tokens
 
 
-def cache_bytes(shape: ModelShape, execution: Execution, rollout: Rollout) -> int:
+def cache_bytes(shape: ModelShape, execution: Execution, *, rollout: Rollout) -> int:
     """Keys and values of all layers for every answer at its longest; a sliding window keeps no more than itself."""
     per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * inner_bytes(shape, execution)
     return rollout.answers * rollout.tokens * per_token
 
 
-def estimate_grpo(shape: ModelShape, execution: Execution, rollout: Rollout) -> Footprint:
+def estimate_grpo(shape: ModelShape, execution: Execution, *, rollout: Rollout) -> Footprint:
     """Bytes of every phase of one GRPO step on one device that holds the whole model, in the steady state."""
     standing = standing_bytes(shape, execution)
     reference = standing.weights if rollout.has_reference and execution.trains_all else 0.0
@@ -56,17 +56,22 @@ def estimate_grpo(shape: ModelShape, execution: Execution, rollout: Rollout) -> 
         "workspace": float(WORKSPACE_BYTES),
     }
     learned = Size(rows=rollout.learned_at_a_time, seq=rollout.tokens, accumulates=True)
-    one = layer_bytes(shape, execution, learned.tokens, learned.seq)
+    one = layer_bytes(shape, execution, tokens=learned.tokens, seq=learned.seq)
     scores = (
         rollout.answers * shape.vocab * (execution.logits_bytes + 4)
     )  # of the newest token, and in fp32 to draw from
-    generate = {**resident, "key-value cache": float(cache_bytes(shape, execution, rollout)), "head": float(scores)}
+    generate = {
+        **resident,
+        "key-value cache": float(cache_bytes(shape, execution, rollout=rollout)),
+        "head": float(scores),
+    }
     score = {
         **resident,
         "layer": LIVE_LAYERS * one.kept,
-        "head": head_in_forward(shape, execution, learned.tokens, learned.rows * rollout.answer_tokens),
+        "head": head_in_forward(shape, execution, tokens=learned.tokens, labelled=learned.rows * rollout.answer_tokens),
     }
     update = {
-        name: {**parts, "reference": reference} for name, parts in estimate(shape, execution, learned).phases.items()
+        name: {**parts, "reference": reference}
+        for name, parts in estimate(shape, execution, size=learned).phases.items()
     }
     return Footprint({"generate": generate, "score": score, **update})

@@ -37,7 +37,7 @@ class DeviceShare:
 
 
 def share_of(
-    shape: ModelShape, execution: Execution, standing: Standing, *, strategy: Strategy, world_size: int
+    shape: ModelShape, execution: Execution, *, standing: Standing, strategy: Strategy, world_size: int
 ) -> DeviceShare:
     """The part of one of `world_size` devices under `strategy`."""
     if strategy == "single":
@@ -46,12 +46,12 @@ def share_of(
         # torch copies gradients into buckets (DistributedDataParallel, gradient_as_bucket_view=False).
         return DeviceShare(standing, buffers=standing.gradients)
     if strategy.startswith("fsdp"):
-        return _fsdp(shape, execution, standing, world_size, to_host=strategy.endswith("offload"))
-    return _zero(shape, execution, standing, strategy=strategy, world_size=world_size)
+        return _fsdp(shape, execution, standing=standing, world_size=world_size, to_host=strategy.endswith("offload"))
+    return _zero(shape, execution, standing=standing, strategy=strategy, world_size=world_size)
 
 
 def _zero(
-    shape: ModelShape, execution: Execution, standing: Standing, *, strategy: Strategy, world_size: int
+    shape: ModelShape, execution: Execution, *, standing: Standing, strategy: Strategy, world_size: int
 ) -> DeviceShare:
     stage, to_host = int(strategy[4]), strategy.endswith("offload")
     trained = trained_params(shape, execution)
@@ -59,7 +59,7 @@ def _zero(
     adapters = 0.0 if execution.trains_all else float(trained * HALF)
     whole = weights + adapters
     if stage == 3:
-        gathered = min(_gathered(shape, HALF, weights), whole * (1 - 1 / world_size))
+        gathered = min(_gathered(shape, HALF, weights=weights), whole * (1 - 1 / world_size))
         weights, adapters = weights / world_size, adapters / world_size
     else:
         gathered = 0.0
@@ -77,9 +77,11 @@ def _zero(
 
 
 def _fsdp(
-    shape: ModelShape, execution: Execution, standing: Standing, world_size: int, *, to_host: bool
+    shape: ModelShape, execution: Execution, *, standing: Standing, world_size: int, to_host: bool
 ) -> DeviceShare:
-    gathered = min(_gathered(shape, execution.compute_bytes, standing.weights), standing.weights * (1 - 1 / world_size))
+    gathered = min(
+        _gathered(shape, execution.compute_bytes, weights=standing.weights), standing.weights * (1 - 1 / world_size)
+    )
     parts = Standing(*(part / world_size for part in vars(standing).values()))
     if not to_host:
         return DeviceShare(parts, gathered)
@@ -87,7 +89,7 @@ def _fsdp(
     return DeviceShare(Standing(0.0, 0.0, 0.0, 0.0), gathered, host)
 
 
-def _gathered(shape: ModelShape, dtype_bytes: int, weights: float) -> float:
+def _gathered(shape: ModelShape, dtype_bytes: int, *, weights: float) -> float:
     """Whole weights on a device at a time: this layer, the next, which is fetched ahead, and those outside layers."""
     layer = (shape.total_params - shape.other_params) / shape.layers
     root = shape.other_params * dtype_bytes

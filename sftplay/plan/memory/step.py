@@ -84,7 +84,7 @@ def standing_bytes(shape: ModelShape, execution: Execution) -> Standing:
 
 
 def estimate(
-    shape: ModelShape, execution: Execution, size: Size, *, standing: Standing | None = None, buffers: float = 0.0
+    shape: ModelShape, execution: Execution, *, size: Size, standing: Standing | None = None, buffers: float = 0.0
 ) -> Footprint:
     """Bytes of every phase of one optimizer step on one device, in the steady state.
 
@@ -104,8 +104,8 @@ def estimate(
     step = {"gradients": standing.gradients, "optimizer step": standing.gradients if execution.is_foreach else 0.0}
     return Footprint(
         {
-            "head": {**resident, **_head_phase(shape, execution, size, standing)},
-            "layer": {**resident, **_layer_phase(shape, execution, size, standing)},
+            "head": {**resident, **_head_phase(shape, execution, size=size, standing=standing)},
+            "layer": {**resident, **_layer_phase(shape, execution, size=size, standing=standing)},
             "step": {**resident, "mask": 0.0, **step},
         }
     )
@@ -118,46 +118,48 @@ def _mask_bytes(shape: ModelShape, execution: Execution) -> int:
     return MASK_BYTES + BIAS_BYTES * (1 if execution.checkpointing else shape.layers)
 
 
-def kept_bytes(shape: ModelShape, execution: Execution, size: Size) -> float:
+def kept_bytes(shape: ModelShape, execution: Execution, *, size: Size) -> float:
     """What all layers keep from forward to backward: their inputs, or with checkpointing off everything."""
     if execution.checkpointing:
         return float(shape.layers * size.tokens * shape.hidden * stream_bytes(shape, execution))
-    kept = shape.layers * layer_bytes(shape, execution, size.tokens, size.seq).kept
+    kept = shape.layers * layer_bytes(shape, execution, tokens=size.tokens, seq=size.seq).kept
     # Without a gradient to hand to the frozen embedding, the norms that read it keep nothing.
     first_norms = copies_of_stream(shape, execution) if shape.parallel_block else 1
     return kept if execution.trains_all else kept - first_norms * size.tokens * norm_kept(shape, execution)
 
 
-def _head_phase(shape: ModelShape, execution: Execution, size: Size, standing: Standing) -> dict[str, float]:
+def _head_phase(shape: ModelShape, execution: Execution, *, size: Size, standing: Standing) -> dict[str, float]:
     """The end of forward or the beginning of backward, whichever holds more."""
     labelled = size.tokens if size.labelled is None else size.labelled
     fullest = max(
-        head_in_forward(shape, execution, size.tokens, labelled) + _rounded_layers(shape, execution),
-        head_in_backward(shape, execution, size.tokens, labelled),
+        head_in_forward(shape, execution, tokens=size.tokens, labelled=labelled) + _rounded_layers(shape, execution),
+        head_in_backward(shape, execution, tokens=size.tokens, labelled=labelled),
     )
     waiting = standing.gradients if size.accumulates else 0.0
-    return {"gradients": waiting, "activations": kept_bytes(shape, execution, size), "head": fullest}
+    return {"gradients": waiting, "activations": kept_bytes(shape, execution, size=size), "head": fullest}
 
 
-def _layer_phase(shape: ModelShape, execution: Execution, size: Size, standing: Standing) -> dict[str, float]:
+def _layer_phase(shape: ModelShape, execution: Execution, *, size: Size, standing: Standing) -> dict[str, float]:
     """Backward in the layer it enters first, or in the one it leaves last: gradients grow while activations go."""
-    layer = layer_bytes(shape, execution, size.tokens, size.seq)
-    kept, gradients = kept_bytes(shape, execution, size), standing.gradients
+    layer = layer_bytes(shape, execution, tokens=size.tokens, seq=size.seq)
+    kept, gradients = kept_bytes(shape, execution, size=size), standing.gradients
     own = layer.peak if execution.checkpointing else layer.peak - layer.kept
     if execution.checkpointing and shape.norm == "layer" and stream_bytes(shape, execution) == FP32:
         own -= size.tokens * norm_kept(
             shape, execution
         )  # the first norm keeps the layer's input, which is there already
-    early, late = (gradients, gradients) if size.accumulates else _gradients_by_then(shape, execution, gradients)
+    early, late = (
+        (gradients, gradients) if size.accumulates else _gradients_by_then(shape, execution, gradients=gradients)
+    )
     first = {"gradients": early, "activations": kept, "layer": own}
     last = {"gradients": late, "activations": kept / shape.layers, "layer": own}
-    embedding = {"gradients": gradients, "layer": _embedding_moment(shape, execution, size)}
+    embedding = {"gradients": gradients, "layer": _embedding_moment(shape, execution, size=size)}
     last_norm = size.tokens * (norm_kept(shape, execution) + norm_moment(shape, execution))
     norm = {"gradients": early, "activations": kept, "layer": last_norm}
     return max(first, last, norm, embedding, key=lambda phase: sum(phase.values()))
 
 
-def _embedding_moment(shape: ModelShape, execution: Execution, size: Size) -> float:
+def _embedding_moment(shape: ModelShape, execution: Execution, *, size: Size) -> float:
     """Gradient of the stream, and of the embedding where it meets the head's before both become the tied weight's."""
     stream = float(size.tokens * shape.hidden * stream_bytes(shape, execution))
     if not execution.trains_all:
@@ -169,7 +171,7 @@ def _embedding_moment(shape: ModelShape, execution: Execution, size: Size) -> fl
     return stream + own * (shape.tied * (1 + is_view) + size.accumulates)
 
 
-def _gradients_by_then(shape: ModelShape, execution: Execution, gradients: float) -> tuple[float, float]:
+def _gradients_by_then(shape: ModelShape, execution: Execution, *, gradients: float) -> tuple[float, float]:
     """Gradients that exist when backward is in the layer it enters first, and in the one it leaves last.
 
     The head's is the first to be made and, untied, the embedding's the last.

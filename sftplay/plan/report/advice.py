@@ -43,25 +43,25 @@ class _Step:
     strategy: Strategy | None = None
 
 
-def suggest(cfg: RunConfig, shape: ModelShape, place: Place) -> list[Suggestion]:
+def suggest(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Suggestion]:
     """Changes that make a run fit with one row a micro-batch; where no single one does, all of them added up in order.
 
     `cfg` has no `auto` besides its sizes.
     """
-    single = [_try(cfg, shape, place, [step]) for step in _steps(cfg, place)]
+    single = [_try(cfg, shape, place=place, steps=[step]) for step in _steps(cfg, place)]
     if fitting := [each for each in single if each.fits]:
         return fitting[:ENOUGH]
     gathered: list[_Step] = []
     found: list[Suggestion] = []
     for step in _steps(cfg, place):
         gathered = [*(one for one in gathered if not set(one.values) & set(step.values) or not step.values), step]
-        found.append(_try(cfg, shape, place, gathered))
+        found.append(_try(cfg, shape, place=place, steps=gathered))
         if found[-1].fits:
             return [found[-1]]
     return found[-1:]
 
 
-def _try(cfg: RunConfig, shape: ModelShape, place: Place, steps: list[_Step]) -> Suggestion:
+def _try(cfg: RunConfig, shape: ModelShape, *, place: Place, steps: list[_Step]) -> Suggestion:
     values = {key: value for step in steps for key, value in step.values.items()}
     changed = cfg.with_values(values, "suggestion") if values else cfg
     usual: Strategy = "single" if place.world_size == 1 else "ddp"

@@ -49,7 +49,7 @@ class Row:
 def compare(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Row]:
     """All rows that make sense here. Recommended is the config's own mode where some strategy fits it, else the nearest
     cheaper mode, under the strategy that communicates least."""
-    rows = list(_rows(cfg, shape, place))
+    rows = list(_rows(cfg, shape, place=place))
     wanted = MODES[MODES.index(cfg.tuning.mode) :]
     using_all = [row for row in rows if place.world_size == 1 or row.strategy != "single"]
     best = min(
@@ -60,7 +60,7 @@ def compare(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Row]:
     return [Row(row.mode, row.strategy, row.forecast, row is best) for row in rows]
 
 
-def _rows(cfg: RunConfig, shape: ModelShape, place: Place) -> Iterator[Row]:
+def _rows(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Iterator[Row]:
     for mode in MODES:
         tuned = cfg.with_values({"tuning.mode": mode}, "compare")
         for strategy in STRATEGIES:

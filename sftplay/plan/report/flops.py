@@ -47,9 +47,9 @@ class ModelFlops:
         lengths = list(lengths)
         pairs = sum(seen_pairs(n) for n in lengths)
         near = sum(seen_pairs(n, self.window) for n in lengths) if self.per_near_pair else 0
-        return self.of_counts(sum(lengths), label_tokens, (pairs, near))
+        return self.of_counts(sum(lengths), label_tokens, pairs=(pairs, near))
 
-    def of_counts(self, tokens: int, label_tokens: int, pairs: tuple[int, int]) -> float:
+    def of_counts(self, tokens: int, label_tokens: int, *, pairs: tuple[int, int]) -> float:
         """Operations of so many tokens and, in layers without and with a window, pairs of query and key."""
         products = self.per_pair * pairs[0] + self.per_near_pair * pairs[1]
         return self.per_token * tokens + self.per_label_token * label_tokens + products
@@ -100,19 +100,19 @@ def _layer(shape: ModelShape, adapter: Adapter | None, *, reached: bool) -> _Lay
     """One layer; `reached` says whether its input has a gradient."""
     *inward, outward = [linear for linear in shape.linears if not linear.is_mlp]
     *up, down = [linear for linear in shape.linears if linear.is_mlp]
-    total, flows = _products(inward, adapter, reached)
+    total, flows = _products(inward, adapter, reached=reached)
     attention = FORWARD + (2 * BACKWARD_INPUT if flows else 0)  # a product of two inputs has two gradients
-    more, flows = _products([outward], adapter, flows)
+    more, flows = _products([outward], adapter, reached=flows)
     total += more
     for linears in (up, [down]):
         if linears is up and shape.parallel_block:
             flows = reached
-        more, flows = _products(linears, adapter, flows)
+        more, flows = _products(linears, adapter, reached=flows)
         total += more
     return _Layer(total, attention)
 
 
-def _products(linears: Sequence[Linear], adapter: Adapter | None, reached: bool) -> tuple[float, bool]:
+def _products(linears: Sequence[Linear], adapter: Adapter | None, *, reached: bool) -> tuple[float, bool]:
     """Operations a token of linears that share an input, and whether what they give has a gradient."""
     total = 0.0
     flows = reached

@@ -59,7 +59,7 @@ class ConfigJson:
         """A positive whole number that has to be there."""
         found = self.optional(word)
         if found is None:
-            raise self.error(self.key(word), "is missing", AS_PUBLISHED)
+            raise self.error(self.key(word), "is missing", fix=AS_PUBLISHED)
         return found
 
     def optional(self, word: str) -> int | None:
@@ -75,9 +75,9 @@ class ConfigJson:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"is {quote_value(value)}, not a whole number", AS_PUBLISHED)
+            raise self.error(key, f"is {quote_value(value)}, not a whole number", fix=AS_PUBLISHED)
         if not smallest <= value <= largest:
-            raise self.error(key, f"is {quote_value(value)}", f"give a number from {smallest} to {largest}")
+            raise self.error(key, f"is {quote_value(value)}", fix=f"give a number from {smallest} to {largest}")
         return value
 
     def flag(self, flag: Flag) -> bool:
@@ -88,7 +88,7 @@ class ConfigJson:
         if value is None:
             return False
         if not isinstance(value, bool):
-            raise self.error(flag, f"is {quote_value(value)}, neither true nor false", "write true or false")
+            raise self.error(flag, f"is {quote_value(value)}, neither true nor false", fix="write true or false")
         return value
 
     def word(self, key: str, default: str) -> str:
@@ -97,10 +97,10 @@ class ConfigJson:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self.error(key, f"is {quote_value(value)}, not a word", AS_PUBLISHED)
+            raise self.error(key, f"is {quote_value(value)}, not a word", fix=AS_PUBLISHED)
         return value
 
-    def error(self, key: str, what: str, fix: str) -> ConfigError:
+    def error(self, key: str, what: str, *, fix: str) -> ConfigError:
         """A refusal that names the key and, for a type the kit does not know, how it was read."""
         unknown = (
             "" if self.is_known else f" (the type {quote_value(self.model_type)} is not known and read as a Llama)"
@@ -125,7 +125,9 @@ def open_config(config: Mapping[str, Any], name: str) -> ConfigJson:
         raise ConfigError(what, where=name, fix=AS_PUBLISHED)
     opened = ConfigJson(values=text, outer=config, model_type=kind, where=name, prefix=prefix)
     if config.get("is_encoder_decoder") is True or text.get("is_encoder_decoder") is True:
-        raise opened.error("is_encoder_decoder", "is true", "name a decoder-only model; no other kind is trained here")
+        raise opened.error(
+            "is_encoder_decoder", "is true", fix="name a decoder-only model; no other kind is trained here"
+        )
     return opened
 
 

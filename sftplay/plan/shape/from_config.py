@@ -46,7 +46,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
         tied=tied,
         gated_mlp=text.family.gated,
         linears=linears,
-        layer_other_params=_layer_other(text, sizes, linears),
+        layer_other_params=_layer_other(text, sizes, linears=linears),
         other_params=_outside(text, sizes, tied=tied),
         norm=text.family.norm,
         norms_per_layer=_norms(text),
@@ -89,7 +89,7 @@ def _sizes(text: ConfigJson) -> _Sizes:
     if head_dim is None:
         if hidden % heads:
             key = text.key("hidden")
-            raise text.error(key, f"is {hidden}, which {text.key('heads')}={heads} does not divide", AS_PUBLISHED)
+            raise text.error(key, f"is {hidden}, which {text.key('heads')}={heads} does not divide", fix=AS_PUBLISHED)
         head_dim = hidden // heads
     return _Sizes(
         layers=text.count("layers"),
@@ -108,7 +108,7 @@ def _kv_heads(text: ConfigJson, heads: int) -> int:
     kv_heads = text.optional("kv_heads") or heads
     if heads % kv_heads:
         what = f"is {kv_heads}, which does not divide {text.key('heads')}={heads}"
-        raise text.error(text.key("kv_heads"), what, AS_PUBLISHED)
+        raise text.error(text.key("kv_heads"), what, fix=AS_PUBLISHED)
     return kv_heads
 
 
@@ -150,7 +150,7 @@ def _mlp(text: ConfigJson, sizes: _Sizes) -> tuple[Linear, ...]:
     return (*made, Linear(name=outward, inputs=width, outputs=hidden, bias=bias, is_mlp=True), *extra)
 
 
-def _layer_other(text: ConfigJson, sizes: _Sizes, linears: tuple[Linear, ...]) -> int:
+def _layer_other(text: ConfigJson, sizes: _Sizes, *, linears: tuple[Linear, ...]) -> int:
     family = text.family
     total = sum(linear.outputs for linear in linears if linear.bias)
     total += _norms(text) * family.norm_vectors * sizes.hidden
@@ -192,7 +192,7 @@ def _is_tied(text: ConfigJson) -> bool:
             continue
         if not isinstance(value, bool):
             raise text.error(
-                "tie_word_embeddings", f"is {quote_value(value)}, neither true nor false", "write true or false"
+                "tie_word_embeddings", f"is {quote_value(value)}, neither true nor false", fix="write true or false"
             )
         return value
     return text.family.tied

@@ -45,7 +45,7 @@ class Exchange:
         return {**asdict(self), **rates}
 
 
-def nominal_link(machine: Machine, nproc: int, nnodes: int) -> tuple[float | None, str]:
+def nominal_link(machine: Machine, nproc: int, *, nnodes: int) -> tuple[float | None, str]:
     """Bytes a second each way of the slowest link between the first `nproc` GPUs; None and why where not known."""
     if nnodes > 1:
         return None, "the network between the nodes: its nominal speed is not known here"
@@ -67,7 +67,7 @@ def turning_bytes(sweep: Sequence[Exchange]) -> int:
     return round(sweep[0].latency_s * max(each.algorithm_bytes_per_s() for each in sweep))
 
 
-def exchange_s(sweep: Sequence[Exchange], total_bytes: float, bucket_bytes: float) -> float:
+def exchange_s(sweep: Sequence[Exchange], total_bytes: float, *, bucket_bytes: float) -> float:
     """Seconds that `total_bytes` take in buckets, one after the other; between measured sizes on a straight line.
 
     `sweep` has ascending sizes.
@@ -76,7 +76,7 @@ def exchange_s(sweep: Sequence[Exchange], total_bytes: float, bucket_bytes: floa
     return whole * _latency_s(sweep, bucket_bytes) + (_latency_s(sweep, rest) if rest else 0.0)
 
 
-def refuse_hook(cfg: RunConfig, machine: Machine, world_size: int) -> None:
+def refuse_hook(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
     """Check that the communication between the processes supports `cluster.comm.hook`.
 
     Raises:

@@ -114,7 +114,7 @@ def size_run(
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
         MachineError: an explicit backend, precision, attention, loss head or hook cannot run here.
     """
-    refuse_hook(cfg, machine, world_size)
+    refuse_hook(cfg, machine, world_size=world_size)
     has_gpu = bool(machine.gpus)
     place = Place(device_of(machine, local_processes or world_size), world_size)
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
@@ -128,7 +128,7 @@ def size_run(
     look = None
     if shape is not None:
         if has_gpu and cfg.train.loss_head == "auto":
-            rest[LOSS_HEAD] = _compare_heads(decided, shape, place)
+            rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit)
     split = split_batch(decided, world_size, has_gpu=has_gpu, look=look)
@@ -189,7 +189,7 @@ def split_batch(
     if total % unit or (len(given) == 2 and total != unit):
         made = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
         low = total // unit * unit
-        raise _inexact(cfg, made, [unit] if len(given) == 2 else [low, low + unit])
+        raise _inexact(cfg, made, near=[unit] if len(given) == 2 else [low, low + unit])
     share = total // world_size
     if isinstance(batch, int) and isinstance(accum, int):
         return Split(batch, accum, "as given")
@@ -205,7 +205,7 @@ def split_batch(
         rows = helpful[-1]
         return Split(rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens")
     rows = _largest_that_fits(helpful, look)
-    return Split(rows, share // rows, _why(look(rows), helpful, divisors, tokens=tokens))
+    return Split(rows, share // rows, _why(look(rows), helpful, divisors=divisors, tokens=tokens))
 
 
 def _largest_that_fits(rows: list[int], look: Callable[[int], Forecast]) -> int:
@@ -217,7 +217,7 @@ def _largest_that_fits(rows: list[int], look: Callable[[int], Forecast]) -> int:
     return rows[max(0, low - 1)]
 
 
-def _why(chosen: Forecast, helpful: list[int], divisors: list[int], *, tokens: int) -> str:
+def _why(chosen: Forecast, helpful: list[int], *, divisors: list[int], tokens: int) -> str:
     rows, share = chosen.size.rows, divisors[-1]
     filled = f"{format_bytes(chosen.peak_bytes)} of {format_bytes(chosen.budget_bytes)} planned with its margin"
     if chosen.verdict != "fits":
@@ -229,7 +229,7 @@ def _why(chosen: Forecast, helpful: list[int], divisors: list[int], *, tokens: i
     return f"largest divisor of {share} that fits: {filled}"
 
 
-def _inexact(cfg: RunConfig, made: str, near: list[int]) -> ConfigError:
+def _inexact(cfg: RunConfig, made: str, *, near: list[int]) -> ConfigError:
     names = " or ".join(str(n) for n in near if n > 0)
     other = "leave batch_size and grad_accum on auto" if " x " in made else "use another number of processes"
     return ConfigError(
@@ -259,7 +259,7 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, rows: int, vocab_size: int
     return Decision("standard", f"scores of one micro-batch take {size}; no recomputation needed")
 
 
-def _compare_heads(cfg: RunConfig, shape: ModelShape, place: Place) -> Decision:
+def _compare_heads(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Decision:
     """Whole scores unless chunks of them make room for a larger micro-batch, or for one at all."""
     seen = {}
     for head in ("standard", "chunked"):

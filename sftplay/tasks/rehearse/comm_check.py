@@ -67,16 +67,16 @@ def sweep(device: torch.device, reduce: Reduce) -> dict[str, Any]:
     """
     latencies = []
     for size_bytes in SIZES_BYTES:
-        check_sum(size_bytes, device, reduce)
+        check_sum(size_bytes, device, reduce=reduce)
         buffer = torch.zeros(size_bytes // 4, device=device)
-        latencies.append(median_s(partial(reduce, buffer), device, repeats_of(size_bytes)))
+        latencies.append(median_s(partial(reduce, buffer), device, repeats=repeats_of(size_bytes)))
     bucket = torch.zeros(BUCKET_BYTES // 4, device=device)
-    plain_s = median_s(lambda: reduce(bucket.div_(log.world_size())), device, repeats_of(BUCKET_BYTES))
-    fp16_s = median_s(lambda: _as_fp16(bucket, reduce), device, repeats_of(BUCKET_BYTES))
+    plain_s = median_s(lambda: reduce(bucket.div_(log.world_size())), device, repeats=repeats_of(BUCKET_BYTES))
+    fp16_s = median_s(lambda: _as_fp16(bucket, reduce), device, repeats=repeats_of(BUCKET_BYTES))
     return {"latencies_s": latencies, "plain_s": plain_s, "fp16_s": fp16_s, "device": device.type}
 
 
-def check_sum(size_bytes: int, device: torch.device, reduce: Reduce) -> None:
+def check_sum(size_bytes: int, device: torch.device, *, reduce: Reduce) -> None:
     """Exchange fp32 numbers whose sum every rank knows.
 
     Raises:
@@ -91,7 +91,7 @@ def check_sum(size_bytes: int, device: torch.device, reduce: Reduce) -> None:
         raise RunError(f"holds a wrong sum after an all-reduce of {size_bytes} bytes: {wrong} of {len(buffer)} numbers")
 
 
-def median_s(exchange: Callable[[], Any], device: torch.device, repeats: int) -> float:
+def median_s(exchange: Callable[[], Any], device: torch.device, *, repeats: int) -> float:
     """Median seconds of `exchange`, the device's own work included, after a warm-up."""
     taken = []
     for n in range(WARM_UP + repeats):

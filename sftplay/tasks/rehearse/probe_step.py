@@ -73,11 +73,11 @@ def main(folder: str) -> int:
     asked = here.read_json(REQUEST)
     request = Request(**{**asked, "rows": tuple(asked["rows"])})
     cfg = load_resolved(here.path / RESOLVED)
-    here.write_json(MEASURED, measure_steps(cfg, here, request, gauge=load_gauge(request.gauge)))
+    here.write_json(MEASURED, measure_steps(cfg, here, request=request, gauge=load_gauge(request.gauge)))
     return 0
 
 
-def measure_steps(cfg: RunConfig, folder: RunFolder, request: Request, *, gauge: MemoryGauge) -> dict[str, Any]:
+def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge: MemoryGauge) -> dict[str, Any]:
     """Points by micro-batch, and the micro-batch that ran out of memory, if one did.
 
     `cfg` is resolved; its effective batch and its data have no effect. The gauge also counts the loading of the model.
@@ -87,8 +87,8 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, request: Request, *, gauge:
         tokenizer = load_tokenizer(cfg.model)
         model = make_trainable(load_base(cfg), cfg)
         gauge.follow(model)
-        rows = synthetic_rows(cfg, tokenizer, request.most_rows * request.micro_batches)
-        setup, schedule = make_setup(cfg, folder, len(rows)), ProbeSchedule(cfg, request, gauge)
+        rows = synthetic_rows(cfg, tokenizer, count=request.most_rows * request.micro_batches)
+        setup, schedule = make_setup(cfg, folder, n_rows=len(rows)), ProbeSchedule(cfg, request, gauge=gauge)
         nothing_kept = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
         trainer = sft.build_trainer(
             TrainerParts(
@@ -128,7 +128,7 @@ def _probe_config(cfg: RunConfig, request: Request) -> RunConfig:
     return cfg.with_values({**sizes, **quiet, "train.dataloader_num_workers": 0}, "probe")
 
 
-def synthetic_rows(cfg: RunConfig, tokenizer: Any, count: int) -> Dataset:
+def synthetic_rows(cfg: RunConfig, tokenizer: Any, *, count: int) -> Dataset:
     """Rows of `max_seq_len` ordinary tokens that all have a label: the largest rows that a run can have."""
     rng, special = random.Random(0), set(tokenizer.all_special_ids)
     # Ids with a meaning of their own in the model, such as the place of an image, are among the special ones.
@@ -143,7 +143,7 @@ class ProbeSchedule(Observer):
     It is also the micro-batcher of the trainer's windows: a step has only as many micro-batches as the request wants.
     """
 
-    def __init__(self, cfg: RunConfig, request: Request, gauge: MemoryGauge) -> None:
+    def __init__(self, cfg: RunConfig, request: Request, *, gauge: MemoryGauge) -> None:
         self.points: list[Point] = []
         self.rows = request.rows[0]
         self._cfg, self._request, self._gauge = cfg, request, gauge

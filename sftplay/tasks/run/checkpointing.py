@@ -54,7 +54,7 @@ class MarkComplete(Observer):
         control.should_log = control.should_log or control.should_save
         if control.should_save and log.is_main():
             checkpoints = self.folder.checkpoints
-            demand_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], more["optimizer"]))
+            demand_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -78,9 +78,9 @@ class MarkComplete(Observer):
             return
         mark_complete(checkpoint, self.facts | {"counters": self.metrics.seen})
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-        rotate(self.folder.checkpoints, self.limit, best)
+        rotate(self.folder.checkpoints, self.limit, best=best)
         self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
-        print_progress(state, state.save_steps, f"checkpoint at step {state.global_step}")
+        print_progress(state, state.save_steps, text=f"checkpoint at step {state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")
@@ -88,7 +88,7 @@ class MarkComplete(Observer):
             self.folder.update_status(step=state.global_step, **self.metrics.seen)
 
 
-def choose_checkpoint(cfg: RunConfig, folder: RunFolder, facts: dict[str, Any]) -> Path | None:
+def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any]) -> Path | None:
     """The checkpoint that `train.resume` asks for; None to start from the beginning.
 
     `facts` are those of this run, which `MarkComplete` would write.

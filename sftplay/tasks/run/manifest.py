@@ -13,7 +13,7 @@ from sftplay.tasks.run.setup import RunSetup
 from sftplay.tasks.run.task import Rows
 
 
-def write_manifest(setup: RunSetup, rows: Rows, parameters: dict[str, Any]) -> None:
+def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any]) -> None:
     """Record versions, machine, code, data, template, seed, sizing and what trains."""
     setup.folder.write_json(
         "manifest.json",

@@ -62,7 +62,7 @@ class Preflight(Observer):
         ranks = gather_objects(self._describe())
         if log.is_main():
             self.folder.update_status(ranks=[{k: v for k, v in r.items() if k not in NOT_IN_STATUS} for r in ranks])
-        problems = find_problems(ranks, self.cfg, log.world_size())
+        problems = find_problems(ranks, self.cfg, world_size=log.world_size())
         if problems:
             raise RunError("; ".join(problems), where="preflight", fix="launch with `make train`, which sets all this")
         planned = self.folder.read_json("plan.json")
@@ -115,7 +115,7 @@ def find_other_sizes(planned: dict[str, Any], real: dict[str, int]) -> list[str]
     ]
 
 
-def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, world_size: int) -> list[str]:
+def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: int) -> list[str]:
     """What differs between the ranks, or between the ranks and the plan; empty when nothing does."""
     problems = []
     for n, rank in enumerate(ranks):

@@ -32,7 +32,7 @@ FEW_STEPS = 50
 """Below this a run hardly leaves its warm-up."""
 
 
-def run_task(task: Task, cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) -> Outcome:
+def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     """Prepare, measure before, train, save the adapter or model in the run folder, measure after.
 
     Raises:
@@ -50,19 +50,19 @@ def run_task(task: Task, cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) 
         own_base = stored_base(cfg, folder.path)
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
-        task.report_rows(rows, tokenizer, folder)
+        task.report_rows(rows, tokenizer, folder=folder)
     fingerprint = fingerprint_of(cfg, rows)
     set_seed(cfg.seed)
     model = load_start(cfg, source=own_base)
-    measure_before(task, model, rows, cfg=cfg, folder=folder)
+    measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
     model = make_trainable(model, cfg)
     wait_for_nodes(folder)
-    setup = make_setup(cfg, folder, len(rows.train))
-    train_run = TrainRun(setup, model, stop, fingerprint=fingerprint)
+    setup = make_setup(cfg, folder, n_rows=len(rows.train))
+    train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint)
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
     if log.is_main():
         parameters = describe_parameters(trainer.model)
-        write_manifest(setup, rows, parameters)
+        write_manifest(setup, rows, parameters=parameters)
         announce(train_run, parameters)
     outcome = train_run.train(trainer)
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
@@ -70,10 +70,14 @@ def run_task(task: Task, cfg: RunConfig, folder: RunFolder, stop: StopOnSignal) 
     if outcome.stop_signal == 0 and log.is_main():
         if own_base:
             cfg = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged")
-        result = save_result(trainer.model, tokenizer, cfg, folder, base=locate(cfg.model.name), weights=weights)
+        result = save_result(
+            trainer.model, tokenizer, cfg=cfg, folder=folder, base=locate(cfg.model.name), weights=weights
+        )
         log.say(f"result: {result}")
         if cfg.eval.after:
-            task.measure(whole_model(trainer, setup.cfg, folder), rows, setup.cfg, folder.eval / "after.json")
+            task.measure(
+                whole_model(trainer, setup.cfg, folder=folder), rows, cfg=setup.cfg, path=folder.eval / "after.json"
+            )
     return outcome
 
 
@@ -95,13 +99,13 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
         )
 
 
-def measure_before(task: Task, model: Any, rows: Rows, *, cfg: RunConfig, folder: RunFolder) -> None:
+def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder: RunFolder) -> None:
     """Measure the untrained model on the main rank, once a run; the other ranks wait."""
     path = folder.eval / "before.json"
     if not cfg.eval.before or path.exists():
         return
     if log.is_main():
-        task.measure(model, rows, cfg, path)
+        task.measure(model, rows, cfg=cfg, path=path)
     else:
         wait_for_main(path, folder)
 
@@ -115,7 +119,7 @@ def make_trainable(model: Any, cfg: RunConfig) -> Any:
     return model
 
 
-def whole_model(trainer: Any, cfg: RunConfig, folder: RunFolder) -> Any:
+def whole_model(trainer: Any, cfg: RunConfig, *, folder: RunFolder) -> Any:
     """The tuned model with all its weights on this rank: a rank that holds a shard cannot answer by itself."""
     if not has_sharded_weights(trainer):
         return trainer.model

@@ -45,9 +45,9 @@ def leave_process_group() -> None:
 def save_result(
     model: Any,
     tokenizer: Any,
+    *,
     cfg: RunConfig,
     folder: RunFolder,
-    *,
     base: str,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Path:

@@ -131,11 +131,11 @@ class RunSetup:
         }
 
 
-def make_setup(cfg: RunConfig, folder: RunFolder, n_rows: int) -> RunSetup:
+def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int) -> RunSetup:
     """The set-up of a run over `n_rows` rows."""
     train, batch = cfg.train, cfg.train.effective_batch_size
-    steps = train.max_steps or steps_for(n_rows, train.epochs, batch)
-    order = training_order(n_rows, steps * batch, cfg.seed)
+    steps = train.max_steps or steps_for(n_rows, train.epochs, effective_batch=batch)
+    order = training_order(n_rows, steps * batch, seed=cfg.seed)
     return RunSetup(
         cfg=cfg,
         folder=folder,

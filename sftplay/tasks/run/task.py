@@ -57,10 +57,10 @@ class Task(Protocol):
     def load_rows(self, cfg: RunConfig, tokenizer: Any) -> Rows:
         """The data as rows. Several ranks may call it at once; DataError where no row can be trained on."""
 
-    def report_rows(self, rows: Rows, tokenizer: Any, folder: RunFolder) -> None:
+    def report_rows(self, rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
         """Show the user what is learned; on the main rank, beside data_report.json."""
 
-    def measure(self, model: Any, rows: Rows, cfg: RunConfig, path: Path) -> None:
+    def measure(self, model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
         """Measure `model` on the held-out rows and write `path` (eval/before.json or after.json); on the main rank."""
 
     def build_trainer(self, parts: TrainerParts) -> Any:

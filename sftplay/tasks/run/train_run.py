@@ -64,7 +64,7 @@ class TrainRun:
     """
 
     def __init__(
-        self, setup: RunSetup, model: Any, stop: StopOnSignal, *, fingerprint: dict[str, Any] | None = None
+        self, setup: RunSetup, model: Any, *, stop: StopOnSignal, fingerprint: dict[str, Any] | None = None
     ) -> None:
         self.setup, self.cfg, self.folder, self.stop, self.model = setup, setup.cfg, setup.folder, stop, model
         known = fingerprint or {}
@@ -74,7 +74,7 @@ class TrainRun:
             "config_sha256": setup.config_sha256,
             "world_size": setup.world_size,
         }
-        self.checkpoint = choose_checkpoint(self.cfg, self.folder, facts)
+        self.checkpoint = choose_checkpoint(self.cfg, self.folder, facts=facts)
         self.from_step = step_of(self.checkpoint) if self.checkpoint else 0
         self.metrics = MetricsWriter(
             self.folder.metrics,
@@ -110,7 +110,7 @@ class TrainRun:
             *([StopWithoutProgress(early_stopping_patience=patience)] if patience else []),
             WarnOfFullDisk(checkpoints, train.save_total_limit),
             *([StopInTime(deadline, self.stop)] if deadline else []),
-            *([ProfileSteps(train.profile, self.folder.path / "profile", self.heartbeat)] if steps else []),
+            *([ProfileSteps(train.profile, self.folder.path / "profile", heartbeat=self.heartbeat)] if steps else []),
         ]
 
     def trainer_parts(self, tokenizer: Any, rows: Rows) -> TrainerParts:

@@ -63,7 +63,7 @@ class MicroBatcher:
         lengths = window["attention_mask"].sum(1)
         order = torch.argsort(lengths, descending=True, stable=True)
         if self.packs:
-            yield from self._cut_packed(window, lengths.tolist(), order.tolist())
+            yield from self._cut_packed(window, lengths.tolist(), order=order.tolist())
             return
         start = 0
         while start < len(order):
@@ -92,14 +92,14 @@ class MicroBatcher:
         return max(1, self.budget_tokens // max(1, width))
 
     def _cut_packed(
-        self, window: dict[str, Tensor], lengths: list[int], order: list[int]
+        self, window: dict[str, Tensor], lengths: list[int], *, order: list[int]
     ) -> Iterator[dict[str, Tensor]]:
-        bins = first_fit(lengths, order, self.max_tokens)
+        bins = first_fit(lengths, order, room=self.max_tokens)
         for start in range(0, len(bins), self.micro_batch):
-            yield _join(window, lengths, bins[start : start + self.micro_batch])
+            yield _join(window, lengths, groups=bins[start : start + self.micro_batch])
 
 
-def first_fit(lengths: Sequence[int], order: Sequence[int], room: int) -> list[list[int]]:
+def first_fit(lengths: Sequence[int], order: Sequence[int], *, room: int) -> list[list[int]]:
     """Rows in groups of at most `room` tokens; each row goes into the first group with room for it.
 
     With `order` by falling length this is first-fit decreasing, which needs at most 11/9 of the fewest groups and a few
@@ -118,7 +118,7 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], room: int) -> list[l
     return groups
 
 
-def _join(window: dict[str, Tensor], lengths: list[int], groups: list[list[int]]) -> dict[str, Tensor]:
+def _join(window: dict[str, Tensor], lengths: list[int], *, groups: list[list[int]]) -> dict[str, Tensor]:
     width = max(sum(lengths[row] for row in group) for group in groups)
     ids = window["input_ids"].new_zeros((len(groups), width))
     labels = torch.full_like(ids, IGNORE_INDEX)

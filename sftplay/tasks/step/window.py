@@ -104,7 +104,7 @@ class Window(Base):
         """
         self._count(inputs)
         if self.micro_batcher is None:
-            return self._accumulate(model, inputs, num_items_in_batch)
+            return self._accumulate(model, inputs, n_items=num_items_in_batch)
         self.last_windows = [inputs]
         replay, padded_tokens = self.replay, self.counts.padded_tokens
         start = RandomState() if replay else None
@@ -112,7 +112,7 @@ class Window(Base):
             micro_batches = list(self.micro_batcher.cut(inputs))
             sends = self._sends_in_backward()
             alone = micro_batches[:-1] if sends else micro_batches
-            total, shortage = self._attempt(model, alone, num_items_in_batch)
+            total, shortage = self._attempt(model, alone, n_items=num_items_in_batch)
             if not replay or not start:
                 break
             shortages = self._agreement.all_shortages(shortage, self.heartbeat)
@@ -125,7 +125,7 @@ class Window(Base):
                 self.micro_batcher, shortages, step=self.state.global_step + 1, window_rows=len(inputs["row"])
             )
         if sends:
-            total = total + self._run_micro_batch(model, micro_batches[-1], num_items_in_batch)
+            total = total + self._run_micro_batch(model, micro_batches[-1], n_items=num_items_in_batch)
         elif replay and replay.sends_afterwards:
             with self.heartbeat.within("communication"):
                 average_gradients(model)
@@ -161,7 +161,7 @@ class Window(Base):
             for n, width in enumerate(window["attention_mask"].sum(1).tolist()):
                 row = {key: window[key][n : n + 1, :width] for key in MODEL_INPUTS}
                 with self.compute_loss_context_manager():
-                    loss = self._model_loss(self.model, row, False, 1)
+                    loss = self._model_loss(self.model, row, return_outputs=False, n_items=1)
                 if not torch.isfinite(loss):
                     found.append(int(window["row"][n]))
         self.model.train()
@@ -181,13 +181,15 @@ class Window(Base):
         """
         inputs = {key: value for key, value in inputs.items() if key not in ("row", "_prediction_loss_only")}
         if model.training:
-            return self._model_loss(model, inputs, return_outputs, num_items_in_batch)
-        return self._held_out_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._model_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
+        return self._held_out_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
 
     def _sends_in_backward(self) -> bool:
         return self.accelerator.num_processes > 1 and not (self.replay and self.replay.sends_afterwards)
 
-    def _attempt(self, model: nn.Module, micro_batches: Iterable[Batch], n_items: Any) -> tuple[Any, Shortage | None]:
+    def _attempt(
+        self, model: nn.Module, micro_batches: Iterable[Batch], *, n_items: Any
+    ) -> tuple[Any, Shortage | None]:
         """The sum of the losses, or where memory ran out. No micro-batch sends gradients anywhere.
 
         The error, and what it refers to (the graph), are gone when this returns.
@@ -196,7 +198,7 @@ class Window(Base):
         for micro_batch in micro_batches:
             try:
                 with self.accelerator.no_sync(model):
-                    total = total + self._run_micro_batch(model, micro_batch, n_items)
+                    total = total + self._run_micro_batch(model, micro_batch, n_items=n_items)
             except RuntimeError as error:
                 if not self.replay or not ran_out_of_memory(error):
                     raise
@@ -205,24 +207,24 @@ class Window(Base):
                 return total, Shortage(rows, tokens, self.heartbeat.phase, held_bytes(), reason)
         return total, None
 
-    def _accumulate(self, model: nn.Module, inputs: Batch, n_items: Any) -> Tensor:
+    def _accumulate(self, model: nn.Module, inputs: Batch, *, n_items: Any) -> Tensor:
         """One of the micro-batches that the Trainer accumulates. Ranks communicate in it: it cannot be run again."""
         step = self.state.global_step
         if step != self._accumulated_step:
             self._accumulated_step, self.last_windows, self.last_loss = step, [], 0.0
         self.last_windows.append(inputs)
-        loss = self._run_micro_batch(model, {key: inputs[key] for key in MODEL_INPUTS}, n_items)
+        loss = self._run_micro_batch(model, {key: inputs[key] for key in MODEL_INPUTS}, n_items=n_items)
         self.last_loss = self.last_loss + loss.detach()
         self._count_loss(loss.detach(), n_items)
         return loss
 
-    def _run_micro_batch(self, model: nn.Module, micro_batch: Batch, n_items: Any) -> Tensor:
+    def _run_micro_batch(self, model: nn.Module, micro_batch: Batch, *, n_items: Any) -> Tensor:
         """Forward and backward of one micro-batch."""
         self.counts.padded_tokens += micro_batch["input_ids"].numel()
         self.heartbeat.enter("forward")
         return super().training_step(model, micro_batch, n_items)
 
-    def _model_loss(self, model: nn.Module, inputs: Batch, return_outputs: bool, n_items: Any) -> Any:
+    def _model_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
         # With a cache the attention of packed rows would leak from one into the next.
         inputs = {**inputs, "use_cache": False}
         if self.label_head is not None:
@@ -238,7 +240,7 @@ class Window(Base):
             self.heartbeat.enter("backward")
         return loss
 
-    def _held_out_loss(self, model: nn.Module, inputs: Batch, return_outputs: bool, n_items: Any) -> Any:
+    def _held_out_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
         """As `compute_loss`; when memory runs out, in ever smaller batches. Ranks do not communicate in it."""
         rows = len(inputs["input_ids"])
         if self.held_out_labels_per_row:
@@ -248,7 +250,12 @@ class Window(Base):
 
         def measure(part: slice) -> Any:
             self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
-            return self._model_loss(model, {key: value[part] for key, value in inputs.items()}, return_outputs, n_items)
+            return self._model_loss(
+                model,
+                {key: value[part] for key, value in inputs.items()},
+                return_outputs=return_outputs,
+                n_items=n_items,
+            )
 
         # A mean over rows is no sum over batches, and sharded weights need all ranks at once.
         if n_items is None or self.micro_batcher is None:
