@@ -94,7 +94,7 @@ def _join(rendezvous: Rendezvous, machine: Machine) -> int:
     node = rendezvous.scale.node_rank
     account = folder.logs / log_name(node)
     begins_at = account.stat().st_size if account.exists() else 0
-    code = follow(command, folder, node=node, look_around=watch_nodes(rendezvous, folder))
+    code = follow(command, folder, node=node, check_nodes=watch_nodes(rendezvous, folder))
     lines = account.read_bytes()[begins_at:].decode("utf-8", "replace").splitlines()
     return rendezvous.end(code, find_death(lines))
 

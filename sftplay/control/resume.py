@@ -163,7 +163,7 @@ def processes_of(resume: str, folder: RunFolder) -> int | None:
 
 def free_sizes(cfg: RunConfig, scale: Scale) -> RunConfig:
     """`cfg` without the sizes that were given for another number of processes: first the accumulation is left open,
-    then the rows a piece."""
+    then the rows of a micro-batch."""
     train, share = cfg.train, cfg.train.effective_batch_size // scale.world_size
     given = [size for size in (train.batch_size, train.grad_accum) if isinstance(size, int)]
     made = math.prod(given)

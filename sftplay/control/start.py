@@ -18,7 +18,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import needs_no_hub
 from sftplay.control.model_shape import known_shape
 from sftplay.control.run_report import leave_report
-from sftplay.control.strategy_setup import environment_of, make_ready, with_pieces
+from sftplay.control.strategy_setup import environment_of, make_ready, with_accumulation
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment
@@ -43,8 +43,10 @@ MEETING_PORT = 29511
 def run_workers(
     command: Launch, folder: RunFolder, *, cfg: RunConfig, args: Namespace, rendezvous: Rendezvous | None = None
 ) -> int:
-    """Start the workers; again with smaller pieces where memory has run out for good, and from the last checkpoint
-    where a process has died, `cluster.max_restarts` times; the last exit code.
+    """Start the workers and follow them; the last exit code.
+
+    They start again with smaller micro-batches where memory ran out in a step that cannot run again. They start again
+    from the last checkpoint where a process died, up to `cluster.max_restarts` times.
 
     The parent restarts, not torchrun: that would also start again what has ended with an error of our own or by a stop
     signal, asks nobody where to go on, and starts no single process.
@@ -57,11 +59,11 @@ def run_workers(
     make_ready(cfg, folder, command=command)
     await_ready(rendezvous)
     look = watch_nodes(rendezvous, folder)
-    code, restarts, most = _start(command, folder, look_around=look), 0, cfg.cluster.max_restarts
+    code, restarts, most = _start(command, folder, check_nodes=look), 0, cfg.cluster.max_restarts
     while True:
         if rows := smaller_start(folder, args):
             shrink(folder, rows)
-            command = with_pieces(command, load_config(folder.resolved))
+            command = with_accumulation(command, load_config(folder.resolved))
         elif restarts < most and (cause := cause_of_death(folder)):
             restarts += 1
             folder.add_event(RESTARTED, cause=cause)
@@ -69,16 +71,16 @@ def run_workers(
             go_on(folder)
         else:
             break
-        code = _start(command, folder, look_around=look)
+        code = _start(command, folder, check_nodes=look)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return code
 
 
-def _start(command: Launch, folder: RunFolder, *, look_around: Callable[[], None] | None) -> int:
+def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
-    code = follow(command, folder, look_around=look_around)
+    code = follow(command, folder, check_nodes=check_nodes)
     leave_report(folder)
     return code
 

@@ -17,7 +17,7 @@ PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder: accelerate reads no others."""
 
 USUAL = "zero2"
-PIECES = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
@@ -81,8 +81,8 @@ def make_ready(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int 
     prebuild_deepspeed_ops(has_gpu="DS_ACCELERATOR" not in command.env, offloads=offloads)
 
 
-def with_pieces(command: Launch, cfg: RunConfig) -> Launch:
+def with_accumulation(command: Launch, cfg: RunConfig) -> Launch:
     """The command for the accumulation of `cfg`, which DeepSpeed is told too."""
-    if PIECES not in command.env:
+    if ACCUMULATION not in command.env:
         return command
-    return replace(command, env={**command.env, PIECES: str(cfg.train.grad_accum)})
+    return replace(command, env={**command.env, ACCUMULATION: str(cfg.train.grad_accum)})

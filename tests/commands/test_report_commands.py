@@ -21,7 +21,7 @@ from sftplay.launch.run_folder import RunFolder
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
 
-def work(launch: Launch, folder: RunFolder, *, look_around: Any = None, **how: Any) -> int:
+def work(launch: Launch, folder: RunFolder, *, check_nodes: Any = None, **how: Any) -> int:
     """Stands for the workers and their parent: the run itself, in this process."""
     outcome = train_in(load_config(folder.resolved), folder, **how).outcome
     ended = {"state": "done", "exit_code": 0} if not outcome.stop_signal else {"state": "stopped", "exit_code": 143}
@@ -119,12 +119,12 @@ def test_eval_brings_the_report_up_to_date(config: Path, folder: RunFolder, caps
 def ended(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, *, code: int, state: str) -> int:
     """`_start` with a run that ends at once: its exit code."""
 
-    def follow(launch: Launch, folder: RunFolder, *, look_around: Any) -> int:
+    def follow(launch: Launch, folder: RunFolder, *, check_nodes: Any) -> int:
         folder.update_status(state=state, exit_code=code, step=3)
         return code
 
     monkeypatch.setattr(start, "follow", follow)
-    return start._start(Launch(("python",), {}), folder, look_around=None)
+    return start._start(Launch(("python",), {}), folder, check_nodes=None)
 
 
 @pytest.mark.parametrize(("code", "state"), [(143, "stopped"), (5, "failed"), (1, "failed"), (0, "done")])

@@ -142,7 +142,7 @@ class Deaths:
     def __init__(self, *endings: str | int) -> None:
         self.endings, self.resumes = list(endings), []
 
-    def __call__(self, command: Launch, folder: RunFolder, *, look_around: Any) -> int:
+    def __call__(self, command: Launch, folder: RunFolder, *, check_nodes: Any) -> int:
         self.resumes.append(load_config(folder.resolved).train.resume)
         ending = self.endings.pop(0)
         code, error = (5, Death(ending).as_json()) if isinstance(ending, str) else (ending, None)

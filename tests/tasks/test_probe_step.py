@@ -161,7 +161,7 @@ def test_a_gpus_peaks_are_kept_by_phase_and_what_it_reserved_over_all_of_them(mo
     # held at the start of each: 0, 1, 1, 1, 2
     assert gauge.take() == {"head": 8, "layer": 3, "step": 5}
     assert gauge.reserved_bytes() == 2 * 8
-    gauge.settle()
+    gauge.release_cached()
     assert (gauge.take(), gauge.reserved_bytes()) == ({}, 2 * 5)
 
 

@@ -43,11 +43,11 @@ class NodeLost(RunError):
     """Another node of the run has ended, and the processes here would wait for it."""
 
 
-def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Callable[[], None] | None = None) -> int:
+def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Callable[[], None] | None = None) -> int:
     """Run the launch to its end; the exit code of docs/interfaces.md, whatever the launcher made of it.
 
     A run that stands still is ended, as `train.stall_timeout` in the folder's resolved config says. How it ended is
-    settled on node 0 only; elsewhere the launcher's code comes back, or the one of a stop signal. `look_around` is
+    settled on node 0 only; elsewhere the launcher's code comes back, or the one of a stop signal. `check_nodes` is
     called every half second and may raise NodeLost.
     """
     console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
@@ -63,7 +63,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, look_around: Cal
         lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=_read, args=(process, lines), daemon=True).start()
         try:
-            looks = [watchdog.look, *([look_around] if look_around else [])]
+            looks = [watchdog.look, *([check_nodes] if check_nodes else [])]
             unmarked = _show(lines, console, log=folder.logs / log_name(node), looks=looks)
         except (Stall, NodeLost) as why:
             return _end_launch(why, watchdog, process=process, console=console)

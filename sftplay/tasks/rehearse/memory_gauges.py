@@ -46,11 +46,11 @@ class MemoryGauge(ABC):
     def wait(self) -> None:  # noqa: B027
         """Return when the device has done all it was told to."""
 
-    def settle(self) -> None:  # noqa: B027
+    def release_cached(self) -> None:  # noqa: B027
         """Give back what is only cached."""
 
     def reserved_bytes(self) -> int | None:
-        """The most the allocator has held since `settle`; None without one."""
+        """The most the allocator has held since `release_cached`; None without one."""
         return None
 
     def device(self) -> dict[str, int] | None:
@@ -87,7 +87,7 @@ class CudaGauge(MemoryGauge):
     def wait(self) -> None:
         torch.cuda.synchronize()
 
-    def settle(self) -> None:
+    def release_cached(self) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self._reserved = 0

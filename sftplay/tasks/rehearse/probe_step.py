@@ -193,7 +193,7 @@ class ProbeSchedule(Observer):
         tokens = self.rows * self._cfg.model.max_seq_len
         peaks, fastest = self._gauge.take(), min(self._seconds)
         self.points.append(Point(self.rows, tokens, peaks, self._gauge.reserved_bytes(), fastest))
-        self._gauge.settle()
+        self._gauge.release_cached()
         self._is_warm, self._seconds = False, []
 
     def _go_on(self) -> bool:
