@@ -177,7 +177,7 @@ def builtin_tiny() -> Path:
 @pytest.fixture(scope="session")
 def deepspeed_operators(shared_folder: Path) -> None:
     """What DeepSpeed compiles for minutes on a fresh clone is there, before a run that has a time limit needs it."""
-    from sftplay.control.deepspeed_ops import prebuild_deepspeed_ops
+    from sftplay.control.strategy_setup import prebuild_deepspeed_ops
 
     build_once(shared_folder / "deepspeed", lambda _: prebuild_deepspeed_ops(has_gpu=False, offloads=False))
 

@@ -1,4 +1,4 @@
-"""How every verb that uses a finished run opens it."""
+"""What commands share that use a run after its end: opening it, its chat template, its report."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
+from sftplay.launch.supervise.console import Screen
 from sftplay.model.source import is_local
 
 
@@ -73,3 +74,17 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
         log.say(f"warning: the chat template in {folder.result} is not the one this run was trained with:", "use")
         log.say(f"its sha256 is {stored}, the run's was {trained}; it is used as it stands", "use")
     return template
+
+
+def leave_report(folder: RunFolder) -> None:
+    """Write report.html after a run or a measurement and say where; where it fails, only say so.
+
+    What the page is about has ended already: nothing that goes wrong here may change its outcome.
+    """
+    try:
+        from sftplay.deliver.report.report import write_report
+
+        text = f"report: {write_report(folder)}"
+    except Exception as error:  # noqa: BLE001 - see above
+        text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
+    Screen()(f"[report] {text}\n")  # nor may a reader that has left change it

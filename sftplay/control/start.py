@@ -15,9 +15,9 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules.general import notes
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
+from sftplay.control.finished_run import leave_report
 from sftplay.control.inputs import needs_no_hub
 from sftplay.control.model_shape import known_shape
-from sftplay.control.run_report import leave_report
 from sftplay.control.strategy_setup import environment_of, make_ready, with_accumulation
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale, build_launch

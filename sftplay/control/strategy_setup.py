@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
+from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.deepspeed_ops import prebuild_deepspeed_ops
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.command.deepspeed_json import read_deepspeed, wishes_of, write_plain
-from sftplay.launch.command.strategy import ZERO_STAGES, strategy_environment
+from sftplay.launch.command.strategy import ZERO_STAGES, build_environment, strategy_environment
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.doctor.system import look_at_builds
 
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder: accelerate reads no others."""
 
 USUAL = "zero2"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+OPERATORS = {"ShareMemCommBuilder": "deepspeed_shm_comm", "CPUAdamBuilder": "cpu_adam"}
+"""DeepSpeed's builder -> the folder and library it makes."""
+
+_BUILD = """
+import sys
+from deepspeed.accelerator import get_accelerator
+for name in sys.argv[1:]:
+    get_accelerator().create_op_builder(name).load()
+"""
 
 
 def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
@@ -86,3 +102,36 @@ def with_accumulation(command: Launch, cfg: RunConfig) -> Launch:
     if ACCUMULATION not in command.env:
         return command
     return replace(command, env={**command.env, ACCUMULATION: str(cfg.train.grad_accum)})
+
+
+def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
+    """Build DeepSpeed's operators once, with a line on the screen. Without it all workers build them at their start.
+
+    A CPU needs the one for communication between processes. `offloads` adds the optimizer that runs on the host.
+
+    Raises:
+        MachineError: DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
+    """
+    wanted = [*(() if has_gpu else ("ShareMemCommBuilder",)), *(("CPUAdamBuilder",) if offloads else ())]
+    if find_spec("deepspeed") is None:
+        raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")
+    for finding in look_at_builds():
+        if finding.level == "warn":
+            raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
+    env = build_environment(has_gpu=has_gpu)
+    folder = Path(env["TORCH_EXTENSIONS_DIR"])
+    missing = [name for name in wanted if not (folder / OPERATORS[name] / f"{OPERATORS[name]}.so").exists()]
+    if not missing:
+        return
+    names = " and ".join("CPU communication" if name == "ShareMemCommBuilder" else "CPU optimizer" for name in missing)
+    log.say(f"building DeepSpeed's {names}, about 2 min each, once", "deepspeed")
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD, *missing], env=os.environ | env, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        problem = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no reason given")
+        fix = "apt install g++ (Debian, Ubuntu), or cluster.strategy: ddp"
+        raise MachineError(f"its operators cannot be built: {problem}", where="deepspeed", fix=fix)
+    log.say(f"built in {time.monotonic() - started:.0f} s, kept in {folder}", "deepspeed")

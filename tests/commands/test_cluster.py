@@ -14,7 +14,7 @@ import pytest
 
 from sftplay.cli import main
 from sftplay.commands.scale import cluster
-from sftplay.control import deepspeed_ops
+from sftplay.control import strategy_setup
 from sftplay.errors import MachineError
 from sftplay.launch.command.accelerate_yaml import accelerate_text
 from sftplay.machine.doctor.system import look_at_builds
@@ -157,28 +157,28 @@ def builds(tmp_path, monkeypatch):
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(deepspeed_ops.subprocess, "run", run)
-    monkeypatch.setattr(deepspeed_ops, "find_spec", lambda name: object())
+    monkeypatch.setattr(strategy_setup.subprocess, "run", run)
+    monkeypatch.setattr(strategy_setup, "find_spec", lambda name: object())
     return started
 
 
 def test_a_build_is_announced_and_happens_once(builds, tmp_path, capsys):
-    deepspeed_ops.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+    strategy_setup.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
     assert re.search("building DeepSpeed's CPU communication, about 2 min", capsys.readouterr().out)
     ((names, env),) = builds
     assert names == ["ShareMemCommBuilder"]
     assert env["DS_ACCELERATOR"] == "cpu"
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm/deepspeed_shm_comm.so").touch()
-    deepspeed_ops.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+    strategy_setup.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
     assert len(builds) == 1
     assert capsys.readouterr().out == ""
 
 
 def test_on_a_gpu_only_the_host_optimizer_is_built(builds):
-    deepspeed_ops.prebuild_deepspeed_ops(has_gpu=True, offloads=False)
+    strategy_setup.prebuild_deepspeed_ops(has_gpu=True, offloads=False)
     assert builds == []
-    deepspeed_ops.prebuild_deepspeed_ops(has_gpu=True, offloads=True)
+    strategy_setup.prebuild_deepspeed_ops(has_gpu=True, offloads=True)
     assert builds[0][0] == ["CPUAdamBuilder"]
 
 
@@ -186,20 +186,20 @@ def test_a_run_does_not_wait_for_a_build_that_was_killed(builds, tmp_path):
     (tmp_path / "op").mkdir()
     (tmp_path / "op" / "lock").touch()
     with pytest.raises(MachineError, match="was killed"):
-        deepspeed_ops.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+        strategy_setup.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
 
 
 def test_a_build_that_fails_says_why(builds, monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="x.cpp:3: fatal error: no header\nRuntimeError: Error building\n")
-    monkeypatch.setattr(deepspeed_ops.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(strategy_setup.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(MachineError, match="no header"):
-        deepspeed_ops.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+        strategy_setup.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
 
 
 def test_deepspeed_that_is_not_installed_is_named_before_the_launch(monkeypatch):
-    monkeypatch.setattr(deepspeed_ops, "find_spec", lambda name: None)
+    monkeypatch.setattr(strategy_setup, "find_spec", lambda name: None)
     with pytest.raises(MachineError, match="not installed"):
-        deepspeed_ops.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
+        strategy_setup.prebuild_deepspeed_ops(has_gpu=False, offloads=False)
 
 
 def test_the_builders_and_what_they_make_are_deepspeeds_own():
@@ -207,4 +207,4 @@ def test_the_builders_and_what_they_make_are_deepspeeds_own():
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
     kinds = (ShareMemCommBuilder, CPUAdamBuilder)
-    assert {kind.__name__: kind.NAME for kind in kinds} == deepspeed_ops.OPERATORS
+    assert {kind.__name__: kind.NAME for kind in kinds} == strategy_setup.OPERATORS

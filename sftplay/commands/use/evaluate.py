@@ -10,8 +10,7 @@ from typing import Any, get_args
 from sftplay import log
 from sftplay.config.schema.data import Metric
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.finished_run import open_run, prepare_environment, stored_template
-from sftplay.control.run_report import leave_report
+from sftplay.control.finished_run import leave_report, open_run, prepare_environment, stored_template
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 
