@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sftplay.cli import main
-from sftplay.commands.scale import comm_check
+from sftplay.control import comm_check
 from sftplay.errors import RunError
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.machine.probe import Gpu, Machine
@@ -92,7 +92,7 @@ def test_what_the_ranks_of_a_failed_check_said_is_kept_and_named(tmp_path: Path,
                 fake(f"print({said!r}); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=30.0
             )
         assert kept.read_text() == f"{said}\n"
-        assert f"what they said is in {kept}" in caught.value.what
+        assert f"the output is in {kept}" in caught.value.what
     with pytest.raises(RunError, match="said"):
         comm_check.run_check(
             fake("print('of node 3', end=''); raise SystemExit(5)"), tmp_path / "check", scale=FOURTH, limit_s=30.0
@@ -244,7 +244,9 @@ def test_a_config_names_the_ways_that_are_checked(
 def test_values_without_a_config_to_set_them_in_are_refused(
     more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(comm_check, "run_check", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "sftplay.commands.scale.comm_check.run_check", lambda *_, **__: pytest.fail("ranks were started")
+    )
     assert main(["comm-check", "--nproc", "2", "--json", "cluster.nccl.socket_ifname=nope", *more]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["where"] == "command line"

@@ -1,6 +1,6 @@
 """One rank of a check of the communication: all-reduces of growing sizes over the group a run would use.
 
-`commands.scale.comm_check` starts the launcher that starts it, and reads what it leaves. It knows nothing of a run.
+`control.comm_check` starts the launcher that starts it, and reads what it leaves. It knows nothing of a run.
 """
 
 from __future__ import annotations
