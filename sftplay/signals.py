@@ -1,4 +1,4 @@
-"""When a process ends: with its parent, so that a killed launcher leaves no process behind, and at a stop signal."""
+"""Ends a process at a stop signal, and together with its parent: a killed launcher leaves no process behind."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ Handler = Callable[[int, Any], None]
 
 
 class Stopped(BaseException):
-    """A stop signal came while there was no step to finish. No `Exception`: no library may take it for its own."""
+    """A stop signal came outside a step. It is no `Exception`, so that no library catches it as one of its own."""
 
 
 class StopAtOnce:
-    """Answers a stop signal by raising `Stopped`; for the time before a run's first step and behind its last."""
+    """Raises `Stopped` at a stop signal. It is used before a run's first step and after its last."""
 
     def __init__(self) -> None:
         self.received = 0
-        """The signal that came, 0 for none; it stays here where foreign code has swallowed the exception."""
+        """The signal that came, 0 for none. It is kept for the case that a library swallows the exception."""
 
     def install(self) -> None:
-        """Take over the stop signals of this process."""
+        """Handle the stop signals of this process."""
         catch_signals(self._on_signal)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self.received = number
-        for each in STOP_SIGNALS:  # another one ends the process where it stands
+        for each in STOP_SIGNALS:  # a second signal ends the process at once
             signal.signal(each, signal.SIG_DFL)
         raise Stopped(signal.Signals(number).name)
 
 
 def catch_signals(handler: Handler) -> dict[int, Any]:
-    """Let `handler` answer the stop signals; what answered before. A hang-up that nohup switched off stays so."""
+    """Install `handler` for the stop signals; the previous handlers. A hang-up that nohup ignores stays ignored."""
     wanted = [each for each in STOP_SIGNALS if not (each == signal.SIGHUP and signal.getsignal(each) == signal.SIG_IGN)]
     return {each: signal.signal(each, handler) for each in wanted}
 
@@ -51,7 +51,7 @@ def catch_signals(handler: Handler) -> dict[int, Any]:
 def die_with_parent(parent: int | None = None) -> None:
     """Ask Linux to kill this process when its parent dies; elsewhere nothing happens.
 
-    `parent` is the parent's pid, None when it cannot have died before this call.
+    `parent` is the parent's pid. None means that the parent cannot have died before this call.
 
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
@@ -59,8 +59,15 @@ def die_with_parent(parent: int | None = None) -> None:
         return
     parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request took effect
+    if os.getppid() != parent:  # the parent died before the request took effect
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TiedPopen(subprocess.Popen[Any]):
+    """A process that Linux kills when this one dies."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "preexec_fn": partial(die_with_parent, os.getpid())})
 
 
 def popen_tied(
@@ -68,10 +75,10 @@ def popen_tied(
 ) -> subprocess.Popen[bytes]:
     """Start a process that Linux kills when this one dies. `env` is added to this process's environment.
 
-    Its standard output and error both go to `output`. It has a session of its own, so that a terminal's Ctrl-C reaches
-    this process only, and no input.
+    Its standard output and error both go to `output`; it has no input. It has a session of its own: a terminal's Ctrl-C
+    reaches this process only.
     """
-    return subprocess.Popen(
+    return TiedPopen(
         argv, env={**os.environ, **(env or {})}, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,
-        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
+        stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
