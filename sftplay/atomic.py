@@ -26,7 +26,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             os.fsync(handle.fileno())
         scratch.replace(path)
     finally:
-        with suppress(OSError):  # where it could not be made, there is nothing to remove
+        with suppress(OSError):  # there is nothing to remove where it could not be made
             scratch.unlink()
 
 
@@ -46,11 +46,11 @@ def write_bytes(path: Path, content: bytes) -> None:
 def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """An empty scratch folder to fill. It becomes `path` when the block ends, and is removed when the block raises.
 
-    What a killed process left there is removed first: of several processes only the one that holds a lock may be here.
-    With `replaces` an older `path` stays until the new one is complete.
+    The scratch folder of a killed process is removed first. Therefore the caller must hold a lock where several
+    processes may come. With `replaces` an older `path` stays until the new one is complete.
 
     Raises:
-        OSError: there is something at `path` already, and not `replaces`.
+        OSError: `path` exists, and `replaces` is False.
     """
     scratch, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -68,10 +68,10 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, *, waits: bool = True) -> Iterator[None]:
-    """Hold the file `path`, made where it is missing, or the folder `path`. The system releases it when we die.
+    """Hold a lock on the folder or file `path`; a missing file is made. The system releases it when the process dies.
 
     Raises:
-        BlockingIOError: another process holds it, and not `waits`.
+        BlockingIOError: another process holds it, and `waits` is False.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT | os.O_APPEND
     handle = os.open(path, flags, 0o666)
@@ -100,5 +100,5 @@ def check_new_file(path: Path) -> None:
         raise ConfigError("exists already", where=str(path), fix="choose another file with OUT=, or remove that one")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        what = f"cannot be written: {above} is {'not writable' if above.is_dir() else 'a file'}"
-        raise ConfigError(what, where=str(path), fix="choose another file with OUT=")
+        problem = f"cannot be written: {above} is {'not writable' if above.is_dir() else 'a file'}"
+        raise ConfigError(problem, where=str(path), fix="choose another file with OUT=")

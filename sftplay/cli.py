@@ -1,6 +1,6 @@
 """The command line: parser, verb table, and the only place that turns errors into exit codes.
 
-Verbs import what they need when they run, so that help and refusals are instant.
+A verb's module is imported only when the verb runs, so that help and refusals are instant.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ BUG = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code that docs/interfaces.md promises."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in split(words)[0]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in split(arguments)[0]
     if as_json:
         os.environ[log.JSON] = "1"
     _print_anything()
     try:
-        args = parse(words)
+        args = parse(arguments)
         module, function, _ = VERBS[args.verb]
-        code: int = getattr(import_module(module), function)(args)
-        sys.stdout.flush()  # here a reader that has left is noticed in time
-        return code
+        exit_code: int = getattr(import_module(module), function)(args)
+        sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
+        return exit_code
     except SftplayError as error:
         return _report(error, as_json)
     except BrokenPipeError:
@@ -107,45 +107,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_anything() -> None:
-    """Rows are shown as they are, also where the terminal's encoding has no word for a character of theirs."""
+    """Print a character that the terminal's encoding lacks as its escape, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of the kit, and those behind the first `--`, which are the launcher's."""
-    end = words.index("--") if "--" in words else len(words)
-    return list(words[:end]), list(words[end + 1 :])
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the kit, and those after the first `--`, which are the launcher's."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:end]), list(arguments[end + 1 :])
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Parsed arguments; `args.overrides` holds the `a.b=c` words, also those written `--a.b=c`, `args.launcher_args`
-    what stands behind `--`.
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The parsed arguments.
+
+    `args.overrides` holds the config values `a.b=c`, also those written `--a.b=c`. `args.launcher_args` holds what
+    follows `--`.
 
     Raises:
-        ConfigError: no such verb or flag, with the nearest name; a verb that needs a config got none, or one that
-            starts no launcher got words for it.
+        ConfigError: the verb or flag is unknown (the error has the nearest name); a verb that needs a config got none;
+            a verb without a launcher got arguments for one.
     """
-    words, launcher_args = split(words)
-    words = words or ["--help"]
-    verb = words[0]
+    own, launcher_args = split(arguments)
+    own = own or ["--help"]
+    verb = own[0]
     if not verb.startswith("-") and verb not in VERBS:
         near = nearest_names(verb, VERBS)
         fix = f"did you mean {near[0]!r}?" if near else "see `make help`"
         raise ConfigError(f"no verb called {verb!r}", where="command line", fix=fix, nearest=near)
-    # Overrides are no arguments of argparse, which would lose their order: of two for one key the later one counts.
-    args, rest = _parser().parse_known_args(words)
-    for word in rest:
-        key = word.partition("=")[0]
-        is_flag = word.startswith("--") and "." not in key and nearest_names(key, _known_flags(args.verb), cutoff=0.8)
-        if "=" not in word or key.strip("-") == "" or is_flag:
-            raise _unknown_word(word, args.verb)
-    args.overrides = [word.removeprefix("--") for word in rest]
+    # Overrides stay outside argparse, which would lose their order: the later of two values for one key counts.
+    args, rest = _parser().parse_known_args(own)
+    for argument in rest:
+        key = argument.partition("=")[0]
+        is_flag = (
+            argument.startswith("--") and "." not in key and nearest_names(key, _known_flags(args.verb), cutoff=0.8)
+        )
+        if "=" not in argument or key.strip("-") == "" or is_flag:
+            raise _unknown_argument(argument, args.verb)
+    args.overrides = [argument.removeprefix("--") for argument in rest]
     args.launcher_args = launcher_args
     if launcher_args and not _launches(verb):
-        what = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
-        raise ConfigError(what, where="--", fix="leave out what stands behind `--`")
+        problem = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
+        raise ConfigError(problem, where="--", fix="leave out what follows `--`")
     if not args.config and args.verb not in WITHOUT_CONFIG:
         fix = f"name the run's YAML: make {args.verb} CONFIG=configs/run_lora.yaml"
         raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)
@@ -162,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (_, _, text) in VERBS.items():
         verb = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
-        verb.usage = f"sftplay {name} [flags] [a.b=c ...]{' [-- words for its launcher]' if _launches(name) else ''}"
+        verb.usage = f"sftplay {name} [flags] [a.b=c ...]{' [-- arguments of its launcher]' if _launches(name) else ''}"
         verb.epilog = "a.b=c sets a config value and goes before the file's"
         verb.add_argument("--config", default="", help="the run's YAML")
         verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
@@ -171,10 +175,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _unknown_word(word: str, verb: str) -> ConfigError:
-    near = nearest_names(word.split("=")[0], _known_flags(verb))
+def _unknown_argument(argument: str, verb: str) -> ConfigError:
+    near = nearest_names(argument.split("=")[0], _known_flags(verb))
     fix = f"did you mean {near[0]!r}?" if near else "write config values as a.b=c"
-    return ConfigError(f"{verb} does not know {word!r}", where="command line", fix=fix, nearest=near)
+    return ConfigError(f"{verb} does not know {argument!r}", where="command line", fix=fix, nearest=near)
 
 
 def _launches(verb: str) -> bool:
@@ -196,5 +200,5 @@ def _report(error: SftplayError, as_json: bool) -> int:
 
 
 def _leave_quietly(code: int) -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has left, as `head` does; not an error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has closed the pipe, as `head` does; not an error
     return code

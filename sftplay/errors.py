@@ -1,6 +1,6 @@
 """The error family and its one message shape: `where: what`, then `fix: one action`.
 
-It decides nothing about printing or exiting; only `cli` turns an error into an exit code.
+It does not print or exit: only `cli` turns an error into an exit code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SftplayError(Exception):
         return f"{head}\n  fix: {self.fix}" if self.fix else head
 
     def as_json(self) -> dict[str, object]:
-        """The object behind `{"error": ...}`."""
+        """The value of "error" in the JSON document."""
         return {"code": self.code, "where": self.where, "what": self.what, "fix": self.fix, "nearest": self.nearest}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -55,7 +55,7 @@ class DataError(SftplayError):
 
 
 class RunError(SftplayError):
-    """The run started and could not go on: disk full, a parity check failed, ranks disagree."""
+    """The run started and could not continue: the disk is full, a parity check failed, ranks disagree."""
 
     exit_code = 5
     code = "run"
@@ -80,9 +80,9 @@ class ConfigErrors(ConfigError):
 
 
 def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
-    """Up to three known names that `name` may have been meant to be, best first.
+    """Up to three known names that are similar to `name`, the most similar first.
 
-    `cutoff` is the least similarity, 0 to 1, as `difflib.SequenceMatcher.ratio` counts it.
+    `cutoff` is the least similarity, 0 to 1. Source: `difflib.SequenceMatcher.ratio`.
     """
     return get_close_matches(name, list(known), n=3, cutoff=cutoff)
 
@@ -93,7 +93,7 @@ def _rebuild(kind: type[SftplayError], parts: tuple[str, str, str, list[str]]) -
 
 
 def error_from_json(content: dict[str, Any]) -> SftplayError:
-    """The error that another process has written by `as_json`."""
+    """The error that another process wrote with `as_json`."""
     kinds: dict[str, type[SftplayError]] = {
         kind.code: kind for kind in (ConfigError, MachineError, DataError, RunError)
     }

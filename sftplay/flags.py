@@ -1,4 +1,4 @@
-"""The flags of each verb, and how their values are read; `cli` makes a parser of them."""
+"""The flags of each verb and the parsers of their values. `cli` builds the argument parser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ ACCELERATE: Flags = {
     "--interactive": {"action": "store_true", "help": "let accelerate ask its own questions"},
 }
 
-
 LAUNCH: Flags = {
     "--dry-run": {"action": "store_true", "help": "print the command, start nothing"},
     "--nproc": {"default": None, "help": "processes on this node; `gpu` means one per GPU"},
@@ -25,7 +24,7 @@ LAUNCH: Flags = {
     "--tb": {"action": "store_true", "help": "start TensorBoard too"},
     "--deepspeed": {"action": "store_true", "help": "share the work by DeepSpeed"},
 }
-"""Of the verbs that launch a run."""
+"""The flags of the verbs that launch a run."""
 
 
 def flags_of(verb: str) -> Flags:

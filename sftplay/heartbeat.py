@@ -1,9 +1,9 @@
-"""A rank's heartbeat: what it is doing, at which step, since when.
+"""A rank's heartbeat: the phase it is in, the optimizer step, and the time when the phase began.
 
-The rank writes it and its parent reads it. On the way it adds up the time that each phase took.
+The rank writes it and its parent reads it. The heartbeat also adds up the time that each phase took.
 
-It lies in a small file that is mapped into memory, so that a beat costs a microsecond and is there whatever happens to
-the process. It judges nothing.
+It is a small file that is mapped into memory: a beat costs a microsecond, and the last beat stays readable whatever
+happens to the process. This module does not judge whether a rank hangs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PHASES = ("idle", "data", "forward", "backward", "communication", "optimizer", "evaluation", "save")
-"""In the order of a step. In `idle`, before the first step and behind the last, nobody is waited for."""
+"""In the order of a step. A rank is `idle` before its first step and after its last; nobody waits for it then."""
 
 _LAYOUT = struct.Struct("=qqqd")
-"""Process id, step, place in PHASES, and the second of the monotonic clock at which the phase began."""
+"""Process id, step, index in PHASES, and the monotonic clock's second at which the phase began."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank was doing when it last said so."""
+    """The last beat of one rank."""
 
     rank: int
     pid: int
@@ -34,7 +34,7 @@ class Beat:
 
     phase: str
     since_s: float
-    """On the clock of `time.monotonic`, which all processes of a machine share."""
+    """When the phase began, on the clock of `time.monotonic`. All processes of a machine share this clock."""
 
 
 class Heartbeat:
@@ -44,7 +44,7 @@ class Heartbeat:
         self.step = 0
         self.phase = "idle"
         self.listener: Callable[[str, int], None] | None = None
-        """Told each phase, with its step, when it begins."""
+        """Called with each phase and its step when the phase begins."""
         self._pid, self._since_s = pid, time.monotonic()
         self._spent_s = dict.fromkeys(PHASES, 0.0)
         self._map: mmap.mmap | None = None
@@ -55,7 +55,7 @@ class Heartbeat:
             self._beat()
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
-        """From here on this is what the rank does."""
+        """Begin a phase, which ends the phase before it."""
         now = time.monotonic()
         self._spent_s[self.phase] += now - self._since_s
         self.phase, self._since_s = phase, now
@@ -67,7 +67,7 @@ class Heartbeat:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """A phase inside another one, to which the rank returns."""
+        """A phase inside another phase. The outer one goes on at the end of the block."""
         outer = self.phase
         self.enter(phase)
         try:
@@ -76,13 +76,13 @@ class Heartbeat:
             self.enter(outer)
 
     def recount(self, seconds: float, phase: str, *, truly: str) -> None:
-        """So much of the time that `phase` took so far was `truly`'s."""
+        """Move `seconds` of the time that was counted for `phase` to the phase `truly`."""
         moved = min(seconds, self._spent_s[phase])
         self._spent_s[phase] -= moved
         self._spent_s[truly] += moved
 
     def take_seconds(self) -> dict[str, float]:
-        """Phase -> seconds since the last call, the present phase's up to now."""
+        """Phase -> seconds since the last call. The present phase counts up to now."""
         self.enter(self.phase)
         taken, self._spent_s = self._spent_s, dict.fromkeys(PHASES, 0.0)
         return taken
@@ -98,11 +98,11 @@ def heartbeat_path(logs: Path, rank: int) -> Path:
 
 
 def read_heartbeats(logs: Path) -> list[Beat]:
-    """The heartbeats of all ranks that have one, in rank order."""
+    """The last beats of all ranks that have a heartbeat, in rank order."""
     beats = []
     for path in logs.glob("rank*.heartbeat"):
         content = path.read_bytes()
         if len(content) == _LAYOUT.size:
-            pid, step, place, since_s = _LAYOUT.unpack(content)
-            beats.append(Beat(int(path.stem.removeprefix("rank")), pid, step, PHASES[place], since_s))
+            pid, step, index, since_s = _LAYOUT.unpack(content)
+            beats.append(Beat(int(path.stem.removeprefix("rank")), pid, step, PHASES[index], since_s))
     return sorted(beats, key=lambda beat: beat.rank)

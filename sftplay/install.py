@@ -1,6 +1,6 @@
-"""Builds `.venv` from the pinned lock, or `.venv-unsloth`, and says beforehand what that costs. Needs Python only.
+"""Builds `.venv` or `.venv-unsloth` from the pinned locks and announces the cost first. It needs Python only.
 
-Run by make with the user's Python, so it must be understood by old versions in order to refuse them.
+make runs it with the user's Python. Old versions must be able to parse it, because it is what refuses them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAST_LINES = 15
 
 @dataclass(frozen=True)
 class Environment:
-    """A folder with its own Python packages: those of the lock, and those of `beside` without what these ask for."""
+    """A folder with its own Python packages: those of the lock, and those of `beside` without their dependencies."""
 
     venv: Path
     beside: Path | None = None
@@ -37,7 +37,7 @@ class Environment:
         return str(self.venv / "bin" / "python")
 
     def is_fresh(self) -> bool:
-        """True when it was finished here, after every lock it is made from was last changed."""
+        """True when it was finished in this folder, and none of its locks has changed since."""
         locks = [LOCK, self.beside] if self.beside else [LOCK]
         if read_stamp(self) != str(Path.cwd()):
             return False
@@ -50,14 +50,14 @@ UNSLOTH = Environment(Path(".venv-unsloth"), Path("requirements-unsloth.lock"))
 
 
 def main(force: bool, wanted: Environment = KIT) -> int:
-    """Make the wanted environment fit its locks; an exit code. With `force` even when the stamp says that it does."""
+    """Make the wanted environment fit its locks; an exit code. With `force`, also when it is fresh already."""
     problem = find_problem(sys.version_info[:2])
     if problem:
         sys.stderr.write(problem + "\n")
         return MACHINE
     here = str(Path.cwd())
     if not force and wanted.is_fresh():
-        os.utime(wanted.stamp, None)  # only this file is newer; make must not ask again
+        os.utime(wanted.stamp, None)  # only this module is newer; make must not call it again
         return 0
     extras = os.environ.get("EXTRAS", "").replace(",", " ").split() if wanted == KIT else []
     problem = find_extra_problem(extras)
@@ -70,7 +70,7 @@ def main(force: bool, wanted: Environment = KIT) -> int:
         steps.append([sys.executable, "-m", "venv", "--clear", str(wanted.venv)])
     steps += list_steps(wanted, extras)
     if wanted.stamp.exists():
-        wanted.stamp.unlink()  # a broken-off install must not look finished
+        wanted.stamp.unlink()  # an interrupted install must not look finished
     for step in steps:
         if run_logged(step):
             sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see {LOG}, then run the command again\n")
@@ -81,14 +81,14 @@ def main(force: bool, wanted: Environment = KIT) -> int:
 
 
 def list_steps(wanted: Environment, extras: list[str]) -> list[list[str]]:
-    """pip's commands, in order: torch by itself, the lock, and what comes beside it."""
+    """pip's commands, in order: torch, the lock, the packages of `beside`, the extras."""
     pip = [wanted.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     index = os.environ.get("TORCH_INDEX", "")
     steps = [[*pip, TORCH, *(["--index-url", index] if index else [])], [*pip, "-r", str(LOCK)]]
     if wanted.beside:
         steps.append([*pip, "--no-deps", "-r", str(wanted.beside)])
     if extras:
-        # torch again: the lock does not hold it, and an extra must not move it.
+        # torch is named again: the lock does not contain it, and an extra must not change its version.
         steps.append([*pip, "-c", str(LOCK), *own_locks(extras), TORCH, *extra_requirements(extras)])
     return steps
 
@@ -103,9 +103,9 @@ def find_extra_problem(extras: list[str]) -> str:
 
 
 def run_logged(argv: list[str]) -> int:
-    """Run a step with all its output in the log, and a sign of life on the screen; its exit code.
+    """Run a step with its output in the log and a sign of life on the screen; its exit code.
 
-    When it fails, the end of what it said is shown.
+    When it fails, the last lines of its output are shown.
     """
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("ab") as handle:
@@ -113,26 +113,26 @@ def run_logged(argv: list[str]) -> int:
         process = subprocess.Popen(argv, stdout=handle, stderr=subprocess.STDOUT)
         while True:
             try:
-                code = process.wait(SIGN_OF_LIFE_S)
+                exit_code = process.wait(SIGN_OF_LIFE_S)
                 break
             except subprocess.TimeoutExpired:
-                what = " ".join(word for word in argv[2:] if not word.startswith("-"))
-                say(f"{what[:60]} ({time.monotonic() - started:.0f} s)")
-    if code:
+                step = " ".join(argument for argument in argv[2:] if not argument.startswith("-"))
+                say(f"{step[:60]} ({time.monotonic() - started:.0f} s)")
+    if exit_code:
         with LOG.open("rb") as handle:
             handle.seek(begins)
             sys.stderr.write("".join(handle.read().decode(errors="replace").splitlines(keepends=True)[-LAST_LINES:]))
-    return code
+    return exit_code
 
 
 def find_problem(version: tuple[int, ...]) -> str:
     """Why this Python cannot be used, with the remedy; empty when it can."""
     if not OLDEST <= tuple(version) <= NEWEST:
-        found = ", ".join(other_pythons()) or "none found on PATH"
+        pythons = ", ".join(other_pythons()) or "none found on PATH"
         this = ".".join(map(str, version))
         return (
             f"install: Python 3.11 to 3.13 is needed, {sys.executable} is {this}\n"
-            f"  fix: make PYTHON=python3.12 ... (found here: {found})"
+            f"  fix: make PYTHON=python3.12 ... (found here: {pythons})"
         )
     try:
         import ensurepip  # noqa: F401
@@ -151,7 +151,7 @@ def other_pythons() -> list[str]:
 
 
 def announce(wanted: Environment = KIT) -> None:
-    """Say size and time before anything is downloaded."""
+    """Print size and duration before anything is downloaded."""
     say(f"building {wanted.venv} from {LOCK}: about 1.5 GB on disk, 2 to 5 minutes on a usual connection")
     has_driver = Path("/proc/driver/nvidia/version").exists()
     if sys.platform.startswith("linux") and not has_driver and not os.environ.get("TORCH_INDEX"):
@@ -166,9 +166,9 @@ def extra_requirements(names: list[str]) -> list[str]:
 
 
 def own_locks(names: list[str]) -> list[str]:
-    """pip's words for the locks of those extras that have one: what the base install would only carry along."""
+    """pip's arguments for the locks of those extras that have one. The base install does without these packages."""
     locks = [LOCK.with_name(f"requirements-{name}.lock") for name in names]
-    return [word for lock in locks if lock.exists() for word in ("-c", str(lock))]
+    return [argument for lock in locks if lock.exists() for argument in ("-c", str(lock))]
 
 
 def known_extras() -> dict[str, list[str]]:
@@ -181,7 +181,7 @@ def known_extras() -> dict[str, list[str]]:
 
 
 def read_stamp(wanted: Environment) -> str:
-    """The folder the environment was finished for, empty when it never was."""
+    """The working folder in which the environment was finished; empty when it never was."""
     try:
         return wanted.stamp.read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""Rank-aware lines of the kit, and the only reader of the launcher's rank variables.
+"""The kit's lines for the user, and the only reader of the launcher's rank variables.
 
-A worker's lines go to its parent through the original standard output, marked; everything libraries print goes to the
-rank's own log file. No logging framework is involved.
+A worker marks its lines and sends them to its parent through the original standard output. The output of libraries goes
+to the rank's own log file. No logging framework is involved.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ LINE = "\x1e"
 """Marks a line the user should see."""
 
 STATUS = "\x1d"
-"""Marks a line that replaces the one before it on a terminal and is thinned out elsewhere."""
+"""Marks a line that replaces the line before it on a terminal. Elsewhere only some of these lines are printed."""
 
 FOLLOWED = "SFTPLAY_FOLLOWED"
-"""Set by the parent for its workers: mark the lines, somebody reads them."""
+"""The parent sets it for its workers, because it reads their lines: they must mark them."""
 
 JSON = "SFTPLAY_JSON"
-"""Set by the command line under --json: standard output belongs to one document, lines go to standard error."""
+"""The command line sets it for --json: standard output carries one document only, lines go to standard error."""
 
 _CONSOLE_FD = 9
-"""Where a worker keeps its original standard output after `redirect`; high enough not to be taken by accident."""
+"""A worker's original standard output after `redirect`. The number is high, so that nothing else uses it."""
 
 
 def rank() -> int:
-    """This process's place among all processes of the run, from 0."""
+    """This process's number among all processes of the run, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """This process's place among those on this node, from 0."""
+    """This process's number among those on this node, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -43,7 +43,7 @@ def world_size() -> int:
 
 
 def local_ranks() -> range:
-    """The ranks of the processes on this node; all of them where no launcher says how many these are."""
+    """The ranks of the processes on this node; all ranks where no launcher set their number."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
     return range(world_size()) if local is None else range(rank() - local_rank(), rank() - local_rank() + int(local))
 
@@ -77,7 +77,7 @@ def status(message: str, tag: str = "train") -> None:
 
 
 def redirect(path: Path) -> None:
-    """From here on send this process's output, of C libraries too, to the file `path`; our lines keep their way."""
+    """Send this process's output, that of C libraries too, to the file `path`. The kit's lines still reach the user."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

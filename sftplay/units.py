@@ -1,4 +1,4 @@
-"""Sizes, counts and durations: printed the same way everywhere, and parsed where a user types them."""
+"""Prints sizes, counts and durations in one way, and parses those that a user types."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in `3h30m`, `90m`, `1.5h`, a bare number of seconds, or a time as SLURM writes it: `1-12:00:00`,
-    `12:00:00`, `1-12`. A bare number is never minutes, as it would be to SLURM.
+    """Seconds in `3h30m`, `90m`, `1.5h`, a bare number of seconds, or a time in SLURM's form: `1-12:00:00`,
+    `12:00:00`, `1-12`. A bare number is seconds here and minutes in SLURM.
 
     Raises:
-        ValueError: none of these forms, or no time at all.
+        ValueError: the text has none of these forms, or the time is not above 0.
     """
     named = re.fullmatch(r"\s*" + "".join(rf"(?:([0-9.]+)\s*{unit}\s*)?" for unit in _SECONDS), text.lower())
     clock = re.fullmatch(r"\s*(?:([0-9]+)-)?([0-9]+)(?::([0-5]?[0-9]))?(?::([0-5]?[0-9]))?\s*", text)
@@ -48,8 +48,10 @@ def parse_seconds(text: str) -> float:
 
 
 def _clock_seconds(parts: tuple[str | None, ...]) -> float:
-    """SLURM's forms; without days, one part is ours (seconds) and two are minutes and seconds. Source: sbatch(1),
-    --time."""
+    """Seconds of SLURM's forms. Without days, two parts are minutes and seconds; one part is seconds, unlike SLURM.
+
+    Source: sbatch(1), --time.
+    """
     days, first, second, third = parts
     if days is None and third is None:
         first, second, third = ("0", first, second) if second is not None else ("0", "0", first)
@@ -57,7 +59,7 @@ def _clock_seconds(parts: tuple[str | None, ...]) -> float:
 
 
 def format_bytes(n_bytes: float) -> str:
-    """`1.50 GiB`, `12.0 MiB`, `800 B`: three figures or so, binary units."""
+    """`1.50 GiB`, `12.0 MiB`, `800 B`: about three digits, binary units."""
     for unit, factor, digits in (("TiB", 2**40, 2), ("GiB", GIB, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
         if n_bytes >= factor:
             return f"{n_bytes / factor:.{digits}f} {unit}"
@@ -65,7 +67,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_count(n: float) -> str:
-    """`1.2K`, `3.4M`, `7.0B`; below a thousand the number itself."""
+    """`1.2K`, `3.4M`, `7.0B`; a number below a thousand is printed as it is."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if n >= factor:
             return f"{n / factor:.1f}{unit}"
