@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_sizing_table import as_line, as_markdown, summarise  # noqa: E402
 from sftplay.config.load import load_config  # noqa: E402
 from sftplay.config.schema.run import RunConfig  # noqa: E402
-from sftplay.control.memory_probe import Bench, look_closer, run_rehearsal  # noqa: E402
+from sftplay.control.memory_probe import Bench, run_rehearsal, size_by_probe  # noqa: E402
 from sftplay.errors import SftplayError  # noqa: E402
 from sftplay.machine.probe import Machine, probe  # noqa: E402
 from sftplay.plan.memory.forecast import RUNTIME, Forecast, forecast  # noqa: E402
@@ -174,7 +174,7 @@ def measure_case(case: Case, place: Place) -> dict[str, Any]:
             return size_run(cfg, place.machine, shape=shape, fit=fit)
 
         estimated = size()
-        sized, record = look_closer(estimated, place.bench, resize=size)
+        sized, record = size_by_probe(estimated, place.bench, resize=size)
         row |= {"probe": record["decision"], "probe_seconds": record.get("seconds")}
         row |= foretold(estimated, sized)
         row |= hold(sized, place)

@@ -428,7 +428,7 @@ def check_probe(bench: Bench) -> None:
         sized = size_run(cfg, machine, shape=known_shape(cfg))
         place = memory_probe.Bench(machine, 1, bench.home)
         with patch.object(memory_probe, "CACHE", bench.home / "probes"):
-            memory_probe.look_closer(
+            memory_probe.size_by_probe(
                 sized, place, resize=pytest.fail, rehearse=lambda *_, value=value, **__: asked.append(value) or NOTHING
             )
     assert asked == ["auto", "always"]

@@ -20,9 +20,10 @@ from sftplay.model.source import is_local
 
 
 def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) -> tuple[RunConfig, RunFolder]:
-    """The finished run a command line means, and its config with what may be said anew for using it.
+    """The finished run that a command line names, and its config.
 
-    `values` are a verb's own for some keys; what the command line says goes before them.
+    The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
+    `values` are a verb's own for some keys; the command line overrides them.
 
     Raises:
         ConfigError: there is no such run, or it has no result yet.
@@ -34,7 +35,6 @@ def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) 
     cfg = load_config(folder.resolved)
     own = {key: value for key, value in values.items() if given.origins.get(key) != "command line"}
     given = given.with_values(own, args.verb)
-    # What shapes the weights comes from the run; how they are used may be said anew.
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}
     if given.data.val_path != cfg.data.val_path:
         wanted["data.val_path"] = given.data.val_path
@@ -42,20 +42,18 @@ def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) 
 
 
 def prepare_environment(cfg: RunConfig) -> None:
-    """Quieten the heavy libraries; to be called before the first of them is imported."""
+    """Quieten the heavy libraries. Call it before the first of them is imported."""
     log.say("loading libraries and model", "use")
     os.environ.update(quiet_environment() | cache_environment())
     if is_local(cfg.model.name):
-        # With nothing to download, the bars of libraries only get between the lines.
+        # Nothing is downloaded; without this, progress bars of libraries would appear between the lines.
         os.environ.update(offline_environment())
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
-    from sftplay.log import quiet_libraries
-
-    quiet_libraries()
+    log.quiet_libraries()
 
 
 def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
-    """The tokenizer that lies with the result, and the renderer of the chat template there."""
+    """The tokenizer in the result's folder, and the renderer of the chat template there."""
     from sftplay.data.encode.render import Renderer
     from sftplay.model.tokenizer import load_tokenizer
 
@@ -64,7 +62,7 @@ def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:
 
 
 def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
-    """The chat template that lies with the result; said aloud where it is not the one the run was trained with."""
+    """The chat template in the result's folder. A warning is printed where the run was trained with another one."""
     from sftplay.data.template.templates import template_hash
 
     template: str | None = tokenizer.chat_template
@@ -77,9 +75,9 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
 
 
 def leave_report(folder: RunFolder) -> None:
-    """Write report.html after a run or a measurement and say where; where it fails, only say so.
+    """Write report.html after a run or a measurement and print its path.
 
-    What the page is about has ended already: nothing that goes wrong here may change its outcome.
+    A failure is only printed: the run or measurement has ended, and nothing here may change its outcome.
     """
     try:
         from sftplay.deliver.report.report import write_report
@@ -87,4 +85,4 @@ def leave_report(folder: RunFolder) -> None:
         text = f"report: {write_report(folder)}"
     except Exception as error:  # noqa: BLE001 - see above
         text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
-    Screen()(f"[report] {text}\n")  # nor may a reader that has left change it
+    Screen()(f"[report] {text}\n")  # a Screen also survives a closed pipe

@@ -1,4 +1,4 @@
-"""What a verb can see to be missing before it imports a heavy library."""
+"""Checks the inputs of a run before a heavy library is imported."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NAMED_ROWS = 5
 
 
 def needs_no_hub(cfg: RunConfig) -> bool:
-    """True when model and data all lie on this machine."""
+    """True when the model and all data are on this machine."""
     data = (cfg.data.train_path, cfg.data.val_path, cfg.data.test_path)
     return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for path in data if path)
 
 
 def check_inputs(cfg: RunConfig) -> RunConfig:
-    """Refuse what can be seen to be missing before a heavy library is imported; `cfg` with names of runs resolved.
+    """Refuse missing inputs; otherwise `cfg` with names of runs resolved.
 
     Raises:
-        ConfigError: the model's name leads nowhere or means two things, or the adapter does not fit.
+        ConfigError: the model is not found, its name is ambiguous, or the adapter does not fit.
         DataError: a data file is missing or of an unknown kind, or none of the first training rows can be read.
         MachineError: a tracker is not installed.
     """
@@ -64,7 +64,7 @@ def _check_template(cfg: RunConfig) -> None:
 
 
 def _check_first_rows(cfg: RunConfig) -> None:
-    """A file whose first rows are all bad has something else in it than was meant; with skip the full pass decides."""
+    """Refuse a file whose first rows are all bad, because its layout is another. With skip the full pass decides."""
     data, n_rows = cfg.data, 0
     refused: list[str] = []
     reading = Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
@@ -84,9 +84,9 @@ def _check_first_rows(cfg: RunConfig) -> None:
     if data.on_bad_row == "skip":
         return
     count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
-    shown = "".join(f"\n  {line}" for line in refused[:NAMED_ROWS])
+    reasons = "".join(f"\n  {reason}" for reason in refused[:NAMED_ROWS])
     fix = "name its layout with data.format and its columns with data.columns, or another file"
-    raise DataError(f"{data.train_path}: {count} be read{shown}", where=where, fix=fix)
+    raise DataError(f"{data.train_path}: {count} be read{reasons}", where=where, fix=fix)
 
 
 def _check_trackers(cfg: RunConfig) -> None:

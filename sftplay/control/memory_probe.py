@@ -1,6 +1,6 @@
-"""Decides whether a run is rehearsed on its GPU before the launch, has it done, and sizes the run by what was measured.
+"""Measures a few steps of a run on its GPU before the launch, where that helps, and sizes the run by the result.
 
-A measurement is kept below .cache and serves every later run of the same model, method, machine and libraries.
+A measurement is kept below .cache. Every later run of the same model, method, machine and libraries uses it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NO_MEMORY_KEYS = (
 """Keys, and beginnings of keys, that decide weights but not what one full micro-batch takes."""
 
 FLAGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUBLAS_WORKSPACE_CONFIG")
-"""Variables by which torch's allocator hands out memory in another way."""
+"""Variables that change how torch's allocator hands out memory."""
 
 
 class NoRoom(MachineError):
@@ -60,18 +60,18 @@ class NoRoom(MachineError):
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a run would be rehearsed."""
+    """The machine and the limits of a rehearsal."""
 
     machine: Machine
     local_processes: int
-    """Of the run, on this machine; each has a GPU."""
+    """Number of the run's processes on this machine. Each has a GPU."""
 
     log_folder: Path
     limit_s: float = LIMIT_S
 
     @property
     def gpu(self) -> Gpu:
-        """The card the plan is made for: the smallest of those the run will use."""
+        """The GPU that the plan is made for: the smallest of those that the run will use."""
         wanted = device_of(self.machine, self.local_processes)
         used = self.machine.gpus[: self.local_processes]
         return next(gpu for gpu in used if gpu.plannable_bytes == wanted.free_bytes)
@@ -84,12 +84,12 @@ class Rehearse(Protocol):
         """The content of measured.json."""
 
 
-def look_closer(
+def size_by_probe(
     sized: SizedRun, bench: Bench, *, resize: Callable[[Fit], SizedRun], rehearse: Rehearse | None = None
 ) -> tuple[SizedRun, dict[str, Any]]:
-    """`sized` as it is, or sized again by a probe's measurement; and what was decided and why, for plan.json.
+    """`sized`, sized again where a probe measured the run; and the record of the decision for plan.json.
 
-    A probe that fails or whose points give no line leaves the estimate standing, and says so.
+    The estimate stands, with a note, where the probe fails or no line goes through its points.
 
     Raises:
         MachineError: it was measured not to fit.
@@ -109,18 +109,18 @@ def look_closer(
         return sized, {"decision": "failed", "why": error.what, "fingerprint": key}
     record = {"decision": "measured" if is_new else "cached", "fingerprint": key, "request": request, **measured}
     record["seconds"] = round(time.monotonic() - began, 1)
-    found = read_fit(measured, seen)
-    if isinstance(found, Refusal):
-        log.say(f"note: no line through what the probe measured, the estimate stands: {found.reason}", "probe")
-        return sized, {**record, "refused": found.reason}
-    resized = resize(found)
-    record |= {"fit": found.as_dict(), "before": _sizes(sized), "after": _sizes(resized)}
-    _tell(record, found, seen=seen)
+    fitted = read_fit(measured, seen)
+    if isinstance(fitted, Refusal):
+        log.say(f"note: no line through what the probe measured, the estimate stands: {fitted.reason}", "probe")
+        return sized, {**record, "refused": fitted.reason}
+    resized = resize(fitted)
+    record |= {"fit": fitted.as_dict(), "before": _sizes(sized), "after": _sizes(resized)}
+    _print_measurement(record, fitted, seen=seen)
     return resized, record
 
 
 def why_not(sized: SizedRun, bench: Bench) -> str:
-    """Why this run is not probed; empty when it is."""
+    """The reason why this run is not probed; empty when it is probed."""
     seen = sized.forecast
     if not bench.machine.gpus:
         return "there is no GPU"
@@ -134,7 +134,7 @@ def why_not(sized: SizedRun, bench: Bench) -> str:
 
 
 def make_request(sized: SizedRun, seen: Forecast) -> dict[str, Any]:
-    """Two micro-batches well within what is predicted to fit, and a third in case no line goes through them."""
+    """Two micro-batches well below the predicted limit, and a third in case no line goes through the two."""
     chosen, share = seen.size.rows, sized.cfg.train.effective_batch_size // sized.world_size
     if chosen >= 4:
         return {"rows": [chosen // 4, chosen // 2], "if_bent": chosen, "accumulates": True}
@@ -144,7 +144,7 @@ def make_request(sized: SizedRun, seen: Forecast) -> dict[str, Any]:
 
 
 def identity(sized: SizedRun, bench: Bench, *, request: dict[str, Any]) -> dict[str, Any]:
-    """All that a measurement depends on, as JSON values."""
+    """Everything that a measurement depends on, as JSON values."""
     assert sized.forecast is not None
     gpu, values = bench.gpu, values_that_decide_weights(sized.cfg)
     return {
@@ -162,15 +162,16 @@ def identity(sized: SizedRun, bench: Bench, *, request: dict[str, Any]) -> dict[
 def _measure(
     sized: SizedRun, request: dict[str, Any], *, bench: Bench, key: str, rehearse: Rehearse
 ) -> tuple[dict[str, Any], bool]:
-    """What was measured, and whether just now."""
+    """The measurement, and whether it is a new one."""
     made: list[bool] = []
 
     def make(unfinished: Path) -> None:
         made.append(True)
         rows = " and ".join(map(str, request["rows"]))
         log.say(f"a few steps with {rows} full rows are measured on {bench.gpu.name}, once for runs like this", "probe")
-        found = _rehearsed(sized, request, bench=bench, rehearse=rehearse)
-        write_text(unfinished / MEASURED, json.dumps({**found, "context_bytes": _context(found["device"], bench.gpu)}))
+        result = _rehearsed(sized, request, bench=bench, rehearse=rehearse)
+        result["context_bytes"] = _context(result["device"], bench.gpu)
+        write_text(unfinished / MEASURED, json.dumps(result))
 
     if sized.cfg.train.probe == "always":
         shutil.rmtree(CACHE / key, ignore_errors=True)
@@ -180,56 +181,57 @@ def _measure(
 
 
 def _rehearsed(sized: SizedRun, request: dict[str, Any], *, bench: Bench, rehearse: Rehearse) -> dict[str, Any]:
-    """What was measured, with ever fewer rows until there is a point.
+    """The measurement. It is repeated with fewer rows until there is a point.
 
     Raises:
-        NoRoom: not even one row went through.
+        NoRoom: a single row ran out of memory.
     """
-    found = rehearse(sized, request, bench=bench)
-    while not found["points"] and (exhausted := found["out_of_memory_rows"]):
+    measured = rehearse(sized, request, bench=bench)
+    while not measured["points"] and (exhausted := measured["out_of_memory_rows"]):
         if exhausted == 1:
             raise NoRoom(
                 f"one full row at a time ran out of memory on {bench.gpu.name}",
                 where="train.probe",
                 fix="`make memory-check` shows who holds it; `make plan` what needs less; train.probe=off tries anyway",
             )
-        found = rehearse(sized, {**request, "rows": [max(1, exhausted // 4)], "if_bent": None}, bench=bench)
-        found["out_of_memory_rows"] = found["out_of_memory_rows"] or exhausted
-    return found
+        measured = rehearse(sized, {**request, "rows": [max(1, exhausted // 4)], "if_bent": None}, bench=bench)
+        measured["out_of_memory_rows"] = measured["out_of_memory_rows"] or exhausted
+    return measured
 
 
 def run_rehearsal(sized: SizedRun, request: dict[str, Any], *, bench: Bench) -> dict[str, Any]:
-    """Rehearse in a process of its own on the bench's GPU.
+    """Rehearse in a separate process on the bench's GPU.
 
     Raises:
-        RunError: it failed or took too long; what it said is in the run's logs.
+        RunError: it failed or took too long; its output is in the run's logs.
     """
-    diary = bench.log_folder / LOG
-    diary.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="sftplay-probe-") as scratch, diary.open("w", encoding="utf-8") as said:
+    log_path = bench.log_folder / LOG
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="sftplay-probe-") as scratch,
+        log_path.open("w", encoding="utf-8") as output,
+    ):
         folder = Path(scratch)
         write_text(folder / "config.resolved.yaml", dump_resolved(sized.cfg))
         write_text(folder / REQUEST, json.dumps(request))
-        argv = [sys.executable, "-m", STEP, str(folder)]
+        argv, env = [sys.executable, "-m", STEP, str(folder)], _environment(sized.cfg, bench)
         try:
-            done = subprocess.run(
-                argv, env=_environment(sized.cfg, bench), stdout=said, stderr=said, timeout=bench.limit_s, check=False
-            )
+            completed = subprocess.run(argv, env=env, stdout=output, stderr=output, timeout=bench.limit_s, check=False)
         except subprocess.TimeoutExpired:
             raise RunError(
-                f"no answer within {bench.limit_s:g} s", where=str(diary), fix="set train.probe=off"
+                f"no answer within {bench.limit_s:g} s", where=str(log_path), fix="set train.probe=off"
             ) from None
-        if done.returncode or not (folder / MEASURED).is_file():
-            said.flush()
-            last = (diary.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
-            what = f"it ended with code {done.returncode} ({last[:200]}), see {diary}"
-            raise RunError(what, where=str(diary), fix="set train.probe=off")
+        if completed.returncode or not (folder / MEASURED).is_file():
+            output.flush()
+            last_line = (log_path.read_text(encoding="utf-8", errors="replace").splitlines() or [""])[-1]
+            what = f"it ended with code {completed.returncode} ({last_line[:200]}), see {log_path}"
+            raise RunError(what, where=str(log_path), fix="set train.probe=off")
         content: dict[str, Any] = json.loads((folder / MEASURED).read_text(encoding="utf-8"))
         return content
 
 
 def _environment(cfg: RunConfig, bench: Bench) -> dict[str, str]:
-    """That of a worker, with one GPU to see and nobody who follows its lines."""
+    """A worker's environment, with one visible GPU and unmarked lines."""
     env = {**os.environ, **quiet_environment(), **cache_environment(), **gpu_environment()}
     env.pop(FOLLOWED, None)
     if needs_no_hub(cfg):
@@ -239,30 +241,30 @@ def _environment(cfg: RunConfig, bench: Bench) -> dict[str, str]:
 
 
 def read_fit(measured: dict[str, Any], seen: Forecast) -> Fit | Refusal:
-    """The lines through measured points; with one point only, the estimate's slopes through it.
+    """The lines through measured points; through a single point, with the estimate's slopes.
 
-    Where a larger micro-batch ran out of memory, the line is steep enough to say so.
+    Where a larger micro-batch ran out of memory, the line is made steep enough to predict that.
     """
     exhausted = measured["out_of_memory_rows"]
     points = [Point(**point) for point in measured["points"]][-1 if exhausted else 0 :]
     one, two = (_estimated(seen, rows, accumulates=measured["accumulates"]) for rows in (1, 2))
     low, high = ({name: sum(parts.values()) for name, parts in e.footprint.phases.items()} for e in (one, two))
-    found = fit(points, {name: (high[name] - low[name]) / seen.size.seq for name in low})
-    if isinstance(found, Refusal):
-        return found
+    fitted = fit(points, {name: (high[name] - low[name]) / seen.size.seq for name in low})
+    if isinstance(fitted, Refusal):
+        return fitted
     if exhausted:
-        found = found.reaching(exhausted * seen.size.seq, seen.budget_bytes)
-    return replace(found, accumulates=measured["accumulates"], context_bytes=measured["context_bytes"])
+        fitted = fitted.reaching(exhausted * seen.size.seq, seen.budget_bytes)
+    return replace(fitted, accumulates=measured["accumulates"], context_bytes=measured["context_bytes"])
 
 
 def _estimated(seen: Forecast, rows: int, *, accumulates: bool) -> Forecast:
-    """The estimate alone for micro-batches of `rows`, as one process takes them."""
+    """The estimate, without measurement, for micro-batches of `rows` rows on one process."""
     alone = replace(seen.setting, fit=None, strategy="single", world_size=1)
     return forecast(alone, replace(seen.size, rows=rows, accumulates=accumulates))
 
 
 def _context(device: dict[str, int] | None, gpu: Gpu) -> int | None:
-    """What went from the device's free memory beside the allocator's; None when others gave some back meanwhile."""
+    """Device memory taken outside the allocator; None when other processes freed memory during the measurement."""
     if device is None:
         return None
     taken = gpu.free_bytes - device["free_bytes"] - device["reserved_bytes"]
@@ -281,14 +283,16 @@ def _sizes(sized: SizedRun) -> dict[str, Any]:
     }
 
 
-def _tell(record: dict[str, Any], found: Fit, *, seen: Forecast) -> None:
-    last = found.points[-1]
-    estimated = _estimated(seen, last.rows, accumulates=found.accumulates)
-    line, off = found.lines[found.peak_phase], estimated.allocated_bytes / last.peak_bytes - 1
-    when = f"measured in {format_seconds(record['seconds'])}" if record["decision"] == "measured" else "measured before"
+def _print_measurement(record: dict[str, Any], fitted: Fit, *, seen: Forecast) -> None:
+    last = fitted.points[-1]
+    estimated = _estimated(seen, last.rows, accumulates=fitted.accumulates)
+    line, error = fitted.lines[fitted.peak_phase], estimated.allocated_bytes / last.peak_bytes - 1
+    source = (
+        f"measured in {format_seconds(record['seconds'])}" if record["decision"] == "measured" else "measured before"
+    )
     log.say(
-        f"{when}: {format_bytes(line.fixed_bytes)} and {format_bytes(line.bytes_per_token)} a token; "
-        f"{last.rows} rows took {format_bytes(last.peak_bytes)} (the estimate was {off:+.1%} off)",
+        f"{source}: {format_bytes(line.fixed_bytes)} and {format_bytes(line.bytes_per_token)} a token; "
+        f"{last.rows} rows took {format_bytes(last.peak_bytes)} (the estimate was {error:+.1%} off)",
         "probe",
     )
     before, after = record["before"], record["after"]

@@ -1,4 +1,4 @@
-"""The shape of a config's model, where it is known on this machine, and the size of its checkpoints."""
+"""Finds the shape of a config's model on this machine or in the shipped table, and the size of its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sftplay.plan.sizing.size_run import size_run
 
 
 def known_shape(cfg: RunConfig) -> ModelShape | None:
-    """The shape of the config's model, None when only the hub could tell."""
+    """The shape of the config's model; None when only the hub knows it."""
     return find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
 
 
@@ -22,16 +22,16 @@ def require_shape(cfg: RunConfig) -> ModelShape:
     """The shape of the config's model.
 
     Raises:
-        ConfigError: it is neither here nor in the shipped table.
+        ConfigError: the shape is neither on this machine nor in the shipped table.
     """
     if shape := known_shape(cfg):
         return shape
     near = nearest_names(cfg.model.name, BUILTIN_CONFIGS)
-    meant = f"did you mean {' or '.join(near)}? else " if near else ""
+    guess = f"did you mean {' or '.join(near)}? else " if near else ""
     raise ConfigError(
         f"the shape of {cfg.model.name!r} is not known here",
         where=f"{cfg.origins.get('model.name', 'model')} model.name",
-        fix=f"{meant}put its config.json into a folder and name that, or `make download-model MODEL={cfg.model.name}`",
+        fix=f"{guess}put its config.json into a folder and name that, or `make download-model MODEL={cfg.model.name}`",
         nearest=near,
     )
 
@@ -42,6 +42,6 @@ def checkpoint_bytes(cfg: RunConfig) -> int | None:
     shape = known_shape(cfg)
     if shape is None:
         return None
-    seen = size_run(cfg, probe(), shape=shape)
-    assert seen.forecast is not None
-    return workload_of(seen.cfg, seen.forecast.setting).checkpoint_bytes
+    sized = size_run(cfg, probe(), shape=shape)
+    assert sized.forecast is not None
+    return workload_of(sized.cfg, sized.forecast.setting).checkpoint_bytes

@@ -1,6 +1,6 @@
-"""Runs of several nodes: found to be alike before anything starts, led by node 0, joined by the others.
+"""Runs of several nodes: the nodes are compared before anything starts, node 0 leads, the others join.
 
-Node 0 decides, makes the run's folder and says how the run ended; the others start their processes for it.
+Node 0 decides, makes the run's folder and reports how the run ended. The others start their processes for it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from sftplay.machine.probe import Machine, library_versions, probe
 from sftplay.model.digests import weights_digests
 from sftplay.units import format_bytes
 
-GLANCE_BYTES, GLANCES = 2**26, 64
-"""Of weights: up to 64 MiB a file is read whole, of a larger one 64 MiB, so that large models do not hold nodes up."""
+WHOLE_FILE_BYTES, DIGEST_CHUNKS = 2**26, 64
+"""For digests of weights: at most 64 MiB of each file are read, in 64 chunks, so that large models cost no time."""
 
 ENDING_S = 10.0
-"""How long node 0 waits to hear how the other nodes have ended, once it has failed."""
+"""How long node 0 waits, after it has failed, for the other nodes to report how they ended."""
 
 
 def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> int:
-    """Do `work` on the only node, or on node 0 of several that are alike; the others join the run it starts.
+    """Do `work` on node 0. The other nodes must match it, and join the run that it starts.
 
     Raises:
-        SftplayError: a node is missing, differs, or has met an error; the same one on every node.
+        SftplayError: a node is missing, differs, or has met an error. Every node raises the same error.
     """
     if args.nnodes == 1 or args.dry_run:
         return work(None)
@@ -62,23 +62,23 @@ def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> in
                 return _join(rendezvous, machine)
         except Over as over:
             return over.code
-        code = work(rendezvous)
-        if code in (SftplayError.exit_code, RunError.exit_code):
-            _tell_endings(rendezvous)
-        return rendezvous.end(code)
+        exit_code = work(rendezvous)
+        if exit_code in (SftplayError.exit_code, RunError.exit_code):
+            _print_endings(rendezvous)
+        return rendezvous.end(exit_code)
 
 
-def _tell_endings(rendezvous: Rendezvous) -> None:
-    """Say how other nodes have ended, some of which may have begun it."""
+def _print_endings(rendezvous: Rendezvous) -> None:
+    """Print how the other nodes ended, because the failure may have begun on one of them."""
     deadline = time.monotonic() + ENDING_S
     while len(endings := rendezvous.endings()) < rendezvous.scale.nnodes - 1 and time.monotonic() < deadline:
         time.sleep(0.1)
-    for node, how in endings.items():
-        log.say(f"node {node}: {how}")
+    for node, ending in endings.items():
+        log.say(f"node {node}: {ending}")
 
 
 def _join(rendezvous: Rendezvous, machine: Machine) -> int:
-    """Start this node's processes of the run that node 0 has begun; the run's exit code."""
+    """Start this node's processes of the run that node 0 has started; the run's exit code."""
     folder, digest = join_run(rendezvous)
     command, problem = None, None
     try:
@@ -92,15 +92,15 @@ def _join(rendezvous: Rendezvous, machine: Machine) -> int:
     assert command is not None, "every problem is raised on all nodes"
     log.say(f"joined {folder.path}; node 0 shows how it goes on")
     node = rendezvous.scale.node_rank
-    account = folder.logs / log_name(node)
-    begins_at = account.stat().st_size if account.exists() else 0
-    code = follow(command, folder, node=node, check_nodes=watch_nodes(rendezvous, folder))
-    lines = account.read_bytes()[begins_at:].decode("utf-8", "replace").splitlines()
-    return rendezvous.end(code, find_death(lines))
+    log_file = folder.logs / log_name(node)
+    offset = log_file.stat().st_size if log_file.exists() else 0
+    exit_code = follow(command, folder, node=node, check_nodes=watch_nodes(rendezvous, folder))
+    lines = log_file.read_bytes()[offset:].decode("utf-8", "replace").splitlines()
+    return rendezvous.end(exit_code, find_death(lines))
 
 
 def describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[str, Any]:
-    """What must be the same on all nodes, by the sections of `alike`; in place of config and files, an error met."""
+    """What must be the same on all nodes, by section. An error takes the place of config and files."""
     versions = {"python": platform.python_version(), "sftplay": kit_version(), **library_versions()}
     report: dict[str, Any] = {
         "host": socket.gethostname(),
@@ -117,28 +117,28 @@ def describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[st
 
 
 def describe_gpus(machine: Machine) -> str:
-    """The GPUs by which node 0 sizes the batch for all."""
+    """The GPUs as text. Node 0 sizes the batch for all nodes by its own."""
     return ", ".join(f"{gpu.name} {format_bytes(gpu.total_bytes)}" for gpu in machine.gpus) or "none"
 
 
 def describe_files(cfg: RunConfig) -> dict[str, str]:
-    """Digests of what the run reads on this node, by config key; of a model's weights, by key and file."""
-    found = {}
+    """Digests of the files that the run reads on this node, by config key; of weights, by key and file."""
+    digests_by_key = {}
     for key in ("train_path", "val_path", "test_path"):
         path = getattr(cfg.data, key)
         if path is not None and not is_hub_name(path):
-            found[f"data.{key}"] = content_digest(path)
-    for key, given in (("data.template", cfg.data.template), ("cluster.deepspeed", cfg.cluster.deepspeed)):
-        if given is not None and Path(given).is_file():
-            found[key] = hashlib.sha256(Path(given).read_bytes()).hexdigest()
-    for key, given in (("model.name", cfg.model.name), ("model.adapter", cfg.model.adapter)):
-        digests = weights_digests(given, whole_bytes=GLANCE_BYTES, chunks=GLANCES)
-        found |= {f"{key} ({Path(path).name})": digest for path, digest in digests.items()}
-    return found
+            digests_by_key[f"data.{key}"] = content_digest(path)
+    for key, name in (("data.template", cfg.data.template), ("cluster.deepspeed", cfg.cluster.deepspeed)):
+        if name is not None and Path(name).is_file():
+            digests_by_key[key] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    for key, name in (("model.name", cfg.model.name), ("model.adapter", cfg.model.adapter)):
+        digests = weights_digests(name, whole_bytes=WHOLE_FILE_BYTES, chunks=DIGEST_CHUNKS)
+        digests_by_key |= {f"{key} ({Path(path).name})": digest for path, digest in digests.items()}
+    return digests_by_key
 
 
 def kit_version() -> str:
-    """The kit's version and a digest of its source: clones may stand at different commits."""
+    """The kit's version and a digest of its source, because clones may be at different commits."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
@@ -146,11 +146,10 @@ def kit_version() -> str:
 
 
 def describe_network(rendezvous: Rendezvous, machine: Machine, *, report: Mapping[str, Any]) -> dict[str, Any]:
-    """An error where gloo would offer the other nodes an address that only this one can reach; empty otherwise.
+    """An error where gloo would offer the other nodes an address that only this node can reach; empty otherwise.
 
-    gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice), which many
-    systems give to the loopback. On GPUs it is used by FSDP only (accelerate's `state.py`); NCCL looks for an interface
-    itself.
+    gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice). On many systems
+    that is the loopback address. On GPUs only FSDP uses gloo (accelerate's `state.py`); NCCL finds an interface itself.
     """
     mine = rendezvous.own_address()
     config = report.get("config", {})

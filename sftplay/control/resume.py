@@ -1,4 +1,4 @@
-"""How a run is continued: on the sizes of its first start where they fit, and never as another run."""
+"""Continues a run: with the sizes of its first start where they fit, and never as another run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sftplay.plan.sizing.size_run import SizedRun
 
 
 def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | None = None) -> int:
-    """Continue the run that `cfg` or `--run` names; nothing is done where it is finished.
+    """Continue the run that `cfg` or `--run` names. A finished run is left as it is.
 
     Raises:
         ConfigErrors: values that decide the result have changed since its first start.
@@ -43,7 +43,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
     moves = before not in (None, scale.world_size)
     if moves or folder.is_resized:
         cfg = free_sizes(cfg, scale)
-    # Sizes that are free follow the run's first start: another cut would round, and draw dropout, differently.
+    # Open sizes follow the run's first start: other micro-batches would round, and draw dropout, differently.
     smaller_rows = _rows_after_shortage(folder)
     kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows, folder=folder)
     named = cfg.with_values({"run_name": stored.run_name}, "resume")
@@ -72,7 +72,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
 
 
 def _rows_after_shortage(folder: RunFolder) -> int | None:
-    """The micro-batch with which a step that ran out of memory was run again, where no start has taken it up since."""
+    """The micro-batch that a step needed after it ran out of memory; None when a later start has used it already."""
     rows = None
     for event in folder.read_events():
         if event["event"] in (OUT_OF_MEMORY, RESIZED):
@@ -81,15 +81,18 @@ def _rows_after_shortage(folder: RunFolder) -> int | None:
 
 
 def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None, folder: RunFolder) -> dict[str, Any]:
-    """The sizes that `cfg` leaves open, as the run had them last."""
-    had = {key: stored.value_of(key) for key in SIZES}
+    """The run's last values of the sizes that `cfg` leaves open."""
+    last = {key: stored.value_of(key) for key in SIZES}
     if smaller_rows:
-        had = sizes_of(stored, smaller_rows, world_size=folder.read_json("plan.json")["world_size"])
-    return {key: had[key] for key in SIZES if cfg.value_of(key) == "auto"}
+        last = sizes_of(stored, smaller_rows, world_size=folder.read_json("plan.json")["world_size"])
+    return {key: last[key] for key in SIZES if cfg.value_of(key) == "auto"}
 
 
 def _refuse_moved_parts(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
-    """FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes that split a model can read them."""
+    """Refuse another number of processes where the checkpoint cannot be read by it.
+
+    FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes above 1 can read them.
+    """
     strategy, now = sized.cfg.cluster.strategy, scale.world_size
     if strategy not in SHARDED or (strategy == "fsdp" and 1 not in (before, now)):
         return
@@ -162,12 +165,14 @@ def processes_of(resume: str, folder: RunFolder) -> int | None:
 
 
 def free_sizes(cfg: RunConfig, scale: Scale) -> RunConfig:
-    """`cfg` without the sizes that were given for another number of processes: first the accumulation is left open,
-    then the rows of a micro-batch."""
+    """`cfg` without the sizes that do not fit the new number of processes.
+
+    The accumulation is left open first, then the micro-batch.
+    """
     train, share = cfg.train, cfg.train.effective_batch_size // scale.world_size
     given = [size for size in (train.batch_size, train.grad_accum) if isinstance(size, int)]
-    made = math.prod(given)
-    if made == share or (len(given) < len(SIZES) and share % made == 0):
+    product = math.prod(given)
+    if product == share or (len(given) < len(SIZES) and share % product == 0):
         return cfg
     divides = not isinstance(train.batch_size, int) or share % train.batch_size == 0
     return cfg.with_values(dict.fromkeys(SIZES[1:] if divides else SIZES, "auto"), "resume")
@@ -185,9 +190,9 @@ def _say_moved(before: int | None, sized: SizedRun) -> None:
 
 
 def draws_at_random(cfg: RunConfig) -> bool:
-    """True when a step draws random numbers: dropout of the adapter or of the model's own, or NEFTune's noise.
+    """True when a step draws random numbers: the adapter's dropout, the model's own dropout, or NEFTune's noise.
 
-    A model whose config.json is not on this machine is taken for one without dropout.
+    A model whose config.json is not on this machine counts as one without dropout.
     """
     if cfg.train.neftune_alpha or (cfg.tuning.mode != "full" and cfg.tuning.lora.dropout):
         return True

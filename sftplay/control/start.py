@@ -1,4 +1,4 @@
-"""How a run is started: sized for the machine, turned into a command, followed to its end, and told of on the way."""
+"""Starts a run: sizes it for the machine, builds its command, follows it to its end and restarts it where it may."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder
 from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import follow
+from sftplay.machine.doctor.system import RENDEZVOUS_PORT
 from sftplay.machine.probe import Machine
 from sftplay.monitor.checkpoints import newest_complete
 from sftplay.plan.memory.forecast import Place
@@ -35,9 +36,6 @@ from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.units import GIB, format_bytes
-
-MEETING_PORT = 29511
-"""Where nodes meet when no port is given."""
 
 
 def run_workers(
@@ -48,8 +46,8 @@ def run_workers(
     They start again with smaller micro-batches where memory ran out in a step that cannot run again. They start again
     from the last checkpoint where a process died, up to `cluster.max_restarts` times.
 
-    The parent restarts, not torchrun: that would also start again what has ended with an error of our own or by a stop
-    signal, asks nobody where to go on, and starts no single process.
+    The parent restarts, not torchrun. torchrun would also restart after a stop signal or an error of our own, does not
+    choose the checkpoint, and does not start single processes.
     """
     if args.tb:
         from sftplay.control.tensorboard import start_board
@@ -58,37 +56,37 @@ def run_workers(
     announce_run(rendezvous, folder)
     make_ready(cfg, folder, command=command)
     await_ready(rendezvous)
-    look = watch_nodes(rendezvous, folder)
-    code, restarts, most = _start(command, folder, check_nodes=look), 0, cfg.cluster.max_restarts
+    check_nodes = watch_nodes(rendezvous, folder)
+    exit_code, restarts, max_restarts = _start(command, folder, check_nodes=check_nodes), 0, cfg.cluster.max_restarts
     while True:
         if rows := smaller_start(folder, args):
             shrink(folder, rows)
             command = with_accumulation(command, load_config(folder.resolved))
-        elif restarts < most and (cause := cause_of_death(folder)):
+        elif restarts < max_restarts and (cause := cause_of_death(folder)):
             restarts += 1
             folder.add_event(RESTARTED, cause=cause)
-            log.say(f"restart {restarts} of {most}: {cause}")
-            go_on(folder)
+            log.say(f"restart {restarts} of {max_restarts}: {cause}")
+            continue_at_next_start(folder)
         else:
             break
-        code = _start(command, folder, check_nodes=look)
+        exit_code = _start(command, folder, check_nodes=check_nodes)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
-    return code
+    return exit_code
 
 
 def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
-    code = follow(command, folder, check_nodes=check_nodes)
+    exit_code = follow(command, folder, check_nodes=check_nodes)
     leave_report(folder)
-    return code
+    return exit_code
 
 
 def smaller_start(folder: RunFolder, args: Namespace) -> int | None:
-    """The micro-batch with which a run that has just run out of memory may go on from its last checkpoint.
+    """The micro-batch with which a run that ran out of memory may continue from its last checkpoint.
 
-    None where it ended otherwise or must not restart, and on several nodes, which would have to agree.
+    None where it ended for another reason or must not restart. None on several nodes, because they would have to agree.
     """
     error = folder.read_json("status.json").get("error") or {}
     rows = error.get("batch_size") if error.get("code") == "memory" and args.nnodes == 1 else None
@@ -100,9 +98,9 @@ def shrink(folder: RunFolder, rows: int) -> None:
     stored, plan = load_config(folder.resolved), folder.read_json("plan.json")
     sizes = sizes_of(stored, rows, world_size=plan["world_size"])
     write_text(folder.resolved, dump_resolved(stored.with_values({**sizes, "train.resume": "auto"}, "out of memory")))
-    now = {"batch_size": rows, "grad_accum": sizes["train.grad_accum"]}
-    folder.write_json("plan.json", {**plan, **now})
-    folder.add_event(RESIZED, world_size=plan["world_size"], batch_size_before=stored.train.batch_size, **now)
+    smaller = {"batch_size": rows, "grad_accum": sizes["train.grad_accum"]}
+    folder.write_json("plan.json", {**plan, **smaller})
+    folder.add_event(RESIZED, world_size=plan["world_size"], batch_size_before=stored.train.batch_size, **smaller)
     log.say(
         "out of memory where a step cannot be run again: the run goes on from its last checkpoint with "
         f"{rows} rows at a time in place of {stored.train.batch_size}"
@@ -114,12 +112,14 @@ def sizes_of(cfg: RunConfig, rows: int, *, world_size: int) -> dict[str, Any]:
     return {"train.batch_size": rows, "train.grad_accum": cfg.train.effective_batch_size // world_size // rows}
 
 
-def go_on(folder: RunFolder) -> None:
-    """Let the run's next start continue it: from its newest complete checkpoint, or once more from the one that it was
-    told to begin with."""
+def continue_at_next_start(folder: RunFolder) -> None:
+    """Let the run's next start continue from its newest complete checkpoint.
+
+    Where it has none yet, the next start uses once more the checkpoint that `train.resume` names.
+    """
     stored = load_config(folder.resolved)
-    is_told = stored.train.resume not in ("never", "auto")
-    if not (is_told and newest_complete(folder.checkpoints)[0] is None):
+    names_checkpoint = stored.train.resume not in ("never", "auto")
+    if not (names_checkpoint and newest_complete(folder.checkpoints)[0] is None):
         write_text(folder.resolved, dump_resolved(stored.with_values({"train.resume": "auto"}, "restart")))
 
 
@@ -169,9 +169,8 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     )
     if scale.world_size == 1:
         return launch
-    known = list_interfaces()
-    ways = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, given=os.environ, interfaces=known)
-    return replace(launch, env={**launch.env, **ways})
+    nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, given=os.environ, interfaces=list_interfaces())
+    return replace(launch, env={**launch.env, **nccl})
 
 
 def read_scale(args: Namespace, machine: Machine) -> Scale:
@@ -179,7 +178,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
 
     Raises:
         ConfigError: not a number of processes.
-        MachineError: there are not so many GPUs.
+        MachineError: there are fewer GPUs than processes.
     """
     if args.nproc in (None, ""):
         nproc = 1
@@ -201,15 +200,15 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
             where="--nproc",
             fix=f"use --nproc {len(machine.gpus)}",
         )
-    # Nodes must agree on a port beforehand; alone, two runs at once must not meet on the same one.
-    port = args.master_port or (MEETING_PORT if args.nnodes > 1 else free_port(0))
-    told = tuple(getattr(args, "launcher_args", ()))
-    return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port, told)
+    # Several nodes must know the port in advance. On one node, two runs at once must not get the same port.
+    port = args.master_port or (RENDEZVOUS_PORT if args.nnodes > 1 else free_port(0))
+    launcher_args = tuple(getattr(args, "launcher_args", ()))
+    return Scale(nproc, args.nnodes, args.node_rank, args.master_addr, port, launcher_args)
 
 
 def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
-    """Tell devices, sizes and every automatic choice with its reason."""
-    gpus, train_section = machine.gpus, sized.cfg.train
+    """Print the devices, the sizes and every automatic choice with its reason."""
+    gpus, train = machine.gpus, sized.cfg.train
     if gpus:
         log.say(f"Detected {len(gpus)} GPUs:")
         for gpu in gpus:
@@ -223,28 +222,28 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
     log.say(f"run {folder.path}")
     for key, decision in sized.decisions.items():
         log.say(f"auto {key} = {decision.value}: {decision.reason}")
-    sizes = f"{train_section.batch_size} per {'GPU' if gpus else 'process'}"
-    said = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
-    log.say(f"{said}: {sizes}, gradient accumulation: {train_section.grad_accum}")
-    log.say(f"Effective batch size: {train_section.effective_batch_size}, precision: {train_section.precision}")
+    sizes = f"{train.batch_size} per {'GPU' if gpus else 'process'}"
+    label = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
+    log.say(f"{label}: {sizes}, gradient accumulation: {train.grad_accum}")
+    log.say(f"Effective batch size: {train.effective_batch_size}, precision: {train.precision}")
     for note in all_notes(sized):
         log.say(f"note: {note}")
 
 
 def all_notes(sized: SizedRun) -> list[str]:
-    """What the user should know before it starts: settings without effect, and memory that is short."""
+    """What the user should know before the start: settings without effect, and a shortage of memory."""
     seen = sized.forecast
     warning = []
     if seen is not None and seen.verdict != "fits":
-        what = (
+        figures = (
             f"{format_bytes(seen.peak_bytes)} planned with its margin, {format_bytes(seen.budget_bytes)} to plan with"
         )
-        warning = [f"memory: {seen.verdict.replace('_', ' ')} ({what}); `make plan` shows what would fit"]
+        warning = [f"memory: {seen.verdict.replace('_', ' ')} ({figures}); `make plan` shows what would fit"]
     return [*notes(sized.cfg), *sized.notes, *warning]
 
 
 def print_command(command: Launch, args: Namespace) -> int:
-    """For --dry-run: the command and its environment."""
+    """Print the command and its environment, for --dry-run."""
     if args.json:
         print(json.dumps({"argv": list(command.argv), "env": dict(command.env), "files": dict(command.files)}))
     else:

@@ -1,4 +1,4 @@
-"""What a run that is split over processes needs before it starts: stage, environment, DeepSpeed file, operators."""
+"""Prepares a run's strategy before the start: ZeRO stage, environment, DeepSpeed file, DeepSpeed's operators."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.doctor.system import look_at_builds
 
 PLAIN = "deepspeed.json"
-"""The user's file without comments, in the run folder: accelerate reads no others."""
+"""The user's file without comments, in the run folder. accelerate reads no comments."""
 
 USUAL = "zero2"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 OPERATORS = {"ShareMemCommBuilder": "deepspeed_shm_comm", "CPUAdamBuilder": "cpu_adam"}
-"""DeepSpeed's builder -> the folder and library it makes."""
+"""DeepSpeed's builder -> the name of the folder and library that it makes."""
 
 _BUILD = """
 import sys
@@ -37,7 +37,7 @@ for name in sys.argv[1:]:
 
 
 def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
-    """The config with a stage where DeepSpeed `is_asked` for, or a file of it is named, and the strategy is `auto`.
+    """The config with a ZeRO stage in place of `auto`, where DeepSpeed `is_asked` for or its file is named.
 
     Raises:
         ConfigError: the config names another strategy, or the file cannot be used.
@@ -60,28 +60,28 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
 
 
 def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: bool) -> dict[str, str]:
-    """What the workers need to take up `cluster.strategy`.
+    """The environment by which the workers use `cluster.strategy`.
 
     Raises:
-        ConfigError: the strategy, its processes or its DeepSpeed file do not go together.
+        ConfigError: the strategy does not fit the number of processes or the DeepSpeed file.
     """
-    strategy, given = cfg.cluster.strategy, cfg.cluster.deepspeed
-    if given is not None:
+    strategy, deepspeed_file = cfg.cluster.strategy, cfg.cluster.deepspeed
+    if deepspeed_file is not None:
         stage = ZERO_STAGES.get(strategy)
-        read_deepspeed(Path(given), wishes_of(cfg, world_size=scale.world_size, stage=stage))
+        read_deepspeed(Path(deepspeed_file), wishes_of(cfg, world_size=scale.world_size, stage=stage))
     return strategy_environment(
         strategy,
         world_size=scale.world_size,
         has_gpu=has_gpu,
         precision=str(cfg.train.precision),
-        deepspeed_json=folder.path / PLAIN if given is not None else None,
+        deepspeed_json=folder.path / PLAIN if deepspeed_file is not None else None,
         gradient_accumulation=int(cfg.train.grad_accum),
         nnodes=scale.nnodes,
     )
 
 
 def make_ready(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
-    """Build the operators that the run needs on this node, where it uses DeepSpeed; node 0 writes its plain file.
+    """Where the run uses DeepSpeed: build the operators that this node needs, and on node 0 write the plain file.
 
     Raises:
         MachineError: DeepSpeed is missing, or its operators cannot be built.
@@ -98,7 +98,7 @@ def make_ready(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int 
 
 
 def with_accumulation(command: Launch, cfg: RunConfig) -> Launch:
-    """The command for the accumulation of `cfg`, which DeepSpeed is told too."""
+    """The command with the accumulation of `cfg`. DeepSpeed reads it from the environment."""
     if ACCUMULATION not in command.env:
         return command
     return replace(command, env={**command.env, ACCUMULATION: str(cfg.train.grad_accum)})

@@ -1,4 +1,4 @@
-"""TensorBoard beside the runs: started in the background on this machine only, stopped by its own pid file."""
+"""Starts TensorBoard in the background, on this machine only, and stops it by its own pid file."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ from sftplay.errors import RunError
 from sftplay.launch.command.ports import HOST, free_port
 
 PID_FILE = Path(".cache") / "tensorboard.json"
-
-
 LOG_FILE = Path(".cache") / "tensorboard.log"
 
-
 START_S = 120.0
-"""A loaded machine takes long to import it."""
-
+"""A busy machine takes long to import TensorBoard."""
 
 STOP_S = 10.0
 
 
 def end_board(record: dict[str, Any]) -> None:
-    """End the TensorBoard of `record`, by force where it does not go within STOP_S seconds."""
+    """End the TensorBoard of `record`; kill it when it still runs after STOP_S seconds."""
     os.kill(record["pid"], signal.SIGTERM)
     deadline = time.monotonic() + STOP_S
     while running() and time.monotonic() < deadline:
@@ -42,11 +38,11 @@ def end_board(record: dict[str, Any]) -> None:
 
 
 def start_board(folder: Path, port: int) -> str:
-    """Start TensorBoard over `folder` on the next free port; its address. Returns at once when it answers.
+    """Start TensorBoard over `folder` on the next free port; its address, once it answers.
 
     Raises:
         MachineError: no port is free.
-        RunError: it ended instead of answering, or does not answer.
+        RunError: it ended, or it does not answer.
     """
     record = running()
     if record is not None:
@@ -78,17 +74,17 @@ def start_board(folder: Path, port: int) -> str:
 
 
 def running() -> dict[str, Any] | None:
-    """The record of our TensorBoard when that very process still lives."""
+    """The record of our TensorBoard; None when that process no longer lives."""
     try:
         record: dict[str, Any] = json.loads(PID_FILE.read_text())
     except (OSError, ValueError):
         return None
-    # A pid is used again after a while; the start time tells whether it is still the process we started.
+    # The system reuses pids. The start time shows whether this is still the process that we started.
     return record if start_time(record["pid"]) == record["started"] else None
 
 
 def start_time(pid: int) -> str:
-    """When process `pid` started, as the kernel tells it; empty when there is none (a zombie counts as none)."""
+    """The kernel's start time of process `pid`; empty when there is no such process. A zombie counts as none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -98,12 +94,12 @@ def start_time(pid: int) -> str:
 
 
 def answers(url: str, folder: Path) -> bool:
-    """True when a TensorBoard over `folder` answers at `url`. A server of others, which came first, does not count."""
-    # A proxy that the environment names has no business with this machine's own address.
+    """True when a TensorBoard over `folder` answers at `url`. Another user's server on that port does not count."""
+    # This machine's own address must not go through a proxy that the environment names.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/data/environment", timeout=5) as reply:
-            told = json.load(reply)
+            environment = json.load(reply)
     except (OSError, ValueError, HTTPException):
         return False
-    return isinstance(told, dict) and told.get("data_location") == str(folder.absolute())
+    return isinstance(environment, dict) and environment.get("data_location") == str(folder.absolute())

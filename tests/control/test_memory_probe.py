@@ -14,7 +14,7 @@ from sftplay.cli import main
 from sftplay.commands.train import train
 from sftplay.config.load import load_config
 from sftplay.control import memory_probe, start
-from sftplay.control.memory_probe import Bench, look_closer, make_request, run_rehearsal, why_not
+from sftplay.control.memory_probe import Bench, make_request, run_rehearsal, size_by_probe, why_not
 from sftplay.errors import MachineError, RunError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.shape.find import find_shape
@@ -73,7 +73,7 @@ def probed(
     def size(fit: Any = None) -> SizedRun:
         return size_run(cfg, cards, shape=SHAPE, fit=fit)
 
-    return look_closer(size(), Bench(cards, 1, tmp_path), resize=size, rehearse=gpu)
+    return size_by_probe(size(), Bench(cards, 1, tmp_path), resize=size, rehearse=gpu)
 
 
 def test_a_measured_line_resizes_the_batch_and_everything_is_recorded(tmp_path: Path):

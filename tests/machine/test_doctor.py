@@ -206,7 +206,7 @@ def test_a_taken_meeting_port_is_told(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(system, "MEETING_PORT", taken.getsockname()[1])
+        monkeypatch.setattr(system, "RENDEZVOUS_PORT", taken.getsockname()[1])
         assert levels(system.look_at_ports()) == {"ports": "warn"}
     assert levels(system.look_at_ports()) == {"ports": "ok"}
 

@@ -1,4 +1,4 @@
-"""The verbs that prepare data and show it: by the same gate as training, without a model."""
+"""The verbs that prepare data and show it: with the same checks as training, without a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def process(args: Namespace) -> int:
 
 
 def inspect(args: Namespace) -> int:
-    """`inspect`: the data report, and training rows evenly spread over all with what is learned of them."""
+    """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
     examples = _load(load_config(args.config, args.overrides))
     from sftplay.data.inspect.display import decoded, has_colours, legend, mark_learned
     from sftplay.data.inspect.rows import n_learned, spread_rows
@@ -39,8 +39,8 @@ def inspect(args: Namespace) -> int:
     tokenizer, rows = examples.renderer.tokenizer, list(spread_rows(examples, args.n))
     if args.json:
         keys = ("row", "source", "input_ids", "labels")
-        told = [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
-        print(json.dumps({"report": examples.report, "rows": told}))
+        documents = [{**{key: row[key] for key in keys}, "text": decoded(tokenizer, row["input_ids"])} for row in rows]
+        print(json.dumps({"report": examples.report, "rows": documents}))
         return 0
     _show_report(examples)
     colours = has_colours(sys.stdout)
@@ -79,7 +79,7 @@ def render(args: Namespace) -> int:
 
 
 def _load(cfg: RunConfig) -> Examples:
-    """The rows as training would get them, after everything that can be refused without a heavy library."""
+    """The rows as training gets them. Problems that need no heavy library are found first."""
     cfg = check_inputs(cfg)
     os.environ.update(quiet_environment() | cache_environment())
     if needs_no_hub(cfg):
@@ -91,13 +91,13 @@ def _load(cfg: RunConfig) -> Examples:
 
     examples = load_examples(cfg, load_tokenizer(cfg.model))
     name = examples.report["fingerprint"]
-    verb = "found in" if before.get(name) == _seals(cfg).get(name) else "written to"
-    log.say(f"token rows {verb} {Path(cfg.data.processed_dir) / name}", "data")
+    outcome = "found in" if before.get(name) == _seals(cfg).get(name) else "written to"
+    log.say(f"token rows {outcome} {Path(cfg.data.processed_dir) / name}", "data")
     return examples
 
 
 def _seals(cfg: RunConfig) -> dict[str, int]:
-    """Folder of the cache -> when it was made."""
+    """Name of a cache folder -> when it was made."""
     from sftplay.data.cache import SEAL
 
     return {path.parent.name: path.stat().st_mtime_ns for path in Path(cfg.data.processed_dir).glob(f"*/{SEAL}")}

@@ -17,18 +17,18 @@ KEY = "data.system"
 
 
 def style(args: Namespace) -> int:
-    """`style`: set data.system in the config's file, and nothing else in it; without --style, print it."""
+    """`style`: set data.system in the config's file and change nothing else; without --style, print it."""
     cfg = load_config(args.config, args.overrides)
     before, origin = cfg.data.system, cfg.origins.get(KEY, "default")
     if args.style is None:
-        _tell(args, {"file": args.config, "system": before, "origin": origin})
+        _print(args, {"file": args.config, "system": before, "origin": origin})
         return 0
     if args.overrides:
         what = f"{args.overrides[0]!r} would not be written into the file"
         raise ConfigError(what, where="command line", fix="leave it out; style writes data.system only")
     _check(cfg, args.style)
     amend_file(Path(args.config), KEY, value=args.style)
-    _tell(args, {"file": args.config, "was": before, "system": args.style, "origin": origin})
+    _print(args, {"file": args.config, "was": before, "system": args.style, "origin": origin})
     return 0
 
 
@@ -41,7 +41,7 @@ def _check(cfg: RunConfig, text: str) -> None:
         raise ConfigErrors(problems)
 
 
-def _tell(args: Namespace, facts: dict[str, str | None]) -> None:
+def _print(args: Namespace, facts: dict[str, str | None]) -> None:
     if args.json:
         print(json.dumps(facts))
     elif args.style is None:

@@ -24,29 +24,28 @@ CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 REFRESH_S = 2.0
 
 CLEAR = "\x1b[H\x1b[J"
-"""Moves a terminal to its top left corner and empties it."""
+"""Moves the cursor to the top left corner and clears the terminal."""
 
 
 def gpu_info(args: Namespace) -> int:
-    """`gpu-info`: GPUs with all the driver tells, or why there are none; processor, memory, disk, library versions."""
+    """`gpu-info`: GPUs with the driver's facts, or why there are none; processor, memory, disk, library versions."""
     from sftplay.machine.gpu_info import describe_host, describe_machine
 
     machine = probe(in_detail=True)
-    asked = _ask_torch() if args.torch else {}
+    torch_facts = _ask_torch() if args.torch else {}
     if args.json:
-        print(
-            json.dumps({"n_gpus": len(machine.gpus), **machine.as_dict(), **({"torch_says": asked} if asked else {})})
-        )
+        torch_says = {"torch_says": torch_facts} if torch_facts else {}
+        print(json.dumps({"n_gpus": len(machine.gpus), **machine.as_dict(), **torch_says}))
         return 0
     for line in (*describe_machine(machine), *describe_host(machine)):
         log.show(line)
-    for name, value in asked.items():
+    for name, value in torch_facts.items():
         log.show(f"torch says {name}: {value}")
     return 0
 
 
 def memory_check(args: Namespace) -> int:
-    """`memory-check`: who holds which memory, and what the running runs had planned; with --watch until Ctrl-C."""
+    """`memory-check`: memory by process, and the plans of the runs that are going on; with --watch until Ctrl-C."""
     output = _output_folder(args)
     if not args.watch:
         _show_memory(output, as_json=args.json)
@@ -64,15 +63,15 @@ def memory_check(args: Namespace) -> int:
 
 
 def doctor(args: Namespace) -> int:
-    """`doctor`: findings with their remedies; exit code 3 when one would keep a run from training."""
+    """`doctor`: findings with their remedies; exit code 3 when one of them would stop a run."""
     from sftplay.machine.doctor.examine import diagnose
 
-    found = diagnose(probe(in_detail=True), _wishes(args), is_fast=args.fast)
-    counts = {level: sum(each.level == level for each in found) for level in ("ok", "warn", "stop")}
+    findings = diagnose(probe(in_detail=True), _wishes(args), is_fast=args.fast)
+    counts = {level: sum(each.level == level for each in findings) for level in ("ok", "warn", "stop")}
     if args.json:
-        print(json.dumps({**counts, "findings": [asdict(each) for each in found]}, ensure_ascii=False))
+        print(json.dumps({**counts, "findings": [asdict(each) for each in findings]}, ensure_ascii=False))
     else:
-        for each in found:
+        for each in findings:
             log.show(each.as_text())
         log.show(", ".join(f"{n} {level}" for level, n in counts.items()))
     return MachineError.exit_code if counts["stop"] else 0
@@ -81,9 +80,7 @@ def doctor(args: Namespace) -> int:
 def check(args: Namespace) -> int:
     """`check`: ruff's lint and format and mypy over this repository; the first failure's code, 0 for none."""
     root = Path(__file__).resolve().parents[3]
-    failed = [
-        " ".join(c) for c in CHECKS if subprocess.run([sys.executable, "-m", *c], cwd=root, check=False).returncode
-    ]
+    failed = [" ".join(argv) for argv in CHECKS if subprocess.call([sys.executable, "-m", *argv], cwd=root)]
     if failed:
         log.say(f"failed: {', '.join(failed)}", "check")
         return 1
@@ -121,15 +118,15 @@ def _ram(machine: Machine) -> str:
 
 
 def _output_folder(args: Namespace) -> Path:
-    """Where runs lie: the config's output_dir; without a config an override, else the default."""
+    """The folder of the runs: the config's output_dir; without a config an override of it, else the default."""
     if args.config:
         from sftplay.config.load import load_config
 
         return Path(load_config(args.config, args.overrides).output_dir)
-    given = dict(word.split("=", 1) for word in args.overrides)
-    if unknown := next((key for key in given if key != "output_dir"), None):
+    overrides = dict(override.split("=", 1) for override in args.overrides)
+    if unknown := next((key for key in overrides if key != "output_dir"), None):
         raise ConfigError(f"{unknown} needs a config", where="command line", fix="name one with CONFIG=")
-    return Path(given.get("output_dir", "outputs"))
+    return Path(overrides.get("output_dir", "outputs"))
 
 
 def _wishes(args: Namespace) -> Wishes:

@@ -1,4 +1,4 @@
-"""The verb `plan`: what a run takes before anything is downloaded, on this machine or on one that is named."""
+"""The verb `plan`: what a run takes, on this machine or on a named one, before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ def plan(args: Namespace) -> int:
     seen = sized.forecast
     assert seen is not None
     work = workload_of(sized.cfg, seen.setting)
-    found = [] if seen.verdict == "fits" else suggest(sized.cfg, shape, place=Place(seen.setting.device, world_size))
+    suggestions = (
+        [] if seen.verdict == "fits" else suggest(sized.cfg, shape, place=Place(seen.setting.device, world_size))
+    )
     if args.json:
-        extra = {"suggestions": [each.as_dict() for each in found], **vars(work), "notes": list(sized.notes)}
+        extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
         return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
     train = sized.cfg.train
@@ -58,8 +60,8 @@ def plan(args: Namespace) -> int:
         "memory on each device, at its peak",
         *describe_memory(seen),
         *describe_workload(work),
-        *(["what would fit:" if found and found[0].fits else "what comes nearest:"] if found else []),
-        *describe_suggestions(found),
+        *(["what would fit:" if suggestions and suggestions[0].fits else "what comes nearest:"] if suggestions else []),
+        *describe_suggestions(suggestions),
         *(f"note        {note}" for note in sized.notes),
     ]
     for line in lines:
@@ -79,7 +81,7 @@ def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, machine: Ma
 
 
 def _where(args: Namespace) -> tuple[Machine, int]:
-    """The machine that is meant, and the number of processes."""
+    """The machine to plan for, and the number of processes."""
     if args.gpus and args.vram:
         raise ConfigError("--gpus and --vram do not go together", where="command line", fix="leave one out")
     machine = probe()
@@ -98,12 +100,12 @@ def _where(args: Namespace) -> tuple[Machine, int]:
     return machine, world_size
 
 
-def _card_of_size(words: str) -> Card:
+def _card_of_size(text: str) -> Card:
     try:
-        size = parse_bytes(words)
+        size = parse_bytes(text)
     except ValueError as error:
         raise ConfigError(str(error), where="--vram (VRAM=)", fix="write VRAM=24GiB") from None
-    return replace(find_card("A10") or Card("", 0, (8, 0), 0), name=f"GPU of {words}", total_mib=size >> 20, tflops=0)
+    return replace(find_card("A10") or Card("", 0, (8, 0), 0), name=f"GPU of {text}", total_mib=size >> 20, tflops=0)
 
 
 def _pretend(machine: Machine, count: int, *, card: Card) -> Machine:

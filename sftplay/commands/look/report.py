@@ -1,4 +1,4 @@
-"""The verbs that look at runs and change nothing in them but their report: report, compare."""
+"""The verbs `report` and `compare`. They change nothing in a run but its report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
 
 
 def report(args: Namespace) -> int:
-    """`report`: write report.html of a run in whatever state it is, and say where."""
+    """`report`: write report.html of a run in any state, and print its path."""
     folder = find_run(load_config(args.config, args.overrides), args.config, run=args.run)
     from sftplay.deliver.report.report import NAME, write_report
 
@@ -26,7 +26,7 @@ def report(args: Namespace) -> int:
 
 
 def compare(args: Namespace) -> int:
-    """`compare`: what two runs have set differently and what came out, as a table or as JSON."""
+    """`compare`: the different settings of two runs and their results, as a table or as JSON."""
     if args.overrides and not args.config:
         what = f"compare has nothing to set {args.overrides[0]!r} in"
         raise ConfigError(what, where="command line", fix="leave it out, or give the config with --config")
@@ -44,6 +44,6 @@ def _run_at(name: str, flag: str, *, output: Path) -> RunFolder:
         raise ConfigError("no run is named", where=flag, fix="make compare RUN_A=name RUN_B=name")
     found = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)
     if found is None:
-        looked = f"neither {name} nor {output / name} holds a {RESOLVED}"
-        raise ConfigError(f"no run {name!r} ({looked})", where=flag, fix="give a run's folder, or its name")
+        places = f"neither {name} nor {output / name} holds a {RESOLVED}"
+        raise ConfigError(f"no run {name!r} ({places})", where=flag, fix="give a run's folder, or its name")
     return RunFolder(found)

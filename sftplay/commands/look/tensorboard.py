@@ -1,4 +1,4 @@
-"""TensorBoard beside the runs: started in the background on this machine only, stopped by its own pid file."""
+"""The verbs `tensorboard` and `tb-stop`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sftplay.control.tensorboard import PID_FILE, end_board, running, start_boar
 
 
 def start(args: Namespace) -> int:
-    """`tensorboard`: start it over all runs of the output folder, or tell where it already is."""
+    """`tensorboard`: start it over all runs of the output folder, or print the address of the one that runs."""
     output = Path(load_config(args.config, args.overrides).output_dir) if args.config else Path("outputs")
     start_board(output / args.run if args.run else output, args.port)
     return 0
 
 
 def stop(args: Namespace) -> int:
-    """`tb-stop`: end the TensorBoard this kit started, nothing else."""
+    """`tb-stop`: end the TensorBoard that this kit started, and no other."""
     record = running()
     if record is None:
         log.say("no TensorBoard of ours is running", "tensorboard")

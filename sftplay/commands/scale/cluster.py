@@ -1,4 +1,4 @@
-"""The verbs about many processes: the support matrix, an accelerate config, and what DeepSpeed builds beforehand."""
+"""The verbs about many processes: the support matrix and an accelerate config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def matrix(args: Namespace) -> int:
 
 
 def setup_accelerate(args: Namespace) -> int:
-    """`setup-accelerate`: write an accelerate config for this machine; with --interactive accelerate asks itself."""
+    """`setup-accelerate`: write an accelerate config for this machine; with --interactive accelerate asks for it."""
     path = Path(args.out)
     if args.interactive:
         path.parent.mkdir(parents=True, exist_ok=True)

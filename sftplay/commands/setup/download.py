@@ -18,13 +18,13 @@ from sftplay.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
 BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-"""Endings of what lies beside the weights: configs, tokenizer, chat template."""
+"""Endings of the files beside the weights: configs, tokenizer, chat template."""
 
 SLACK_BYTES = 64 * 2**20
 
 
 def download_model(args: Namespace) -> int:
-    """`download-model`: what is needed to open the model, into the hub's cache; the weights as safetensors only."""
+    """`download-model`: fetch the files that open the model into the hub's cache; weights as safetensors only."""
     name, revision = args.model, args.revision
     if is_local(name):
         raise ConfigError(f"{name} lies on this machine already", where="--model", fix="use it as model.name")
@@ -46,7 +46,7 @@ def download_model(args: Namespace) -> int:
 
 
 def _needed(name: str, revision: str | None, *, where: str) -> tuple[str, dict[str, int]]:
-    """The commit, and file -> bytes of what transformers opens."""
+    """The commit, and file -> bytes of the files that transformers opens."""
     import httpx
     from huggingface_hub import HfApi, hf_hub_download
 

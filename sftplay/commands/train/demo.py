@@ -1,4 +1,4 @@
-"""The demo: the builtin model learns a task it could not do, with figures before and after."""
+"""The verb `demo`: the builtin model learns a task that it could not do, with figures before and after."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NAME = "demo"
 
 
 def demo(args: Namespace) -> int:
-    """Train, compare the answers before and after, and close with one line of result.
+    """Train, compare the answers before and after, and end with one line of result.
 
     Raises:
-        ConfigError: several nodes are asked for, which would each make a run of their own.
+        ConfigError: several nodes are asked for; each would make a run of its own.
     """
     if args.nnodes > 1:
         raise ConfigError(
@@ -44,9 +44,9 @@ def demo(args: Namespace) -> int:
         if args.control:
             cfg = cfg.with_values({"data.train_path": shuffle_answers(cfg)}, "demo --control")
             log.say("control: the training answers are shuffled, so there is nothing to learn but their form", "demo")
-    code = launch(args, cfg, folder=folder)
-    if code or args.dry_run:
-        return code
+    exit_code = launch(args, cfg, folder=folder)
+    if exit_code or args.dry_run:
+        return exit_code
     result = read_result(folder, is_control=args.control)
     folder.write_json("demo.json", result)
     show_samples(folder, 3)
@@ -61,7 +61,7 @@ def demo(args: Namespace) -> int:
 
 
 def move_aside(folder: RunFolder) -> None:
-    """Rename an earlier demo by the time it was made; nothing is deleted."""
+    """Rename an earlier demo after the time of its start; nothing is deleted."""
     if not folder.resolved.exists():
         return
     with folder.locked():
@@ -74,7 +74,7 @@ def move_aside(folder: RunFolder) -> None:
 
 
 def shuffle_answers(cfg: RunConfig) -> str:
-    """A copy of the training rows in which every prompt has another row's answer; the file's path."""
+    """Write a copy of the training rows with the answers shuffled among the prompts; its path."""
     source = Path(cfg.data.train_path)
     rows: list[dict[str, Any]] = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     answers = [row["messages"][-1] for row in rows]
@@ -89,7 +89,7 @@ def shuffle_answers(cfg: RunConfig) -> str:
 
 
 def read_result(folder: RunFolder, *, is_control: bool) -> dict[str, Any]:
-    """What demo.json holds."""
+    """The content of demo.json."""
     before, after = (folder.read_json(f"eval/{name}.json") for name in ("before", "after"))
     return {
         "exact_match_before": before["exact_match"],

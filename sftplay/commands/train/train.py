@@ -1,4 +1,4 @@
-"""The verbs that launch training: from a config to a run folder, a command, and its exit code."""
+"""The verbs that train: from a config to a run folder, a command and its exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
-from sftplay.control.memory_probe import Bench, look_closer
+from sftplay.control.memory_probe import Bench, size_by_probe
 from sftplay.control.nodes import among_nodes
 from sftplay.control.resume import continue_run
 from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, say_sizing, size
@@ -20,7 +20,7 @@ from sftplay.machine.probe import probe
 
 
 def train(args: Namespace) -> int:
-    """`train`: start the run of a config, or continue it when train.resume says so."""
+    """`train`: start the run of a config, or continue it where train.resume asks for that."""
     return among_nodes(args, partial(_train, args))
 
 
@@ -46,7 +46,7 @@ def _resume(args: Namespace, rendezvous: Rendezvous | None) -> int:
 def launch(
     args: Namespace, cfg: RunConfig, *, folder: RunFolder | None = None, rendezvous: Rendezvous | None = None
 ) -> int:
-    """Size, create the folder (a new one, if none is given), start the workers and follow them."""
+    """Size the run, create its folder (a new one where none is given), start the workers and follow them."""
     machine = probe()
     scale = read_scale(args, machine)
     cfg = check_inputs(cfg)
@@ -58,7 +58,7 @@ def launch(
     with folder.locked():
         folder.create()
         bench = Bench(machine, scale.nproc, folder.logs)
-        sized, probed = look_closer(sized, bench, resize=lambda found: size(cfg, machine, scale=scale, fit=found))
+        sized, probed = size_by_probe(sized, bench, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))
         say_sizing(sized, machine, folder=folder)
         write_text(folder.resolved, dump_resolved(sized.cfg))
         folder.write_json("plan.json", {**sized.as_plan(), "probe": probed, "notes": all_notes(sized)})

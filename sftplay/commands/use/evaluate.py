@@ -1,4 +1,4 @@
-"""The verbs that measure a finished run, and how every verb opens one."""
+"""The verbs that measure a finished run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sftplay.launch.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Measure:
-    """What one of the eval verbs measures, and how its files below eval/ begin."""
+    """What one of the eval verbs measures, and the prefix of its files below eval/."""
 
     prefix: str = ""
     values: dict[str, Any] = field(default_factory=dict)
-    """Config values it sets where the command line does not."""
+    """Config values that the verb sets where the command line does not."""
 
     split: str = "val"
     has_base: bool = True
@@ -55,7 +55,7 @@ def evaluate(args: Namespace) -> int:
 
 
 def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str, dict[str, Any]]:
-    """Figures of the base, where it is asked for, and of the result."""
+    """Figures of the base, where the measure has it, and of the result."""
     from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
     from sftplay.model.load import load_base, load_result
 

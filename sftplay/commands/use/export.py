@@ -1,4 +1,4 @@
-"""The verbs that make something of a finished run for others: merge, merge-test, export, serve."""
+"""The verbs that deliver a finished run: merge, merge-test, export, serve."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def serve(args: Namespace) -> int:
 
 
 def _check_target(out: Path) -> None:
-    # Seen before the libraries are loaded, which takes seconds.
+    # Checked before the libraries are loaded, which takes seconds.
     from sftplay.deliver.export.scratch import check_target
 
     check_target(out)

@@ -1,4 +1,4 @@
-"""The verbs that let a finished run answer: infer, line by line, and infer-batch, a whole file."""
+"""The verbs by which a finished run answers: `infer` line by line, `infer-batch` a whole file."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from sftplay.launch.supervise.console import Console, Screen
 
 
 def infer(args: Namespace) -> int:
-    """`infer`: a dialogue on standard input and output, one line a turn; an empty line or end of input ends it."""
+    """`infer`: a dialogue on standard input and output, one line a turn. An empty line or the end of input ends it."""
     cfg, folder = open_run(args)
     generator, renderer = _open_generator(cfg, folder, args=args)
     from sftplay.deliver.infer.chat import Conversation, run_command
 
-    whom = f"{'the base of ' if args.base else ''}{folder.path}"
-    log.say(f"talking to {whom}; an empty line ends it, /help lists commands", "infer")
+    model = f"{'the base of ' if args.base else ''}{folder.path}"
+    log.say(f"talking to {model}; an empty line ends it, /help lists commands", "infer")
     dialogue = Conversation(generator, renderer, cfg.data.system)
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while line := _next_line():
         if not line.startswith("/"):
             _answer(dialogue, line.strip())
-        elif (said := run_command(dialogue, line)) is not None:
-            log.say(said, "infer")
+        elif (reply := run_command(dialogue, line)) is not None:
+            log.say(reply, "infer")
         else:
             return 0
     return 0
 
 
 def _next_line() -> str:
-    """What is typed next, without its end; empty when there is nothing more to say."""
+    """The next line without its end; empty at the end of the dialogue."""
     is_typed = sys.stdin.isatty()
     sys.stdout.write("> " if is_typed else "")
     sys.stdout.flush()
@@ -61,10 +61,10 @@ def _next_line() -> str:
     return line.rstrip() if line.strip() else ""
 
 
-def _answer(dialogue: Any, words: str) -> None:
+def _answer(dialogue: Any, question: str) -> None:
     with _interruptible() as stop:
         try:
-            for piece in dialogue.ask(words, stop, note=lambda text: log.say(f"note: {text}", "infer")):
+            for piece in dialogue.ask(question, stop, note=lambda text: log.say(f"note: {text}", "infer")):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         except DataError as error:
@@ -75,7 +75,7 @@ def _answer(dialogue: Any, words: str) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[Event]:
-    """An event that the first Ctrl-C sets; the second is what it always is."""
+    """An event that the first Ctrl-C sets. The second Ctrl-C interrupts as usual."""
     stop = Event()
 
     def on_interrupt(number: int, frame: Any) -> None:
@@ -93,7 +93,7 @@ def _interruptible() -> Iterator[Event]:
 def infer_batch(args: Namespace) -> int:
     """`infer-batch`: the rows of a file (`messages` or `prompt`), in order, each with a `response`.
 
-    Answers are kept beside OUT as they come; started again after whatever ended it, it goes on from there.
+    Answers are kept beside OUT as they come. The same command continues from there after an interruption.
     """
     cfg, folder = open_run(args)
     out = _check_paths(args)
@@ -105,7 +105,7 @@ def infer_batch(args: Namespace) -> int:
         if n_kept := partial.n_answers:
             log.say(f"{partial.path} holds {n_kept} of {n} answers: going on from there", "infer")
         if n_kept < n:
-            _answer_file(args, (cfg, folder), questions=questions, partial=partial, n=n)
+            _answer_file(args, cfg, folder=folder, questions=questions, partial=partial, n=n)
         if content_digest(args.input) != digest:
             fix = f"put it back as it was, or remove {partial.path}"
             raise DataError("has changed while it was being answered", where=args.input, fix=fix)
@@ -119,9 +119,8 @@ def infer_batch(args: Namespace) -> int:
 
 
 def _answer_file(
-    args: Namespace, run: tuple[RunConfig, RunFolder], *, questions: PromptFile, partial: PartialAnswers, n: int
+    args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile, partial: PartialAnswers, n: int
 ) -> None:
-    cfg, folder = run
     generator, renderer = _open_generator(cfg, folder, args=args)
     from sftplay.deliver.infer.batch import ProgressMeter, answer_rest, check_lengths
 
@@ -138,7 +137,7 @@ def _answer_file(
 
 
 def _progress_line() -> Callable[[str], None]:
-    """Shows progress: one changing line on a terminal, now and then a line elsewhere."""
+    """A function that prints progress: one changing line on a terminal, elsewhere a line from time to time."""
     console = Console(Screen(), is_tty=log.screen().isatty() and "NO_COLOR" not in os.environ)
 
     def show(text: str) -> None:
@@ -168,7 +167,7 @@ def _check_paths(args: Namespace) -> Path:
 
 
 def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
-    """What shapes the answers beside run and rows."""
+    """The settings that shape the answers, beside run and rows."""
     fixed = {"batch_size": cfg.eval.batch_size, "max_new_tokens": _longest(args, cfg), "temperature": args.temperature}
     return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
 

@@ -16,7 +16,7 @@ from sftplay.units import GIB, format_bytes
 
 HOST = "127.0.0.1"
 
-MEETING_PORT = 29511
+RENDEZVOUS_PORT = 29511
 """Port of a run over several nodes when none is given."""
 
 LEAST_RAM_BYTES = 2 * GIB
@@ -86,8 +86,8 @@ def look_at_ports() -> list[Finding]:
         return [
             Finding("stop", "ports", f"no port can be opened on {HOST}", "allow connections on the loopback device")
         ]
-    if not _is_free(MEETING_PORT):
-        what = f"port {MEETING_PORT}, where runs over several machines meet, is taken"
+    if not _is_free(RENDEZVOUS_PORT):
+        what = f"port {RENDEZVOUS_PORT}, where runs over several machines meet, is taken"
         return [Finding("warn", "ports", what, "give such a run another: MASTER_PORT=29512")]
     return [Finding("ok", "ports", "processes can meet on this machine")]
 
