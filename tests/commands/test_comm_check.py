@@ -93,7 +93,7 @@ def test_what_the_ranks_of_a_failed_check_said_is_kept_and_named(tmp_path: Path,
             )
         assert kept.read_text() == f"{said}\n"
         assert f"the output is in {kept}" in caught.value.what
-    with pytest.raises(RunError, match="said"):
+    with pytest.raises(RunError, match="output is in"):
         comm_check.run_check(
             fake("print('of node 3', end=''); raise SystemExit(5)"), tmp_path / "check", scale=FOURTH, limit_s=30.0
         )

@@ -106,13 +106,15 @@ def held_out_loss(model: Any, rows: Any, *, pad_token_id: int) -> float:
     room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
     portions = AdaptiveBatches(len(rows), "the held-out loss")
     for batch in _by_length(rows["input_ids"], rows["labels"], room=room):
-        for loss, labels in portions.each(len(batch), partial(_summed_loss, model, pad_token_id, batch=batch)):
+        for loss, labels in portions.each(
+            len(batch), partial(_summed_loss, model, batch=batch, pad_token_id=pad_token_id)
+        ):
             total, count = total + loss, count + labels
     return total / count if count else math.nan
 
 
 def _summed_loss(
-    model: Any, pad_token_id: int, *, batch: Sequence[tuple[list[int], list[int]]], part: slice
+    model: Any, part: slice, *, batch: Sequence[tuple[list[int], list[int]]], pad_token_id: int
 ) -> tuple[float, int]:
     """The sum of the label tokens' losses of a part of the rows, and their number."""
     batch, device = batch[part], next(model.parameters()).device
