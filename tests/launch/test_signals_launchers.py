@@ -201,7 +201,7 @@ def test_whoever_is_killed_between_the_command_and_the_ranks_of_deepspeed_takes_
     run = f"killed-{place}"
     process, everybody = shop.hold(run, "deepspeed")
     assert modules_of(everybody)[:3] == ["sftplay", *STARTED["deepspeed"]]
-    everybody[place].kill()
+    [each for each in everybody if "-m" in each.cmdline()][place].kill()
     code = process.wait(LIMIT_S)
     assert code == (-signal.SIGKILL if place == 0 else 5), shop.said(run)
     wait_until(lambda: not any(is_alive(each.pid) for each in everybody))
@@ -210,10 +210,12 @@ def test_whoever_is_killed_between_the_command_and_the_ranks_of_deepspeed_takes_
 def test_rank_of_deepspeed_that_is_killed_is_a_death(shop: Shop):
     run = "dead"
     process, everybody = shop.hold(run, "deepspeed")
-    os.kill(shop.status(run)["ranks"][1]["pid"], signal.SIGKILL)
+    pid = shop.status(run)["ranks"][1]["pid"]
+    os.kill(pid, signal.SIGKILL)
     shop.let_go(run)
     assert process.wait(LIMIT_S) == 5, shop.said(run)
     wait_until(lambda: not any(is_alive(each.pid) for each in everybody))
     status = shop.status(run)
     assert (status["state"], status["error"]["code"]) == ("failed", "death")
-    assert status["error"]["what"] == "a rank was killed by SIGKILL"
+    # DeepSpeed looks once a second who has ended: at the killed rank, or at the other one, which has noticed before.
+    assert status["error"]["what"] in ("a rank was killed by SIGKILL", f"rank 1 (process {pid}) has gone")
