@@ -51,7 +51,7 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)
+        signal.signal(signal.SIGHUP, lambda *_, **__: None)
 
 
 FORKING = fork_server.lazy_client(ROOT)

@@ -103,7 +103,7 @@ class StopInTime(TrainerCallback):
         self._least_s = min(LEAST_S, LEAST_SHARE * left)
         log.say(f"{self.deadline.origin} leaves {format_seconds(max(0.0, left))}: the run stops in time, resumable")
 
-    def on_optimizer_step(self, args: Any, state: Any, *, control: Any, **more: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._end("step")
         step = state.global_step + 1  # the Trainer counts it only after this event
         if not log.is_main() or self.stop.received or step >= state.max_steps:

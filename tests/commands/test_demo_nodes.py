@@ -16,7 +16,7 @@ from sftplay.commands.train import demo
 def test_several_nodes_are_refused_with_the_command_that_takes_them(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def launch(*_: Any) -> int:
+    def launch(*_: Any, **__: Any) -> int:
         raise AssertionError("a node has started by itself")
 
     monkeypatch.setattr(demo, "launch", launch)

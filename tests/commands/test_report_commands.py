@@ -140,7 +140,7 @@ def test_a_run_has_its_report_however_it_ends_and_keeps_its_code(
 def test_a_report_that_fails_changes_no_exit_code_and_is_said(
     fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise fault
 
     monkeypatch.setattr("sftplay.deliver.report.report.render", fail)

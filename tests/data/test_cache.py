@@ -32,9 +32,9 @@ def test_file_that_changes_while_it_is_read_is_not_taken_for_what_it_was(
     cfg = config(path, split=0.25)
     before, run = path.read_text(), Preparation.run
 
-    def run_while_someone_writes(*given: Any) -> None:
+    def run_while_someone_writes(*given: Any, **named: Any) -> None:
         path.write_text(before.replace("quiet", "loud"))
-        run(*given)
+        run(*given, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr(Preparation, "run", run_while_someone_writes)
@@ -60,7 +60,7 @@ def test_other_release_of_a_library_that_reads_or_tokenises_makes_a_new_cache_en
 def test_full_disk_is_a_run_error_and_leaves_nothing(
     tokenizer: Any, config: Config, write_rows: Write, monkeypatch: pytest.MonkeyPatch, number: int
 ):
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
     cfg = config(write_rows([row(n) for n in range(60)]))

@@ -219,7 +219,7 @@ def test_second_start_tokenises_nothing_and_gives_the_same(
 ):
     cfg = config(write_rows([row(n) for n in range(60)]), split=0.25)
     first = load_examples(cfg, tokenizer)
-    monkeypatch.setattr(Preparation, "run", lambda *_: pytest.fail("the rows were read again"))
+    monkeypatch.setattr(Preparation, "run", lambda *_, **__: pytest.fail("the rows were read again"))
     second = load_examples(cfg, tokenizer)
     assert second.train[:] == first.train[:]
     assert second.held_out[:] == first.held_out[:]
@@ -262,7 +262,7 @@ def test_broken_off_preparation_leaves_nothing_that_looks_finished(
 ):
     cfg = config(write_rows([row(n) for n in range(60)]), split=0.25)
     with monkeypatch.context() as patched:
-        patched.setattr(Preparation, "_report", lambda *_: 1 / 0)
+        patched.setattr(Preparation, "_report", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             load_examples(cfg, tokenizer)
     assert [path.suffix for path in Path(cfg.data.processed_dir).iterdir()] == [".lock"]
@@ -274,7 +274,7 @@ def _load_in_process(cfg: RunConfig, saved: str, start: Any, answers: Any) -> No
 
     run = Preparation.run
     ran = []
-    Preparation.run = lambda *given: (ran.append(1), time.sleep(0.5), run(*given))[-1]  # type: ignore[method-assign]
+    Preparation.run = lambda *of, **how: (ran.append(1), time.sleep(0.5), run(*of, **how))[-1]  # type: ignore[method-assign]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
     start.wait()
     report = load_examples(cfg, tokenizer).report
@@ -304,7 +304,7 @@ def test_local_files_cause_no_connection(
 ):
     import socket
 
-    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was attempted"))
+    monkeypatch.setattr(socket.socket, "connect", lambda *_, **__: pytest.fail("a connection was attempted"))
     assert len(load_examples(config(write_rows([row(n) for n in range(4)]), split=0), tokenizer).train) == 4
 
 

@@ -123,8 +123,8 @@ def batches():
 
 if __name__ == "__main__":
     tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
-    renderer = Renderer.prove(tokenizer, CHATML, [])
-    for _ in process_all(batches(), renderer, RowOptions(Reading(), 64, "truncate"), processes=2):
+    renderer = Renderer.prove(tokenizer, CHATML, samples=[])
+    for _ in process_all(batches(), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2):
         print("ready", flush=True)
         time.sleep(60)
 """

@@ -206,7 +206,7 @@ def test_only_a_window_of_rows_is_read_at_a_time(tmp_path: Path, monkeypatch: py
     rows, read = tmp_path / "in.jsonl", []
     rows.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(100)))
     real = questions.read_prompt
-    monkeypatch.setattr(questions, "read_prompt", lambda *of: read.append(0) or real(*of))
+    monkeypatch.setattr(questions, "read_prompt", lambda *of, **how: read.append(0) or real(*of, **how))
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 2)
     windows = PromptFile(str(rows)).windows(3)
     assert [question.number for question in next(windows)] == list(range(6))
@@ -238,9 +238,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the rows that the model is asked from here on, in small windows."""
     seen: list[int] = []
 
-    def answer_and_note(generator: Generator, prompts: list[list[int]], numbers: list[int]) -> list[str]:
-        seen.extend(numbers)
-        return answer_batch(generator, prompts, rows=numbers)
+    def answer_and_note(generator: Generator, prompts: list[list[int]], *, rows: list[int]) -> list[str]:
+        seen.extend(rows)
+        return answer_batch(generator, prompts, rows=rows)
 
     monkeypatch.setattr(batch, "answer_batch", answer_and_note)
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 4)
@@ -267,10 +267,10 @@ def test_a_second_start_asks_only_the_rest_and_gives_the_answers_of_an_undisturb
         asked.clear()
         budget = n_rows - (9 if n_rows == 15 else 0)
 
-        def answer_some(*of: Any, budget: int = budget) -> list[str]:
+        def answer_some(*of: Any, budget: int = budget, **how: Any) -> list[str]:
             if len(asked) >= budget:
                 raise KeyboardInterrupt
-            return real(*of)
+            return real(*of, **how)
 
         monkeypatch.setattr(batch, "answer_batch", answer_some)
         assert infer_batch(run, rows, out, *words) == 130
@@ -296,12 +296,12 @@ def test_a_second_start_refuses_other_rows_settings_or_weights(
 ):
     out = tmp_path / "out.jsonl"
 
-    def stop(*_: Any) -> list[str]:
+    def stop(*_: Any, **__: Any) -> list[str]:
         raise KeyboardInterrupt
 
     real = batch.answer_batch
-    monkeypatch.setattr(batch, "answer_batch", lambda *of: stop() if (tmp_path / "out.jsonl.part").stat().st_size
-                        else real(*of))  # fmt: skip
+    monkeypatch.setattr(batch, "answer_batch", lambda *of, **how: stop() if (tmp_path / "out.jsonl.part").stat().st_size
+                        else real(*of, **how))  # fmt: skip
     assert infer_batch(run, rows, out) == 130
 
     def refused(*words: str) -> str:
@@ -370,7 +370,7 @@ def test_what_cannot_be_meant_is_refused_and_the_rows_stay(
 def test_rows_that_change_while_they_are_answered_are_noticed(
     run: Finished, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def change(_: Any, prompts: Any, __: Any) -> list[str]:
+    def change(_: Any, prompts: Any, **__: Any) -> list[str]:
         rows.write_text(rows.read_text() + "\n")
         return [""] * len(prompts)
 
@@ -399,7 +399,7 @@ def test_killed_without_warning_it_goes_on_where_it_was(run: Finished, tmp_path:
     assert 0 < kept < 200
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "answer_batch", lambda *of: seen.extend(of[2]) or answer_batch(*of))
+        patch.setattr(batch, "answer_batch", lambda *of, rows: seen.extend(rows) or answer_batch(*of, rows=rows))
         assert infer_batch(run, rows, out, "--temperature", "1") == 0
     assert len(seen) == 600 - 3 * kept
     assert out.read_bytes() == whole.read_bytes()

@@ -53,7 +53,7 @@ class Rank:
 
     def notes_signals(self):
         # As a rank does inside a step.
-        signal.signal(signal.SIGTERM, lambda *_: (self.folder / "noted").touch())
+        signal.signal(signal.SIGTERM, lambda *_, **__: (self.folder / "noted").touch())
         (self.folder / "ready").touch()
         time.sleep(600)
 

@@ -200,7 +200,7 @@ def test_hang_up_that_nohup_switched_off_stays_so():
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert set(catch_signals(lambda *_: None)) == set(STOP_SIGNALS) - {signal.SIGHUP}
+        assert set(catch_signals(lambda *_, **__: None)) == set(STOP_SIGNALS) - {signal.SIGHUP}
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         for number, handler in before.items():
@@ -213,7 +213,7 @@ def test_ranks_of_another_node_get_no_signal_here(folder, followed):
     try:
         body = (
             f"pids = [{{'pid': {stranger.pid}}}]\n"
-            "signal.signal(signal.SIGTERM, lambda *_: (folder.update_status(exit_code=143), os._exit(0)))\n"
+            "signal.signal(signal.SIGTERM, lambda *_, **__: (folder.update_status(exit_code=143), os._exit(0)))\n"
             "folder.update_status(ranks=pids + [{'pid': os.getpid()}], ready=True); time.sleep(60)"
         )
         driver = followed(body)

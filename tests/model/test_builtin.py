@@ -113,7 +113,7 @@ def test_a_name_has_the_same_tokens_wherever_it_stands(builtin_tiny):
 
 def test_a_second_call_makes_nothing_and_gives_the_same_folder(builtin_tiny, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(builtin, "_make", lambda *_: pytest.fail("it is made again"))
+    monkeypatch.setattr(builtin, "_make", lambda *_, **__: pytest.fail("it is made again"))
     assert builtin.ensure_builtin("tiny", builtin_tiny.parent, say=said.append) == builtin_tiny
     assert said == []
 

@@ -112,7 +112,7 @@ def _reads_answered(how: TraceSettings, labelled: int) -> Iterator[Any]:
     # PEFT asks without a device, which means CUDA.
     yield replaced(torch, "is_autocast_enabled", lambda device="cpu": ask(device))
     yield replaced(masking_utils, "fast_all", lambda _mask: not how.padded)
-    yield replaced(masking_utils, "is_tracing", lambda *_: False)  # a fake tensor counts as tracing
+    yield replaced(masking_utils, "is_tracing", lambda *_, **__: False)  # a fake tensor counts as tracing
     yield CudaKernels(host_reads=-(-labelled // CHUNK) * CHUNK)
 
 

@@ -60,7 +60,7 @@ def test_a_config_that_dies_or_takes_too_long_is_a_row_with_its_reason(tmp_path:
     monkeypatch.setattr(gpu_sizing, "run_rehearsal", killed)
     dead = measure_case(CPU_CASES[0], place(tmp_path / "a"))
 
-    def hangs(*_: Any) -> Path:
+    def hangs(*_: Any, **__: Any) -> Path:
         raise subprocess.TimeoutExpired("make", 5)
 
     monkeypatch.setattr(gpu_sizing, "ensure_model", hangs)

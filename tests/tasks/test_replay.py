@@ -103,7 +103,7 @@ def test_the_graph_of_a_failed_micro_batch_is_gone_before_the_next_one_begins(
         if out.logits.requires_grad:  # not in evaluation
             out.logits.register_hook(Marker())
 
-    def count(*_: Any) -> None:
+    def count(*_: Any, **__: Any) -> None:
         alive.append(sum(each() is not None for each in Marker.made))
 
     real = TrainRun.train

@@ -159,7 +159,7 @@ def test_run_from_a_run_of_a_builtin_model_keeps_a_base_of_its_own(
     merges: bool, other: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # What is built for a builtin name is not the point here, and takes a minute.
-    monkeypatch.setattr("sftplay.model.builtin.ensure_builtin", lambda *_: other.model)
+    monkeypatch.setattr("sftplay.model.builtin.ensure_builtin", lambda *_, **__: other.model)
     start = train(tmp_path / "first", other, model__name="builtin:tiny", train__max_steps=2)
     folder = str(start.folder.path)
     options = {"model__adapter": folder, "model__name": "builtin:tiny"} if merges else {"model__name": folder}
