@@ -274,7 +274,13 @@ def _load_in_process(cfg: RunConfig, saved: str, start: Any, answers: Any) -> No
 
     run = Preparation.run
     ran = []
-    Preparation.run = lambda *of, **how: (ran.append(1), time.sleep(0.5), run(*of, **how))[-1]  # type: ignore[method-assign]
+
+    def run_slowly(*of: Any, **how: Any) -> None:
+        ran.append(1)
+        time.sleep(0.5)
+        run(*of, **how)
+
+    Preparation.run = run_slowly  # type: ignore[method-assign]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
     start.wait()
     report = load_examples(cfg, tokenizer).report
