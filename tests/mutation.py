@@ -14,6 +14,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 900.0
 """A fault that makes the tests hang counts as noticed behind this time."""
+
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 NONE_COLLECTED = 5
 """pytest's exit code where a file holds none of the chosen tests."""
@@ -131,12 +135,18 @@ def test_sets(fault: Fault, root: Path) -> list[list[str]]:
     return [own, rest] if own else [rest]
 
 
-def is_noticed(fault: Fault, root: Path) -> bool:
+def failing_without_a_fault(chosen: list[Fault], root: Path) -> list[str]:
+    """The tests that fail in the copy as it is; they say nothing about a fault and are left out."""
+    files = sorted({name for fault in chosen for name in test_sets(fault, root)[-1]})
+    done = subprocess.run([*PYTEST, "-rfE", *files], cwd=root, env=ENVIRONMENT, capture_output=True, text=True)
+    return re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+
+
+def is_noticed(fault: Fault, root: Path, left_out: list[str]) -> bool:
     """Run the tests of a fault that lies in the copy `root`."""
     for files in test_sets(fault, root):
-        argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not long"]
         process = subprocess.Popen(
-            [*argv, *files], cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+            [*PYTEST, "-x", *(f"--deselect={name}" for name in left_out), *files], cwd=root, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -173,10 +183,12 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
     with tempfile.TemporaryDirectory() as home:
         root = Path(home) / "kit"
         copy_to(root)
+        left_out = failing_without_a_fault(chosen, root)
+        say(f"fail without a fault and are left out: {', '.join(left_out) or 'none'}")
         for number, fault in enumerate(chosen, 1):
             put(fault, root)
             began = time.monotonic()
-            noticed.append(is_noticed(fault, root))
+            noticed.append(is_noticed(fault, root, left_out))
             shutil.copy2(fault.path, root / fault.path.relative_to(ROOT))
             where = f"{fault.path.relative_to(ROOT)}:{fault.line}"
             fate = "noticed" if noticed[-1] else "MISSED"
