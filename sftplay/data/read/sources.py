@@ -22,7 +22,7 @@ from sftplay.data.read.tables import csv_rows, parquet_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 LONGEST_NAME = 96
 """The hub's own limit."""
 
