@@ -230,6 +230,14 @@ def test_a_failed_run_says_why_and_what_to_do(folder: RunFolder):
     )
 
 
+def test_the_remedy_of_a_long_data_error_is_not_cut_off(folder: RunFolder):
+    rows = "".join(f"\n  rows.jsonl:{n} " + "has no text " * 80 for n in range(5))
+    error = {"code": "data", "what": f"5 rows cannot be trained on{rows}", "where": "data", "fix": "name the columns"}
+    folder.update_status(state="failed", exit_code=4, step=0, error=error)
+    assert "rows.jsonl:4 has no text" in page_of(folder).text
+    assert "Remedy: name the columns." in page_of(folder).text
+
+
 def test_a_run_whose_process_died_is_interrupted_and_one_that_is_held_is_running(folder: RunFolder):
     folder.update_status(state="running", exit_code=None)
     assert "ended at step 8 without a word" in sentences(folder)
