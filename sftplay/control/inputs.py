@@ -15,9 +15,9 @@ from sftplay import log
 from sftplay.config.load import examine_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.model_shape import known_shape, near_names
-from sftplay.data.layouts.convert import Reading, to_record
+from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.read.files import files_of, suffix_of
-from sftplay.data.read.sources import Dialect, is_hub_name, read_rows
+from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import (
     ConfigError,
@@ -162,13 +162,12 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     """Refuse a file whose first rows are all bad, because its layout is another. With skip the full pass decides."""
     data, n_rows = cfg.data, 0
     refused: list[str] = []
-    reading = Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
-    rows = read_rows(path, Dialect(encoding=data.encoding, delimiter=data.delimiter))
+    rows = read_rows(path, dialect_of(data))
     for source, row in islice(rows, SAMPLED_ROWS):
         n_rows += 1
         try:
             if not isinstance(row, Refused):
-                to_record(row, source, reading=reading)
+                to_record(row, source, reading=reading_of(data))
                 return
             refused.append(f"{source} {row.reason}")
         except DataError as error:

@@ -19,10 +19,10 @@ from datasets import Dataset
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
-from sftplay.data.layouts.convert import to_record
-from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, dialect_of, reading_of
+from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation
 from sftplay.data.prepare.policies import SIDES, Side
-from sftplay.data.read.sources import content_digest, read_rows
+from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
 from sftplay.data.template.templates import resolve_template
 from sftplay.errors import DataError

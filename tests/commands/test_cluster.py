@@ -84,13 +84,14 @@ def test_the_cpu_file_starts_two_processes_that_talk():
 
 @pytest.mark.parametrize(
     ("gpus", "has_bf16", "said"),
-    [(8, True, (8, "MULTI_GPU", "bf16")), (1, False, (1, "NO", "fp16")), (0, False, (2, "MULTI_GPU", "no"))],
+    [(8, True, (8, "MULTI_GPU", "bf16")), (1, False, (1, "NO", "fp16")), (0, False, (1, "NO", "no"))],
 )
 def test_what_is_written_for_a_machine_is_read_by_accelerate(tmp_path, gpus, has_bf16, said):
     path = tmp_path / "here.yaml"
-    path.write_text(accelerate_text(path, gpus=gpus, has_bf16=has_bf16, cores=4))
+    path.write_text(accelerate_text(path, gpus=gpus, has_bf16=has_bf16))
     config = loaded(path)
     assert (config.num_processes, config.distributed_type.value, config.mixed_precision) == said
+    assert config.use_cpu is (gpus == 0)
 
 
 def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):

@@ -17,14 +17,14 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import DataConfig
 from sftplay.data.encode.render import Renderer
-from sftplay.data.layouts.convert import Reading, to_record
+from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.prepare.arrow import RowWriter
 from sftplay.data.prepare.batch import CUT_AWAY, Example, RawRow, RowOptions, RowOutcome, short
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.prepare.workers import Work, n_workers, process_all
 from sftplay.data.read.files import other_files
-from sftplay.data.read.sources import Dialect, read_raw, read_rows
+from sftplay.data.read.sources import dialect_of, read_raw, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.errors import DataError
 
@@ -43,16 +43,6 @@ class Input:
 
     path: str
     share: float
-
-
-def reading_of(data: DataConfig) -> Reading:
-    """How the config wants rows to be understood."""
-    return Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
-
-
-def dialect_of(data: DataConfig) -> Dialect:
-    """How the config wants files to be read."""
-    return Dialect(encoding=data.encoding, delimiter=data.delimiter)
 
 
 class Preparation:
