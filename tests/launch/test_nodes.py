@@ -20,7 +20,7 @@ import pytest
 from processes import is_alive, wait_until
 from run_outputs import Outputs
 
-from sftplay.launch.command.ports import free_port
+from sftplay.machine.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

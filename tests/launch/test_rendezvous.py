@@ -13,8 +13,8 @@ from processes import wait_until
 
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.nodes.rendezvous import Over, Rendezvous
+from sftplay.machine.ports import free_port
 
 Work = Callable[[Rendezvous], Any]
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.data.pipeline import load_examples
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.sizing.size_run import size_run
