@@ -169,7 +169,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     )
     if scale.world_size == 1:
         return launch
-    nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, given=os.environ, interfaces=list_interfaces())
+    nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env={**launch.env, **nccl})
 
 

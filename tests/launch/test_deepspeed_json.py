@@ -13,13 +13,13 @@ import pytest
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.command.deepspeed_json import (
-    FILLED_IN,
+    AUTO_NAMES,
     OUTDATED,
     REMOVED,
     SECTIONS,
     read_deepspeed,
+    run_values,
     strip_comments,
-    wishes_of,
     write_plain,
 )
 
@@ -78,7 +78,7 @@ def upstream():
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_is_accepted_for_a_run_of_its_stage(path, cfg):
     stage = int(next(iter(re.findall(r"zero(\d)", path.stem)), 2))
-    values = read_deepspeed(path, wishes_of(cfg, world_size=2, stage=stage))
+    values = read_deepspeed(path, run_values(cfg, world_size=2, stage=stage))
     assert values["zero_optimization"]["stage"] == stage
 
 
@@ -137,7 +137,7 @@ def test_auto_is_accepted_only_where_transformers_or_accelerate_fill_it_in():
     from transformers.integrations import deepspeed
 
     sources = inspect.getsource(deepspeed) + inspect.getsource(DeepSpeedPlugin)
-    assert [name for name in FILLED_IN.split() if f'"{name}"' not in sources] == []
+    assert [name for name in AUTO_NAMES.split() if f'"{name}"' not in sources] == []
 
 
 def test_a_comment_inside_a_string_is_no_comment(tmp_path):
@@ -155,7 +155,7 @@ def test_a_misspelt_name_is_told_with_its_line_and_the_nearest(tmp_path):
 def test_a_name_in_the_wrong_section_is_sent_home(tmp_path):
     found = problems(tmp_path, '{"zero_optimization": {"stage": 2, "gradient_clipping": 1.0},\n "stage": 2}')
     assert [where for where, _ in found] == ["own.json:1 zero_optimization.gradient_clipping", "own.json:2 stage"]
-    assert "at the top" in found[0][1]
+    assert "to the top" in found[0][1]
     assert "zero_optimization" in found[1][1]
 
 
@@ -186,7 +186,7 @@ def test_every_contradiction_with_the_run_is_told_at_once(tmp_path, cfg):
   "scheduler": {"type": "OneCycle", "params": {"warmup_type": "linear"}},
   "zero_optimization": {"stage": 3}
 }"""
-    found = problems(tmp_path, text, wishes_of(cfg, world_size=2, stage=2))
+    found = problems(tmp_path, text, run_values(cfg, world_size=2, stage=2))
     assert [where.split(":")[1] for where, _ in found] == [
         "2 train_batch_size",
         "4 gradient_accumulation_steps",
@@ -201,7 +201,7 @@ def test_every_contradiction_with_the_run_is_told_at_once(tmp_path, cfg):
 def test_a_file_that_says_what_the_run_says_is_accepted(tmp_path, cfg):
     text = '{"train_batch_size": 32, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},'
     text += '"zero_optimization": {"stage": 2}}'
-    assert read_deepspeed(file_of(tmp_path, text), wishes_of(cfg, world_size=2, stage=2))["train_batch_size"] == 32
+    assert read_deepspeed(file_of(tmp_path, text), run_values(cfg, world_size=2, stage=2))["train_batch_size"] == 32
 
 
 def test_auto_where_nobody_fills_it_in_is_refused(tmp_path):

@@ -141,7 +141,7 @@ def test_deepspeed_starts_on_the_gpus_that_are_visible_not_on_the_first_ones(mon
 @pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
 def test_single_process_is_started_directly_whatever_the_launcher(launcher: str):
     assert launch(launcher, Scale(1)).argv == (sys.executable, "-m", "sftplay.tasks.worker", "outputs/x")
-    with pytest.raises(ConfigError, match="could take --log-dir here: the run has one process"):
+    with pytest.raises(ConfigError, match="the run has one process and no launcher that could take --log-dir here"):
         launch(launcher, Scale(1, launcher_args=("--log-dir", "here")))
 
 
@@ -220,7 +220,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_what_a_launcher_says_of_words_it_does_not_know_reaches_the_user(folder: RunFolder, capsys: Any):
     command = Launch((sys.executable, "-m", "torch.distributed.run", "--no-such-flag", "-m", "nothing"), {})
     assert follow(command, folder) == 2
-    assert "error: unrecognized arguments: --no-such-flag\n  fix: change what" in capsys.readouterr().err
+    assert "error: unrecognized arguments: --no-such-flag\n  fix: change the options" in capsys.readouterr().err
     status = folder.read_json("status.json")
     assert (status["state"], status["error"]["code"]) == ("failed", "config")
 
@@ -232,7 +232,7 @@ def test_files_of_a_launch_are_there_when_it_starts(folder: RunFolder, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("code", "found"), [(-9, "a rank was killed by SIGKILL"), (17, "a rank ended with code 17 without a word")]
+    ("code", "found"), [(-9, "a rank was killed by SIGKILL"), (17, "a rank ended with code 17 and no message")]
 )
 def test_death_is_read_from_what_deepspeed_says(folder: RunFolder, code: int, found: str):
     begin = "[2026-11-21 22:05:10,123]"

@@ -26,25 +26,25 @@ def test_nodes_that_agree_have_no_differences():
 
 def test_of_two_nodes_the_other_one_is_odd_and_of_more_the_one_that_is_alone():
     other = report(versions={"torch": "2.12.0"})
-    assert said(report(), other) == [(1, "machine", "torch is 2.12.0, on node 0 2.13.0")]
-    assert said(other, report(), report()) == [(0, "machine", "torch is 2.12.0, on nodes 1, 2 2.13.0")]
+    assert said(report(), other) == [(1, "machine", "torch is 2.12.0, on node 0 it is 2.13.0")]
+    assert said(other, report(), report()) == [(0, "machine", "torch is 2.12.0, on nodes 1, 2 it is 2.13.0")]
 
 
 def test_what_a_node_lacks_is_named_as_missing():
     assert said(report(versions={"torch": "2.13.0", "deepspeed": "0.19.8"}), report()) == [
-        (1, "machine", "deepspeed is missing, on node 0 0.19.8")
+        (1, "machine", "deepspeed is missing, on node 0 it is 0.19.8")
     ]
     assert said(report(), report(files={})) == [
-        (1, "data", "what data.train_path names is missing, on node 0 it is not")
+        (1, "data", "the path in data.train_path is missing, on node 0 it exists")
     ]
 
 
 @pytest.mark.parametrize(
     ("odd", "kind", "words"),
     [
-        ({"config": {"seed": 2}}, ConfigError, "node 1 (b): seed is 2, on node 0 1"),
-        ({"files": {"data.train_path": "bb"}}, DataError, "node 1 (b): what data.train_path names has another content"),
-        ({"versions": {"torch": "9"}}, MachineError, "node 1 (b): torch is 9, on node 0 2.13.0"),
+        ({"config": {"seed": 2}}, ConfigError, "node 1 (b): seed is 2, on node 0 it is 1"),
+        ({"files": {"data.train_path": "bb"}}, DataError, "node 1 (b): the path in data.train_path has other content"),
+        ({"versions": {"torch": "9"}}, MachineError, "node 1 (b): torch is 9, on node 0 it is 2.13.0"),
         ({"versions": {"torch": "9"}, "config": {"seed": 2}}, ConfigError, "torch is 9"),
     ],
 )

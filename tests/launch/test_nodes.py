@@ -127,11 +127,11 @@ def remove_rows(node: Path) -> None:
 
 
 ODD = [
-    (add_library, 3, "trl is 9.9, on node 0 1."),
+    (add_library, 3, "trl is 9.9, on node 0 it is 1."),
     (change_kit, 3, "sftplay is "),
-    (change_config, 2, "seed is 7, on node 0 42"),
+    (change_config, 2, "seed is 7, on node 0 it is 42"),
     (break_config, 2, "run.yaml"),
-    (change_row, 4, "what data.train_path names has another content than on node 0"),
+    (change_row, 4, "the path in data.train_path has other content than on node 0"),
     (remove_rows, 4, "rows.jsonl: there is no such file"),
 ]
 """What is done to node 1, the exit code on both nodes, what both say of it."""
@@ -161,7 +161,7 @@ def test_node_that_does_not_share_the_runs_folder_is_named_before_a_step_is_made
     for code, said in cluster.both("apart", "output_dir=outputs"):
         assert code == 3, said
         assert "node 1 (" in said
-        assert "is not the folder that node 0 has made" in said
+        assert "is not the folder that node 0 has created" in said
     assert not (cluster.root / "node0" / "outputs" / "apart" / "metrics.jsonl").exists()
 
 

@@ -13,7 +13,7 @@ from processes import wait_until
 
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
-from sftplay.launch.nodes.rendezvous import Over, Rendezvous
+from sftplay.launch.nodes.rendezvous import Rendezvous, RendezvousEnded
 from sftplay.machine.ports import free_port
 
 Work = Callable[[Rendezvous], Any]
@@ -23,7 +23,7 @@ def meet(
     *works: Work,
     nodes: int | None = None,
     ranks: list[int] | None = None,
-    patience_s: float = 20,
+    timeout_s: float = 20,
     address: str = "127.0.0.1",
 ) -> list[Any]:
     """Let each work be a node's, all at once in threads; what each returned, or the error it ended with."""
@@ -33,7 +33,7 @@ def meet(
     def live(place: int, work: Work) -> None:
         scale = Scale(1, nodes or len(works), ranks[place], address, port)
         try:
-            with Rendezvous(scale, patience_s=patience_s) as rendezvous:
+            with Rendezvous(scale, timeout_s=timeout_s) as rendezvous:
                 ends[place] = work(rendezvous)
         except SftplayError as error:
             ends[place] = error
@@ -69,13 +69,13 @@ def test_an_error_of_node_0_is_raised_on_all_nodes_with_its_kind_and_remedy():
 
 
 def test_a_node_that_does_not_come_is_named_to_those_that_did():
-    for end in meet(tell("zero"), tell("two"), nodes=3, ranks=[0, 2], patience_s=1):
+    for end in meet(tell("zero"), tell("two"), nodes=3, ranks=[0, 2], timeout_s=1):
         assert isinstance(end, MachineError)
         assert "node 1 did not come within 1 s" in str(end)
 
 
 def test_a_node_without_a_node_0_says_where_it_looked():
-    (end,) = meet(tell("one"), nodes=2, ranks=[1], patience_s=0.5)
+    (end,) = meet(tell("one"), nodes=2, ranks=[1], timeout_s=0.5)
     assert isinstance(end, MachineError)
     assert "node 0 was not found at 127.0.0.1:" in str(end)
 
@@ -120,7 +120,7 @@ def test_other_nodes_see_that_node_0_has_ended():
 
 def test_node_that_waits_for_more_hears_the_code_where_node_0_has_nothing_more_to_do():
     def work(rendezvous: Rendezvous) -> int:
-        with pytest.raises(Over) as over:
+        with pytest.raises(RendezvousEnded) as over:
             rendezvous.gather({})
         return over.value.code
 
@@ -139,7 +139,7 @@ def host(nodes: int) -> tuple[threading.Thread, int, list[Any]]:
     port, heard = free_port(0), list[Any]()
 
     def live() -> None:
-        with Rendezvous(Scale(1, nodes, 0, "127.0.0.1", port), patience_s=120) as rendezvous:
+        with Rendezvous(Scale(1, nodes, 0, "127.0.0.1", port), timeout_s=120) as rendezvous:
             heard.append(tell("zero")(rendezvous))
 
     thread = threading.Thread(target=live)
@@ -163,7 +163,7 @@ def test_strangers_at_the_port_neither_join_nor_hinder():
     for noise in (b"GET / HTTP/1.1\r\n\r\n", b'{"node": "x"}\n', b"[]\n", b""):
         with knock(port) as stranger:
             stranger.sendall(noise)
-    with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), patience_s=120) as rendezvous:
+    with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), timeout_s=120) as rendezvous:
         assert tell("one")(rendezvous) == ["zero", "one"]
     thread.join(240)
     assert ends == [["zero", "one"]]
@@ -187,21 +187,21 @@ def test_what_listens_at_the_port_and_is_none_of_ours_is_not_taken_for_node_0():
 
         threading.Thread(target=talk, daemon=True).start()
         with pytest.raises(MachineError, match=r"no run of this kit|nobody answered|timed out"):
-            Rendezvous(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), patience_s=0.3).__enter__()
+            Rendezvous(Scale(1, 2, 1, "127.0.0.1", other.getsockname()[1]), timeout_s=0.3).__enter__()
 
 
 def test_node_that_is_started_again_while_others_are_awaited_takes_its_own_place():
     thread, port, ends = host(3)
 
     def join(node: int) -> Rendezvous:
-        return Rendezvous(Scale(1, 3, node, "127.0.0.1", port), patience_s=120).__enter__()
+        return Rendezvous(Scale(1, 3, node, "127.0.0.1", port), timeout_s=120).__enter__()
 
     first = join(1)
-    first._peers[0].send({"said": {"say": "what is never read"}})
+    first._peers[0].send({"message": {"say": "what is never read"}})
     first.__exit__(None, None, None)
     again, other = join(1), join(2)
     for rendezvous, say in ((again, "one"), (other, "two")):
-        rendezvous._peers[0].send({"said": {"say": say}})
+        rendezvous._peers[0].send({"message": {"say": say}})
     thread.join(240)
     assert ends == [["zero", "one", "two"]]
     for rendezvous in (again, other):
@@ -211,7 +211,7 @@ def test_node_that_is_started_again_while_others_are_awaited_takes_its_own_place
 def test_silent_strangers_do_not_keep_a_node_waiting():
     thread, port, ends = host(2)
     silent = [knock(port) for _ in range(3)]
-    with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), patience_s=4) as rendezvous:
+    with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), timeout_s=4) as rendezvous:
         assert tell("one")(rendezvous) == ["zero", "one"]
     thread.join(240)
     for each in silent:

@@ -52,7 +52,7 @@ def account(*codes: tuple[int, int]) -> list[str]:
         ([(1, -9)], "rank 1 was killed by SIGKILL"),
         ([(1, -9), (0, -15)], "rank 1 was killed by SIGKILL"),
         ([(0, -11), (1, -9)], "rank 0 was killed by SIGSEGV"),
-        ([(2, 17), (0, 143)], "rank 2 ended with code 17 without a word"),
+        ([(2, 17), (0, 143)], "rank 2 ended with code 17 and no message"),
         ([(1, -9), (0, 5)], "rank 1 was killed by SIGKILL"),
         # A bug on rank 0; rank 1 waited for it, and torchrun killed it in the end.
         ([(0, 1), (1, -9)], ""),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from sftplay.launch.supervise.stacks import COLLECTIVES, MEETINGS_BELOW, Stack, main_stack
+from sftplay.launch.supervise.stacks import COLLECTIVES, NATIVE_COLLECTIVES, Stack, main_stack
 
 
 def test_the_files_of_torch_in_which_ranks_meet_are_where_they_are_looked_for():
     site = Path(importlib.util.find_spec("torch").origin).parents[1]
     assert "def all_gather_object(" in (site / COLLECTIVES).read_text()
-    assert all("broadcast_coalesced(" in (site / name).read_text() for name in MEETINGS_BELOW[:2])
-    assert "def _engine_run_backward(" in (site / MEETINGS_BELOW[2]).read_text()
+    assert all("broadcast_coalesced(" in (site / name).read_text() for name in NATIVE_COLLECTIVES[:2])
+    assert "def _engine_run_backward(" in (site / NATIVE_COLLECTIVES[2]).read_text()
 
 
 def test_the_last_thread_of_an_answer_is_the_main_one_and_behind_too_many_none_is():

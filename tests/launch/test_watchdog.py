@@ -42,7 +42,7 @@ class Clock:
         end = self.ahead_s + seconds
         while self.ahead_s < end:
             self.ahead_s = min(self.ahead_s + GAP_S / 2, end)
-            watchdog.look()
+            watchdog.check()
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_who_goes_on_while_the_stacks_are_written_is_no_culprit(folder, watchdog
 def test_a_rank_that_has_died_is_left_to_the_launcher(watchdog, clock, start):
     start(0, phase="communication")
     lost = start(1)
-    watchdog.look()
+    watchdog.check()
     clock.pass_by(5, watchdog)
     lost.kill()
     wait_until(lambda: not is_alive(lost.pid))
@@ -185,7 +185,7 @@ def test_a_parent_that_was_away_gives_all_ranks_the_full_time_again(watchdog, cl
     start(0)
     clock.pass_by(TIMEOUT_S - 15, watchdog)
     clock.ahead_s += 1000
-    watchdog.look()
+    watchdog.check()
     clock.pass_by(TIMEOUT_S - 15, watchdog)
     stall_of(watchdog, clock, 20)
 
