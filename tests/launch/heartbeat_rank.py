@@ -30,8 +30,8 @@ class Rank:
     later_s = 0.0
     """By how much the heartbeat says to have begun later than it did."""
 
-    def __init__(self, told):
-        vars(self).update(told)
+    def __init__(self, settings):
+        vars(self).update(settings)
         self.folder = Path(self.logs)
         threading.Thread(target=self.a_thread_beside, daemon=True).start()
         if self.listens:
@@ -57,7 +57,7 @@ class Rank:
         (self.folder / "ready").touch()
         time.sleep(600)
 
-    def meets(self):
+    def waits_in_collective(self):
         # That it stands in a file of this name is all a stack shows.
         path = self.folder / "torch" / "distributed" / "distributed_c10d.py"
         path.parent.mkdir(parents=True, exist_ok=True)

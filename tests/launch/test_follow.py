@@ -55,10 +55,10 @@ def status_of(folder):
     return folder.read_json("status.json")
 
 
-@pytest.mark.parametrize(("told", "ended"), [(4, 1), (0, 1), (143, 0)])
-def test_the_code_in_status_goes_before_the_launchers_code(folder, told, ended):
-    body = f"folder.update_status(exit_code={told}, state='told'); os._exit({ended})"
-    assert follow(worker(folder, body), folder) == told
+@pytest.mark.parametrize(("recorded", "launcher_code"), [(4, 1), (0, 1), (143, 0)])
+def test_the_code_in_status_goes_before_the_launchers_code(folder, recorded, launcher_code):
+    body = f"folder.update_status(exit_code={recorded}, state='told'); os._exit({launcher_code})"
+    assert follow(worker(folder, body), folder) == recorded
     assert status_of(folder)["state"] == "told"
 
 
@@ -96,7 +96,7 @@ def test_a_worker_killed_from_outside_is_a_failed_run_with_5(folder, capsys):
     assert "fix: look at" in error
 
 
-def test_a_worker_that_ends_without_a_word_is_a_bug_with_its_traceback_shown(folder, capsys):
+def test_a_worker_that_ends_without_a_report_is_a_bug_with_its_traceback_shown(folder, capsys):
     assert follow(worker(folder, "import sftplay.nowhere"), folder) == 1
     assert status_of(folder)["state"] == "failed"
     assert "ModuleNotFoundError" in capsys.readouterr().err

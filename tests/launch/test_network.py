@@ -98,7 +98,7 @@ def test_a_variable_of_the_shell_that_says_the_same_is_no_contradiction():
 
 
 @pytest.mark.parametrize("name", DUMPS)
-def test_a_place_for_the_records_that_the_user_named_stays(name: str):
+def test_the_users_own_place_for_the_records_stays(name: str):
     assert environment(**{name: "/elsewhere/rank"}) == {}
 
 

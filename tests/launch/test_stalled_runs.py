@@ -42,26 +42,26 @@ def lay_sleep(owner, name, call):
         for key in [key for key, value in getattr(module, "__dict__", {}).items() if value is whole]:
             setattr(module, key, counted)
 
-told = json.loads(os.environ.get("SLEEP", "null"))
+sleep = json.loads(os.environ.get("SLEEP", "null"))
 in_worker = "sftplay.tasks.worker" in " ".join(sys.orig_argv)
-if told and in_worker and os.environ.get("RANK", "alone") == told["rank"]:
-    *owner, name = told["function"].split(".")
-    target = importlib.import_module(told["module"])
+if sleep and in_worker and os.environ.get("RANK", "alone") == sleep["rank"]:
+    *owner, name = sleep["function"].split(".")
+    target = importlib.import_module(sleep["module"])
     for each in owner:
         target = getattr(target, each)
-    lay_sleep(target, name, told["call"])
+    lay_sleep(target, name, sleep["call"])
 """
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """Where a rank falls asleep, and what is to be said then."""
+    """Where a rank falls asleep, and the error that is expected then."""
 
     rank: str
     module: str
     function: str
     call: int
-    said: str
+    output: str
 
 
 SLEEPS = {
@@ -92,7 +92,7 @@ class Ended:
     """A run that has ended, as it lies there."""
 
     code: int
-    said: str
+    output: str
     folder: RunFolder
     mark: str
 
@@ -158,25 +158,25 @@ def ended(root):
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    return {name: look_at(root, name, code) for name, code in codes.items()}
+    return {name: read_run(root, name, code) for name, code in codes.items()}
 
 
-def look_at(root, name, code):
-    said = (root / f"{name}.txt").read_text()
-    return Ended(code, said, RunFolder(root / "outputs" / name), mark_of(root, name))
+def read_run(root, name, code):
+    output = (root / f"{name}.txt").read_text()
+    return Ended(code, output, RunFolder(root / "outputs" / name), mark_of(root, name))
 
 
 @pytest.mark.parametrize("name", SLEEPS)
 def test_a_run_with_a_rank_asleep_ends_with_5_and_names_rank_phase_and_code(ended, name):
     run, sleep = ended[name], SLEEPS[name]
-    assert run.code == 5, run.said
-    told = re.search(rf"^{re.escape(str(run.folder.path))}: ({sleep.said})\n  fix: look at ", run.said, re.M)
-    assert told, run.said
-    assert " in nobody_knows_why\n" in run.said
-    assert "Traceback" not in run.said
+    assert run.code == 5, run.output
+    match = re.search(rf"^{re.escape(str(run.folder.path))}: ({sleep.output})\n  fix: look at ", run.output, re.M)
+    assert match, run.output
+    assert " in nobody_knows_why\n" in run.output
+    assert "Traceback" not in run.output
     status = run.folder.read_json("status.json")
-    assert (status["state"], status["exit_code"], status["error"]["what"]) == ("failed", 5, told[1])
-    assert [attempt["cause"] for attempt in status["attempts"]] == [told[1]]
+    assert (status["state"], status["exit_code"], status["error"]["what"]) == ("failed", 5, match[1])
+    assert [attempt["cause"] for attempt in status["attempts"]] == [match[1]]
 
 
 @pytest.mark.parametrize("name", SLEEPS)
