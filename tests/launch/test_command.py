@@ -97,7 +97,7 @@ def test_telemetry_is_off(launch):
 
 @pytest.fixture
 def home(monkeypatch):
-    """Says whether the home folder can be written; no cache is set."""
+    """Sets whether the home folder can be written; no cache variable is set."""
     for key in CACHES:
         monkeypatch.delenv(key, raising=False)
 

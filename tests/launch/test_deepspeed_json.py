@@ -1,4 +1,4 @@
-"""DeepSpeed files: those that are shipped are accepted, and what a user gets wrong is named with its line."""
+"""DeepSpeed files: shipped ones are accepted, and a user's mistakes are reported with their lines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cfg():
 
 @pytest.fixture(scope="module")
 def upstream():
-    """DeepSpeed's own names: section -> fields, as its config classes spell them in a file, without deprecated ones."""
+    """DeepSpeed's own names: section -> fields of its config classes as a file spells them, without deprecated ones."""
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

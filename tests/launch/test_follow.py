@@ -1,4 +1,4 @@
-"""The parent of a launch: gives back the run's own code, keeps what launchers say, passes signals on, leaves nobody."""
+"""The parent of a launch: gives the run's own code, logs the launcher's lines, forwards signals, leaves no process."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed, mon
 
 
 def test_sigterm_that_make_passes_on_is_no_second_signal(folder, followed, monkeypatch):
-    # Who signals make's process group reaches the command directly and once more through make.
+    # A signal to make's process group reaches the command directly, and a second time through make.
     monkeypatch.setenv("MAKELEVEL", "1")
     driver = followed("n = wait_for_signal(); folder.update_status(saving=True); time.sleep(1)\n"
                       "folder.update_status(exit_code=128 + n, saved=True)")  # fmt: skip
@@ -208,7 +208,7 @@ def test_hang_up_that_nohup_switched_off_stays_so():
 
 
 def test_ranks_of_another_node_get_no_signal_here(folder, followed):
-    # Another node lists its ranks too; on this one such a pid belongs to somebody else.
+    # The list includes another node's ranks. On this node such a pid is another process.
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         body = (

@@ -1,4 +1,4 @@
-"""What each launcher is told, as its own parser reads it; words of the user's for it; processes below it."""
+"""The options of each launcher as its own parser reads them; the user's options for it; the processes it starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def launch(launcher: str, scale: Scale = TWO, *, strategy: str = "ddp", has_gpu:
 
 
 def read_as_accelerate(command: Launch, folder: Path) -> Namespace:
-    """The command as accelerate takes it, its config file included."""
+    """The command as accelerate reads it, with its config file."""
     assert command.argv[1:3] == ("-m", "accelerate.commands.launch")
     ((path, text),) = command.files.items()
     written = folder / "config.yaml"
@@ -99,12 +99,12 @@ def test_accelerate_is_told_processes_nodes_and_where_they_meet(tmp_path: Path):
 def test_workers_of_accelerate_find_the_environment_they_need(
     strategy: str, more: dict[str, Any], has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """accelerate hands on what it found, and writes some of it anew."""
+    """accelerate passes its environment on and changes some of it."""
     command = launch("accelerate", Scale(4, master_port=4711), strategy=strategy, has_gpu=has_gpu, **more)
     for key, value in command.env.items():
         monkeypatch.setenv(key, value)
     read = read_as_accelerate(command, tmp_path)
-    # Only so are as many processes started as it is told, and no options of its own written over the strategy.
+    # Otherwise it would start another number of processes or overwrite the strategy with its own options.
     assert (read.multi_gpu, read.use_deepspeed, read.use_fsdp, read.cpu) == (True, False, False, False)
     found = prepare_multi_gpu_env(read)
     assert {key: found.get(key) for key in command.env} == command.env
@@ -210,7 +210,7 @@ def test_options_for_a_launcher_are_refused_by_a_command_that_starts_none(verb: 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """A run whose launch begins."""
+    """A run whose launch has just begun."""
     run = RunFolder(tmp_path / "run")
     run.create()
     run.update_status(state="running", exit_code=None, pid=None, ranks=[], error=None, attempts=[])
@@ -261,7 +261,7 @@ time.sleep(600)
 
 @pytest.fixture
 def chain() -> Iterator[list[int]]:
-    """Pids of a process, its child, that one's child and that one's, two of them leading groups of their own."""
+    """Pids of a process and three generations of descendants. Two of them lead process groups."""
     first = subprocess.Popen([sys.executable, "-c", CHAIN, "3", CHAIN])
     top = psutil.Process(first.pid)
     wait_until(lambda: len(top.children(recursive=True)) == 3)

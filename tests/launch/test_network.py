@@ -68,7 +68,7 @@ def test_each_key_sets_the_variable_that_the_library_documents(override: str, ex
 
 
 def test_an_interface_is_named_to_both_libraries_each_in_its_own_spelling():
-    # NCCL's manual: a bare name is a beginning of names, "=" makes it exact and goes before the whole list.
+    # NCCL's manual: a name alone is a prefix. "=" before the whole list makes all names exact.
     env = environment("socket_ifname=eth0, eth1")
     assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"]) == ("=eth0,eth1", "eth0,eth1")
     assert environment("socket_ifname=eth0", has_gpu=False) == {"GLOO_SOCKET_IFNAME": "eth0"}

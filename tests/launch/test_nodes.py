@@ -1,5 +1,5 @@
-"""Two clones of the kit on one machine play two nodes: an odd one is named on both before anything starts, and a run of
-both is the run of one node with as many processes.
+"""Two clones of the kit on one machine play two nodes. Both name a node that differs before the start, and their run
+equals one of a single node with as many processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def listen(event, args):
 if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
     sys.addaudithook(listen)
 """
-"""Holds rank 0 behind its second step."""
+"""Holds rank 0 after its second step."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ ODD = [
     (change_row, 4, "the path in data.train_path has other content than on node 0"),
     (remove_rows, 4, "rows.jsonl: there is no such file"),
 ]
-"""What is done to node 1, the exit code on both nodes, what both say of it."""
+"""The change on node 1, the exit code of both nodes, the error of both."""
 
 
 @pytest.mark.parametrize(("spoil", "code", "message"), ODD)
@@ -188,7 +188,7 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
     pair = [cluster.start("stopped", node, port, "train.max_steps=6", **env) for node in (0, 1)]
     wait_until(lambda: held.exists() or pair[0].poll() is not None)
     pair[1].send_signal(signal.SIGTERM)
-    time.sleep(2)  # until node 1 has passed it on: its rank waits for the held one and shows nothing of it
+    time.sleep(2)  # node 1 forwards it in this time; nothing shows that, because its rank waits for the held one
     (cluster.root / "held.go").touch()
     assert [process.wait(120) for process in pair] == [143, 143], cluster.output("stopped", 0)
     assert cluster.status("stopped")["state"] == "stopped"
@@ -196,7 +196,7 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert [code for code, _output in cluster.both("stopped", verb="resume")] == [0, 0]
     assert weights(cluster, "stopped") == weights(cluster, "alone")
-    # A job that is queued again although its run is done has nothing to do, on any node.
+    # A job that is queued again after its run is done has nothing to do on any node.
     for code, output in cluster.both("stopped", verb="resume"):
         assert code == 0, output
     assert "is finished: nothing to do" in cluster.output("stopped", 0)
@@ -205,7 +205,7 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_rank_that_fails_before_the_ranks_meet_ends_the_run_on_both_nodes_with_its_code(cluster: Cluster, odd: int):
-    # What only this node's ranks see: its cache of rows cannot be made.
+    # Only this node's ranks notice that their cache of rows cannot be created.
     (cluster.root / f"node{odd}" / "processed").write_text("a file")
     codes = [code for code, _output in cluster.both("unready")]
     assert codes == [2, 2], cluster.output("unready", 0)

@@ -22,7 +22,7 @@ STEPS, ROWS_A_STEP = 40, 8
 
 @dataclass
 class Project:
-    """A place with a config in it, from which runs are started like a user does."""
+    """A folder with a config, in which the tests start runs like a user."""
 
     config: Path
     outputs: Path
@@ -96,7 +96,7 @@ def whole(project):
 
 @pytest.fixture(scope="module")
 def stopped(project):
-    """A run that got SIGTERM while it trained, as it lay there afterwards."""
+    """The state of a run after SIGTERM during its training."""
     process, pids = project.start_training("stopped")
     process.send_signal(signal.SIGTERM)
     code = process.wait(240)
@@ -252,7 +252,7 @@ def test_no_worker_outlives_a_command_that_is_killed(project, processes):
     process.kill()
     process.wait()
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
-    # What was killed can be continued at once: the kernel has freed the run.
+    # A killed run can be resumed at once: the kernel has released its lock.
     again, pids = None, []
     with contextlib.suppress(AssertionError):
         again = project.start("resume", run, "train.max_steps=100000")
@@ -284,7 +284,7 @@ if os.environ.get("RANK") == "0":
 
 @pytest.mark.slow
 def test_ranks_that_have_nothing_to_write_wait_for_the_one_that_has(project, tmp_path, monkeypatch):
-    # torchrun ends all ranks when one has ended with a code, also one that is still writing its checkpoint.
+    # When a rank ends with an error, torchrun ends all ranks, even one that still writes its checkpoint.
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK_OF_RANK_0)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process, _ = project.start_training("slow-disk", "--nproc", "2", "train.max_steps=100000")

@@ -1,4 +1,4 @@
-"""Nodes that meet before a run: all hear all; who is missing, doubled, gone or in trouble is named on every node."""
+"""The rendezvous of nodes: all receive all messages, and every node names a missing, doubled, lost or failed one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_nodes(
     timeout_s: float = 20,
     address: str = "127.0.0.1",
 ) -> list[Any]:
-    """Let each work be a node's, all at once in threads; what each returned, or the error it ended with."""
+    """Run each body as a node in a thread of its own. Returns the result or the error of each."""
     port, ends = free_port(0), [None] * len(bodies)
     ranks = ranks or [*range(len(bodies))]
 
@@ -135,7 +135,7 @@ def test_a_node_that_leaves_is_named_on_the_others():
 
 
 def host(nodes: int) -> tuple[threading.Thread, int, list[Any]]:
-    """Node 0 of so many nodes, which gathers once, in a thread; its port, and where what it heard will lie."""
+    """Node 0 of this many nodes, which gathers once in a thread; its port, and the list for what it receives."""
     port, received = free_port(0), list[Any]()
 
     def live() -> None:
@@ -148,7 +148,7 @@ def host(nodes: int) -> tuple[threading.Thread, int, list[Any]]:
 
 
 def connect(port: int) -> socket.socket:
-    """A connection to whoever listens there, as soon as somebody does."""
+    """A connection to the port, as soon as a program listens there."""
     deadline = time.monotonic() + 120
     while True:
         try:

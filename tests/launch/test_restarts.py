@@ -1,4 +1,4 @@
-"""Processes that die: which deaths are seen, what is started again, and that the run ends as one nobody disturbed."""
+"""Dead processes: which deaths are noticed, when a run restarts, and that it ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STEPS, SAVE_STEPS = 24, 5
 
 
 def failure_list(*codes: tuple[int, int]) -> list[str]:
-    """What torchrun writes of ranks that ended with these codes, each (rank, code), the first one first."""
+    """torchrun's lines about ranks that ended with these codes; `codes` are (rank, code), the first to end first."""
     failures = {rank: ProcessFailure(rank, 4000 + rank, code, "<N/A>") for rank, code in codes}
     return str(ChildFailedError("sftplay.tasks.worker", failures)).splitlines()
 
@@ -70,7 +70,7 @@ def test_lines_that_no_torchrun_wrote_name_no_death():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """A run with one attempt, which goes on."""
+    """A run in its first attempt."""
     run = RunFolder(tmp_path / "run")
     run.create()
     attempts = [{"from_step": 0, "to_step": None, "cause": None}]
@@ -137,7 +137,7 @@ def test_launcher_that_ends_without_a_report_is_a_death_only_when_it_was_killed_
 
 
 class Deaths:
-    """In place of a launch: ends as the list says, a death for a text, else with the exit code."""
+    """Replaces a launch. It ends as the list says: a text is a death, a number an exit code."""
 
     def __init__(self, *endings: str | int) -> None:
         self.endings, self.resumes = list(endings), []
@@ -154,7 +154,7 @@ class Deaths:
 def run_with(
     write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, Deaths, RunFolder]]:
-    """Runs the endings of `Deaths` with so many restarts: (exit code, the deaths, the folder)."""
+    """Runs the endings of `Deaths` with this many restarts: (exit code, the deaths, the folder)."""
 
     def run(most: int, *endings: str | int, **changes: Any) -> tuple[int, Deaths, RunFolder]:
         sized = size_run(load_config(write_config(cluster__max_restarts=most, **changes)), probe(), vocab_size=400)
@@ -231,7 +231,7 @@ def test_rank_of_another_node_is_not_looked_for_on_this_one(folder: RunFolder, m
     for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     assert worker.gone_rank(folder) == ""
-    # What torch's gloo says on a rank whose neighbour was killed (torch 2.13).
+    # The error of torch's gloo on a rank whose neighbour was killed (torch 2.13).
     broken = RuntimeError("[pair.cc:537] Read error [10.0.0.7]:10949: Connection reset by peer. This is typically")
     assert worker.lost_node(broken) == "a process on another node has gone"
     assert worker.lost_node(RuntimeError("shape mismatch")) == ""
@@ -268,7 +268,7 @@ def listen(event, args):
 if moments and os.environ.get("RANK", "0") == "0" and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
     sys.addaudithook(listen)
 """
-"""Holds rank 0 at one moment after the other, each once in a run, found by Python's own audit events."""
+"""Holds rank 0 at each moment once in a run. Python's audit events show the moments."""
 
 METRICS = r"/metrics\.jsonl$"
 MOMENTS = [
@@ -277,12 +277,12 @@ MOMENTS = [
     ("between two checkpoints", "open", METRICS, 8),
     ("the result is saved", "os.mkdir", r"\.adapter\.part$", 1),
 ]
-"""Name, event, file, and how many of them it takes in an attempt: a line of metrics is written a step."""
+"""Name, event, file, and at which occurrence in an attempt. Each step writes one line of metrics."""
 
 
 @dataclass
 class Project(Outputs):
-    """A config from which runs are started as a user does, and looked at from outside."""
+    """A folder with a config, in which the tests start runs like a user, and the files of these runs."""
 
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -318,7 +318,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Iterato
 
 @pytest.fixture(scope="module")
 def undisturbed(project: Project) -> str:
-    """Name of a run on two processes that nobody disturbed."""
+    """Name of an undisturbed run on two processes."""
     assert project.start("train", "whole", "--nproc", 2).wait(240) == 0, project.output("whole")
     return "whole"
 
@@ -333,7 +333,7 @@ def hold(project: Project, name: str) -> dict[str, str]:
 
 
 def assert_same_run(project: Project, name: str, whole: str) -> None:
-    """Weights, rows and losses are the undisturbed run's to the bit, and each step stands there once."""
+    """Weights, rows and losses equal those of the undisturbed run bit by bit, and each step is there once."""
     ours, theirs = project.weights(name), project.weights(whole)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     metrics, expected = project.metrics(name), project.metrics(whole)
@@ -368,7 +368,7 @@ def test_ranks_killed_at_every_kind_of_moment_are_started_again_and_nothing_is_l
     dead = [1, *kills]
     assert [each["cause"] for each in attempts] == [*(f"rank {n} was killed by SIGKILL" for n in dead), "done"]
     begun = [each["from_step"] for each in attempts]
-    assert begun[2] in (0, 5)  # the kill inside a step may have come behind the first checkpoint
+    assert begun[2] in (0, 5)  # the kill inside a step may have come after the first checkpoint
     assert [*begun[:2], *begun[3:]] == [0, 0, 5, 10, STEPS]
     output = project.output(name)
     for number, rank in enumerate(dead, 1):
@@ -406,7 +406,7 @@ def processes_of(folder: RunFolder) -> list[psutil.Process]:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
 @pytest.mark.parametrize("processes_seen", [1, 2, 3])
 def test_launcher_that_is_killed_while_its_launch_begins_leaves_nobody(project: Project, processes_seen: int):
-    """The launch is torchrun first, then its ranks one after the other, which look after themselves a little later."""
+    """A launch starts torchrun, then its ranks one after the other. A rank is tied to its parent a little later."""
     name = f"begun-{processes_seen}"
     process = project.start("train", name, "--nproc", 2, "cluster.max_restarts=5")
     wait_for(lambda: len(processes_of(project.folder(name))) >= processes_seen, process, lambda: project.output(name))

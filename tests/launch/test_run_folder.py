@@ -229,7 +229,7 @@ def test_a_second_process_cannot_hold_a_run_until_the_first_has_been_killed(tmp_
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         holder.stdout.close()
-    with folder.locked():  # the kernel has let go
+    with folder.locked():  # the kernel has released the lock
         assert folder.read_json("status.json")["pid"] == 4711
 
 

@@ -1,4 +1,4 @@
-"""Stop signals to the command and to `make train`, at every moment of a run: what is due is saved, nobody is left.
+"""Stop signals to the command and to `make train`, at every moment of a run: it saves its state and leaves no process.
 
 A hook on PYTHONPATH holds the worker at a chosen moment, found by Python's own audit events, until it is let go.
 """
@@ -37,7 +37,7 @@ MOMENTS = {
 
 @dataclass
 class Project(Outputs):
-    """A config from which runs are started by the command or by make, like from a terminal."""
+    """A folder with a config, in which the command or make starts runs as from a terminal."""
 
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_row
 
 @pytest.fixture(scope="module")
 def whole(project: Project) -> bytes:
-    """The weights of a run that nobody stopped."""
+    """The weights of a run without a stop."""
     assert project.start("command", "whole").wait(120) == 0, project.output("whole")
     return (project.folder("whole").path / "adapter" / "adapter_model.safetensors").read_bytes()
 
@@ -125,7 +125,7 @@ CASES = [
     ("command", "held-out rows are measured", "SIGHUP", [3, 6]),
     ("command", "the result is saved", "SIGTERM", [6, 9]),
 ]
-"""By whom started, the moment, the signal, the complete checkpoints afterwards."""
+"""What starts the run, the moment, the signal, the complete checkpoints afterwards."""
 
 
 @pytest.mark.parametrize(("by", "moment", "name", "complete"), CASES)
@@ -143,7 +143,7 @@ def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
     assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, name)
     assert project.complete(run) == complete
     assert "Traceback" not in project.output(run)
-    if not complete:  # it would start anew, as is shown elsewhere
+    if not complete:  # the run would start anew, which another test shows
         return
     assert project.start("command", run, verb="resume").wait(120) == 0, project.output(run)
     assert (project.folder(run).path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
@@ -152,7 +152,7 @@ def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
 def expected_code(by: str, number: int) -> int:
     if by == "command":
         return 128 + number
-    # make passes SIGTERM on and then ends by the signal itself; SIGUSR1 only makes it talk more.
+    # make forwards SIGTERM and then dies of it. SIGUSR1 only makes it print more.
     return 2 if number == signal.SIGUSR1 else -number
 
 

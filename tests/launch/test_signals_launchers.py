@@ -1,5 +1,5 @@
-"""Real runs under each launcher: it starts the ranks it shall, a stop signal to the command saves what is due and
-leaves nobody, and so does an end by force.
+"""Real runs under each launcher: it starts the right ranks, and a stop signal to the command saves a checkpoint.
+No process is left, even after a kill.
 
 A hook on PYTHONPATH holds rank 0 between two steps, found by Python's own audit events, until it is let go.
 """
@@ -65,7 +65,7 @@ STARTED = {
 
 @dataclass
 class Project(Outputs):
-    """A config from which runs are started as a user does, and looked at from outside."""
+    """A folder with a config, in which the tests start runs like a user, and the files of these runs."""
 
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ class Project(Outputs):
         return process
 
     def hold(self, name: str, launcher: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
-        """Start a run and return when it is held behind its second step, with all its processes."""
+        """Start a run and return when it is held after its second step, with all its processes."""
         held = self.root / f"{name}.held"
         env = {"PYTHONPATH": str(self.root / "hook"), "HOLD_AT": json.dumps({"lines": 2, "held": str(held)})}
         process = self.start(name, *OPTIONS[launcher], **env)
@@ -107,7 +107,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_row
     root = tmp_path_factory.mktemp("all launchers")
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(HOOK)
-    # What a user once made for other purposes must not take over.
+    # The user's config for other runs must have no effect.
     (root / "hf" / "accelerate").mkdir(parents=True)
     user_config = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
     (root / "hf" / "accelerate" / "default_config.yaml").write_text(user_config + "mixed_precision: bf16\n")
@@ -151,7 +151,7 @@ def test_run_has_the_ranks_and_the_strategy_that_were_asked_for(
     project: Project, launcher: str, options: list[str], kind: str, processes: int
 ):
     name = f"plain-{launcher}-{kind}"
-    # With the config that lies there accelerate would start a single process.
+    # With the config in this folder accelerate would start a single process.
     env = {"HF_HOME": str(project.root / "hf")} | ({"PYTHONPATH": str(CPU_FSDP)} if kind == "FSDP" else {})
     assert project.start(name, *OPTIONS[launcher], *options, **env).wait(LIMIT_S) == 0, project.output(name)
     status = project.status(name)
@@ -217,5 +217,5 @@ def test_rank_of_deepspeed_that_is_killed_is_a_death(project: Project):
     wait_until(lambda: not any(is_alive(each.pid) for each in processes_of_run))
     status = project.status(run)
     assert (status["state"], status["error"]["code"]) == ("failed", "death")
-    # DeepSpeed looks once a second who has ended: at the killed rank, or at the other one, which has noticed before.
+    # DeepSpeed checks once a second which rank has ended: the killed one, or the other one that noticed it first.
     assert status["error"]["what"] in ("a rank was killed by SIGKILL", f"rank 1 (process {pid}) has gone")

@@ -1,4 +1,4 @@
-"""What the stacks of a rank are read for: where its main thread stands, and whether ranks meet there."""
+"""The stack of a rank's main thread, and whether it is in a collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_torch_has_the_files_in_which_collectives_start():
 
 
 def test_the_last_thread_of_an_answer_is_the_main_one_and_after_too_many_threads_none_is():
-    # As CPython 3.11 and 3.14 head the threads.
+    # The headings of threads in CPython 3.11 and 3.14.
     text = (
         'Thread 0x01 (most recent call first):\n  File "a.py", line 1 in a\n\n'
         'Current thread 0x02 [python] (most recent call first):\n  File "b.py", line 2 in b\n'

@@ -1,4 +1,4 @@
-"""The end of a launch that stands still: all its processes go, and the run's folder says why."""
+"""The end of a stalled launch: all its processes end, and the run's folder has the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real runs in which one rank falls asleep: each ends by itself and says which rank sleeps and where.
+"""Real runs in which one rank falls asleep: each ends by itself and names the rank and the place in the code.
 
 A hook on PYTHONPATH lays the sleep into a function of the worker, all runs side by side.
 """
@@ -38,7 +38,7 @@ def lay_sleep(owner, name, call):
             nobody_knows_why()
         return whole(*args, **more)
     setattr(owner, name, counted)
-    for module in list(sys.modules.values()):  # that have taken it by its name, where they are imported already
+    for module in list(sys.modules.values()):  # modules that have imported the function by its name
         for key in [key for key, value in getattr(module, "__dict__", {}).items() if value is whole]:
             setattr(module, key, counted)
 
@@ -65,13 +65,13 @@ class Sleep:
 
 
 SLEEPS = {
-    # The loader fetches two windows before the first step, then one behind each: the fourth behind the second. The
-    # other rank has its window already, and waits with it to add up the labels of all.
+    # The loader fetches two windows before the first step and one after each: the fourth after the second. The
+    # other rank already has its window and waits to add up the labels of all ranks.
     "data": Sleep(
         "1", "sftplay.tasks.step.micro_batches", "Collator.__call__", 4,
         r"rank 1 has been in data for \d+ s at step 3; rank 0 waits for it \(data\)",
     ),
-    # Two passes try the label head, then come two pieces a step: the seventh is the third step's first.
+    # Two passes try the label head, then each step has two micro-batches: the seventh pass is the third step's first.
     "forward": Sleep(
         "0", "transformers.models.llama.modeling_llama", "LlamaForCausalLM.forward", 7,
         r"rank 0 has been in forward for \d+ s at step 3; rank 1 waits for it \(communication\)",
@@ -89,7 +89,7 @@ SLEEPS = {
 
 @dataclass
 class Ended:
-    """A run that has ended, as it lies there."""
+    """A run that has ended, and its files."""
 
     code: int
     output: str
@@ -97,7 +97,7 @@ class Ended:
     mark: str
 
     def processes(self):
-        """The command lines of its processes that are still there."""
+        """The command lines of its processes that are still alive."""
         return [
             path.with_name("cmdline").read_bytes()
             for path in Path("/proc").glob("[0-9]*/environ")
@@ -153,7 +153,7 @@ def ended(root):
     running = {name: start(root, name, sleep) for name, sleep in SLEEPS.items()}
     try:
         codes = {name: process.wait(150) for name, process in running.items()}
-    finally:  # a run that was not ended must not sleep on
+    finally:  # a run that did not end must not stay
         for process in running.values():
             if process.poll() is None:
                 process.kill()

@@ -64,7 +64,7 @@ def test_fsdp_has_the_environment_of_accelerate_launch(strategy):
 
 
 def in_a_worker(env, code):
-    """What a fresh process under an environment prints."""
+    """The output of a new process with this environment."""
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False, timeout=300
     )

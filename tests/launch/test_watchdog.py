@@ -1,4 +1,4 @@
-"""The watchdog over a launch names the rank that does not go on, and nobody else. Real processes, a clock by hand."""
+"""The watchdog of a launch names the rank without progress and no other. Real processes, a clock set by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def clock():
 
 @pytest.fixture
 def watchdog(folder, clock):
-    """One whose launcher is this process."""
+    """A watchdog whose launcher is this process."""
     dog = Watchdog(folder, TIMEOUT_S, clock=clock)
     dog.attach(os.getpid())
     return dog
@@ -60,7 +60,7 @@ def watchdog(folder, clock):
 
 @pytest.fixture
 def start(folder, watchdog):
-    """Starts a rank that stays where it is told to; returned when it is there."""
+    """Starts a rank that stays in the given phase, and returns it when it is there."""
     started = []
 
     def start(number, *, by=(), **settings):
@@ -167,7 +167,7 @@ def test_a_rank_that_another_process_of_the_launch_has_started_is_watched_too(wa
 def test_heartbeats_of_another_node_are_ignored(folder, watchdog, clock, start):
     other_node, own = start(3), start(0, phase="idle")
     watchdog.attach(own.pid)
-    # In containers another node's processes may have the pids of ours.
+    # In containers, processes of two nodes may have the same pid.
     Heartbeat(heartbeat_path(folder.logs, 4), pid=own.pid).enter("save", step=1)
     clock.pass_by(2 * TIMEOUT_S, watchdog)
     assert is_alive(other_node.pid)
@@ -215,7 +215,7 @@ def test_a_process_that_does_not_listen_yet_gets_no_signal_which_would_kill_it(w
     assert is_alive(process.pid)
 
 
-# Who is behind
+# Which rank is behind
 
 OWN = Stack(('  File "rows.py", line 7 in read',))
 MEETING = Stack(('  File "/x/torch/distributed/distributed_c10d.py", line 7 in barrier', *OWN.lines))
