@@ -101,7 +101,7 @@ class StopOnBadStep(Observer):
         if self.in_a_row > (FP16_PATIENCE if args.fp16 else 0):
             raise self._explain(state.global_step + 1, ranks)
 
-    def look_at_loss(self, loss: torch.Tensor) -> None:
+    def check_loss(self, loss: torch.Tensor) -> None:
         """The same check after each forward pass, for DeepSpeed, which steps within its backward pass."""
         ranks = gather_objects((float(loss), 0.0), self.trainer.heartbeat)
         if not all(math.isfinite(each) for each, _ in ranks):

@@ -51,14 +51,14 @@ class PersistentBytes:
     optimizer_bytes: int = 0
     gradients_bytes: int = 0
 
-    def look_at_start(self, model: Any, optimizer: Any) -> None:
+    def count_weights(self, model: Any, optimizer: Any) -> None:
         """Called before the forward pass of the first profiled step."""
         tensors = [*model.parameters(), *model.buffers()]
         states = (each for state in optimizer.state.values() for each in state.values())
         self.weights_bytes = sum(int(each.nbytes) for each in tensors)
         self.optimizer_bytes = sum(int(each.nbytes) for each in states if hasattr(each, "nbytes"))
 
-    def look_at_gradients(self, model: Any) -> None:
+    def count_gradients(self, model: Any) -> None:
         """Called when they are complete."""
         self.gradients_bytes = sum(int(p.grad.nbytes) for p in model.parameters() if p.grad is not None)
 
@@ -86,11 +86,11 @@ class ProfileSteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self._profile is not None and not self._holders.weights_bytes:
-            self._holders.look_at_start(more["model"], more["optimizer"])
+            self._holders.count_weights(more["model"], more["optimizer"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self._profile is not None:
-            self._holders.look_at_gradients(more["model"])
+            self._holders.count_gradients(more["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._profile is None:

@@ -163,7 +163,7 @@ def test_the_fast_doctor_asks_nothing_of_the_network(tmp_path, monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("the network was asked"))
     environ = {"HF_ENDPOINT": "http://192.0.2.1", "HF_HOME": str(tmp_path)}  # answers nobody (RFC 5737)
-    assert [each.level for each in hub.look_at_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
+    assert [each.level for each in hub.check_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
 
 
 def test_without_a_gpu_it_says_what_the_memory_allows(tmp_path):

@@ -17,10 +17,10 @@ import recorded_driver as driver
 
 from sftplay.machine import torch_build
 from sftplay.machine.doctor import install, system
-from sftplay.machine.doctor.examine import Wishes, diagnose
-from sftplay.machine.doctor.gpu import look_at_gpus
-from sftplay.machine.doctor.hub import find_token, is_cached, look_at_hub
-from sftplay.machine.doctor.install import RANGES, is_within, look_at_libraries, look_at_torch
+from sftplay.machine.doctor.examine import RunNeeds, diagnose
+from sftplay.machine.doctor.gpu import check_gpus
+from sftplay.machine.doctor.hub import check_hub, find_token, is_cached
+from sftplay.machine.doctor.install import RANGES, check_libraries, check_torch, is_within
 from sftplay.machine.probe import Machine, probe
 from sftplay.machine.torch_build import TorchBuild, find_archs, find_torch
 
@@ -75,7 +75,7 @@ def machine_of(monkeypatch):
     ],
 )
 def test_the_state_of_a_card_decides_the_finding(machine_of, changes, subject, level):
-    assert levels(look_at_gpus(machine_of(**{"processes": [], **changes}))).get(subject) == level
+    assert levels(check_gpus(machine_of(**{"processes": [], **changes}))).get(subject) == level
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_the_state_of_a_card_decides_the_finding(machine_of, changes, subject, l
 )
 def test_torch_must_be_built_for_the_card_and_the_driver_for_its_cuda(machine_of, build, driver_cuda, expected):
     # CUDA 12 programs of any minor version run on driver 525 and later, CUDA 13 needs 580 (CUDA release notes, table 2)
-    told = levels(look_at_gpus(replace(machine_of(), torch=build, cuda_driver=driver_cuda)))
+    told = levels(check_gpus(replace(machine_of(), torch=build, cuda_driver=driver_cuda)))
     assert {name: told.get(name) for name in expected} == expected
 
 
 def test_a_card_whose_driver_is_silent_stops_and_a_plain_cpu_does_not():
-    assert levels(look_at_gpus(PLAIN)) == {"gpu": "ok"}
-    assert levels(look_at_gpus(replace(PLAIN, gpu_reason="CUDA_VISIBLE_DEVICES hides every GPU"))) == {"gpu": "warn"}
+    assert levels(check_gpus(PLAIN)) == {"gpu": "ok"}
+    assert levels(check_gpus(replace(PLAIN, gpu_reason="CUDA_VISIBLE_DEVICES hides every GPU"))) == {"gpu": "warn"}
     note = "an NVIDIA GPU is at 0000:04:00.0, but its driver does not answer here"
-    assert levels(look_at_gpus(replace(PLAIN, notes=(note,)))) == {"gpu": "stop"}
+    assert levels(check_gpus(replace(PLAIN, notes=(note,)))) == {"gpu": "stop"}
 
 
 def test_the_ranges_of_libraries_are_those_of_pyproject():
@@ -140,14 +140,14 @@ def test_a_version_is_compared_as_pip_compares_releases(version, ranges, within)
 def test_libraries_must_be_there_and_go_together(monkeypatch, changes, level, word):
     monkeypatch.setattr(install, "find_spec", lambda name: None)
     versions = {name: v for name, v in {**PLAIN.libraries, **changes}.items() if v}
-    found = look_at_libraries(replace(PLAIN, libraries=versions))
+    found = check_libraries(replace(PLAIN, libraries=versions))
     assert levels(found) == {"versions": level}
     assert word in " ".join(each.what for each in found)
 
 
 def test_unsloth_does_not_go_with_datasets_5(monkeypatch):
     monkeypatch.setattr(install, "find_spec", lambda name: object() if name == "unsloth" else None)
-    found = look_at_libraries(replace(PLAIN, libraries={**PLAIN.libraries, "datasets": "5.2.0"}))
+    found = check_libraries(replace(PLAIN, libraries={**PLAIN.libraries, "datasets": "5.2.0"}))
     assert [(f.level, f.fix) for f in found] == [("warn", "pip install 'datasets<5', or use tuning.backend: bnb")]
 
 
@@ -161,7 +161,7 @@ def test_unsloth_does_not_go_with_datasets_5(monkeypatch):
     ],
 )
 def test_what_torch_says_is_held_against_what_the_driver_shows(machine_of, answer, level):
-    (found,) = look_at_torch(answer, machine_of())
+    (found,) = check_torch(answer, machine_of())
     assert found.level == level
 
 
@@ -193,7 +193,7 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
 def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 10 * GIB})
     monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
-    look = system.look_at_disk
+    look = system.check_disk
     assert [look(tmp_path / "new", size, kept=2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
     assert look(tmp_path, None, kept=2)[0].level == "ok"
     usage.free = 2 * GIB
@@ -207,20 +207,20 @@ def test_a_taken_meeting_port_is_told(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setattr(system, "RENDEZVOUS_PORT", taken.getsockname()[1])
-        assert levels(system.look_at_ports()) == {"ports": "warn"}
-    assert levels(system.look_at_ports()) == {"ports": "ok"}
+        assert levels(system.check_ports()) == {"ports": "warn"}
+    assert levels(system.check_ports()) == {"ports": "ok"}
 
 
 def test_little_shared_memory_few_files_and_little_ram_are_told(tmp_path, monkeypatch, machine_of):
     usage = type("Usage", (), {"free": 64 * 2**20})
     monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
     one = machine_of()
-    assert levels(system.look_at_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
-    assert levels(system.look_at_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {"shared memory": "warn"}
+    assert levels(system.check_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
+    assert levels(system.check_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {"shared memory": "warn"}
     for soft, level in ((1024, "warn"), (4096, "ok"), (-1, "ok")):
         monkeypatch.setattr(system.resource, "getrlimit", lambda kind, soft=soft: (soft, -1))
-        assert levels(system.look_at_limits()) == {"open files": level}
-    assert levels(system.look_at_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
+        assert levels(system.check_limits()) == {"open files": level}
+    assert levels(system.check_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_little_shared_memory_few_files_and_little_ram_are_told(tmp_path, monkey
     ],
 )
 def test_variables_that_are_easily_forgotten_are_told(machine_of, environ, level):
-    assert levels(system.look_at_environment(machine_of(), environ)) == {"environment": level}
+    assert levels(system.check_environment(machine_of(), environ)) == {"environment": level}
 
 
 def test_nvlinks_left_unused_are_told(machine_of):
     linked = replace(machine_of(), links=(("X", "NV12"), ("NV12", "X")))
     apart = replace(linked, links=(("X", "SYS"), ("SYS", "X")))
     environ = {"NCCL_P2P_DISABLE": "1"}
-    found = [system.look_at_environment(each, environ) for each in (linked, apart)]
+    found = [system.check_environment(each, environ) for each in (linked, apart)]
     assert [levels(each)["environment"] for each in found] == ["warn", "ok"]
 
 
@@ -283,7 +283,7 @@ def test_the_hub_is_asked_once_and_the_token_is_never_shown(tmp_path, monkeypatc
         monkeypatch.delenv(name, raising=False)
     with hub(status) as (address, seen):
         environ = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
-        found = look_at_hub(None, is_fast=False, environ=environ)
+        found = check_hub(None, is_fast=False, environ=environ)
     assert levels(found) == expected
     assert seen == [("/api/whoami-v2", f"Bearer {token}") if token else ("/", None)]
     assert "secret" not in " ".join(each.as_text() for each in found)
@@ -293,17 +293,17 @@ def test_a_hub_that_does_not_answer_matters_only_for_what_is_not_cached(tmp_path
     with socket.socket() as closed:  # bound and not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         environ = {"HF_ENDPOINT": f"http://127.0.0.1:{closed.getsockname()[1]}", "HF_HOME": str(tmp_path)}
-        assert levels(look_at_hub("org/model", is_fast=False, environ=environ)) == {"hub": "warn"}
+        assert levels(check_hub("org/model", is_fast=False, environ=environ)) == {"hub": "warn"}
         snapshot = tmp_path / "hub/models--org--model/snapshots/abc"
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text("{}")
-        assert levels(look_at_hub("org/model", is_fast=False, environ=environ)) == {"hub": "ok"}
+        assert levels(check_hub("org/model", is_fast=False, environ=environ)) == {"hub": "ok"}
 
 
 def test_offline_stops_a_run_whose_model_is_not_here(tmp_path):
     environ = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    assert levels(look_at_hub(None, is_fast=False, environ=environ)) == {"hub": "ok"}
-    (found,) = look_at_hub("org/model", is_fast=True, environ=environ)
+    assert levels(check_hub(None, is_fast=False, environ=environ)) == {"hub": "ok"}
+    (found,) = check_hub("org/model", is_fast=True, environ=environ)
     assert (found.level, found.fix) == ("stop", "unset HF_HUB_OFFLINE, then make download-model MODEL=org/model")
 
 
@@ -329,10 +329,10 @@ def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_way_asks_no_torc
     monkeypatch.setattr(examine, "ask_torch", lambda: pytest.fail("torch was asked"))
     for name in driver.MACHINES:
         driver.install(monkeypatch, driver.recorded(name))
-        found = diagnose(probe(in_detail=True), Wishes(output=tmp_path), is_fast=True)
+        found = diagnose(probe(in_detail=True), RunNeeds(output=tmp_path), is_fast=True)
         assert {each.subject for each in found} >= {"gpu", "versions", "memory", "disk", "ports", "open files"}
         assert [each for each in found if each.level != "ok" and not each.fix] == []
     monkeypatch.setattr(examine, "ask_torch", lambda: {"error": "asked"})
-    monkeypatch.setattr(examine, "look_at_hub", lambda *args, **kwargs: [])
-    found = diagnose(PLAIN, Wishes(output=tmp_path, wants_4bit=True), is_fast=False)
+    monkeypatch.setattr(examine, "check_hub", lambda *args, **kwargs: [])
+    found = diagnose(PLAIN, RunNeeds(output=tmp_path, wants_4bit=True), is_fast=False)
     assert "cannot be imported: asked" in json.dumps([each.what for each in found])

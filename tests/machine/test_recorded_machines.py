@@ -15,7 +15,7 @@ import recorded_driver as driver
 
 from sftplay.commands.look import machine as verbs
 from sftplay.machine import memory_use, probe, torch_build
-from sftplay.machine.doctor.gpu import look_at_gpus
+from sftplay.machine.doctor.gpu import check_gpus
 from sftplay.machine.torch_build import TorchBuild
 
 TORCH = TorchBuild("2.14.1+cu130", "13.0", None, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
@@ -40,7 +40,7 @@ def printed(capsys) -> str:
         assert verb(args) == 0
         lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(HOST)]
         texts += [f"$ {name}", *lines]
-    found = look_at_gpus(probe.probe(in_detail=True))
+    found = check_gpus(probe.probe(in_detail=True))
     return "\n".join([*texts, "$ doctor", *(each.as_text() for each in found)]) + "\n"
 
 

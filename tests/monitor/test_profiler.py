@@ -229,12 +229,12 @@ def test_bytes_of_weights_states_and_gradients_are_those_of_their_tensors():
     model = torch.nn.Linear(10, 3)  # 33 fp32 weights
     optimizer = torch.optim.AdamW(model.parameters())
     held = PersistentBytes()
-    held.look_at_start(model, optimizer)
+    held.count_weights(model, optimizer)
     assert (held.weights_bytes, held.optimizer_bytes) == (132, 0)
     model(torch.ones(1, 10)).sum().backward()
-    held.look_at_gradients(model)
+    held.count_gradients(model)
     optimizer.step()
-    held.look_at_start(model, optimizer)
+    held.count_weights(model, optimizer)
     # Two moments each, and for each of the two tensors a step count in 4 bytes.
     assert (held.optimizer_bytes, held.gradients_bytes) == (2 * 132 + 8, 132)
 

@@ -29,7 +29,7 @@ PROHIBITED, EXCLUSIVE = 2, 3
 """NVML_COMPUTEMODE_*."""
 
 
-def look_at_gpus(machine: Machine) -> list[Finding]:
+def check_gpus(machine: Machine) -> list[Finding]:
     """Findings in the order in which they matter."""
     if not machine.gpus:
         return _none(machine)

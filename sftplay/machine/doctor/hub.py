@@ -22,7 +22,7 @@ YES = ("1", "ON", "YES", "TRUE")
 LOGIN = "hf auth login, or export HF_TOKEN="
 
 
-def look_at_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+def check_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Offline settings, cache and token; unless `is_fast`, also whether the hub answers. `model`: a run's hub name."""
     cached = model is not None and is_cached(model, environ)
     offline = next((n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if environ.get(n, "").upper() in YES), "")

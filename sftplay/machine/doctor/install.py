@@ -30,7 +30,7 @@ UNSLOTH_LIMITS = {"datasets": "<5", "transformers": "<5.18", "trl": "<1.16"}
 """unsloth 2026.10 refuses newer ones."""
 
 
-def look_at_libraries(machine: Machine) -> list[Finding]:
+def check_libraries(machine: Machine) -> list[Finding]:
     """Missing libraries, versions outside the tested ranges, combinations known not to work."""
     versions = machine.libraries
     found = [_missing(name) for name in RANGES if name not in versions]
@@ -42,7 +42,7 @@ def look_at_libraries(machine: Machine) -> list[Finding]:
     return found or [Finding("ok", "versions", "all libraries are there and go together")]
 
 
-def look_at_torch(answer: dict[str, Any], machine: Machine) -> list[Finding]:
+def check_torch(answer: dict[str, Any], machine: Machine) -> list[Finding]:
     """What `ask_torch` brought: whether torch sees what the driver sees."""
     if "error" in answer:
         return [Finding("stop", "torch", f"cannot be imported: {answer['error']}", "make install")]

@@ -40,7 +40,7 @@ BUILDS = Path(".cache") / "torch_extensions"
 """Where DeepSpeed's operators are built when the user names no place: a folder of this project, not of the user."""
 
 
-def look_at_memory(machine: Machine) -> list[Finding]:
+def check_memory(machine: Machine) -> list[Finding]:
     """RAM with the container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = f", of which this container may use {format_bytes(machine.ram_bytes)}" if machine.ram_bytes < total else ""
@@ -50,7 +50,7 @@ def look_at_memory(machine: Machine) -> list[Finding]:
     return [Finding("ok", "memory", what)]
 
 
-def look_at_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list[Finding]:
+def check_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list[Finding]:
     """Room for a run's checkpoints: those kept and the one being written. `checkpoint_bytes` None: not known."""
     folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
     if not os.access(folder, os.W_OK):
@@ -67,7 +67,7 @@ def look_at_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> li
     return [Finding("warn", "disk", what, fix) if free < ROOMY_DISK_BYTES else Finding("ok", "disk", what)]
 
 
-def look_at_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[Finding]:
+def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[Finding]:
     """Shared memory of the container; too little of it ends as a bus error in the middle of a run."""
     if not folder.is_dir():
         return []
@@ -80,7 +80,7 @@ def look_at_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> 
     return [Finding("ok", "shared memory", what)]
 
 
-def look_at_ports() -> list[Finding]:
+def check_ports() -> list[Finding]:
     """Whether the processes of a run can meet."""
     if not _is_free(0):
         return [
@@ -92,7 +92,7 @@ def look_at_ports() -> list[Finding]:
     return [Finding("ok", "ports", "processes can meet on this machine")]
 
 
-def look_at_limits() -> list[Finding]:
+def check_limits() -> list[Finding]:
     """Files a process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:
@@ -100,7 +100,7 @@ def look_at_limits() -> list[Finding]:
     return [Finding("ok", "open files", f"a process may open {'any number' if soft < 0 else soft}")]
 
 
-def look_at_environment(machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+def check_environment(machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Variables that change how torch and NCCL work, and are easily forgotten."""
     found = []
     own = {name: environ[name] for name in ALLOCATORS if environ.get(name)}
@@ -129,7 +129,7 @@ def builds_folder(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("TORCH_EXTENSIONS_DIR") or BUILDS).absolute()
 
 
-def look_at_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[Finding]:
+def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[Finding]:
     """Locks of builds that were killed. Every later start waits for such a lock without end and without a message.
 
     torch's FileBaton holds the file open while it builds, so a lock that no process has open is stale.
