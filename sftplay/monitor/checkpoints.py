@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from sftplay.atomic import write_text
+from sftplay.atomic import read_object, write_text
 
 MARKER = "COMPLETE.json"
 
@@ -41,11 +41,7 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
     """The marker's content; empty for a checkpoint that does not count."""
-    try:
-        content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(checkpoint / MARKER)
 
 
 def find_damage(checkpoint: Path) -> str:

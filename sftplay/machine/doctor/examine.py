@@ -1,4 +1,4 @@
-"""Facts and a run's needs become findings, each with its remedy: what would go wrong before it does."""
+"""Compares facts about the machine with what a run needs, and lists what would go wrong, each with its remedy."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class RunNeeds:
 
 
 def diagnose(machine: Machine, needs: RunNeeds, *, is_fast: bool = False) -> list[Finding]:
-    """All findings, the GPU's first. `is_fast` asks neither torch, which takes seconds, nor the network.
+    """All findings, GPUs first. With `is_fast` neither torch, which takes seconds, nor the network is asked.
 
     `machine` must have been probed in detail.
     """
-    found = [*check_gpus(machine), *check_libraries(machine)]
+    findings = [*check_gpus(machine), *check_libraries(machine)]
     if needs.wants_4bit and "bitsandbytes" not in machine.libraries:
-        found.append(Finding("stop", "versions", "tuning.mode qlora needs bitsandbytes", "make install"))
+        findings.append(Finding("stop", "versions", "tuning.mode qlora needs bitsandbytes", "make install"))
     if not is_fast and "torch" in machine.libraries:
-        found += check_torch(ask_torch(), machine)
-    found += check_memory(machine)
-    found += check_disk(needs.output, needs.checkpoint_bytes, kept=needs.checkpoints_kept)
-    found += check_shared_memory(machine)
-    found += check_ports()
-    found += check_limits()
-    found += check_environment(machine)
-    found += check_builds()
-    return found + check_hub(needs.hub_model, is_fast=is_fast)
+        findings += check_torch(ask_torch(), machine)
+    findings += check_memory(machine)
+    findings += check_disk(needs.output, needs.checkpoint_bytes, kept=needs.checkpoints_kept)
+    findings += check_shared_memory(machine)
+    findings += check_ports()
+    findings += check_limits()
+    findings += check_environment(machine)
+    findings += check_builds()
+    return findings + check_hub(needs.hub_model, is_fast=is_fast)
