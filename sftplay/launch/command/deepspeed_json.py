@@ -251,11 +251,8 @@ def _unknown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         elif dotted in SECTIONS and not isinstance(value, dict):
             yield dotted, f"{json.dumps(value)} is no section", f'write "{name}": {{ ... }}'
         elif value == "auto" and dotted not in AUTO_NAMES.split():
-            yield (
-                dotted,
-                'nothing replaces "auto" here',
-                "write a value, or remove it for DeepSpeed's default",
-            )
+            fix = "write a value, or remove it for DeepSpeed's default"
+            yield dotted, 'nothing replaces "auto" here', fix
 
 
 def _contradictions(values: Mapping[str, Any], expected: Mapping[str, RunValue]) -> Iterator[tuple[str, str, str]]:
@@ -268,11 +265,7 @@ def _contradictions(values: Mapping[str, Any], expected: Mapping[str, RunValue])
             yield dotted, what, f"remove {dotted.partition('.')[0]}; then the run uses its own"
         else:
             what = f"{json.dumps(value)} contradicts {run_value.key}, which sets {json.dumps(run_value.value)}"
-            yield (
-                dotted,
-                what,
-                f'write "auto", or set {run_value.key}' if "type" not in dotted else f"set {run_value.key}",
-            )
+            yield dotted, what, f"set {run_value.key}" if "type" in dotted else f'write "auto", or set {run_value.key}'
 
 
 def _is_equal(value: Any, expected: Any) -> bool:

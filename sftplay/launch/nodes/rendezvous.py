@@ -282,15 +282,12 @@ def _listen(scale: Scale) -> socket.socket:
             family = socket.AF_INET6 if address == "::1" else socket.AF_INET
             return socket.create_server((address, scale.master_port), family=family)
         # Listen on all addresses: a host's own name often leads to its loopback.
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        return socket.create_server(("", scale.master_port), family=family, dualstack_ipv6=is_dual)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", scale.master_port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", scale.master_port))
     except OSError as error:
-        raise MachineError(
-            f"cannot listen on port {scale.master_port} ({error.strerror})",
-            where="--master-port",
-            fix="give all nodes another MASTER_PORT",
-        ) from None
+        what = f"cannot listen on port {scale.master_port} ({error.strerror})"
+        raise MachineError(what, where="--master-port", fix="give all nodes another MASTER_PORT") from None
 
 
 def _missing_error(missing: set[int], timeout_s: float) -> MachineError:
