@@ -74,7 +74,7 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
     return template
 
 
-def leave_report(folder: RunFolder) -> None:
+def report_at_end(folder: RunFolder) -> None:
     """Write report.html after a run or a measurement and print its path.
 
     A failure is only printed: the run or measurement has ended, and nothing here may change its outcome.

@@ -80,7 +80,7 @@ def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: 
     )
 
 
-def make_ready(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
+def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
     """Where the run uses DeepSpeed: build the operators that this node needs, and on node 0 write the plain file.
 
     Raises:

@@ -65,8 +65,8 @@ def main(run_folder: str) -> int:
             return _stop(folder, outside.received)
         for each in STOP_SIGNALS:  # torchrun stops the others when a rank ends; this one ends anyway
             signal.signal(each, signal.SIG_IGN)
-        if gone := gone_rank(folder) or lost_node(error):
-            return end_after_lost_rank(folder, gone)
+        if lost := lost_rank(folder) or lost_node(error):
+            return end_after_lost_rank(folder, lost)
         return _fail(folder, BUG, cause=f"{type(error).__name__}: {error}", text=traceback.format_exc())
 
 
@@ -109,7 +109,7 @@ def is_orphan() -> bool:
     return parent not in (0, above)
 
 
-def gone_rank(folder: RunFolder) -> str:
+def lost_rank(folder: RunFolder) -> str:
     """Which rank of this node has died, so that another rank's error follows from that; empty when all live."""
     ranks = folder.read_json("status.json").get("ranks") or []
     deadline = time.monotonic() + DISAPPEAR_S
@@ -132,13 +132,13 @@ def lost_node(error: Exception) -> str:
     )
 
 
-def end_after_lost_rank(folder: RunFolder, gone: str) -> int:
+def end_after_lost_rank(folder: RunFolder, lost: str) -> int:
     """End because another rank has ended, with that rank's reason if it left one; the exit code."""
     code = folder.read_json("status.json").get("exit_code")
     if code is not None:
         return int(code)
-    death = Death(gone, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
-    return _fail(folder, death.exit_code, cause=gone, text=str(death), error=death.as_json())
+    death = Death(lost, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
+    return _fail(folder, death.exit_code, cause=lost, text=str(death), error=death.as_json())
 
 
 def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[str, object] | None = None) -> int:

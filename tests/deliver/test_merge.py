@@ -304,8 +304,8 @@ def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], t
         ([1, 2, 3], 1.0, "same"),
         ([1, 5, 3], 0.01, "tie"),
         ([1, 5, 9, 9], 0.01, "tie"),
-        ([1, 5, 3], 0.5, "apart"),
-        ([1, 2], 0.0, "apart"),
+        ([1, 5, 3], 0.5, "different"),
+        ([1, 2], 0.0, "different"),
     ],
 )
 def test_texts_may_part_only_where_the_reference_finds_both_tokens_as_good(theirs: list[int], gap: float, fate: str):

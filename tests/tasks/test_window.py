@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import RunError
-from sftplay.tasks.run.train_run import TrainRun, even_out
+from sftplay.tasks.run.train_run import TrainRun, pad_to_multiple
 from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher, first_fit
 
@@ -273,7 +273,7 @@ def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     monkeypatch.setattr(trainer.args, "per_device_eval_batch_size", 8)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
     # Rows without a label, which make the batches of several processes even, weigh nothing.
-    padded = even_out(trainer.eval_dataset, 16)
+    padded = pad_to_multiple(trainer.eval_dataset, 16)
     assert len(padded) == 16
     monkeypatch.setattr(trainer, "held_out_labels_per_row", len(losses) / 16)
     assert trainer.evaluate(padded)["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)

@@ -40,25 +40,24 @@ def plan(args: Namespace) -> int:
     sized = size_run(cfg, machine, world_size=world_size, shape=shape)
     if args.compare:
         return _compare(args, sized, shape=shape, machine=machine)
-    seen = sized.forecast
-    assert seen is not None
-    work = workload_of(sized.cfg, seen.setting)
-    suggestions = (
-        [] if seen.verdict == "fits" else suggest(sized.cfg, shape, place=Place(seen.setting.device, world_size))
-    )
+    forecast = sized.forecast
+    assert forecast is not None
+    work = workload_of(sized.cfg, forecast.setting)
+    place = Place(forecast.setting.device, world_size)
+    suggestions = [] if forecast.verdict == "fits" else suggest(sized.cfg, shape, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
-        return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
+        return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
     train = sized.cfg.train
     sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
     lines = [
-        *describe_model(seen),
+        *describe_model(forecast),
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, rows of {sized.cfg.model.max_seq_len} tokens",
         f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
-        *describe_memory(seen),
+        *describe_memory(forecast),
         *describe_workload(work),
         *(["what would fit:" if suggestions and suggestions[0].fits else "what comes nearest:"] if suggestions else []),
         *describe_suggestions(suggestions),
@@ -66,7 +65,7 @@ def plan(args: Namespace) -> int:
     ]
     for line in lines:
         log.show(line)
-    return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
+    return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
 
 
 def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, machine: Machine) -> int:

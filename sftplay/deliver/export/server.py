@@ -37,14 +37,14 @@ POLL_S = 0.1
 LAST_LINES = 15
 
 
-def choose_server(wish: Server | Literal["auto"], *, has_gpu: bool) -> tuple[Server, str]:
+def choose_server(choice: Server | Literal["auto"], *, has_gpu: bool) -> tuple[Server, str]:
     """Which server to use and why; auto takes vLLM where it is installed and there is a GPU.
 
     Raises:
         MachineError: a package it needs is not installed.
     """
-    if wish != "auto":
-        server, reason = wish, "asked for"
+    if choice != "auto":
+        server, reason = choice, "asked for"
     elif find_spec("vllm") is None:
         server, reason = "transformers", "vLLM is not installed"
     elif not has_gpu:
@@ -64,10 +64,10 @@ def choose_port(port: int) -> int:
     Raises:
         MachineError: something listens on it.
     """
-    found = free_port(port)
-    if port not in (0, found):
+    free = free_port(port)
+    if port not in (0, free):
         raise MachineError("something listens here already", where=f"{HOST}:{port}", fix="give another with PORT=")
-    return found
+    return free
 
 
 def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:

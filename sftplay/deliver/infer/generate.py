@@ -100,15 +100,15 @@ def answer_all(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    portions = AdaptiveBatches(batch_size, "answering")
+    batches = AdaptiveBatches(batch_size, "answering")
 
-    def answer(portion: slice) -> int:
-        batch = order[portion]
-        for i, text in zip(batch, answer_batch(generator, [prompts[i] for i in batch], rows=batch), strict=True):
+    def answer(part: slice) -> int:
+        rows = order[part]
+        for i, text in zip(rows, answer_batch(generator, [prompts[i] for i in rows], rows=rows), strict=True):
             answers[i] = text
-        return portion.stop
+        return part.stop
 
-    for done in portions.each(len(order), answer):
+    for done in batches.each(len(order), answer):
         progress(done)
     return answers
 

@@ -140,11 +140,11 @@ class PartialAnswers:
             stored = None
         if not isinstance(stored, dict):
             raise self._not_ours()
-        mine = self._fingerprint
+        current = self._fingerprint
         different = [
-            f"{name} was {stored.get(name)!r} and is {mine.get(name)!r} now"
-            for name in [*mine, *(name for name in stored if name not in mine)]
-            if stored.get(name) != mine.get(name)
+            f"{name} was {stored.get(name)!r} and is {current.get(name)!r} now"
+            for name in [*current, *(name for name in stored if name not in current)]
+            if stored.get(name) != current.get(name)
         ]
         if different:
             what = f"it holds answers of something else: {'; '.join(different)}"

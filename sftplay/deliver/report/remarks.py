@@ -79,8 +79,8 @@ def _attempts(run: RunFiles) -> Iterator[Remark]:
         span = f"from step {format_figure('step', start)}" + (
             "" if end is None else f" to {format_figure('step', end)}"
         )
-        how = cause if isinstance(cause, str) else "ended without a word"
-        yield Remark("note", f"Attempt {number} ran {span}: {how}.")
+        ending = cause if isinstance(cause, str) else "ended without a word"
+        yield Remark("note", f"Attempt {number} ran {span}: {ending}.")
 
 
 def _checkpoints(run: RunFiles) -> Iterator[Remark]:

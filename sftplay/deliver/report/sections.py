@@ -25,9 +25,9 @@ from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mapping
 from sftplay.units import format_bytes, format_count
 
 MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_rss_bytes")
-SEEN = ("label_tokens", "tokens_seen", "label_tokens_seen")
+TOKEN_COUNTS = ("label_tokens", "tokens_seen", "label_tokens_seen")
 TIMES = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "step_s", "communication_max_s")
-MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *SEEN, *MEMORY)
+MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *TOKEN_COUNTS, *MEMORY)
 """Figures with a chart of their own, or with none on purpose."""
 
 MOST_OTHERS, MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 8, 40, 20, 700
@@ -198,10 +198,10 @@ def data_facts(run: RunFiles) -> list[Fact]:
         ("template, sha256", data.get("template_hash")),
         ("rows and options, fingerprint", data.get("fingerprint")),
     ]
-    return _told(rows[:80]) if data else []
+    return _without_empty(rows[:80]) if data else []
 
 
-def _told(rows: list[Fact]) -> list[Fact]:
+def _without_empty(rows: list[Fact]) -> list[Fact]:
     return [(name, value) for name, value in rows if value not in (None, "", [], {})]
 
 
@@ -294,7 +294,7 @@ def version_facts(run: RunFiles) -> list[Fact]:
         ("template, sha256", manifest.get("template_sha256")),
     ]  # fmt: skip
     rows += [(name, version) for name, version in mapping(machine.get("libraries")).items()][:60]
-    return _told(rows) if manifest else []
+    return _without_empty(rows) if manifest else []
 
 
 def _count(value: object) -> str | None:

@@ -130,9 +130,9 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: in
             problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
     if sum(rank["is_main"] for rank in ranks) != 1:
         problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks believe to be the main one")
-    for key, what in MUST_AGREE.items():
+    for key, difference in MUST_AGREE.items():
         if len({rank[key] for rank in ranks}) > 1:
-            problems.append(f"ranks {what}")
+            problems.append(f"ranks {difference}")
     rows = sum(rank["rows_per_step"] for rank in ranks)
     if rows != cfg.train.effective_batch_size:
         problems.append(f"a step takes {rows} rows instead of {cfg.train.effective_batch_size}")

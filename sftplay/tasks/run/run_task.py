@@ -83,17 +83,17 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     """Raise the DataError about keys that need held-out rows, where none are held out."""
-    wishes = {
+    wanted = {
         "eval.before": cfg.eval.before,
         "eval.after": cfg.eval.after,
         "train.best_metric": cfg.train.best_metric,
         "train.early_stopping": cfg.train.early_stopping,
         "train.eval_steps": cfg.train.eval_steps,
     }
-    wished = [key for key, value in wishes.items() if value]
-    if wished and rows.held_out is None:
+    keys = [key for key, value in wanted.items() if value]
+    if keys and rows.held_out is None:
         raise DataError(
-            f"{', '.join(wished)} needs held-out rows, but none were held out",
+            f"{', '.join(keys)} needs held-out rows, but none were held out",
             where=cfg.data.val_path or cfg.data.train_path,
             fix="raise data.split or give data.val_path",
         )

@@ -10,7 +10,7 @@ import torch
 
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.export.merge import end_where_training_ended
+from sftplay.deliver.export.merge import set_end_tokens
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN
 
@@ -71,7 +71,7 @@ def save_result(
             weights = {name: tensor.to(_saved_dtype(cfg)) for name, tensor in weights.items()}
         model.config.use_cache = True
         # The base's own end token is not always the one its chats end with.
-        end_where_training_ended(model.generation_config, tokenizer)
+        set_end_tokens(model.generation_config, tokenizer)
     with whole_folder(target, replaces=True) as scratch:
         model.save_pretrained(scratch, state_dict=weights)
         tokenizer.save_pretrained(scratch)

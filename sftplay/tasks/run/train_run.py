@@ -117,7 +117,7 @@ class TrainRun:
         """What the task builds its trainer of."""
         setup, held_out = self.setup, rows.held_out
         if held_out is not None and setup.world_size > 1:
-            held_out = even_out(held_out, int(self.cfg.train.batch_size) * setup.world_size)
+            held_out = pad_to_multiple(held_out, int(self.cfg.train.batch_size) * setup.world_size)
         # Where weights are sharded, ranks communicate inside every micro-batch: no rank can run one again alone.
         replays = self.cfg.train.oom_recovery and not setup.is_sharded
         return TrainerParts(
@@ -154,7 +154,7 @@ class TrainRun:
         """
         self.attach(trainer)
         if self.from_step and log.is_main():
-            self._cut_board_back(trainer.callback_handler.callbacks)
+            self._purge_tensorboard(trainer.callback_handler.callbacks)
         if trainer.args.device.type == "cpu" and self.setup.world_size > 1:
             accept_numbered_cpus()
         try:
@@ -196,7 +196,7 @@ class TrainRun:
         peak = card.tflops * 1e12 if card and self.cfg.train.precision != "fp32" else None
         return CostModel(flops.of_rows if flops else None, peak, predicted)
 
-    def _cut_board_back(self, callbacks: list[Any]) -> None:
+    def _purge_tensorboard(self, callbacks: list[Any]) -> None:
         for callback in callbacks:
             if isinstance(callback, TensorBoardCallback):
                 from torch.utils.tensorboard import SummaryWriter
@@ -225,7 +225,7 @@ def _flops_of(model: Any, cfg: RunConfig) -> ModelFlops | None:
         return None
 
 
-def even_out(rows: Dataset, multiple: int) -> Dataset:
+def pad_to_multiple(rows: Dataset, multiple: int) -> Dataset:
     """`rows` with rows without a label added at the end, so that their number is a multiple of `multiple`.
 
     Where the last batches of several processes are not full, accelerate fills them with rows from the beginning, whose
