@@ -89,10 +89,10 @@ def size_by_probe(
 ) -> tuple[SizedRun, dict[str, Any]]:
     """`sized`, sized again where a probe measured the run; and the record of the decision for plan.json.
 
-    The estimate stands, with a note, where the probe fails or no line goes through its points.
+    Where the probe fails or its points lie on no line, the estimate stands and a note is printed.
 
     Raises:
-        MachineError: it was measured not to fit.
+        MachineError: the measurement shows that it does not fit.
     """
     predicted, reason = sized.forecast, reason_not_to_probe(sized, bench)
     if reason or predicted is None:
@@ -111,7 +111,7 @@ def size_by_probe(
     record["seconds"] = round(time.monotonic() - began, 1)
     fitted = read_fit(measured, predicted)
     if isinstance(fitted, Refusal):
-        log.say(f"note: no line through what the probe measured, the estimate stands: {fitted.reason}", "probe")
+        log.say(f"note: the probe's points lie on no line, the estimate stands: {fitted.reason}", "probe")
         return sized, {**record, "refused": fitted.reason}
     resized = resize(fitted)
     record |= {"fit": fitted.as_dict(), "before": _sizes(sized), "after": _sizes(resized)}
@@ -168,7 +168,7 @@ def _measure(
     def make(unfinished: Path) -> None:
         made.append(True)
         rows = " and ".join(map(str, request["rows"]))
-        log.say(f"a few steps with {rows} full rows are measured on {bench.gpu.name}, once for runs like this", "probe")
+        log.say(f"measuring a few steps with {rows} full rows on {bench.gpu.name}, once for runs like this", "probe")
         result = _rehearsed(sized, request, bench=bench, rehearse=rehearse)
         result["context_bytes"] = _context(result["device"], bench.gpu)
         write_text(unfinished / MEASURED, json.dumps(result))
@@ -192,7 +192,7 @@ def _rehearsed(sized: SizedRun, request: dict[str, Any], *, bench: Bench, rehear
             raise NoRoom(
                 f"one full row at a time ran out of memory on {bench.gpu.name}",
                 where="train.probe",
-                fix="`make memory-check` shows who holds it; `make plan` what needs less; train.probe=off tries anyway",
+                fix="see `make memory-check` (who holds it) and `make plan` (what fits); train.probe=off tries anyway",
             )
         measured = rehearse(sized, {**request, "rows": [max(1, exhausted // 4)], "if_bent": None}, bench=bench)
         measured["out_of_memory_rows"] = measured["out_of_memory_rows"] or exhausted
@@ -241,7 +241,7 @@ def _environment(cfg: RunConfig, bench: Bench) -> dict[str, str]:
 
 
 def read_fit(measured: dict[str, Any], predicted: Forecast) -> Fit | Refusal:
-    """The lines through measured points; through a single point, with the estimate's slopes.
+    """The lines through the measured points. A single point gets the estimate's slopes.
 
     Where a larger micro-batch ran out of memory, the line is made steep enough to predict that.
     """

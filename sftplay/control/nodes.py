@@ -90,7 +90,7 @@ def _join(rendezvous: Rendezvous, machine: Machine) -> int:
         problem = error
     await_ready(rendezvous, problem)
     assert command is not None, "every problem is raised on all nodes"
-    log.say(f"joined {folder.path}; node 0 shows how it goes on")
+    log.say(f"joined {folder.path}; node 0 shows its progress")
     node = rendezvous.scale.node_rank
     log_file = folder.logs / log_name(node)
     offset = log_file.stat().st_size if log_file.exists() else 0
@@ -104,7 +104,7 @@ def describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[st
     versions = {"python": platform.python_version(), "sftplay": kit_version(), **library_versions()}
     report: dict[str, Any] = {
         "host": socket.gethostname(),
-        "launch": {"NNODES": scale.nnodes, "NPROC": scale.nproc, "what stands behind --": list(scale.launcher_args)},
+        "launch": {"NNODES": scale.nnodes, "NPROC": scale.nproc, "arguments after --": list(scale.launcher_args)},
         "versions": versions,
     }
     try:

@@ -102,8 +102,8 @@ def shrink(folder: RunFolder, rows: int) -> None:
     folder.write_json("plan.json", {**plan, **smaller})
     folder.add_event(RESIZED, world_size=plan["world_size"], batch_size_before=stored.train.batch_size, **smaller)
     log.say(
-        "out of memory where a step cannot be run again: the run goes on from its last checkpoint with "
-        f"{rows} rows at a time in place of {stored.train.batch_size}"
+        "out of memory in a step that cannot be run again: the run continues from its last checkpoint with "
+        f"{rows} rows at a time instead of {stored.train.batch_size}"
     )
 
 
@@ -141,7 +141,7 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
         f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "
         f"{format_bytes(forecast.budget_bytes)} on each {forecast.setting.device.name}",
         where=f"{cfg.origins.get('model.name', 'model')} model.name",
-        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it all the same",
+        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it anyway",
     )
 
 
@@ -149,7 +149,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     """What starts the run's workers.
 
     Raises:
-        ConfigError: a run of several nodes shall restart by itself; their parents know nothing of each other. Or the
+        ConfigError: `cluster.max_restarts` is set for several nodes, whose parents know nothing of each other; or the
             launcher cannot start this run.
     """
     if cfg.cluster.max_restarts and scale.nnodes > 1:
@@ -186,7 +186,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
         nproc = len(machine.gpus)
         if nproc == 0:
             raise MachineError(
-                f"no GPU to take one process each ({machine.gpu_reason})",
+                f"there is no GPU to start a process on ({machine.gpu_reason})",
                 where="--nproc gpu",
                 fix="give the number of processes (NPROC=2), or use `make train`",
             )

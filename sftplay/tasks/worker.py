@@ -110,7 +110,7 @@ def is_orphan() -> bool:
 
 
 def lost_rank(folder: RunFolder) -> str:
-    """Which rank of this node has died, so that another rank's error follows from that; empty when all live."""
+    """The message about a rank of this node that has died and so caused another rank's error; empty when all live."""
     ranks = folder.read_json("status.json").get("ranks") or []
     deadline = time.monotonic() + DISAPPEAR_S
     while len(ranks) > 1 and time.monotonic() < deadline:
@@ -125,11 +125,8 @@ def lost_rank(folder: RunFolder) -> str:
 def lost_node(error: Exception) -> str:
     """The message for an error that says that a connection to another node has broken; empty for other errors."""
     is_alone = len(log.local_ranks()) == log.world_size()
-    return (
-        ""
-        if is_alone or not any(sign in str(error) for sign in BROKEN_CONNECTION)
-        else "a process on another node has gone"
-    )
+    is_broken = any(sign in str(error) for sign in BROKEN_CONNECTION)
+    return "a process on another node has gone" if is_broken and not is_alone else ""
 
 
 def end_after_lost_rank(folder: RunFolder, lost: str) -> int:
@@ -144,7 +141,7 @@ def end_after_lost_rank(folder: RunFolder, lost: str) -> int:
 def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[str, object] | None = None) -> int:
     """Write why the run has failed, and show it once even if several ranks fail for the same reason; the exit code.
 
-    A bug after another rank's failure is taken for its consequence: it goes to this rank's log only.
+    A bug after another rank's failure counts as its consequence and goes to this rank's log only.
     """
     status: dict[str, object] = {}
     with _one_at_a_time(folder.logs):

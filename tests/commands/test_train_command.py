@@ -86,7 +86,7 @@ def test_another_number_of_processes_is_taken_and_said_unless_the_effective_batc
     monkeypatch.setattr(start, "follow", lambda *_, **__: pytest.fail("it was started"))
     words = ["resume", "--config", str(stopped), "--dry-run", "--nproc"]
     assert main([*words, "1"]) == 0
-    assert "begun on 2 process(es), goes on on 1 with" in capsys.readouterr().out
+    assert "began on 2 process(es) and continues on 1, each with" in capsys.readouterr().out
     assert main([*words, "3"]) == 2
     assert "effective batch 8 cannot be split exactly over 3 process(es)" in capsys.readouterr().err
 

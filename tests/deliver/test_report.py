@@ -232,7 +232,7 @@ def test_a_failed_run_says_why_and_what_to_do(folder: RunFolder):
 
 def test_a_run_whose_process_died_is_interrupted_and_one_that_is_held_is_running(folder: RunFolder):
     folder.update_status(state="running", exit_code=None)
-    assert "ended at step 8 without a word" in sentences(folder)
+    assert "ended at step 8 without a message" in sentences(folder)
     with folder.locked():
         assert "The run is still going" in sentences(folder)
     with folder.locked():  # looking has taken nothing

@@ -117,7 +117,7 @@ RANK = {
         ({"world_size": 1}, "rank 1 sees 1 processes instead of 2"),
         ({"model_class": "LlamaForCausalLM"}, "rank 1 wraps the model in LlamaForCausalLM instead of Distributed"),
         ({"distributed_type": "NO"}, "rank 1 is NO where cluster.strategy is ddp"),
-        ({"is_main": True}, "2 ranks believe to be the main one"),
+        ({"is_main": True}, "2 ranks take themselves for the main one"),
         ({"fingerprint": "z"}, "ranks read different configs"),
         ({"parameters": "z"}, "ranks start from different weights"),
         ({"base": "z"}, "ranks start from different files of weights"),

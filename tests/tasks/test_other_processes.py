@@ -1,4 +1,4 @@
-"""A run goes on on another number of processes: with the same rows, the same effective batch and the same curve."""
+"""A run continues on another number of processes with the same rows, effective batch and curve."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_run_moves_from_two_processes_to_one_and_back_on_the_same_curve(shop: Sh
     for at, before, now in ((4, 2, 1), (8, 1, 2)):
         shop.cut_off(name, at)
         said = shop.run("resume", name, now, *OF_TWO)
-        assert f"begun on {before} process(es), goes on on {now} with" in said
-        assert "drawn otherwise" not in said
+        assert f"began on {before} process(es) and continues on {now}, each with" in said
+        assert "draw other numbers" not in said
         plan = shop.folder(name).read_json("plan.json")
         assert shop.folder(name).is_resized
         assert (plan["world_size"], plan["effective_batch_size"]) == (now, STEP_ROWS)
@@ -149,7 +149,7 @@ def test_run_with_dropout_moves_too_and_says_that_it_is_drawn_otherwise(shop: Sh
     shop.run("train", name, 2, word, *OF_TWO)
     shop.cut_off(name, 4)
     said = shop.run("resume", name, 1, word, *OF_TWO)
-    assert "dropout and noise are drawn otherwise" in said
+    assert "dropout and noise draw other numbers" in said
     assert [line["step"] for line in shop.metrics(name)] == list(range(1, STEPS + 1))
     # Once more on the same number, with the sizes of two processes still in the command.
     shop.cut_off(name, STEPS)

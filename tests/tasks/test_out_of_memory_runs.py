@@ -180,7 +180,7 @@ def test_where_gradients_travel_within_the_last_micro_batch_the_run_restarts_wit
         assert done.returncode == 0, done.stdout + done.stderr
         runs[name] = tmp_path / "outputs" / name
     assert "step 2: out of memory in forward on rank 1" in done.stdout
-    assert "goes on from its last checkpoint with 2 rows at a time in place of 8" in done.stdout
+    assert "continues from its last checkpoint with 2 rows at a time instead of 8" in done.stdout
     attempts = json.loads((runs["restarted"] / "status.json").read_text())["attempts"]
     assert [each["from_step"] for each in attempts] == [0, 2]
     check_same(runs["restarted"], runs["undisturbed"])

@@ -135,7 +135,7 @@ def test_a_run_split_by_fsdp_goes_on_on_other_numbers_of_processes(
         words = ["--config", tmp_path / "whole.yaml", "--nproc", now, "run_name=moved"]
         done = sftplay("resume", *words, env={"PYTHONPATH": str(CPU_FSDP)}, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert f"begun on {before} process(es), goes on on {now} with" in done.stdout
+        assert f"began on {before} process(es) and continues on {now}, each with" in done.stdout
         assert [rank["distributed_type"] for rank in runs.status("moved")["ranks"]] == ["FSDP"] * now
         before = now
     assert [line["attempt"] for line in runs.metrics("moved")] == [1] * 3 + [2] * 3 + [3] * 3

@@ -1,4 +1,4 @@
-"""A run that starts from an earlier run's adapter goes on where that one ended, or trains on the merged model."""
+"""A run that starts from an earlier run's adapter continues where that one ended, or trains on the merged model."""
 
 from __future__ import annotations
 

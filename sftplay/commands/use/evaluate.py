@@ -55,7 +55,7 @@ def evaluate(args: Namespace) -> int:
 
 
 def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str, dict[str, Any]]:
-    """Figures of the base, where the measure has it, and of the result."""
+    """Figures of the base (if the measure has it) and of the result."""
     from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
     from sftplay.model.load import load_base, load_result
 

@@ -1,4 +1,4 @@
-"""The verbs by which a finished run answers: `infer` line by line, `infer-batch` a whole file."""
+"""The verbs that ask a finished run for answers: `infer` line by line, `infer-batch` a whole file."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def infer_batch(args: Namespace) -> int:
     partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
     with partial.held():
         if n_kept := partial.n_answers:
-            log.say(f"{partial.path} holds {n_kept} of {n} answers: going on from there", "infer")
+            log.say(f"{partial.path} holds {n_kept} of {n} answers: continuing from there", "infer")
         if n_kept < n:
             _answer_file(args, cfg, folder=folder, questions=questions, partial=partial, n=n)
         if content_digest(args.input) != digest:
@@ -132,7 +132,7 @@ def _answer_file(
             generator, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter
         )
     except KeyboardInterrupt:
-        log.say(f"stopped; {partial.n_answers} answers are kept, the same command goes on from there", "infer")
+        log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
         raise
 
 
@@ -167,7 +167,7 @@ def _check_paths(args: Namespace) -> Path:
 
 
 def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
-    """The settings that shape the answers, beside run and rows."""
+    """The settings that change the answers, besides the run and the rows."""
     fixed = {"batch_size": cfg.eval.batch_size, "max_new_tokens": _longest(args, cfg), "temperature": args.temperature}
     return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
 

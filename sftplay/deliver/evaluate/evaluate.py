@@ -53,7 +53,8 @@ def evaluate(model: Any, examples: Examples, *, cfg: RunConfig, path: Path) -> d
         )
     references = [reference_of(chat, examples.renderer) for chat in chats]
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
-    figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": perplexity, **means}
     write_text(path, json.dumps(figures, indent=1) + "\n")
     rows = (
         {
@@ -168,7 +169,3 @@ def ready_to_answer(model: Any) -> Iterator[None]:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.config.use_cache = had_cache
         model.train(was_training)
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -1,6 +1,6 @@
 """A finished run as a folder that stands alone: weights, tokenizer, card, config and figures, for plain libraries.
 
-What leaves the machine names none of its folders and holds no secret and no row of the data. It uploads nothing.
+The folder holds no path of this machine, no secret and no row of the data. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 REMOVED = "(removed)"
 
 _PATH = re.compile(r"(?<![\w./:~-])~?/(?:[^\s/:\"'`<>|,;()]+/)+([^\s/:\"'`<>|,;()]*)")
-"""An absolute path of two parts or more inside a text; its last part is kept. `https://...` is none."""
+"""An absolute path of two parts or more inside a text; its last part is kept. `https://...` does not match."""
 
 _SECRET_NAME = re.compile(r"(hub|api|access|auth)_?(token|key)|secret|password|passwd|credential", re.IGNORECASE)
 _SECRET = re.compile(r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
@@ -100,8 +100,8 @@ def _whole_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> t
 
 
 def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
-    """What of the run may be published: its files without paths of this machine and without secrets."""
-    # Those of step-N are of weights on the way, not of the result.
+    """The part of the run that may be published: its files without paths of this machine and without secrets."""
+    # step-N.json measures the weights at a step of the training, not the result.
     measured = sorted(path for path in folder.eval.glob("*.json") if not path.stem.startswith("step-"))
     figures = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in measured}
     clean = Cleaner([*_strings(cfg.model_dump()), str(folder.path.resolve())])
@@ -119,7 +119,7 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
         data_report=clean(folder.read_json("data_report.json")),
         manifest=clean(folder.read_json("manifest.json")),
         figures=clean(figures),
-        # An adapter on a base that was made by merging another one fits no model that others can get.
+        # With merge_adapter the base is a merged model that others cannot get, so the adapter alone is of no use.
         has_adapter=(folder.path / "adapter").is_dir() and not cfg.model.merge_adapter,
     )
 
@@ -152,7 +152,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 class Cleaner:
-    """Takes paths of this machine and secrets out of JSON values; some of the strings in `known` are such paths."""
+    """Removes paths of this machine and secrets from JSON values. Some of the strings in `known` are such paths."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         paths = {path for path in known if _is_path(path) and path.strip("/")}

@@ -1,6 +1,6 @@
 """Merges a run's adapter into its full-precision base, and writes the whole model as plain libraries read it.
 
-Never into 4-bit weights: the base of a qlora run is opened again unquantised. `merge_check` judges the outcome.
+It never merges into 4-bit weights: the base of a qlora run is opened unquantised. `merge_check` judges the result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from sftplay.model.weights import DTYPES
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 RECORD = "merge.json"
-"""Beside merged weights: which adapter went into them."""
+"""The file beside merged weights that says which adapter is in them."""
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of one weight file, unless a single tensor is larger; the hub refuses files of 50 GB."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What a model that sees needs beside its tokenizer; it goes unchanged from the base into the merged model."""
+"""What a vision model needs beside its tokenizer. The merged model gets the base's files unchanged."""
 
 
 def merge(cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None) -> Path:
@@ -90,7 +90,7 @@ def adapter_of(cfg: RunConfig, folder: RunFolder) -> Path:
     """The run's adapter folder.
 
     Raises:
-        ConfigError: it has none, with what to do.
+        ConfigError: it has none; the message says what to do.
     """
     adapter = folder.path / "adapter"
     if adapter.is_dir():
@@ -137,7 +137,7 @@ def _check_not_quantised(config: Any, where: str) -> None:
 
 
 def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
-    """Name or folder of the base, and its revision: the run's own copy where it keeps one, as of a merged start."""
+    """Name or folder of the base, and its revision. A run that starts from merged weights keeps its own copy."""
     own = folder.path / "base"
     if own.is_dir():
         return str(own), None

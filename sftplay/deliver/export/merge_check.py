@@ -34,7 +34,7 @@ from sftplay.model.tokenizer import load_tokenizer
 
 PROMPTS = 8
 PROMPT_TOKENS = 256
-"""Of a longer prompt the end is taken."""
+"""Only the end of a longer prompt is used."""
 
 ANSWER_TOKENS = 32
 
@@ -50,11 +50,11 @@ UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 """Largest relative error of one rounding: half a unit in the last place."""
 
 ROUNDINGS = {torch.float32: 2.0**10, torch.bfloat16: 32.0, torch.float16: 32.0}
-"""How many such errors, of the largest score, two scores may be apart. 16-bit weights are each rounded once, and these
-errors mostly cancel (up to 9 were seen on `builtin:tiny`); in fp32 the sums differ, being added in another order."""
+"""Largest distance of two scores, in such errors of the largest score. 16-bit weights are each rounded once, and these
+errors mostly cancel (up to 9 were seen on `builtin:tiny`). In fp32 the order of adding changes the sums."""
 
 WEIGHT_NOISE = 1e-5
-"""Of a tensor's largest value: two machines may add the products of an update in another order."""
+"""Relative to a tensor's largest value. Two machines may add the products of an update in another order."""
 
 
 @dataclass
@@ -67,9 +67,9 @@ class Outputs:
 
 
 def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, Any]:
-    """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and what else there is to say.
+    """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and others.
 
-    Two texts also count as equal when, at their first difference, the reference scores both tokens alike within the
+    Two texts also count as equal when, at the first difference, the reference scores both tokens the same within the
     tolerance (`parted_at_ties`). For a qlora run, `quantised` is the distance of the 4-bit base with the adapter from
     the merged model; that is information, not an error.
 
@@ -125,7 +125,7 @@ def _built_in(tokenizer: Any) -> list[list[int]]:
 
 def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
     first = next((place for place, label in enumerate(labels) if label != IGNORE_INDEX), len(ids))
-    return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # of plain text, all of it learned, one half
+    return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # plain text is learned as a whole: half of it
 
 
 @torch.no_grad()
@@ -212,7 +212,7 @@ def compare_answers(expected: Outputs, actual: Outputs, *, n: int, tolerance: fl
 def _quantisation(
     cfg: RunConfig, folder: RunFolder, *, prompts: Sequence[list[int]], expected: Outputs, merged: Outputs
 ) -> dict[str, float]:
-    """How far the model as it was trained, its base in 4 bits, is from the merged one, at the same places."""
+    """How far the merged model is from the trained one (the adapter on the 4-bit base), at the same places."""
     four_bit = load_result(cfg, folder.path)
     device = next(four_bit.parameters()).device
     gaps, same = [], []
@@ -224,9 +224,9 @@ def _quantisation(
         same.append(trained.argmax(-1) == scores.argmax(-1))
     gap, share = torch.cat(gaps), float(torch.cat(same).float().mean())
     log.say(
-        f"for information: the 4-bit base with the adapter, as trained, is up to {float(gap.max()):.3g} (mean "
-        f"{float(gap.mean()):.3g}) away in its scores and prefers the same next token at {share:.0%} of the places; "
-        "that is the rounding of the base to 4 bits, which merging leaves behind, and no error of merging",
+        f"for information: the scores of the trained model (the adapter on the 4-bit base) differ by up to "
+        f"{float(gap.max()):.3g} (mean {float(gap.mean()):.3g}); its likeliest next token is the same at {share:.0%} "
+        "of the places. The rounding of the base to 4 bits causes this; it is no error of merging",
         "merge",
     )
     return {
@@ -240,11 +240,11 @@ def _judge(figures: dict[str, Any], problems: list[str], *, merged: Path) -> Non
     diff, tolerance = figures["max_abs_logit_diff"], figures["tolerance"]
     faults = [f"altered: {', '.join(problems[:5])}"] if problems else []
     if not diff <= tolerance:
-        faults.append(f"scores differ by {diff:.3g}, {tolerance:.3g} is what {figures['dtype']} explains")
+        faults.append(f"scores differ by {diff:.3g}; {figures['dtype']} explains {tolerance:.3g}")
     if not figures["texts_equal"]:
         faults.append("greedy texts differ")
     if faults:
-        what = f"the merged model is not the adapter on its base ({'; '.join(faults)}; n {figures['n']})"
+        what = f"the merged model differs from the adapter on its base ({'; '.join(faults)}; n {figures['n']})"
         raise RunError(what, where=str(merged), fix="remove it, and merge again")
     log.say(
         f"agree: scores within {diff:.3g} (tolerance {tolerance:.3g} for {figures['dtype']}), "

@@ -1,6 +1,6 @@
 """The model card, README.md of an exported model: what it was made from, how, what was measured, how to load it.
 
-It states what the run's own files say, and says of everything else that it is not known.
+It states what the run's own files say. Everything else is stated as not known.
 """
 
 from __future__ import annotations

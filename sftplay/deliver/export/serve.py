@@ -29,7 +29,7 @@ GENERATION = "generation_config.json"
 def serve(cfg: RunConfig, folder: RunFolder, *, server: Server, port: int) -> int:
     """Serve the run until a signal stops it; the exit code. An adapter is merged first, once, into `merged/`.
 
-    The model is known to clients by the run's name. As with OpenAI's own service, an answer is sampled at the
+    Clients ask for the model by the run's name. As with OpenAI's own service, an answer is sampled at the
     temperature the client asks for, 1 if it asks for none; `temperature: 0` gives the greedy answer.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Answers every row of a file, batch by batch, each one kept on the disk as soon as it is there."""
+"""Answers every row of a file in batches. A batch is on the disk as soon as it is answered."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path,
 
 
 def _line(row: Row) -> str:
-    # A parquet file can hold values that JSON has no word for, dates among them, and JSON halves of characters.
+    # A parquet file can hold values that JSON lacks, such as dates. JSON can hold half surrogate pairs, UTF-8 cannot.
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:
         text.encode()

@@ -163,7 +163,7 @@ def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]
     counts = [mapping(mapping(run.data.get("sources")).get("held_out")) for run in (one, two)]
     if counts[0].get("trainable_tokens") == counts[1].get("trainable_tokens"):
         return True, []
-    return True, ["the same rows are other tokens in each run: loss and perplexity do not compare, answers do"]
+    return True, ["the same rows have other tokens in each run: loss and perplexity do not compare, answers do"]
 
 
 def _questions(run: RunFiles) -> str:

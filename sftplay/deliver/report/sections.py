@@ -43,7 +43,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     kinds: str = ""
-    """A letter a column: `n` figures, `c` code, `b` the width of a bar, else text."""
+    """One letter per column: `n` figures, `c` code, `b` the width of a bar, else text."""
 
     caption: str = ""
     stacks: bool = False
@@ -54,7 +54,7 @@ class Table:
 
 
 class Sample(NamedTuple):
-    """One row as stretches of tokens: whether these are learned, and their texts. Of a long row the beginning."""
+    """One row as stretches of tokens: whether these are learned, and their texts. A long row is cut."""
 
     source: str
     stretches: list[tuple[bool, list[str]]]
@@ -103,13 +103,13 @@ def charts_of(run: RunFiles) -> list[Chart]:
 
 
 def held_out_points(run: RunFiles) -> list[Point]:
-    """Held-out losses over the steps, that of the untrained model at step 0 included."""
+    """Held-out losses over the steps. Step 0 is the untrained model."""
     points = dict(run.held_out)
     before = as_number(run.evals.get("before", {}).get("loss"))
     if before is not None:
         points.setdefault(0.0, before)
     after = as_number(run.evals.get("after", {}).get("loss"))
-    # With the best weights kept, the result is not that of the last step.
+    # When the best weights are kept, the result is not the last step's.
     keeps_best = run.value("train.best_metric") or run.value("train.early_stopping")
     if after is not None and run.state == "done" and not keeps_best:
         points.setdefault(float(run.step), after)

@@ -28,7 +28,7 @@ from sftplay.signals import die_with_parent
 
 WARM_UP = 2
 CYCLE = 251
-"""Elements of a rank's buffer count up to this and start again: a shifted sum is noticed, and all sums are exact."""
+"""Elements of a rank's buffer count up to this and start again. So a shifted sum is noticed, and all sums are exact."""
 
 Reduce = Callable[[Tensor], Any]
 

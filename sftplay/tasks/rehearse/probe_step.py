@@ -1,6 +1,6 @@
 """Measures the memory of a few real optimizer steps of a run's own code, on rows of full length.
 
-It is a process of its own, so that it leaves no trace in the run's random numbers and the GPU's memory. It reads no row
+It is a separate process, so that it leaves no trace in the run's random numbers or in the GPU's memory. It reads no row
 of the user's data and keeps no weights.
 """
 

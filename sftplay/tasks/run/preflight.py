@@ -20,11 +20,10 @@ from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer, StepTrainer
 
 WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP", "hsdp": "FSDP"}
-"""How the class begins that the trainer must have wrapped the model in, by the beginning of cluster.strategy."""
+"""Beginning of cluster.strategy -> beginning of the class in which the trainer must have wrapped the model."""
 
 DISTRIBUTED = {"ddp": ("MULTI_",), "zero": ("DEEPSPEED",), "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
-"""What accelerate must say it does, or how that begins."""
-
+"""Beginning of cluster.strategy -> beginning of the distributed type that accelerate must report."""
 
 MUST_AGREE = {
     "fingerprint": "read different configs",
@@ -129,7 +128,7 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: in
         if not rank["distributed_type"].startswith(DISTRIBUTED[kind]):
             problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
     if sum(rank["is_main"] for rank in ranks) != 1:
-        problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks believe to be the main one")
+        problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks take themselves for the main one")
     for key, difference in MUST_AGREE.items():
         if len({rank[key] for rank in ranks}) > 1:
             problems.append(f"ranks {difference}")

@@ -1,4 +1,4 @@
-"""Writes what a run was for: the tuned weights with tokenizer and chat template, loadable by plain libraries."""
+"""Saves the result of a run: the tuned weights with tokenizer and chat template, loadable by plain libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
     if trainer.is_fsdp_enabled:
         weights = trainer.accelerator.get_state_dict(trainer.model)
     elif trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
-        # Frozen weights are left out: beside an adapter that is all the rest.
+        # Frozen weights are left out. With an adapter these are all the others.
         weights = trainer.deepspeed._zero3_consolidated_16bit_state_dict(
             exclude_frozen_parameters=hasattr(trainer.model, "peft_config")
         )
@@ -33,7 +33,7 @@ def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
 
 
 def leave_process_group() -> None:
-    """End the process group, on all ranks at once: only the main rank works on.
+    """End the process group on all ranks at once. Only the main rank continues.
 
     Otherwise gloo's threads may abort a rank's process at its end (torch 2.13: "terminate called without an active
     exception"), and the launcher then ends the main rank too.
