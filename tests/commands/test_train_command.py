@@ -65,9 +65,9 @@ def test_finished_run_resumes_to_nothing(finished: Path, capsys: pytest.CaptureF
 def test_finished_run_that_is_asked_for_more_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]):
     words = ["resume", "--config", str(finished), "train.max_steps=9", "seed=1"]
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert "train.max_steps was 4 when the run began and is 9 now" in told
-    assert "seed was 42 when the run began and is 1 now" in told
+    errors = capsys.readouterr().err
+    assert "train.max_steps was 4 when the run began and is 9 now" in errors
+    assert "seed was 42 when the run began and is 1 now" in errors
 
 
 @pytest.fixture

@@ -267,10 +267,10 @@ def oracle_on_path(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("oracle_on_path")
 def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Callable[..., Path], tmp_path: Path):
     request = {"rows": [1, 2], "accumulates": True, "gauge": TENSORS}
-    found = run_rehearsal(small(write_config), request, bench=Bench(machine(L4), 1, tmp_path))
-    assert [point["rows"] for point in found["points"]] == [1, 2]
-    assert [point["tokens"] for point in found["points"]] == [128, 256]
-    assert (found["out_of_memory_rows"], found["device"]) == (None, None)
+    measured = run_rehearsal(small(write_config), request, bench=Bench(machine(L4), 1, tmp_path))
+    assert [point["rows"] for point in measured["points"]] == [1, 2]
+    assert [point["tokens"] for point in measured["points"]] == [128, 256]
+    assert (measured["out_of_memory_rows"], measured["device"]) == (None, None)
 
 
 @pytest.mark.slow
