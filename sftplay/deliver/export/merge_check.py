@@ -82,7 +82,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
     if not merged.is_dir():
         raise ConfigError("no merged model here", where=str(merged), fix="make merge")
     tokenizer = load_tokenizer(cfg.model, str(adapter))
-    prompts, origin = _choose_prompts(cfg, folder, tokenizer)
+    prompts, origin = _choose_prompts(cfg, folder, tokenizer=tokenizer)
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
     expected = _outputs_of(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
@@ -101,7 +101,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
     return figures
 
 
-def _choose_prompts(cfg: RunConfig, folder: RunFolder, tokenizer: Any) -> tuple[list[list[int]], str]:
+def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
     """Token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
     checked = folder.read_json("data_report.json").get("files")
     try:

@@ -99,16 +99,10 @@ class TrainRun:
         )  # fmt: skip
         # A stop signal ends the run after a step, with a checkpoint, from the moment that status.json shows the ranks.
         self.callbacks = [
-            stop,
-            preflight,
-            self.metrics,
-            self.bad_step,
-            mark_complete,
-            *self._optional_callbacks(),
-            GradientSync(self.cfg, self.heartbeat),
-            TrackPhases(self.heartbeat),
+            stop, preflight, self.metrics, self.bad_step, mark_complete, *self._optional_callbacks(),
+            GradientSync(self.cfg, self.heartbeat), TrackPhases(self.heartbeat),
             GroupTimeout(self.cfg.cluster.timeout, self.folder.logs),
-        ]
+        ]  # fmt: skip
 
     def _optional_callbacks(self) -> list[Any]:
         train, checkpoints = self.cfg.train, self.folder.checkpoints
