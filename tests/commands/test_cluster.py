@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.commands.scale import cluster
@@ -77,7 +78,7 @@ def test_the_cpu_file_starts_two_processes_that_talk():
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     command += ["--config_file", str(ROOT / "accelerate_configs/cpu_ddp.yaml"), str(script)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=HANG_S, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert "ranks 2 gloo" in done.stdout, done.stderr[-2000:]
 

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Finished, Inputs, StopAfter, train, train_in
+from processes import HANG_S
 
 from sftplay.deliver.report.charts import Chart, Curve, linear_axis, value_axis
 from sftplay.deliver.report.figures import change, format_figure, interval
@@ -626,7 +627,7 @@ class Browser:
         with contextlib.suppress(OSError, AssertionError):
             self.session = ""
             self.call("Browser.close")
-        self.process.wait(timeout=240)
+        self.process.wait(timeout=HANG_S)
         os.close(self._in)
         self._out.close()
 
