@@ -16,7 +16,8 @@ from peft.utils import ModulesToSaveWrapper, load_peft_weights
 from torch import nn
 
 from sftplay.config.schema.run import LoraConfig
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.model.weights import reason_of, refusing
 
 
 def add_adapter(model: Any, lora: LoraConfig) -> Any:
@@ -81,7 +82,19 @@ def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
 
 
 def attach_adapter(model: Any, adapter: Path, *, dropout: float | None = None) -> Any:
-    """`model` as a PeftModel with the adapter stored in `adapter`, in fp32; one that trains when `dropout` is given."""
+    """`model` as a PeftModel with the adapter stored in `adapter`, in fp32; one that trains when `dropout` is given.
+
+    Raises:
+        MachineError: its files cannot be read, or hold what PEFT cannot use.
+    """
+    fix = "correct the files there, or copy the adapter again"
+    with refusing(
+        lambda error: MachineError(f"the adapter cannot be used ({reason_of(error)})", where=str(adapter), fix=fix)
+    ):
+        return _attached(model, adapter, dropout=dropout)
+
+
+def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
     config = PeftConfig.from_pretrained(str(adapter))
     if dropout is not None:
         config.lora_dropout = dropout
