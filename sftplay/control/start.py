@@ -17,6 +17,7 @@ from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import leave_report
 from sftplay.control.inputs import needs_no_hub
+from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, make_ready, with_accumulation
 from sftplay.errors import ConfigError, MachineError
@@ -130,12 +131,20 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
         ConfigError: the effective batch cannot be split exactly.
         MachineError: not even one row at a time fits, or what is asked for cannot run here.
     """
-    shape = known_shape(cfg)
-    sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit)
+    shape, lengths = known_shape(cfg), known_lengths(cfg)
+    sized = size_run(
+        cfg,
+        machine,
+        world_size=scale.world_size,
+        shape=shape,
+        local_processes=scale.nproc,
+        fit=fit,
+        lengths=lengths,
+    )
     seen = sized.forecast
     if seen is None or shape is None or seen.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
-    found = suggest(sized.cfg, shape, place=Place(seen.setting.device, scale.world_size))
+    found = suggest(sized.cfg, shape, place=Place(seen.setting.device, scale.world_size, lengths))
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in found)
     raise MachineError(
         f"{shape.name} does not fit: even one row at a time takes {format_bytes(seen.peak_bytes)} of "

@@ -20,6 +20,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import to_record
+from sftplay.data.prepare.known_lengths import note_lengths
 from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, dialect_of, reading_of
 from sftplay.data.prepare.policies import SIDES, Side
 from sftplay.data.read.sources import content_digest, read_rows
@@ -137,7 +138,10 @@ def _load(
         _expect_unchanged(digests)
 
     ensure_folder(folder, make)
-    return _opened(folder, renderer, digests=digests)
+    examples = _opened(folder, renderer, digests=digests)
+    if len(examples.train):
+        note_lengths(cfg, examples.report)
+    return examples
 
 
 def _expect_unchanged(digests: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from sftplay import log
 from sftplay.config.load import load_config
+from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import require_shape
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine, probe
@@ -37,14 +38,17 @@ def plan(args: Namespace) -> int:
     cfg = resolve_names(load_config(args.config, args.overrides))
     shape = require_shape(cfg)
     machine, world_size = _where(args)
-    sized = size_run(cfg, machine, world_size=world_size, shape=shape)
+    lengths = known_lengths(cfg)
+    sized = size_run(cfg, machine, world_size=world_size, shape=shape, lengths=lengths)
     if args.compare:
-        return _compare(args, sized, shape=shape, machine=machine)
+        return _compare(args, sized, shape=shape, place=Place(device_of(machine, world_size), world_size, lengths))
     seen = sized.forecast
     assert seen is not None
-    work = workload_of(sized.cfg, seen.setting)
+    work = workload_of(sized.cfg, seen.setting, lengths=lengths)
     suggestions = (
-        [] if seen.verdict == "fits" else suggest(sized.cfg, shape, place=Place(seen.setting.device, world_size))
+        []
+        if seen.verdict == "fits"
+        else suggest(sized.cfg, shape, place=Place(seen.setting.device, world_size, lengths))
     )
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
@@ -54,7 +58,7 @@ def plan(args: Namespace) -> int:
     sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
     lines = [
         *describe_model(seen),
-        f"tuning      {sized.cfg.tuning.mode}, {train.precision}, rows of {sized.cfg.model.max_seq_len} tokens",
+        f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {_rows(sized)}",
         f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
@@ -69,8 +73,16 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
 
 
-def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, machine: Machine) -> int:
-    rows = compare(sized.cfg, shape, place=Place(device_of(machine, sized.world_size), sized.world_size))
+def _rows(sized: SizedRun) -> str:
+    """The rows that memory is planned for."""
+    limit = sized.cfg.model.max_seq_len
+    planned = sized.forecast.size.seq if sized.forecast else limit
+    shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
+    return f"rows of {planned} tokens{shorter}"
+
+
+def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, place: Place) -> int:
+    rows = compare(sized.cfg, shape, place=place)
     if args.json:
         print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
         return 0
