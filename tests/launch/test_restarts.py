@@ -161,7 +161,7 @@ def run_with(
         folder, deaths = RunFolder(tmp_path / "run"), Deaths(*endings)
         write_text(folder.resolved, dump_resolved(sized.cfg))
         monkeypatch.setattr(launching, "follow", deaths)
-        monkeypatch.setattr(launching, "leave_report", lambda _: None)
+        monkeypatch.setattr(launching, "report_at_end", lambda _: None)
         args = Namespace(tb=False, json=False, verb="train", node_rank=0, nnodes=1, deepspeed=False)
         return launching.run_workers(Launch(("python",), {}), folder, cfg=sized.cfg, args=args), deaths, folder
 
@@ -215,7 +215,7 @@ def test_rank_that_loses_another_ends_with_the_reason_that_one_left_or_calls_it_
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
     folder.update_status(ranks=[{"pid": os.getpid()}, {"pid": ended.pid}], exit_code=told)
-    gone = worker.gone_rank(folder)
+    gone = worker.lost_rank(folder)
     assert gone == f"rank 1 (process {ended.pid}) has gone"
     assert worker.end_after_lost_rank(folder, gone) == (told or 5)
     assert cause_of_death(folder) == ("" if told else gone)
@@ -227,7 +227,7 @@ def test_rank_of_another_node_is_not_looked_for_on_this_one(folder: RunFolder, m
     folder.update_status(ranks=[{"pid": ended.pid}, {"pid": os.getpid()}], exit_code=None)
     for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
-    assert worker.gone_rank(folder) == ""
+    assert worker.lost_rank(folder) == ""
     # What torch's gloo says on a rank whose neighbour was killed (torch 2.13).
     broken = RuntimeError("[pair.cc:537] Read error [10.0.0.7]:10949: Connection reset by peer. This is typically")
     assert worker.lost_node(broken) == "a process on another node has gone"
