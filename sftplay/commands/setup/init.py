@@ -22,12 +22,12 @@ def init(args: Namespace) -> int:
         raise ConfigError("a config is a YAML file", where=str(out), fix="give it a name that ends in .yaml")
     check_new_file(out)
     log.say(f"looking at the rows of {args.data}", "init")
-    from sftplay.control.new_config.draft import draft_config
+    from sftplay.control.new_config.draft import command_for, draft_config
     from sftplay.launch.command.command import cache_environment, quiet_environment
     from sftplay.machine.probe import probe
 
     os.environ.update(quiet_environment() | cache_environment())
-    draft = draft_config(args.data, args.overrides, machine=probe())
+    draft = draft_config(args.data, args.overrides, machine=probe(), out=str(out))
     check_new_file(out)
     write_text(out, draft.text)
     if args.json:
@@ -35,5 +35,5 @@ def init(args: Namespace) -> int:
                           "rows": draft.n_rows}))  # fmt: skip
         return 0
     log.show(draft.text)
-    log.say(f"{out} is written; next: make inspect CONFIG={out}", "init")
+    log.say(f"{out} is written; next: {command_for('inspect', str(out))}", "init")
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,7 +29,10 @@ ENOUGH_STEPS = 100
 MOST_TOKENS = 4096
 """Longest limit that is proposed; the memory of a row grows with it."""
 
-COMMENT_COLUMN = 44
+COMMENT_COLUMN, LONGEST_LINE = 44, 120
+
+NEXT = {"validate": "is it right?", "inspect": "what is learned of a row", "plan": "does it fit, how long does it take",
+        "train": "then eval, infer, infer-batch and report"}  # fmt: skip
 COMMAND_LINE = "command line"
 
 
@@ -41,7 +46,7 @@ class Draft:
     n_rows: int
 
 
-def draft_config(data: str, overrides: Sequence[str], *, machine: Machine) -> Draft:
+def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: str) -> Draft:
     """A config that trains on `data` here. Values of `overrides` are taken as they are, whatever was found.
 
     Raises:
@@ -61,7 +66,7 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine) -> Dr
     values.set("model.max_seq_len", *_limit(values.cfg, measured, machine=machine))
     for key in sorted(values.given - set(values.lines)):
         values.set(key, None, "")
-    text = _text(values.lines, survey=survey)
+    text = _text(values.lines, survey=survey, out=out)
     cfg = _loaded(text, ())
     return Draft(text=text, model=cfg.model.name, max_seq_len=cfg.model.max_seq_len, n_rows=n_rows)
 
@@ -100,9 +105,7 @@ def _set_model(values: _Values, survey: Survey, *, machine: Machine) -> None:
         choice = choose_model(wanted, machine, lengths=lengths)
         name, mode, reason = choice.name, choice.mode, choice.reason
     values.set("model.name", name, reason)
-    values.set(
-        "tuning.mode", mode, "lora: an adapter beside a frozen base; qlora: that base in 4 bits; full: everything"
-    )
+    values.set("tuning.mode", mode, "lora: an adapter beside a frozen base; full: all weights")
 
 
 def _bare(data: str, overrides: Sequence[str]) -> RunConfig:
@@ -127,7 +130,7 @@ def _limit(cfg: RunConfig, measured: Measured, *, machine: Machine) -> tuple[int
     shape = known_shape(cfg)
     most = min(MOST_TOKENS, shape.max_positions or MOST_TOKENS) if shape else MOST_TOKENS
     longest, usual = measured.tokens[-1], measured.at(USUAL_SHARE)
-    told = "estimated by bytes: its tokenizer is not here; `make inspect` counts" if measured.is_estimate else ""
+    told = "estimated by bytes, as its tokenizer cannot be opened here" if measured.is_estimate else ""
     whole = f"the longest of {len(measured.tokens):,} rows has {longest:,} tokens"
     for tokens in (longest, usual):
         limit = min(limit_for(tokens), most)
@@ -136,20 +139,24 @@ def _limit(cfg: RunConfig, measured: Measured, *, machine: Machine) -> tuple[int
         if limit >= tokens and (seen is None or seen.verdict == "fits"):
             break
     cut = measured.cut(limit)
-    why = f"{whole}; {cut:,} are longer than this and lose their end" if cut else whole
+    why = f"{whole}; {cut:,} rows are longer than the limit and lose their end" if cut else whole
     return limit, f"{why} ({told})" if told else why
 
 
-def _text(lines: dict[str, tuple[Any, str]], *, survey: Survey) -> str:
+def command_for(verb: str, config: str) -> str:
+    """How the user starts a verb: by make, where this process was started so."""
+    words = shlex.quote(config)
+    return f"make {verb} CONFIG={words}" if "MAKELEVEL" in os.environ else f"sftplay {verb} --config {words}"
+
+
+def _text(lines: dict[str, tuple[Any, str]], *, survey: Survey, out: str) -> str:
     rows = f"{len(survey.records):,} rows" if survey.is_all else f"the first {SURVEYED_ROWS:,} rows"
     source = _one_line(str(lines["data.train_path"][0]))
     head = [
         f"# Made by `sftplay init` on {time.strftime('%Y-%m-%d')} from {rows} of {source}, for this machine.",
-        "# Every other key and its default: `make manual`, or docs/config.md.",
+        "# Every other key and its default: `sftplay manual`.",
         "#",
-        "# make validate CONFIG=this file     is it right",
-        "# make inspect CONFIG=this file      what is learned of a row",
-        "# make train CONFIG=this file        then eval, infer, infer-batch, report",
+        *(f"# {_one_line(command_for(verb, out)):<42} {what}" for verb, what in NEXT.items()),
     ]
     sections: dict[str, list[str]] = {}
     order = list(RunConfig.model_fields)
@@ -167,17 +174,16 @@ def _text(lines: dict[str, tuple[Any, str]], *, survey: Survey) -> str:
             if opened not in inside:
                 inside.append(opened)
         inside.append(_line(last, value, comment=comment, indent="  " * (len(path) + 1)))
-    sections["data"] += ["  # val_path: held-out rows of your own; without it one prompt in twenty is held out"]
-    sections.setdefault("eval", []).extend(
-        ["# eval:", "#   before: true                             # measure the base, to compare with",
-         "#   after: true                              # measure the result"] if "eval" not in sections else []
-    )  # fmt: skip
+    if "data.val_path" not in lines:
+        sections["data"].append("  # val_path: held-out rows of your own; without it one prompt in twenty is held out")
+    sections.setdefault("eval", ["# eval:", *(f"#   {key}: true" for key in ("before", "after"))])
     return "\n".join([*head, *(f"\n{chr(10).join(inside)}" for inside in sections.values())]) + "\n"
 
 
 def _line(key: str, value: Any, *, comment: str, indent: str) -> str:
-    text = f"{indent}{key}: {flow(value)}"
-    return f"{text:<{COMMENT_COLUMN}} # {_one_line(comment)}"
+    text, comment = f"{indent}{key}: {flow(value)}", _one_line(comment)
+    line = f"{text:<{COMMENT_COLUMN}} # {comment}"
+    return line if len(line) <= LONGEST_LINE else f"{indent}# {comment}\n{text}"
 
 
 def _one_line(text: str) -> str:
