@@ -97,7 +97,8 @@ def _set_data(values: _Values, survey: Survey) -> None:
 
 
 def _set_model(values: _Values, survey: Survey, *, machine: Machine) -> None:
-    name, mode, reason = values.cfg.model.name, values.cfg.tuning.mode, ""
+    mode: str = values.cfg.tuning.mode
+    name, reason = values.cfg.model.name, ""
     if "model.name" not in values.given:
         guess = estimate(survey.records)
         lengths = guess.within(min(limit_for(guess.at(USUAL_SHARE)), MOST_TOKENS))
