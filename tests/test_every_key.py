@@ -411,7 +411,7 @@ def way(key: str, variable: str, value: Any, expected: str) -> Check:
         seen = []
         for given in (None, value):
             cfg = bench.plain.cfg.with_values({f"cluster.nccl.{key}": given}, "test")
-            env = nccl_environment(cfg, bench.plain.folder.logs, has_gpu=True, given={}, interfaces=["lo"])
+            env = nccl_environment(cfg, bench.plain.folder.logs, has_gpu=True, environ={}, interfaces=["lo"])
             seen.append(env.get(variable))
         assert seen == [None, expected]
 

@@ -27,7 +27,7 @@ from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes.compare import check_nodes_match
 from sftplay.launch.nodes.join import await_ready, check_folder, join_run, watch_nodes
-from sftplay.launch.nodes.rendezvous import Over, Rendezvous
+from sftplay.launch.nodes.rendezvous import Rendezvous, RendezvousEnded
 from sftplay.launch.supervise.exit_cause import find_death
 from sftplay.launch.supervise.follow import follow, log_name
 from sftplay.machine.probe import Machine, library_versions, probe
@@ -60,7 +60,7 @@ def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> in
             check_nodes_match(rendezvous.gather({**describe_network(rendezvous, machine, report=report), **report}))
             if not rendezvous.is_host:
                 return _join(rendezvous, machine)
-        except Over as over:
+        except RendezvousEnded as over:
             return over.code
         exit_code = work(rendezvous)
         if exit_code in (SftplayError.exit_code, RunError.exit_code):

@@ -23,13 +23,13 @@ from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, wi
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder
 from sftplay.launch.supervise.exit_cause import cause_of_death
 from sftplay.launch.supervise.follow import follow
 from sftplay.machine.doctor.system import RENDEZVOUS_PORT
+from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
 from sftplay.monitor.checkpoints import newest_complete
 from sftplay.plan.memory.forecast import Place
@@ -172,7 +172,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     )
     if scale.world_size == 1:
         return launch
-    nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, given=os.environ, interfaces=list_interfaces())
+    nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env={**launch.env, **nccl})
 
 

@@ -14,7 +14,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale
-from sftplay.launch.command.deepspeed_json import read_deepspeed, wishes_of, write_plain
+from sftplay.launch.command.deepspeed_json import read_deepspeed, run_values, write_plain
 from sftplay.launch.command.strategy import ZERO_STAGES, build_environment, strategy_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.doctor.system import check_builds
@@ -68,7 +68,7 @@ def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: 
     strategy, deepspeed_file = cfg.cluster.strategy, cfg.cluster.deepspeed
     if deepspeed_file is not None:
         stage = ZERO_STAGES.get(strategy)
-        read_deepspeed(Path(deepspeed_file), wishes_of(cfg, world_size=scale.world_size, stage=stage))
+        read_deepspeed(Path(deepspeed_file), run_values(cfg, world_size=scale.world_size, stage=stage))
     return strategy_environment(
         strategy,
         world_size=scale.world_size,

@@ -18,7 +18,7 @@ from sftplay import cli
 from sftplay.deliver.export import serve as serving
 from sftplay.deliver.export import server
 from sftplay.launch.command.command import Launch
-from sftplay.launch.command.ports import HOST, free_port
+from sftplay.machine.ports import HOST, free_port
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 

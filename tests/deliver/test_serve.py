@@ -32,8 +32,8 @@ from sftplay.deliver.export.serve import make_hub_cache, served_name, server_con
 from sftplay.deliver.export.server import build_server, choose_port, choose_server, run_server
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.command.command import Launch
-from sftplay.launch.command.ports import HOST, free_port
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import HOST, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "tiny-run"

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from sftplay import log
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.command.command import Launch, offline_environment, quiet_environment
-from sftplay.launch.command.ports import HOST, free_port
+from sftplay.machine.ports import HOST, free_port
 from sftplay.signals import popen_tied
 
 Server = Literal["transformers", "vllm"]
