@@ -79,6 +79,7 @@ def run_workers(
 def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
+    log.say("starting: the worker imports its libraries")
     exit_code = follow(command, folder, check_nodes=check_nodes)
     report_at_end(folder)
     return exit_code
@@ -223,14 +224,27 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
             f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
         )
     log.say(f"run {folder.path}")
-    for key, decision in sized.decisions.items():
-        log.say(f"auto {key} = {decision.value}: {decision.reason}")
+    if sized.decisions:
+        log.say("chosen automatically:")
+        log.show("\n".join(decision_lines(sized)))
     sizes = f"{train.batch_size} per {'GPU' if gpus else 'process'}"
     label = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
     log.say(f"{label}: {sizes}, gradient accumulation: {train.grad_accum}")
     log.say(f"Effective batch size: {train.effective_batch_size}, precision: {train.precision}")
     for note in all_notes(sized):
         log.say(f"note: {note}")
+
+
+def decision_lines(sized: SizedRun) -> list[str]:
+    """Every automatic choice with its reason, one below the other; a reason is told once."""
+    rows = [(key, str(each.value), each.reason) for key, each in sized.decisions.items()]
+    keys, values = (max(len(row[place]) for row in rows) for place in (0, 1))
+    said: set[str] = set()
+    lines = []
+    for key, value, reason in rows:
+        lines.append(f"  {key:<{keys}}  {value:<{values}}  {'the same' if reason in said else reason}")
+        said.add(reason)
+    return lines
 
 
 def all_notes(sized: SizedRun) -> list[str]:

@@ -18,6 +18,7 @@ from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.monitor.guards import StopOnSignal
+from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
 from sftplay.tasks.run.preflight import has_sharded_weights
@@ -42,6 +43,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
+        log.status(f"preparing the rows of {cfg.data.train_path}", "data")
         tokenizer = load_tokenizer(cfg.model)
         rows = task.load_rows(cfg, tokenizer)
         check_held_out(cfg, rows)
@@ -53,6 +55,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         task.report_rows(rows, tokenizer, folder=folder)
     fingerprint = fingerprint_of(cfg, rows)
     set_seed(cfg.seed)
+    log.status(f"opening {cfg.model.name}", "model")
     model = load_start(cfg, source=own_base)
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
     model = make_trainable(model, cfg)
@@ -63,7 +66,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     if log.is_main():
         parameters = describe_parameters(trainer.model)
         write_manifest(setup, rows, parameters=parameters)
-        announce(train_run, parameters)
+        announce(train_run, parameters, rows=rows)
     outcome = train_run.train(trainer)
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
     leave_process_group()
@@ -127,7 +130,7 @@ def whole_model(trainer: Any, cfg: RunConfig, *, folder: RunFolder) -> Any:
     return load_result(cfg, folder.path)
 
 
-def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
+def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> None:
     """Say what trains, how, and for how long."""
     cfg, steps = train_run.cfg, train_run.setup.steps
     trainable, total = parameters["trainable_parameters"], parameters["parameters"]
@@ -136,8 +139,15 @@ def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
         f"{cfg.tuning.mode}: {format_count(trainable)} of {format_count(total)} weights train"
         f" ({trainable / total:.1%}){four_bit}"
     )
+    if cfg.tuning.mode != "full":
+        trained = rows.report.get("sources", {}).get("train", rows.report)
+        if told := describe_capacity(trainable, int(trained.get("trainable_tokens", 0))):
+            log.say(told)
+    log.say(describe_rate(cfg, train_run.setup.folder.read_json("plan.json")))
+    kind = {"lora": "LoRA", "qlora": "QLoRA", "full": "full"}[cfg.tuning.mode]
+    kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""
     log.say(
-        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {cfg.tuning.backend} run with "
+        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {kind} run with "
         f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
     )
     if steps < FEW_STEPS:
