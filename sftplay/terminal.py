@@ -128,7 +128,9 @@ class Console:
             if self._progress or now - self._since >= 1:
                 self._draw()
         elif now - self._written_at >= SIGN_OF_LIFE_S:
-            self.line(self._pending or "[train] working")
+            status, since = self._status, self._since
+            self.line(self._pending or f"{status or '[train] working'} ({now - since:.0f} s)")
+            self._status, self._since = status, since
 
     def _draw(self) -> None:
         if not self.is_tty:

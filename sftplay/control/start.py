@@ -79,7 +79,7 @@ def run_workers(
 def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
-    log.say("starting: the worker imports its libraries")
+    log.say("starting the worker")
     exit_code = follow(command, folder, check_nodes=check_nodes)
     report_at_end(folder)
     return exit_code

@@ -87,6 +87,8 @@ def load_examples(
         inputs = [Input(cfg.data.train_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
+    if len(examples.train):
+        note_lengths(cfg, examples.report)
     if not len(examples.train) and examples.report["files"] != checked:
         raise _nothing_to_learn(cfg.data.train_path, examples.report)
     return examples
@@ -138,10 +140,7 @@ def _load(
         _expect_unchanged(digests)
 
     ensure_folder(folder, make)
-    examples = _opened(folder, renderer, digests=digests)
-    if len(examples.train):
-        note_lengths(cfg, examples.report)
-    return examples
+    return _opened(folder, renderer, digests=digests)
 
 
 def _expect_unchanged(digests: Mapping[str, str]) -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import SHARED_DATA
 
 from sftplay.cli import main, with_flags
 from sftplay.config.load import load_config
@@ -17,6 +16,7 @@ from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.memory.row_lengths import RowLengths
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED_DATA = ROOT.parent / "shared" / "data"
 BASE = load_config(ROOT / "configs/run_lora.yaml")
 GIB = 1 << 30
 

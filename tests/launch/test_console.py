@@ -52,7 +52,7 @@ def test_silence_is_broken_by_the_newest_progress_then_by_a_sign_of_life(clock):
     assert written == ["step 2\n"]
     clock[0] += SIGN_OF_LIFE_S
     screen.tick(clock[0])
-    assert written == ["step 2\n", "[train] working\n"]
+    assert written == ["step 2\n", f"step 2 ({2 * SIGN_OF_LIFE_S:.0f} s)\n"]
 
 
 def test_silence_on_a_terminal_is_broken_in_place(clock):

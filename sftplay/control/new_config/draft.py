@@ -56,16 +56,17 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
     values = _Values(_bare(data, overrides))
     survey = survey_rows(values.cfg)
     n_rows = len(survey.records)
-    values.set("data.train_path", data, f"layout {' and '.join(survey.layouts)}")
+    values.set("data.train_path", data, why=f"layout {' and '.join(survey.layouts)}")
     _set_data(values, survey)
-    values.set("train.epochs", values.cfg.train.epochs, "passes over the rows")
-    values.set("train.effective_batch_size", _batch(values.cfg, n_rows), f"rows a step; {n_rows:,} rows were found")
-    values.set("train.learning_rate", "auto", "auto takes the usual peak rate of the mode")
+    values.set("train.epochs", values.cfg.train.epochs, why="passes over the rows")
+    values.set("train.effective_batch_size", _batch(values.cfg, n_rows), why=f"rows a step; {n_rows:,} rows were found")
+    values.set("train.learning_rate", "auto", why="auto takes the usual peak rate of the mode")
     _set_model(values, survey, machine=machine)
     measured = measure(values.cfg, survey.records)
-    values.set("model.max_seq_len", *_limit(values.cfg, measured, machine=machine))
+    limit, why = _limit(values.cfg, measured, machine=machine)
+    values.set("model.max_seq_len", limit, why=why)
     for key in sorted(values.given - set(values.lines)):
-        values.set(key, None, "")
+        values.set(key, None, why="")
     text = _text(values.lines, survey=survey, out=out)
     cfg = _loaded(text, ())
     return Draft(text=text, model=cfg.model.name, max_seq_len=cfg.model.max_seq_len, n_rows=n_rows)
@@ -79,7 +80,7 @@ class _Values:
         self.given = {key for key, origin in cfg.origins.items() if origin == COMMAND_LINE}
         self.lines: dict[str, tuple[Any, str]] = {}
 
-    def set(self, key: str, value: Any, why: str) -> None:
+    def set(self, key: str, value: Any, *, why: str) -> None:
         """Take a value for a key that the user did not give."""
         if key in self.given:
             value, why = self.cfg.value_of(key), "as asked"
@@ -90,10 +91,10 @@ class _Values:
 
 def _set_data(values: _Values, survey: Survey) -> None:
     if survey.columns:
-        values.set("data.columns", dict(survey.columns), "guessed from the names: look at `make inspect`")
+        values.set("data.columns", dict(survey.columns), why="guessed from the names: look at `make inspect`")
     if survey.refused:
         why = f"{len(survey.refused):,} rows cannot be read, first {survey.refused[0]}"
-        values.set("data.on_bad_row", "skip", why[:160])
+        values.set("data.on_bad_row", "skip", why=why[:160])
 
 
 def _set_model(values: _Values, survey: Survey, *, machine: Machine) -> None:
@@ -105,8 +106,8 @@ def _set_model(values: _Values, survey: Survey, *, machine: Machine) -> None:
         wanted = values.cfg.with_values({"model.max_seq_len": limit_for(lengths.longest)}, "init")
         choice = choose_model(wanted, machine, lengths=lengths)
         name, mode, reason = choice.name, choice.mode, choice.reason
-    values.set("model.name", name, reason)
-    values.set("tuning.mode", mode, "lora: an adapter beside a frozen base; full: all weights")
+    values.set("model.name", name, why=reason)
+    values.set("tuning.mode", mode, why="lora: an adapter beside a frozen base; full: all weights")
 
 
 def _bare(data: str, overrides: Sequence[str]) -> RunConfig:

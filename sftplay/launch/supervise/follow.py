@@ -51,6 +51,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     second and may raise NodeLost.
     """
     console = new_console()
+    console.status("[train] the worker imports its libraries")
     forwarder, watchdog = Forwarder(folder), Watchdog(folder, timeout_of(folder))
     attempts = len(folder.read_json("status.json").get("attempts", []))
     for path, text in launch.files.items():

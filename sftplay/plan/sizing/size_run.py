@@ -125,13 +125,10 @@ def size_run(
     rest = decide_numerics(decided, machine)
     decided = _fill(decided, rest)
     row_tokens = planned_tokens(decided, lengths)
-    usual = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=row_tokens)
-    rest[LOSS_HEAD] = _decide_head(
-        decided, machine, scores=usual.rows * row_tokens, vocab_size=shape.vocab if shape else vocab_size
-    )
-    decided = _fill(decided, rest)
-    first[STRATEGY] = choose_strategy(decided, shape, place=place)
-    decided = _fill(decided, first)
+    vocab_size = shape.vocab if shape else vocab_size
+    rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=vocab_size)
+    first[STRATEGY] = choose_strategy(_fill(decided, rest), shape, place=place)
+    decided = _fill(decided, {**first, **rest})
     look = None
     if shape is not None:
         if has_gpu and cfg.train.loss_head == "auto":
@@ -141,14 +138,18 @@ def size_run(
     split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=row_tokens, look=look)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = _fill(decided, rest)
-    unknown = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
     return SizedRun(
         sized,
         world_size,
         {key: decision for key, decision in {**first, **rest}.items() if _value_at(cfg, key) == "auto"},
-        (*scaled_rate(sized), *without_effect(sized, machine), *unknown),
+        (*scaled_rate(sized), *without_effect(sized, machine), *_unplanned(sized, shape)),
         look(split.rows) if look else None,
     )
+
+
+def _unplanned(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
+    """A note where the model's shape is not known."""
+    return () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
 
 
 def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:
@@ -249,7 +250,7 @@ def _inexact(cfg: RunConfig, made: str, *, near: list[int]) -> ConfigError:
     )
 
 
-def _decide_head(cfg: RunConfig, machine: Machine, *, scores: int, vocab_size: int | None) -> Decision:
+def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: int | None) -> Decision:
     wanted = cfg.train.loss_head
     if wanted == "liger" and (not machine.gpus or find_spec("liger_kernel") is None):
         raise MachineError(
@@ -260,7 +261,9 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, scores: int, vocab_size: i
     if cfg.tuning.backend == "unsloth":
         return Decision("standard", "unsloth puts a loss of its own into the model")
     vocab = vocab_size or ASSUMED_VOCAB
-    scores_bytes = scores * vocab * 4
+    tokens = planned_tokens(cfg, place.lengths)
+    rows = split_batch(cfg, place.world_size, has_gpu=bool(machine.gpus), row_tokens=tokens).rows
+    scores_bytes = rows * tokens * vocab * 4
     size = format_bytes(scores_bytes) + ("" if vocab_size else f" at most, for a vocabulary of {vocab} or less")
     if machine.gpus and vocab > CHUNKED_WINS_VOCAB:
         return Decision("chunked", f"a vocabulary of {vocab} on a GPU: whole scores would crowd out the batch")
@@ -271,14 +274,10 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, scores: int, vocab_size: i
 
 def _compare_heads(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Decision:
     """Whole scores unless chunks of them make room for a larger micro-batch, or for one at all."""
-    seen = {}
+    seen, tokens = {}, planned_tokens(cfg, place.lengths)
     for head in ("standard", "chunked"):
         look = foresight(cfg.with_values({LOSS_HEAD: head}, "auto"), shape, place=place)
-        seen[head] = look(
-            split_batch(
-                cfg, place.world_size, has_gpu=True, row_tokens=planned_tokens(cfg, place.lengths), look=look
-            ).rows
-        )
+        seen[head] = look(split_batch(cfg, place.world_size, has_gpu=True, row_tokens=tokens, look=look).rows)
     whole, chunks = seen["standard"], seen["chunked"]
     if chunks.size.rows > whole.size.rows:
         sizes = f"{chunks.size.rows} rows a micro-batch in place of {whole.size.rows}"

@@ -43,7 +43,6 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
-        log.status(f"preparing the rows of {cfg.data.train_path}", "data")
         tokenizer = load_tokenizer(cfg.model)
         rows = task.load_rows(cfg, tokenizer)
         check_held_out(cfg, rows)
@@ -55,7 +54,6 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         task.report_rows(rows, tokenizer, folder=folder)
     fingerprint = fingerprint_of(cfg, rows)
     set_seed(cfg.seed)
-    log.status(f"opening {cfg.model.name}", "model")
     model = load_start(cfg, source=own_base)
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
     model = make_trainable(model, cfg)
