@@ -12,10 +12,9 @@ from itertools import islice
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.layouts.convert import Reading, layout_of, to_record
+from sftplay.data.layouts.convert import Reading, layout_of, reading_of, to_record
 from sftplay.data.layouts.fields import listed
-from sftplay.data.prepare.one_pass import dialect_of, reading_of
-from sftplay.data.read.sources import read_rows
+from sftplay.data.read.sources import dialect_of, read_rows
 from sftplay.data.records import Record, Refused, Source
 from sftplay.errors import DataError
 
