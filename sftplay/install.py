@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 13)
@@ -110,7 +111,7 @@ def title_of(argv: list[str]) -> str:
     if "venv" in argv:
         return f"making {argv[-1]}"
     with_value = ("--progress-bar", "--index-url", "-c")
-    named = [word for before, word in zip(argv[3:], argv[4:]) if not word.startswith("-") and before not in with_value]
+    named = [word for before, word in pairwise(argv[3:]) if not word.startswith("-") and before not in with_value]
     return f"installing {', '.join(named)}" if "pip" in argv else " ".join(argv[1:3])[:40]
 
 
