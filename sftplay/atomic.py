@@ -6,11 +6,13 @@ A scratch name lies beside the final one, on the same file system, so that one r
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from sftplay.errors import ConfigError
 
@@ -40,6 +42,15 @@ def write_bytes(path: Path, content: bytes) -> None:
     """As `write_text`, for bytes."""
     with whole_file(path) as scratch:
         scratch.write_bytes(content)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty when the file is missing or damaged, or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 @contextmanager

@@ -728,7 +728,7 @@ TABLE: dict[str, Check] = {
     ),
     "train.profile.start": each(
         "train__profile__start",
-        lambda run: callback(run, "ProfileSteps").wanted.start,
+        lambda run: callback(run, "ProfileSteps").config.start,
         {2: 2, 3: 3},
         train__profile__steps=1,
     ),
@@ -740,7 +740,7 @@ TABLE: dict[str, Check] = {
     ),
     "train.profile.memory": each(
         "train__profile__memory",
-        lambda run: callback(run, "ProfileSteps").wanted.memory,
+        lambda run: callback(run, "ProfileSteps").config.memory,
         {True: True, False: False},
         train__profile__start=2,
         train__profile__steps=1,

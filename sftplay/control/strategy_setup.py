@@ -17,7 +17,7 @@ from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.command.deepspeed_json import read_deepspeed, wishes_of, write_plain
 from sftplay.launch.command.strategy import ZERO_STAGES, build_environment, strategy_environment
 from sftplay.launch.run_folder import RunFolder
-from sftplay.machine.doctor.system import look_at_builds
+from sftplay.machine.doctor.system import check_builds
 
 PLAIN = "deepspeed.json"
 """The user's file without comments, in the run folder. accelerate reads no comments."""
@@ -115,7 +115,7 @@ def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
     wanted = [*(() if has_gpu else ("ShareMemCommBuilder",)), *(("CPUAdamBuilder",) if offloads else ())]
     if find_spec("deepspeed") is None:
         raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")
-    for finding in look_at_builds():
+    for finding in check_builds():
         if finding.level == "warn":
             raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
     env = build_environment(has_gpu=has_gpu)

@@ -98,7 +98,7 @@ def test_on_gpus_each_rank_is_found_by_its_process(running, monkeypatch):
     assert describe_run(told)[2].endswith("peak 9.00 GiB, headroom -1.00 GiB")
 
 
-def test_a_run_whose_process_has_gone_is_told_and_damaged_files_are_no_traceback(running):
+def test_a_run_whose_process_has_gone_is_named_and_damaged_files_give_no_traceback(running):
     run = running / "outputs" / "mine"
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 5, "pid": 2**30}))
     (run / "plan.json").write_text("{")
@@ -107,7 +107,7 @@ def test_a_run_whose_process_has_gone_is_told_and_damaged_files_are_no_traceback
     (broken / "status.json").write_text("[1, 2")
     done = call("memory-check", cwd=running)
     assert done.returncode == 0, done.stderr
-    assert "run mine: says it is running at step 5, but its process has gone; `make resume` goes on" in done.stdout
+    assert "run mine: was running at step 5, but its process has gone; `make resume` goes on" in done.stdout
     assert "broken" not in done.stdout
 
 
@@ -163,7 +163,7 @@ def test_the_fast_doctor_asks_nothing_of_the_network(tmp_path, monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("the network was asked"))
     environ = {"HF_ENDPOINT": "http://192.0.2.1", "HF_HOME": str(tmp_path)}  # answers nobody (RFC 5737)
-    assert [each.level for each in hub.look_at_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
+    assert [each.level for each in hub.check_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
 
 
 def test_without_a_gpu_it_says_what_the_memory_allows(tmp_path):

@@ -240,7 +240,7 @@ def test_checkpoint_behind_a_skipped_step_does_not_count(inputs: Inputs, tmp_pat
         """As if fp16 had skipped step 2: its numbers were not finite."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-            bad_step.in_a_row = int(state.global_step == 2)
+            bad_step.skipped_in_a_row = int(state.global_step == 2)
             return super().on_step_end(args, state, control)
 
     cfg, folder = new_run(tmp_path, inputs, train__save_steps=1, train__save_total_limit=9)

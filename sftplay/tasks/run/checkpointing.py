@@ -21,7 +21,7 @@ from sftplay.monitor.checkpoints import (
     set_aside,
     step_of,
 )
-from sftplay.monitor.disk import checkpoint_bytes, demand_room
+from sftplay.monitor.disk import check_room, checkpoint_bytes
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal
 from sftplay.monitor.metrics import MetricsWriter, print_progress
 from sftplay.monitor.observer import Observer
@@ -54,7 +54,7 @@ class MarkComplete(Observer):
         control.should_log = control.should_log or control.should_save
         if control.should_save and log.is_main():
             checkpoints = self.folder.checkpoints
-            demand_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
+            check_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -73,10 +73,10 @@ class MarkComplete(Observer):
 
     def _mark(self, state: Any) -> None:
         checkpoint = self.folder.checkpoints / f"checkpoint-{state.global_step}"
-        if self.bad_step.in_a_row:
+        if self.bad_step.skipped_in_a_row:
             log.say(f"{checkpoint.name} does not count: the step before it was skipped, its numbers were not finite")
             return
-        mark_complete(checkpoint, self.facts | {"counters": self.metrics.seen})
+        mark_complete(checkpoint, self.facts | {"counters": self.metrics.totals})
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         rotate(self.folder.checkpoints, self.limit, best=best)
         self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
@@ -85,7 +85,7 @@ class MarkComplete(Observer):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")
         if log.is_main() and loss is not None and math.isfinite(loss):
-            self.folder.update_status(step=state.global_step, **self.metrics.seen)
+            self.folder.update_status(step=state.global_step, **self.metrics.totals)
 
 
 def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any]) -> Path | None:

@@ -132,7 +132,7 @@ class TrainRun:
                 micro_batcher=setup.micro_batcher(),
                 replay=Replay(self.cfg, self.folder) if replays else None,
                 heartbeat=self.heartbeat,
-                check_loss=self.bad_step.look_at_loss,
+                check_loss=self.bad_step.check_loss,
             ),
         )
 
