@@ -19,7 +19,7 @@ import psutil
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.errors import RunError
-from sftplay.launch.command.ports import HOST, free_port
+from sftplay.machine.ports import HOST, free_port
 
 PID_FILE = Path(".cache") / "tensorboard.json"
 LOG_FILE = Path(".cache") / "tensorboard.log"

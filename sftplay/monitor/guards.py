@@ -118,15 +118,12 @@ class StopOnBadStep(Observer):
             write_text(self._path, json.dumps({"step": step, "ranks": details}, indent=1) + "\n")
         # A loss belongs to one rank. Gradients are the same on all ranks once they are averaged.
         bad_ranks = ", ".join(str(n) for n, (loss, _) in enumerate(ranks) if not math.isfinite(loss))
-        problem = (
-            f"loss of step {step} is not finite on rank {bad_ranks}"
-            if bad_ranks
-            else f"gradient of step {step} is not finite"
-        )
+        what = f"the {'loss' if bad_ranks else 'gradient'} of step {step} is not finite"
+        on_ranks = f" on rank {bad_ranks}" if bad_ranks else ""
         suspects = [row for rank in details for row in rank["rows_not_finite"]]
         shown = f"; rows that are not finite alone: {', '.join(map(str, suspects[:SHOWN_ROWS]))}" if suspects else ""
         return RunError(
-            f"the {problem}{shown}",
+            f"{what}{on_ranks}{shown}",
             where=str(self._path),
             fix="inspect the step's rows, which this file lists (`make inspect`), or lower train.learning_rate; the "
             "last checkpoint was written before this step",

@@ -79,7 +79,7 @@ def test_warning_gives_the_bytes_and_comes_once(disk: Disk, capsys: Any):
     assert warnings_in(capsys) == []
 
 
-def test_next_checkpoint_needs_room_beside_those_that_stay(disk: Disk, capsys: Any):
+def test_next_checkpoint_needs_room_beside_those_that_are_kept(disk: Disk, capsys: Any):
     disk.predict(1, free=100 * MIB)
     for step in (10, 20):
         disk.save(step, MIB)

@@ -21,8 +21,8 @@ from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.cluster import CommConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.monitor import gradient_sync
 from sftplay.monitor.gradient_sync import GradientSync, choose_hook, exposed_s

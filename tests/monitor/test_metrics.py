@@ -256,7 +256,7 @@ def test_loss_of_a_line_is_the_mean_over_its_label_tokens(inputs: Inputs, tmp_pa
     assert line["ranks"][0]["loss"] == line["loss"]
 
 
-def test_planned_peak_stands_beside_what_was_held_and_is_compared_once_at_the_end(
+def test_planned_peak_is_in_each_line_and_is_compared_with_the_held_memory_at_the_end(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     cfg, folder = new_run(tmp_path, inputs, train__max_steps=2)

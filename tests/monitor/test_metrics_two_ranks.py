@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.data.pipeline import load_examples
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.sizing.size_run import size_run
@@ -126,7 +126,7 @@ def test_the_boards_curves_are_those_of_both_ranks(two_ranks: TwoRanks):
     assert "train/step_split/forward_backward_s" in tags
 
 
-def test_memory_of_each_rank_stands_beside_the_plan(two_ranks: TwoRanks):
+def test_memory_of_each_rank_comes_with_the_plan(two_ranks: TwoRanks):
     memory = two_ranks.lines[-1]["ranks_memory"]
     assert [rank["predicted_peak_bytes"] for rank in memory] == [3 * 2**30] * 2
     assert all(rank.get("peak_rss_bytes") or rank.get("peak_bytes") for rank in memory)

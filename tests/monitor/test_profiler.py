@@ -114,7 +114,7 @@ def test_highest_memory_is_that_of_torchs_own_running_count(run: Finished, print
     assert f"activations and the rest {above / 2**20:.1f} MiB" in "\n".join(printed)
 
 
-def test_profile_leaves_nothing_half_written_behind(run: Finished):
+def test_profile_leaves_no_half_written_file(run: Finished):
     assert [path.name for path in (run.folder.path / "profile").iterdir()] == ["rank0.trace.json.gz"]
     assert run.trainer.heartbeat.listener is None
 

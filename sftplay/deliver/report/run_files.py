@@ -99,7 +99,7 @@ class RunFiles:
 
     @property
     def step(self) -> int:
-        """The last step that is known of."""
+        """The last known step."""
         known = [as_number(self.status.get("step")) or 0.0, *(steps[-1] for steps in self.history.steps.values())]
         return int(max((value for value in known if abs(value) < 2**53), default=0))
 

@@ -32,9 +32,8 @@ from sftplay.tasks.run.fingerprint import config_changes, data_changes, weights_
 class MarkComplete(Observer):
     """Checks the room on the disk before a save, and marks the checkpoint complete after it.
 
-    For that all ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones.
-
-    `facts` is what a resume compares; `limit` checkpoints stay.
+    All ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones. A resume
+    compares `facts`; `limit` checkpoints are kept.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class MarkComplete(Observer):
     def _mark(self, state: Any) -> None:
         checkpoint = self.folder.checkpoints / f"checkpoint-{state.global_step}"
         if self.bad_step.skipped_in_a_row:
-            log.say(f"{checkpoint.name} does not count: the step before it was skipped, its numbers were not finite")
+            log.say(f"{checkpoint.name} does not count: the step before it was skipped (its numbers were not finite)")
             return
         use_umask(checkpoint)
         mark_complete(checkpoint, self.facts | {"counters": self.metrics.totals})
@@ -158,7 +157,7 @@ def check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool = F
 def accept_numbered_cpus() -> None:
     """Let torch.load put tensors on `cpu:0`.
 
-    Several processes that resume on CPUs ask for it, because accelerate numbers the one device there is
+    Several processes that resume on CPUs ask for it, because accelerate gives the only device a number
     (transformers 5.17, `_load_optimizer_and_scheduler`).
     """
     torch.serialization.register_package(
