@@ -5,7 +5,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 UNSLOTH_PY := .venv-unsloth/bin/python
 
-override SETTINGS := ARGS COMPARE CONFIG CONTROL DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST GPUS IN INTERACTIVE JSON \
+override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST GPUS IN INTERACTIVE JSON \
   MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NPROC OUT PORT PY PYTHON REVISION RUN RUN_A \
   RUN_B SEED SERVER SPLIT STYLE TEMPERATURE TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK
 
@@ -61,10 +61,10 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check validate schema manual architecture process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init validate schema manual architecture process inspect render style train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-cpu-memory bench-gpu clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -84,6 +84,8 @@ test-unsloth: $(UNSLOTH_READY) ## train with the real unsloth, in .venv-unsloth
 	@exec "$$TYPED_UNSLOTH_PY" -m sftplay.make words "$$TYPED_ARGS" -m pytest -m "unsloth"
 check: $(READY) ## lint, format and types of this repository
 	@$(SFTPLAY) check $(WORDS)
+init: $(READY) ## write a commented config for your rows: DATA=file (OUT=run.yaml)
+	@$(SFTPLAY) init $(call flag,--data,DATA) $(OUTPUT) $(JSONFLAG) $(WORDS)
 validate: $(READY) ## check a config: CONFIG=
 	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(WORDS)
 schema: $(READY) ## JSON schema of the config
@@ -165,6 +167,8 @@ bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@$(PROGRAM) benchmarks/startup.py
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU
 	@$(PROGRAM) benchmarks/cpu_memory.py
+bench-first-runs: $(READY) ## seven data sets from init to report, without YAML by hand (DATA=../shared/data, ARGS="--only gsm8k")
+	@$(PROGRAM) benchmarks/first_runs.py $(call flag,--data,DATA)
 bench-invariance: $(READY) ## one config by every strategy: the same curve? (ARGS="--modes full --strategies ddp,zero2")
 	@$(PROGRAM) benchmarks/invariance.py
 bench-scaling: $(READY) ## tokens/s with more processes: NPROC=1,2 (CONFIG=, WEAK=1, JSON=1, ARGS="--steps 12")
