@@ -10,16 +10,22 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sftplay import log
 from sftplay.atomic import locked, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.json_files import read_lines, read_object
+from sftplay.launch.run_state import SHAPES, is_event, odd_fields
 
 RESOLVED = "config.resolved.yaml"
+
+BROKEN = ".broken"
+"""What is added to the name of a small file that was passed over."""
 
 OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
 """Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt follows
@@ -80,12 +86,26 @@ class RunFolder:
         write_text(self.path / name, json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The file's object; empty when it does not exist."""
-        try:
-            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        return content
+        """The file's object without its odd fields; empty when there is none. `set_broken_aside` says what is odd."""
+        content, _ = read_object(self.path / name)
+        odd = odd_fields(name, content)
+        return {key: value for key, value in content.items() if key not in odd}
+
+    def set_broken_aside(self) -> None:
+        """Rename the run's small files that are broken, and say of each what is wrong. Call it under the run's lock.
+
+        The fields that are whole are written anew.
+        """
+        for name in SHAPES:
+            content, problem = read_object(self.path / name)
+            if odd := odd_fields(name, content):
+                problem = f"has an odd {', '.join(map(repr, odd))}"
+            if problem:
+                log.say(f"{name} {problem}: passed over, and kept as {name}{BROKEN}", "resume")
+                whole = self.read_json(name)
+                (self.path / name).replace(self.path / f"{name}{BROKEN}")
+                if whole:
+                    self.write_json(name, whole)
 
     def add_event(self, event: str, **facts: Any) -> None:
         """Append to events.jsonl what happened after plan.json was written. Callers: those of `update_status`."""
@@ -97,12 +117,10 @@ class RunFolder:
     def read_events(self) -> list[dict[str, Any]]:
         """The lines of events.jsonl, oldest first. Runs made before there was this file have them in plan.json."""
         plan, events = self.read_json("plan.json"), self.path / "events.jsonl"
-        found = [{"event": RESIZED}] if plan.get("resized") else []
+        found: list[dict[str, Any]] = [{"event": RESIZED}] if plan.get("resized") else []
         found += [{"event": OUT_OF_MEMORY, **each} for each in plan.get("shortages", [])]
-        for line in events.read_text(encoding="utf-8").splitlines() if events.exists() else []:
-            with suppress(ValueError):  # cut short by a full disk
-                found.append(json.loads(line))
-        return found
+        lines, _ = read_lines(events)
+        return found + [each for each in lines if is_event(each)]
 
     @property
     def is_resized(self) -> bool:

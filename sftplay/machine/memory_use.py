@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sftplay.json_files import read_object
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.gpu_info import headline, holders, label
 from sftplay.machine.probe import Machine
@@ -58,7 +59,7 @@ class RunMemory:
 def read_runs(output: Path, machine: Machine) -> list[RunMemory]:
     """The runs below `output` whose status.json says `running`, by name."""
     folders = sorted(path.parent for path in output.glob("*/status.json") if not path.parent.is_symlink())
-    states = ((folder, _read_json(folder / "status.json")) for folder in folders)
+    states = ((folder, read_object(folder / "status.json")[0]) for folder in folders)
     return [_read_run(folder, status, machine=machine) for folder, status in states if status.get("state") == "running"]
 
 
@@ -111,7 +112,7 @@ def owner_of(pid: int) -> str:
 
 
 def _read_run(folder: Path, status: dict[str, Any], *, machine: Machine) -> RunMemory:
-    plan, metrics = _read_json(folder / "plan.json"), _last_line(folder / "metrics.jsonl")
+    plan, metrics = read_object(folder / "plan.json")[0], _last_line(folder / "metrics.jsonl")
     pids = [rank["pid"] for rank in status.get("ranks") or []] or [status["pid"]] * bool(status.get("pid"))
     budget = plan.get("budget_bytes")
     ranks = tuple(_read_rank(n, pid, metrics=metrics, budget=budget, machine=machine) for n, pid in enumerate(pids))
@@ -153,15 +154,6 @@ def _place(pid: int, machine: Machine) -> tuple[Gpu | None, int | None]:
 
 def _size(size: int | None) -> str:
     return "?" if size is None else format_bytes(size) if size >= 0 else f"-{format_bytes(-size)}"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The file's object; empty when it is absent or not one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _last_line(path: Path) -> dict[str, Any]:

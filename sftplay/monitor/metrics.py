@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ import torch
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.heartbeat import Heartbeat
+from sftplay.json_files import read_lines
 from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.monitor.observer import Observer
 from sftplay.units import format_bytes, format_count, format_seconds
@@ -205,19 +207,20 @@ def compare_memory(held: dict[str, int]) -> str:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short."""
+    """Drop what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short.
+
+    Lines that are broken otherwise are named, and the file that has them is kept beside the new one.
+    """
     for measured in (path.parent / "eval").glob("step-*.json"):
         at = measured.stem.removeprefix("step-")
         if at.isdecimal() and int(at) > step:
             measured.unlink()
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["step"] <= step:
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
+    records, broken = read_lines(path)
+    whole = [record for record in records if type(record.get("step")) is int]
+    if broken or len(whole) < len(records):
+        shutil.copyfile(path, path.with_name(f"{path.name}.broken"))
+        what = f"line {', '.join(map(str, broken))}" if broken else "a line without a step"
+        log.say(f"{path.name}: {what} cannot be read: passed over, and kept in {path.name}.broken", "resume")
+    write_text(path, "".join(f"{json.dumps(record)}\n" for record in whole if record["step"] <= step))

@@ -103,6 +103,41 @@ def test_checkpoint_given_as_a_path_names_its_run(
     assert str(tmp_path / "outputs" / "run") in capsys.readouterr().out
 
 
+BROKEN = {
+    "status.json": [
+        (b"[]", "holds no JSON object", {}),
+        (b"\xff\xfe", "is no JSON", {}),
+        (b'{"step": 1, "attempts": 5, "pid": "x"}', "has an odd 'attempts', 'pid'", {"step": 1}),
+        (b'{"error": "no", "ranks": [1], "step": 2}', "has an odd 'error', 'ranks'", {"step": 2}),
+        (b'{"attempts": [{"cause": 1}], "exit_code": true}', "has an odd 'attempts', 'exit_code'", {}),
+    ],
+    "plan.json": [
+        (b"{", "is no JSON", {}),
+        (b'{"shortages": [3], "resized": 1, "world_size": 2}', "has an odd 'resized', 'shortages'", {"world_size": 2}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said", "kept"), [(n, *case) for n, cases in BROKEN.items() for case in cases]
+)
+def test_small_file_that_is_broken_is_named_kept_and_passed_over_by_a_resume(
+    name: str, content: bytes, said: str, kept: dict[str, object], stopped: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    folder = RunFolder(tmp_path / "outputs" / "run")
+    folder.write_json("plan.json", {"world_size": 2})
+    (folder.path / name).write_bytes(content)
+    (folder.path / "events.jsonl").write_bytes(b'[]\n{"event": 5}\n\xff\n{"event": "out_of_memory"}\n')
+    found: list[dict[str, object]] = []
+    monkeypatch.setattr(start, "follow", lambda *_, **__: found.append(folder.read_json(name)) or 0)
+    assert main(["resume", "--config", str(stopped), "--nproc", "2"]) == 0
+    assert f"{name} {said}: passed over, and kept as {name}.broken" in capsys.readouterr().out
+    assert (folder.path / f"{name}.broken").read_bytes() == content
+    assert kept.items() <= found[0].items()
+    assert folder.read_json("plan.json")["world_size"] == 2
+
+
 def test_run_without_a_checkpoint_may_start_anew_on_another_number_of_processes(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
