@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
-def read_object(path: Path) -> tuple[dict[str, Any], str]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The file's object; empty where there is none."""
+    content, _ = examine_object(path)
+    return content
+
+
+def examine_object(path: Path) -> tuple[dict[str, Any], str]:
     """The file's object, and why it has none; both are empty where there is no file."""
     try:
         content = json.loads(path.read_bytes())

@@ -145,10 +145,15 @@ def failing_without_a_fault(chosen: list[Fault], root: Path) -> list[str]:
 def is_noticed(fault: Fault, root: Path, left_out: list[str]) -> bool:
     """Run the tests of a fault that lies in the copy `root`."""
     for files in test_sets(fault, root):
+        argv = [*PYTEST, "-x", *(f"--deselect={name}" for name in left_out), *files]
         process = subprocess.Popen(
-            [*PYTEST, "-x", *(f"--deselect={name}" for name in left_out), *files], cwd=root, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            argv,
+            cwd=root,
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What commands share that use a run after its end: opening it, its chat template, its report."""
+"""What the commands that use a finished run share: opening it, its chat template, its report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) 
     """The finished run that a command line names, and its config.
 
     The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
-    `values` are a verb's own for some keys; the command line overrides them.
+    `values` are the verb's own values of some keys; the command line overrides them.
 
     Raises:
         ConfigError: there is no such run, or it has no result yet.
@@ -74,7 +74,7 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
     return template
 
 
-def leave_report(folder: RunFolder) -> None:
+def report_at_end(folder: RunFolder) -> None:
     """Write report.html after a run or a measurement and print its path.
 
     A failure is only printed: the run or measurement has ended, and nothing here may change its outcome.

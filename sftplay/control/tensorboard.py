@@ -15,7 +15,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.errors import RunError
-from sftplay.launch.command.ports import HOST, free_port
+from sftplay.machine.ports import HOST, free_port
 
 PID_FILE = Path(".cache") / "tensorboard.json"
 LOG_FILE = Path(".cache") / "tensorboard.log"

@@ -1,6 +1,6 @@
-"""A run's folder: its name, its lock, and the small files by which processes tell each other how the run stands.
+"""A run's folder: its name, its lock, and the small files in which processes share the state of the run.
 
-It knows where things lie and how to write them safely, not what a checkpoint or a result contains.
+It knows where files are and how to write them safely. It does not know what a checkpoint or a result contains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sftplay import log
 from sftplay.atomic import locked, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
-from sftplay.json_files import read_lines, read_object
+from sftplay.json_files import examine_object, read_lines, read_object
 from sftplay.launch.run_state import SHAPES, is_event, odd_fields
 
 RESOLVED = "config.resolved.yaml"
@@ -28,8 +28,8 @@ BROKEN = ".broken"
 """What is added to the name of a small file that was passed over."""
 
 OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
-"""Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt follows
-one whose process died."""
+"""Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt started
+after a process of the previous one had died."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class RunFolder:
 
     @property
     def result(self) -> Path | None:
-        """The folder of the tuned weights, None while there are none."""
+        """The folder of the tuned weights; None before they are saved."""
         return next((self.path / kind for kind in ("adapter", "model") if (self.path / kind).is_dir()), None)
 
     def create(self) -> None:
-        """Make the folder and point `latest` beside it here. Call it under the run's lock.
+        """Create the folder and make the link `latest` beside it point to it. The caller holds the run's lock.
 
         Raises:
-            ConfigError: a run has begun here, perhaps since its name was found free.
+            ConfigError: a run has started here, perhaps after `new_folder` found the name free.
         """
         if self.resolved.exists():
-            raise _taken(self.name, str(self.path))
+            raise _name_taken(self.name, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
         latest = self.path.parent / "latest"
         if latest.is_symlink() or not latest.exists():
@@ -87,7 +87,7 @@ class RunFolder:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The file's object without its odd fields; empty when there is none. `set_broken_aside` says what is odd."""
-        content, _ = read_object(self.path / name)
+        content = read_object(self.path / name)
         odd = odd_fields(name, content)
         return {key: value for key, value in content.items() if key not in odd}
 
@@ -97,7 +97,7 @@ class RunFolder:
         The fields that are whole are written anew.
         """
         for name in SHAPES:
-            content, problem = read_object(self.path / name)
+            content, problem = examine_object(self.path / name)
             if odd := odd_fields(name, content):
                 problem = f"has an odd {', '.join(map(repr, odd))}"
             if problem:
@@ -108,31 +108,31 @@ class RunFolder:
                     self.write_json(name, whole)
 
     def add_event(self, event: str, **facts: Any) -> None:
-        """Append to events.jsonl what happened after plan.json was written. Callers: those of `update_status`."""
+        """Append an event after the making of plan.json to events.jsonl. Callers: those of `update_status`."""
         attempt = len(self.read_json("status.json").get("attempts", []))
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "event": event, **facts}
         with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def read_events(self) -> list[dict[str, Any]]:
-        """The lines of events.jsonl, oldest first. Runs made before there was this file have them in plan.json."""
-        plan, events = self.read_json("plan.json"), self.path / "events.jsonl"
-        found: list[dict[str, Any]] = [{"event": RESIZED}] if plan.get("resized") else []
-        found += [{"event": OUT_OF_MEMORY, **each} for each in plan.get("shortages", [])]
-        lines, _ = read_lines(events)
-        return found + [each for each in lines if is_event(each)]
+        """The lines of events.jsonl, oldest first. Runs of earlier versions have their events in plan.json."""
+        plan = self.read_json("plan.json")
+        events: list[dict[str, Any]] = [{"event": RESIZED}] if plan.get("resized") else []
+        events += [{"event": OUT_OF_MEMORY, **shortage} for shortage in plan.get("shortages", [])]
+        lines, _ = read_lines(self.path / "events.jsonl")
+        return [each for each in [*events, *lines] if is_event(each)]
 
     @property
     def is_resized(self) -> bool:
-        """True when micro-batch, accumulation or number of processes are no longer those of the run's first start."""
-        return any(each["event"] == RESIZED for each in self.read_events())
+        """True when micro-batch, accumulation or number of processes differ from those of the run's first start."""
+        return any(event["event"] == RESIZED for event in self.read_events())
 
     def update_status(self, **changes: Any) -> None:
         """Merge `changes` into status.json. Only one process at a time calls this: the main rank, then the parent."""
         self.write_json("status.json", {**self.read_json("status.json"), **changes})
 
     def close_attempt(self, cause: str, *, again: bool = False) -> None:
-        """Note where the running attempt ended and why, once; `again` when more is known of it now."""
+        """Record at which step the running attempt ended and why. `again` replaces an earlier record."""
         status = self.read_json("status.json")
         attempts = status.get("attempts", [])
         if attempts and (again or attempts[-1]["cause"] is None):
@@ -141,16 +141,16 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for this process; the kernel lets go when it dies.
+        """Lock the run for this process. The kernel releases the lock when the process dies.
 
         Raises:
-            ConfigError: another process holds it.
-            MachineError: the folder cannot be made or written.
+            ConfigError: another process holds the lock.
+            MachineError: the folder cannot be created or written.
         """
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(self.path / ".lock", waits=False))
+                stack.enter_context(locked(self.path / ".lock", waits=False))
             except BlockingIOError:
                 pid = self.read_json("status.json").get("pid", "unknown")
                 raise ConfigError(
@@ -164,35 +164,35 @@ class RunFolder:
 
 
 def choose_name(cfg: RunConfig, config_path: str) -> str:
-    """The run's name: as configured, else the config's stem and the local time."""
+    """The run's name: `run_name` if it is set, otherwise the config's stem and the local time."""
     return cfg.run_name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFolder:
-    """The folder of a run that has not started yet. With `claim` a name made up from the time is taken for good.
+    """The folder of a run that has not started yet. With `claim`, a folder named by the time is created here.
 
     Raises:
         ConfigError: a run of that name exists.
-        MachineError: the folder cannot be made.
+        MachineError: the folder cannot be created.
     """
     name = choose_name(cfg, config_path)
     folder = RunFolder(Path(cfg.output_dir) / name)
     if cfg.run_name is None:
         return _first_free(folder, claim=claim)
     if folder.resolved.exists():
-        raise _taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+        raise _name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
     return folder
 
 
 def _first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
     path, n = folder.path, 2
-    while path.exists() or (claim and not _made(path)):  # two runs of one config within a second
+    while path.exists() or (claim and not _create(path)):  # two runs of one config within a second
         path, n = folder.path.with_name(f"{folder.name}-{n}"), n + 1
     return RunFolder(path)
 
 
-def _made(path: Path) -> bool:
-    """True when this process made the folder, False when another was faster."""
+def _create(path: Path) -> bool:
+    """Create the folder; False when another process was faster."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -203,7 +203,7 @@ def _made(path: Path) -> bool:
 
 
 def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> RunFolder:
-    """The run a verb means: `run` (a name or folder), else the config's fixed name, else its newest run.
+    """The run that a command works on: `run` (a name or folder), or the config's fixed name, or its newest run.
 
     Raises:
         ConfigError: there is none.
@@ -230,12 +230,12 @@ def has_run(cfg: RunConfig, config_path: str) -> bool:
 
 
 def _runs_of(config_path: str, output: Path) -> list[Path]:
-    # Of `run.yaml`, not of `run-long.yaml`: only what choose_name makes of this very stem.
-    made = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
-    return [path for path in output.glob("*") if made.fullmatch(path.name) and (path / RESOLVED).is_file()]
+    # Only names that choose_name makes from this stem: runs of `run.yaml`, but not those of `run-long.yaml`.
+    pattern = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
+    return [path for path in output.glob("*") if pattern.fullmatch(path.name) and (path / RESOLVED).is_file()]
 
 
-def _taken(name: str, where: str) -> ConfigError:
+def _name_taken(name: str, where: str) -> ConfigError:
     fix = "continue it with `make resume`, or choose another run_name"
     return ConfigError(f"a run called {name!r} exists", where=where, fix=fix)
 

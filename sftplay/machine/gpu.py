@@ -1,4 +1,4 @@
-"""What is known of one GPU, or of one MIG instance of a GPU; None where the card or driver gives no answer."""
+"""Facts about one GPU, or about one MIG instance of a GPU. None: the card or the driver does not say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device as CUDA will number it; details are None unless they were asked for."""
+    """One device, numbered as CUDA numbers it. Details are None unless they were asked for."""
 
     index: int
     name: str
@@ -27,9 +27,9 @@ class Gpu:
     uuid: str = ""
     bus_id: str = ""
     machine_index: int = 0
-    """Its place among the machine's GPUs in the order of the PCI bus, as nvidia-smi counts them."""
+    """Its number among all GPUs of the machine in the order of the PCI bus, as nvidia-smi counts them."""
     is_mig: bool = False
-    """An instance of a GPU: memory is the instance's, temperature and power are the whole GPU's."""
+    """True for an instance of a GPU: memory is the instance's, temperature and power are the whole GPU's."""
     temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
@@ -39,7 +39,7 @@ class Gpu:
     needs_reset: bool | None = None
     """Memory rows wait for a reset to be replaced."""
     is_failing: bool | None = None
-    """Memory rows could not be replaced: the card is to be exchanged."""
+    """Memory rows could not be replaced: the card must be exchanged."""
     compute_mode: int | None = None
     """NVML's NVML_COMPUTEMODE_*: 0 shared, 2 prohibited, 3 one process."""
     processes: tuple[GpuProcess, ...] = ()
@@ -51,7 +51,7 @@ class Gpu:
 
     @property
     def plannable_bytes(self) -> int:
-        """What a run may count on: what others hold, and what the driver keeps, is not there to be planned with."""
+        """Memory that a run may count on: all but what others hold and what the driver keeps."""
         return min(self.total_bytes, self.free_bytes)
 
 
@@ -68,16 +68,16 @@ class MigInstance:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """All answers of the driver at one moment."""
+    """Everything that the driver said at one moment."""
 
     gpus: tuple[Gpu, ...] = ()
     reason: str = ""
-    """Why there is none."""
+    """Why `gpus` is empty."""
     driver: str = ""
     cuda: tuple[int, int] | None = None
-    """Newest CUDA the driver runs."""
+    """The newest CUDA that the driver runs."""
     links: tuple[tuple[str, ...], ...] = ()
-    """How each visible GPU reaches each other, in nvidia-smi's terms: NV12, PIX, PXB, PHB, NODE, SYS."""
+    """How the visible GPUs are linked, a square matrix in nvidia-smi's terms: NV12, PIX, PXB, PHB, NODE, SYS."""
     without_peer_access: tuple[tuple[int, int], ...] = ()
     """Pairs of visible GPUs that cannot read each other's memory."""
     instances: tuple[MigInstance, ...] = ()

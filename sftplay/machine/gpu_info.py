@@ -1,13 +1,14 @@
-"""What `gpu-info` prints: a machine's facts in lines for people."""
+"""What `gpu-info` prints: the facts about a machine in lines for people."""
 
 from __future__ import annotations
 
 from sftplay.machine.gpu import Gpu, GpuProcess
 from sftplay.machine.probe import Machine
+from sftplay.machine.torch_build import TorchBuild
 from sftplay.units import GIB, format_bytes, format_count
 
 UNSEEN_BYTES = 128 * 2**20
-"""Memory in use beyond that of the visible processes that is worth a line; idle drivers hold a little less."""
+"""Memory in use that belongs to no visible process gets a line above this size. Idle drivers hold a little less."""
 
 CPU_FULL_BYTES_PER_PARAM = 16
 """fp32 weight, gradient and two AdamW states: 4 x 4 bytes."""
@@ -15,9 +16,18 @@ CPU_FULL_BYTES_PER_PARAM = 16
 CPU_BASE_BYTES = 3 * GIB // 2
 """What torch, the libraries and a small batch take beside the model."""
 
+LINKS = {
+    "PIX": "one PCIe bridge",
+    "PXB": "several PCIe bridges",
+    "PHB": "through the CPU's PCIe host bridge",
+    "NODE": "across PCIe host bridges",
+    "SYS": "across CPU sockets, slowest",
+}
+"""What nvidia-smi's names of a connection mean. `NV` comes with the number of NVLinks."""
+
 
 def describe_machine(machine: Machine) -> list[str]:
-    """The lines of `gpu-info`, without those of the processor."""
+    """The lines of `gpu-info` about GPUs and their driver."""
     lines = [f"Number of GPUs: {len(machine.gpus)}"]
     if not machine.gpus:
         lines.append(f"  none: {machine.gpu_reason}")
@@ -27,25 +37,25 @@ def describe_machine(machine: Machine) -> list[str]:
     lines += _instances(machine)
     lines += _links(machine)
     if machine.driver:
-        newest = f", runs CUDA up to {machine.cuda_driver[0]}.{machine.cuda_driver[1]}" if machine.cuda_driver else ""
-        lines.append(f"NVIDIA driver {machine.driver}{newest}")
+        cuda = f", runs CUDA up to {machine.cuda_driver[0]}.{machine.cuda_driver[1]}" if machine.cuda_driver else ""
+        lines.append(f"NVIDIA driver {machine.driver}{cuda}")
     return lines
 
 
 def describe_host(machine: Machine) -> list[str]:
-    """Processor, memory, disk and libraries; without a GPU also what the memory allows."""
+    """Processor, memory, disk and libraries; without a GPU also how large a model the memory allows."""
     disk = "" if machine.disk_free_bytes is None else f"; disk: {format_bytes(machine.disk_free_bytes)} free"
     memory = f"{format_bytes(machine.ram_bytes)}, {format_bytes(machine.ram_available)} free"
     lines = [f"CPU cores: {machine.cores}, memory: {memory}{disk}; {machine.system}"]
     if not machine.gpus:
         room = max(0, machine.ram_available - CPU_BASE_BYTES)
-        full, adapter = (format_count(room // each) for each in (CPU_FULL_BYTES_PER_PARAM, 4))
+        full, adapter = (format_count(room // size) for size in (CPU_FULL_BYTES_PER_PARAM, 4))
         lines.append(
             f"  allows on the CPU: tuning.mode full up to about {full} parameters (16 bytes each), lora up to about"
-            f" {adapter} (4 bytes each); `make plan CONFIG=` tells what a run really takes"
+            f" {adapter} (4 bytes each); `make plan CONFIG=` shows what a run really takes"
         )
     if machine.torch:
-        lines.append(describe_torch(machine))
+        lines.append(describe_torch(machine.torch))
     libraries = (f"{name} {v}" for name, v in machine.libraries.items() if name != "torch")
     lines.append(f"Python {machine.python}, " + ", ".join(libraries))
     if "unsloth" in machine.libraries:
@@ -53,10 +63,8 @@ def describe_host(machine: Machine) -> list[str]:
     return lines
 
 
-def describe_torch(machine: Machine) -> str:
-    """The installed torch and what it was built for."""
-    build = machine.torch
-    assert build is not None
+def describe_torch(build: TorchBuild) -> str:
+    """The version of torch and what it was built for."""
     kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "the CPU alone"
     return f"torch {build.version}, built for {kind}" + (f": {' '.join(build.archs)}" if build.archs else "")
 
@@ -68,11 +76,11 @@ def headline(gpu: Gpu) -> str:
 
 
 def holders(gpu: Gpu) -> list[GpuProcess]:
-    """The processes that hold its memory, most first; last, as process 0, those that cannot be seen."""
-    known = [process.used_bytes for process in gpu.processes]
-    unseen = gpu.used_bytes - sum(used or 0 for used in known)
-    rest = [GpuProcess(0, "", unseen)] if unseen > UNSEEN_BYTES and None not in known else []
-    return [*gpu.processes, *rest]
+    """The processes that hold the GPU's memory, largest first. Those that cannot be seen come last, as process 0."""
+    visible = [process.used_bytes for process in gpu.processes]
+    unseen = gpu.used_bytes - sum(size or 0 for size in visible)
+    others = [GpuProcess(0, "", unseen)] if unseen > UNSEEN_BYTES and None not in visible else []
+    return [*gpu.processes, *others]
 
 
 def label(process: GpuProcess) -> str:
@@ -82,8 +90,8 @@ def label(process: GpuProcess) -> str:
 
 def _gpu(gpu: Gpu) -> list[str]:
     major, minor = gpu.capability
-    can = "bf16, fp16, flash attention 2" if gpu.has_bf16 else "fp16; neither bf16 nor flash attention 2"
-    lines = [f"  {headline(gpu)}", f"    compute capability {major}.{minor}: {can}"]
+    formats = "bf16, fp16, flash attention 2" if gpu.has_bf16 else "fp16; neither bf16 nor flash attention 2"
+    lines = [f"  {headline(gpu)}", f"    compute capability {major}.{minor}: {formats}"]
     state = _state(gpu)
     lines += [f"    {', '.join(state)}"] if state else []
     held = [f"{label(p)} {format_bytes(p.used_bytes) if p.used_bytes is not None else '?'}" for p in holders(gpu)]
@@ -104,9 +112,9 @@ def _instances(machine: Machine) -> list[str]:
     if not machine.mig_instances:
         return []
     lines = ["MIG instances; a process sees one of them, which CUDA_VISIBLE_DEVICES=UUID selects:"]
-    for each in machine.mig_instances:
-        total, free = format_bytes(each.total_bytes), format_bytes(each.free_bytes)
-        lines.append(f"  {each.uuid}  on GPU {each.machine_index}: {each.name}, {total}, {free} free")
+    for mig in machine.mig_instances:
+        total, free = format_bytes(mig.total_bytes), format_bytes(mig.free_bytes)
+        lines.append(f"  {mig.uuid}  on GPU {mig.machine_index}: {mig.name}, {total}, {free} free")
     return lines
 
 
@@ -114,7 +122,7 @@ def _links(machine: Machine) -> list[str]:
     if not machine.links:
         return []
     kinds = {kind for row in machine.links for kind in row} - {"X"}
-    meaning = "; ".join(f"{kind}: {MEANING.get(kind[:2], MEANING.get(kind, 'unknown'))}" for kind in sorted(kinds))
+    meaning = "; ".join(f"{kind}: {_describe_link(kind)}" for kind in sorted(kinds))
     width = max(5, *(len(kind) + 1 for kind in kinds))
     names = [f"GPU{n}" for n in range(len(machine.links))]
     table = [f"  {'':<5}" + "".join(f"{name:>{width}}" for name in names)]
@@ -122,19 +130,12 @@ def _links(machine: Machine) -> list[str]:
     return [f"Links between GPUs ({meaning}):", *table, *_peers(machine)]
 
 
+def _describe_link(kind: str) -> str:
+    return f"{kind[2:]} NVLinks" if kind.startswith("NV") else LINKS.get(kind, "unknown")
+
+
 def _peers(machine: Machine) -> list[str]:
     if not machine.without_peer_access:
         return []
     pairs = ", ".join(f"{a}-{b}" for a, b in machine.without_peer_access)
     return [f"  no peer access: {pairs}"]
-
-
-MEANING = {
-    "NV": "so many NVLinks",
-    "PIX": "one PCIe bridge",
-    "PXB": "several PCIe bridges",
-    "PHB": "through the CPU's PCIe host bridge",
-    "NODE": "across PCIe host bridges",
-    "SYS": "across CPU sockets, slowest",
-}
-"""What nvidia-smi's names of a connection mean."""

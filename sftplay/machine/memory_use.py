@@ -1,6 +1,6 @@
 """Who holds which memory now: processes on each GPU, and the runs of this kit with what was planned for them.
 
-It reads the files of runs and of the kernel, and asks no run.
+It reads files of the runs and of the kernel, and sends nothing to a run.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from sftplay.machine.ram import resident_bytes
 from sftplay.units import format_bytes
 
 LAST_LINE_BYTES = 1 << 16
-"""The end of metrics.jsonl that surely holds a whole line."""
+"""How much of the end of metrics.jsonl is read. It always holds a whole line."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +31,24 @@ class RankMemory:
     rank: int
     pid: int
     gpu: int | None
-    """Number of its GPU; None on a CPU, or where the driver does not show pids of this container."""
+    """Number of its GPU; None on a CPU, or when the driver does not show the pids of this container."""
     held_bytes: int | None
-    """What the driver, or on a CPU the kernel, says it holds now."""
+    """Memory that it holds now: on a GPU the driver says it, on a CPU the kernel."""
     allocated_bytes: int | None
     reserved_bytes: int | None
     peak_bytes: int | None
     headroom_bytes: int | None
-    """Room between the most it needed and what it may use."""
+    """What it may use, less the most that it has needed."""
 
 
 @dataclass(frozen=True)
 class RunMemory:
-    """A run that says it is running."""
+    """A run whose status.json says `running`."""
 
     name: str
     step: int
     is_alive: bool
-    """False when its process has ended and left no exit code."""
+    """False when its processes have ended without an exit code."""
     planned_bytes: int | None
     budget_bytes: int | None
     ranks: tuple[RankMemory, ...]
@@ -59,12 +60,12 @@ class RunMemory:
 def read_runs(output: Path, machine: Machine) -> list[RunMemory]:
     """The runs below `output` whose status.json says `running`, by name."""
     folders = sorted(path.parent for path in output.glob("*/status.json") if not path.parent.is_symlink())
-    states = ((folder, read_object(folder / "status.json")[0]) for folder in folders)
+    states = ((folder, read_object(folder / "status.json")) for folder in folders)
     return [_read_run(folder, status, machine=machine) for folder, status in states if status.get("state") == "running"]
 
 
 def describe_gpus(machine: Machine) -> list[str]:
-    """Each GPU with who holds its memory, most first."""
+    """Each GPU with the processes that hold its memory, largest first."""
     lines = []
     for gpu in machine.gpus:
         lines.append(headline(gpu))
@@ -78,11 +79,9 @@ def describe_gpus(machine: Machine) -> list[str]:
 
 
 def describe_run(run: RunMemory) -> list[str]:
-    """What was planned for a run and what each of its processes holds."""
+    """What was planned for a run, and what each of its processes holds."""
     if not run.is_alive:
-        return [
-            f"run {run.name}: says it is running at step {run.step}, but its process has gone; `make resume` goes on"
-        ]
+        return [f"run {run.name}: was running at step {run.step}, but its process has gone; `make resume` goes on"]
     lines = [
         f"run {run.name}: running, step {run.step}; planned {_size(run.planned_bytes)} of {_size(run.budget_bytes)}"
     ]
@@ -100,9 +99,9 @@ def describe_run(run: RunMemory) -> list[str]:
 
 
 def owner_of(pid: int) -> str:
-    """Name of the user a process belongs to; empty where it cannot be seen."""
+    """The name of the user who owns a process; empty when the process cannot be seen."""
     try:
-        uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116 - a path of the kernel's, not of a file
+        uid = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116 - a path of the kernel, not a file
     except OSError:
         return ""
     try:
@@ -112,7 +111,7 @@ def owner_of(pid: int) -> str:
 
 
 def _read_run(folder: Path, status: dict[str, Any], *, machine: Machine) -> RunMemory:
-    plan, metrics = read_object(folder / "plan.json")[0], _last_line(folder / "metrics.jsonl")
+    plan, metrics = read_object(folder / "plan.json"), _last_object(folder / "metrics.jsonl")
     pids = [rank["pid"] for rank in status.get("ranks") or []] or [status["pid"]] * bool(status.get("pid"))
     budget = plan.get("budget_bytes")
     ranks = tuple(_read_rank(n, pid, metrics=metrics, budget=budget, machine=machine) for n, pid in enumerate(pids))
@@ -121,14 +120,14 @@ def _read_run(folder: Path, status: dict[str, Any], *, machine: Machine) -> RunM
 
 
 def _read_rank(rank: int, pid: int, *, metrics: dict[str, Any], budget: int | None, machine: Machine) -> RankMemory:
-    every = metrics.get("ranks_memory") or [metrics]  # one entry a rank, or the main rank's fields alone
-    own = every[rank] if rank < len(every) else {}
+    entries = metrics.get("ranks_memory") or [metrics]  # one entry a rank, or the main rank's fields alone
+    memory = entries[rank] if rank < len(entries) else {}
     gpu, held = _place(pid, machine)
     resident = resident_bytes(pid)
     on_cpu = not machine.gpus
-    peak = own.get("peak_bytes") or own.get("peak_rss_bytes") or (resident[1] if resident and on_cpu else None)
+    peak = memory.get("peak_bytes") or memory.get("peak_rss_bytes") or (resident[1] if resident and on_cpu else None)
     held = held if held is not None or not on_cpu else (resident[0] if resident else None)
-    most = max((size for size in (own.get("reserved_bytes"), peak, held) if size is not None), default=None)
+    most = max((size for size in (memory.get("reserved_bytes"), peak, held) if size is not None), default=None)
     limit = budget or (machine.ram_bytes if on_cpu else gpu.total_bytes if gpu else None)
     headroom = None if most is None or limit is None else limit - most
     return RankMemory(
@@ -136,8 +135,8 @@ def _read_rank(rank: int, pid: int, *, metrics: dict[str, Any], budget: int | No
         pid=pid,
         gpu=gpu.index if gpu else None,
         held_bytes=held,
-        allocated_bytes=own.get("allocated_bytes"),
-        reserved_bytes=own.get("reserved_bytes"),
+        allocated_bytes=memory.get("allocated_bytes"),
+        reserved_bytes=memory.get("reserved_bytes"),
         peak_bytes=peak,
         headroom_bytes=headroom,
     )
@@ -156,19 +155,13 @@ def _size(size: int | None) -> str:
     return "?" if size is None else format_bytes(size) if size >= 0 else f"-{format_bytes(-size)}"
 
 
-def _last_line(path: Path) -> dict[str, Any]:
-    """The last whole object of a jsonl file; a run may be writing the next."""
-    try:
-        with path.open("rb") as handle:
-            handle.seek(max(0, path.stat().st_size - LAST_LINE_BYTES))
-            lines = handle.read().decode("utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict):
-            return content
+def _last_object(path: Path) -> dict[str, Any]:
+    """The last whole object of a jsonl file; empty without one. A run may be writing the next line."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LAST_LINE_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with suppress(ValueError):
+                content = json.loads(line)
+                if isinstance(content, dict):
+                    return content
     return {}

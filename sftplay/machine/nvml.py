@@ -1,7 +1,7 @@
-"""Asks the NVIDIA driver through nvidia-ml-py: the only module that opens it, and it always closes it.
+"""Asks the NVIDIA driver through nvidia-ml-py. Only this module opens the driver, and it always closes it.
 
-What a card, a driver or a permission has no answer for is None, never an error: consumer cards have no ECC, laptops no
-power limit, old drivers no MIG.
+A value that a card or driver does not know, or may not tell, is None and never an error: consumer cards have no ECC,
+laptops have no power limit, old drivers have no MIG.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """NVML_TOPOLOGY_* as `nvidia-smi topo -m` names them; 0 is two GPUs on one board."""
 
 SWITCH = "switch"
-"""The far end of an NVLink that is no GPU. In virtual machines the driver cannot tell what it is: a switch too."""
+"""The far end of an NVLink that is not a GPU. In virtual machines the driver does not know it: counted as a switch."""
 
 
 def read_gpus(*, in_detail: bool = False) -> GpuReading:
-    """The devices this process may use, and the reason when there is none.
+    """The devices that this process may use, and the reason when there is none.
 
-    `in_detail` adds heat, power, errors, processes and links; without it the driver is asked as little as possible.
+    `in_detail` adds temperature, power, errors, processes and links. Without it the driver is asked little.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
@@ -45,11 +45,11 @@ def read_gpus(*, in_detail: bool = False) -> GpuReading:
 
 @dataclass(frozen=True)
 class _Device:
-    """Handles of a device that CUDA gives this process. A GPU that does not answer has None for a handle."""
+    """NVML's handles of a device that CUDA gives this process. They are None for a GPU that does not answer."""
 
-    own: Any
+    handle: Any
     whole: Any
-    """Of the GPU that it is or lies on."""
+    """Handle of the whole GPU: the device itself, or the GPU that a MIG instance is part of."""
 
     machine_index: int
     is_mig: bool
@@ -79,39 +79,39 @@ def _read(nvml: Any, visible: str | None, *, in_detail: bool) -> GpuReading:
         links=_links(nvml, whole) if wants_links else (),
         without_peer_access=_without_peer_access(nvml, whole) if wants_links else (),
         instances=tuple(
-            _instance(nvml, place, handle=each) for place, group in enumerate(slices) for each in group or ()
+            _instance(nvml, place, handle=mig) for place, group in enumerate(slices) for mig in group or ()
         ),
         notes=tuple(f"GPU {place} does not answer" for place, handle in enumerate(handles) if handle is None),
     )
 
 
 def _mig_handles(nvml: Any, handle: Any) -> list[Any] | None:
-    """Handles of a GPU's instances; None while MIG is off or unknown to it."""
+    """Handles of a GPU's instances; None when MIG is off, or when the GPU does not know it."""
     mode = _ask(nvml, "nvmlDeviceGetMigMode", handle) if handle is not None else None
     if not mode or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
         return None
-    most = _ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
-    found = (_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(most))
-    return [each for each in found if each is not None]
+    count = _ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+    instances = (_ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, n) for n in range(count))
+    return [instance for instance in instances if instance is not None]
 
 
 def _present(nvml: Any, handle: Any, *, slices: list[Any] | None) -> Present:
     uuid = _as_text(_ask(nvml, "nvmlDeviceGetUUID", handle)) if handle is not None else ""
     if slices is None:
         return Present(uuid)
-    return Present(uuid, tuple(_as_text(_ask(nvml, "nvmlDeviceGetUUID", each)) for each in slices))
+    return Present(uuid, tuple(_as_text(_ask(nvml, "nvmlDeviceGetUUID", mig)) for mig in slices))
 
 
 def _gpu(nvml: Any, index: int, *, device: _Device) -> Gpu:
-    total, free, used = _memory(nvml, device.own)
+    total, free, used = _memory(nvml, device.handle)
     return Gpu(
         index=index,
-        name=_as_text(_ask(nvml, "nvmlDeviceGetName", device.own)) or "GPU without an answer",
+        name=_as_text(_ask(nvml, "nvmlDeviceGetName", device.handle)) or "GPU without an answer",
         total_bytes=total,
         free_bytes=free,
         capability=tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", device.whole) or (0, 0)),
         used_bytes=used,
-        uuid=_as_text(_ask(nvml, "nvmlDeviceGetUUID", device.own)),
+        uuid=_as_text(_ask(nvml, "nvmlDeviceGetUUID", device.handle)),
         bus_id=_bus_id(_ask(nvml, "nvmlDeviceGetPciInfo", device.whole)),
         machine_index=device.machine_index,
         is_mig=device.is_mig,
@@ -119,9 +119,9 @@ def _gpu(nvml: Any, index: int, *, device: _Device) -> Gpu:
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
-    """Total, free and used bytes. Version 2 keeps apart what the driver reserves, as nvidia-smi does.
+    """Total, free and used bytes. Version 2 leaves out what the driver reserves, as nvidia-smi does.
 
-    A GPU without memory of its own (GB10, Jetson) has no answer: there it is the machine's.
+    A GPU without memory of its own (GB10, Jetson) gives no answer: it uses the memory of the machine.
     """
     if handle is None:
         return 0, 0, 0
@@ -135,47 +135,48 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
 
 def _instance(nvml: Any, place: int, *, handle: Any) -> MigInstance:
     total, free, _ = _memory(nvml, handle)
-    uuid, name = (_as_text(_ask(nvml, f"nvmlDeviceGet{what}", handle)) for what in ("UUID", "Name"))
+    uuid, name = (_as_text(_ask(nvml, f"nvmlDeviceGet{field}", handle)) for field in ("UUID", "Name"))
     return MigInstance(uuid, name, place, total, free)
 
 
 def _with_details(nvml: Any, gpu: Gpu, *, device: _Device) -> Gpu:
-    own, whole = device.own, device.whole
+    handle, whole = device.handle, device.whole
     if whole is None:
         return gpu
-    power, limit = (_ask(nvml, f"nvmlDeviceGet{what}", whole) for what in ("PowerUsage", "EnforcedPowerLimit"))
+    power, limit = (_ask(nvml, f"nvmlDeviceGet{field}", whole) for field in ("PowerUsage", "EnforcedPowerLimit"))
     rows = _ask(nvml, "nvmlDeviceGetRemappedRows", whole)
     return replace(
         gpu,
         temperature_c=_ask(nvml, "nvmlDeviceGetTemperature", whole, nvml.NVML_TEMPERATURE_GPU),
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
-        busy_percent=getattr(_ask(nvml, "nvmlDeviceGetUtilizationRates", own), "gpu", None),
+        busy_percent=getattr(_ask(nvml, "nvmlDeviceGetUtilizationRates", handle), "gpu", None),
         memory_errors=_ask(
             nvml, "nvmlDeviceGetTotalEccErrors", whole, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
         needs_reset=None if rows is None else bool(rows[2]),
         is_failing=None if rows is None else bool(rows[3]),
         compute_mode=_ask(nvml, "nvmlDeviceGetComputeMode", whole),
-        processes=_processes(nvml, own),
+        processes=_processes(nvml, handle),
     )
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
-    """Who holds memory, most first; a process that computes and draws is in both of NVML's lists."""
-    found: dict[int, int | None] = {}
+    """Who holds memory, largest first. A process that computes and draws is in both of NVML's lists."""
+    used_bytes: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics"):
-        for each in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
-            found[each.pid] = max(found.get(each.pid) or 0, each.usedGpuMemory or 0) or None
+        for process in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
+            pid = process.pid
+            used_bytes[pid] = max(used_bytes.get(pid) or 0, process.usedGpuMemory or 0) or None
     holders = (
         GpuProcess(pid, _as_text(_ask(nvml, "nvmlSystemGetProcessName", pid)).rsplit("/", 1)[-1], used)
-        for pid, used in found.items()
+        for pid, used in used_bytes.items()
     )
     return tuple(sorted(holders, key=lambda holder: (-(holder.used_bytes or 0), holder.pid)))
 
 
 def _links(nvml: Any, handles: list[Any]) -> tuple[tuple[str, ...], ...]:
-    """A square matrix in nvidia-smi's terms; X on its diagonal, ? where the driver does not say."""
+    """A square matrix in nvidia-smi's terms, with X on its diagonal and ? where the driver does not say."""
     buses = [_bus_id(_ask(nvml, "nvmlDeviceGetPciInfo", handle)) for handle in handles]
     ends = [_far_ends(nvml, handle) for handle in handles]
     rows = []
@@ -190,9 +191,9 @@ def _links(nvml: Any, handles: list[Any]) -> tuple[tuple[str, ...], ...]:
 
 
 def _without_peer_access(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...]:
-    """Pairs of GPUs that cannot read each other's memory, as far as the driver says so."""
+    """Pairs of GPUs that cannot read each other's memory. Pairs without an answer of the driver are left out."""
     pairs = [(a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
-    reading = 0  # NVML_P2P_CAPS_INDEX_READ, which the package has as the tuple (0,) by a stray comma
+    reading = 0  # NVML_P2P_CAPS_INDEX_READ; in the package it is the tuple (0,), because of a stray comma
     answers = {(a, b): _ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], reading) for a, b in pairs}
     return tuple(pair for pair, status in answers.items() if status not in (None, nvml.NVML_P2P_STATUS_OK))
 
@@ -203,7 +204,7 @@ def _far_ends(nvml: Any, handle: Any) -> list[str]:
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         is_active = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
         if is_active is None:
-            break  # this link does not exist, so no later one does
+            break  # this link does not exist, and no later one either
         if not is_active:
             continue
         kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
@@ -215,7 +216,7 @@ def _far_ends(nvml: Any, handle: Any) -> list[str]:
 
 
 def _ask(nvml: Any, function: str, *args: Any, **kwargs: Any) -> Any:
-    """The answer of one NVML function; None where card, driver, permission or package has none."""
+    """The answer of one NVML function; None when the card, the driver or the package does not support or allow it."""
     call = getattr(nvml, function, None)
     if call is None:
         return None
@@ -226,7 +227,7 @@ def _ask(nvml: Any, function: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_text(answer: Any) -> str:
-    """NVML's strings are bytes in packages before 11.515; an absent answer is empty."""
+    """An answer as text, empty for None. NVML's strings are bytes in packages before 11.515."""
     if answer is None:
         return ""
     return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)

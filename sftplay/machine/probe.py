@@ -1,6 +1,6 @@
 """Facts about this machine: GPUs, memory with the container's limit, cores, disk, library versions.
 
-Nothing is decided here and torch is not imported; every absent thing comes with the reason why it is absent.
+Nothing is decided here, and torch is not imported. Whatever is absent comes with the reason.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LIBRARIES = (
 )  # fmt: skip
 
 OTHER_MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}
-"""PCI vendors of GPUs that this kit does not use."""
+"""PCI vendors whose GPUs this kit does not use."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may count on, and why something is not there. The fields from `driver` on are for people."""
+    """What a run may count on, and why something is absent. The fields from `driver` on are for people."""
 
     gpus: tuple[Gpu, ...]
     gpu_reason: str
@@ -43,21 +43,21 @@ class Machine:
     libraries: dict[str, str]
     ram_free_bytes: int | None = None
     disk_free_bytes: int | None = None
-    """Of the file system of the current folder, where runs are written."""
+    """Free space of the current folder's file system, where runs are written."""
     driver: str = ""
     cuda_driver: tuple[int, int] | None = None
-    """Newest CUDA the driver runs."""
+    """The newest CUDA that the driver runs."""
     torch: TorchBuild | None = None
     links: tuple[tuple[str, ...], ...] = ()
     without_peer_access: tuple[tuple[int, int], ...] = ()
     mig_instances: tuple[MigInstance, ...] = ()
     notes: tuple[str, ...] = ()
-    unsloth_problem: str = "nobody has looked for it"
+    unsloth_problem: str = "it was not searched for"
     """Why unsloth cannot be used; empty when it can."""
 
     @property
     def ram_available(self) -> int:
-        """Bytes of memory a run may count on now."""
+        """Bytes of memory that a run may count on now."""
         return self.ram_bytes if self.ram_free_bytes is None else min(self.ram_bytes, self.ram_free_bytes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Machine:
 
 
 def probe(*, in_detail: bool = False) -> Machine:
-    """Look at the machine, in some tens of milliseconds. `in_detail` adds what only people want to know of the GPUs."""
+    """The facts about this machine, in some tens of milliseconds. `in_detail` adds GPU facts that only people want."""
     reading = read_gpus(in_detail=in_detail)
     others = () if reading.gpus else other_accelerators()
     return Machine(
@@ -90,25 +90,25 @@ def probe(*, in_detail: bool = False) -> Machine:
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The CUDA devices this process may use, and the reason when there is none."""
+    """The CUDA devices that this process may use, and the reason when there is none."""
     reading = read_gpus()
     return reading.gpus, reading.reason
 
 
 def other_accelerators(root: Path = Path("/")) -> tuple[str, ...]:
-    """What is here and not used: GPUs of other makers, Apple's, an NVIDIA card whose driver does not answer."""
+    """Lines about GPUs that are not used: those of other makers, Apple's, an NVIDIA card without a working driver."""
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return ("Apple's GPU (MPS) is here; this kit trains on CUDA or the CPU",)
-    found = []
+    notes = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         vendor, kind = (_first_line(device / name) for name in ("vendor", "class"))
         if not kind.startswith(("0x0300", "0x0302", "0x1200")):  # VGA, 3D controller, processing accelerator
             continue
         if vendor in OTHER_MAKERS:
-            found.append(f"a GPU of {OTHER_MAKERS[vendor]} is at {device.name}; this kit trains on CUDA or the CPU")
+            notes.append(f"an {OTHER_MAKERS[vendor]} GPU is at {device.name}; this kit trains on CUDA or the CPU")
         elif vendor == "0x10de":
-            found.append(f"an NVIDIA GPU is at {device.name}, but its driver does not answer here")
-    return tuple(found)
+            notes.append(f"an NVIDIA GPU is at {device.name}, but its driver does not answer here")
+    return tuple(notes)
 
 
 def _first_line(path: Path) -> str:
@@ -119,19 +119,19 @@ def _first_line(path: Path) -> str:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def library_versions() -> dict[str, str]:
-    """Installed version of each library the kit builds on; absent ones are left out.
+    """Installed version of each library that the kit builds on; absent ones are left out.
 
-    Read off the names of the folders that installers leave: importlib.metadata opens and parses each one's whole
-    description, a third of what `gpu-info` takes.
+    Read from the names of the folders that installers leave. importlib.metadata would parse the whole description of
+    each package, which takes a third of the time of `gpu-info`.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for folder in dict.fromkeys(sys.path):
         try:
             names = [path.name for path in Path(folder or ".").iterdir()]
@@ -140,5 +140,5 @@ def library_versions() -> dict[str, str]:
         for name in names:
             library, _, version = name.removesuffix(".dist-info").partition("-")
             if name.endswith(".dist-info") and library.lower() in LIBRARIES:
-                found.setdefault(library.lower(), version)
-    return {name: found[name] for name in LIBRARIES if name in found}
+                versions.setdefault(library.lower(), version)
+    return {name: versions[name] for name in LIBRARIES if name in versions}

@@ -1,4 +1,4 @@
-"""Memory of the machine and of the container this process runs in: cgroups of both versions, nested ones too."""
+"""Memory of the machine and of this process's container: cgroups of both versions, nested ones too."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ UNLIMITED = 1 << 60
 """cgroup v1 writes a number near 2**63 for "no limit"."""
 
 
+def physical_ram_bytes() -> int:
+    """Memory of the whole machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def ram_limit_bytes(root: Path = ROOT) -> int:
-    """Memory this process may use: the machine's, or the lowest limit of the groups it is in."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory that this process may use: the machine's, or the lowest limit of its groups."""
     limits = (_number(group / name) for group, name, _ in _groups(root))
-    return min([total, *(limit for limit in limits if limit is not None and limit < UNLIMITED)])
+    return min([physical_ram_bytes(), *(limit for limit in limits if limit is not None and limit < UNLIMITED)])
 
 
 def ram_free_bytes(root: Path = ROOT) -> int:
-    """Memory this process may still take. Cached files count as free: the kernel drops them when memory is needed."""
+    """Memory that this process may still take. Cached files count as free: the kernel drops them when needed."""
     free = [ram_limit_bytes(root)]
     available = _fields(root / "proc/meminfo").get("MemAvailable")
     free += [available * 1024] if available is not None else []
@@ -34,7 +38,7 @@ def ram_free_bytes(root: Path = ROOT) -> int:
 
 
 def resident_bytes(pid: int, root: Path = ROOT) -> tuple[int, int] | None:
-    """Resident set of a process now and at its peak; None when there is no such process."""
+    """Resident set of a process: now, and at its peak. None when there is no such process."""
     fields = _fields(root / f"proc/{pid}/status")
     if "VmRSS" not in fields:
         return None
@@ -42,34 +46,34 @@ def resident_bytes(pid: int, root: Path = ROOT) -> tuple[int, int] | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """This process's memory groups from the innermost out: folder, file of the limit, file of the usage.
+    """This process's memory groups, the innermost first: folder, name of the limit's file, name of the usage's file.
 
-    In a container the path may be the host's and not be there; then the top folder is, and it is the container's.
+    In a container the path may be the host's, which does not exist there. Then the top folder is the container's group.
     """
     v1, v2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
     mounts = [("memory", "sys/fs/cgroup/memory", v1), ("", "sys/fs/cgroup", v2), ("", "sys/fs/cgroup/unified", v2)]
-    own = _own_groups(root)
+    paths = _group_paths(root)
     for controller, mount, names in mounts:
-        inner = Path(own.get(controller, "/").lstrip("/"))
+        inner = Path(paths.get(controller, "/").lstrip("/"))
         for part in (inner, *inner.parents):
             folder = root / mount / part
             if (folder / names[0]).is_file():
                 yield folder, *names
 
 
-def _own_groups(root: Path) -> dict[str, str]:
+def _group_paths(root: Path) -> dict[str, str]:
     """Controller -> path of this process's group; the empty controller is version 2."""
-    own: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        own |= dict.fromkeys(controllers.split(","), path)
-    return own
+        paths |= dict.fromkeys(controllers.split(","), path)
+    return paths
 
 
 def _fields(path: Path) -> dict[str, int]:
     """`Name: 12 kB` or `name 12` lines as numbers."""
-    words = (line.replace(":", " ").split() for line in _text(path).splitlines())
-    return {each[0]: int(each[1]) for each in words if len(each) > 1 and each[1].isdigit()}
+    columns = (line.replace(":", " ").split() for line in _text(path).splitlines())
+    return {names[0]: int(names[1]) for names in columns if len(names) > 1 and names[1].isdigit()}
 
 
 def _number(path: Path) -> int | None:

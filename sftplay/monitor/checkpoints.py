@@ -1,6 +1,6 @@
-"""Which checkpoints count: those with a COMPLETE.json, written after every other file has reached the disk.
+"""Which checkpoints count: those with a COMPLETE.json. It is written after every other file has reached the disk.
 
-The Trainer writes the checkpoint's files.
+The Trainer writes the files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Marker(BaseModel):
 
 
 def step_of(checkpoint: Path) -> int:
-    """N of `checkpoint-N`; of a folder by another name, the step in its marker."""
+    """N of `checkpoint-N`; for a folder with another name the step in its marker."""
     match = NUMBERED.fullmatch(checkpoint.name)
     return int(match[1]) if match else int(read_marker(checkpoint)["step"])
 
@@ -69,10 +69,10 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
     The marker holds each file's size and sha256, and `facts` (the run's fingerprint).
     """
     files = {}
-    for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER):
-        with path.open("rb") as handle:
-            digest = hashlib.file_digest(handle, "sha256").hexdigest()
-            os.fsync(handle.fileno())
+    for path in sorted(each for each in checkpoint.rglob("*") if each.is_file() and each.name != MARKER):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
         files[str(path.relative_to(checkpoint))] = {"bytes": path.stat().st_size, "sha256": digest}
     write_text(checkpoint / MARKER, json.dumps({"step": step_of(checkpoint), **facts, "files": files}, indent=1))
     _sync_folder(checkpoint)
@@ -80,7 +80,7 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
-    """The marker's content; empty for a checkpoint that does not count."""
+    """The content of the marker; empty for a checkpoint that does not count."""
     content, _ = _read_marker(checkpoint)
     return content
 
@@ -102,7 +102,7 @@ def _read_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
 
 
 def find_damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint marked complete: a missing or changed file. Empty when nothing is."""
+    """What is wrong with a checkpoint that is marked complete, such as a changed file; empty when it has no damage."""
     marker, problem = _read_marker(checkpoint)
     if problem or not marker["files"]:
         return problem or f"no readable {MARKER}"
@@ -114,16 +114,26 @@ def find_damage(checkpoint: Path) -> str:
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        with path.open("rb") as handle:
-            if hashlib.file_digest(handle, "sha256").hexdigest() != expected["sha256"]:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                 return f"{name} has changed (sha256)"
     return ""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All `checkpoint-N` below `folder`, oldest first, complete or not."""
+    """All `checkpoint-N` in `folder`, oldest first, complete or not."""
     found = [p for p in folder.glob("checkpoint-*") if p.is_dir() and NUMBERED.fullmatch(p.name)]
     return sorted(found, key=step_of)
+
+
+def is_marked(checkpoint: Path) -> bool:
+    """True when `checkpoint` is marked complete. Its files are not compared with the marker."""
+    return (checkpoint / MARKER).is_file()
+
+
+def list_marked(folder: Path) -> list[Path]:
+    """The checkpoints in `folder` that are marked complete, oldest first."""
+    return list(filter(is_marked, list_checkpoints(folder)))
 
 
 def newest_complete(folder: Path, check: Callable[[Path], str] = lambda _: "") -> tuple[Path | None, list[str]]:
@@ -143,13 +153,13 @@ def newest_complete(folder: Path, check: Callable[[Path], str] = lambda _: "") -
 
 
 def set_aside(folder: Path, *, after_step: int) -> list[str]:
-    """Move checkpoints without a marker, and all after `after_step`, to `incomplete/`; their names.
+    """Move checkpoints without a marker, and all after `after_step`, to `incomplete/`. Return their names.
 
     Otherwise a damaged or abandoned one would count as the newest when old ones are removed.
     """
     moved = []
     for checkpoint in list_checkpoints(folder):
-        if step_of(checkpoint) > after_step or not (checkpoint / MARKER).is_file():
+        if step_of(checkpoint) > after_step or not is_marked(checkpoint):
             target = folder / "incomplete" / checkpoint.name
             target.parent.mkdir(exist_ok=True)
             while target.exists():
@@ -160,12 +170,12 @@ def set_aside(folder: Path, *, after_step: int) -> list[str]:
 
 
 def rotate(folder: Path, limit: int, *, best: Path | None) -> list[str]:
-    """Remove the oldest complete checkpoints beyond `limit`, never the newest nor the best; their names."""
-    complete = [c for c in list_checkpoints(folder) if (c / MARKER).is_file()]
-    spare = [c for c in complete[:-1] if best is None or c.resolve() != best.resolve()]
+    """Remove the oldest complete checkpoints beyond `limit`, never the newest or the best. Return their names."""
+    complete = list_marked(folder)
+    removable = [each for each in complete[:-1] if best is None or each.resolve() != best.resolve()]
     removed = []
-    for checkpoint in spare[: max(0, len(complete) - limit)]:
-        (checkpoint / MARKER).unlink()  # so that an interrupted removal leaves a folder that does not count
+    for checkpoint in removable[: max(0, len(complete) - limit)]:
+        (checkpoint / MARKER).unlink()  # what an interrupted removal leaves does not count
         shutil.rmtree(checkpoint)
         removed.append(checkpoint.name)
     return removed

@@ -1,6 +1,6 @@
-"""Measures a run while it trains: one line of metrics.jsonl a logged step, eval/step-N.json, and the progress line.
+"""Measures a run while it trains: a line of metrics.jsonl for each logged step, eval/step-N.json, the progress line.
 
-Rate and gradient norm are the Trainer's own numbers; counts and losses come from the window, times from the heartbeat.
+Rate and gradient norm are the Trainer's own numbers. Counts and losses come from the window, times from the heartbeat.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sftplay.units import format_bytes, format_count, format_seconds
 PROGRESS_EVERY_S = 1.0
 
 SHOWN_LINES = 20
-"""Lines of one kind that a run puts on the screen; all of them are in metrics.jsonl and logs/."""
+"""Lines of one kind that a run prints on the screen; all of them are in metrics.jsonl and logs/."""
 
 
 class MetricsWriter(Observer):
-    """Writes metrics.jsonl on the main rank and keeps the progress line moving. Every rank takes part in gathering.
+    """Writes metrics.jsonl on the main rank, and shows the progress line. Every rank takes part in gathering.
 
     `counters` are the totals of earlier attempts.
     """
@@ -48,8 +48,8 @@ class MetricsWriter(Observer):
     ) -> None:
         self.path, self.attempt, self.keep_row_ids, self.costs = path, attempt, keep_row_ids, costs
         self.last_loss: float | None = None
-        self.seen = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
-        """Totals since the run's first step, over all attempts and ranks."""
+        self.totals = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
+        """Since the run's first step, over all attempts and ranks."""
 
         self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
         self._started = self._shown_at = 0.0
@@ -59,9 +59,9 @@ class MetricsWriter(Observer):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started = self._shown_at = time.monotonic()
         self._logged_step = state.global_step
-        self.trainer.heartbeat.take_seconds()  # what came before is no part of the first line
+        self.trainer.heartbeat.take_seconds()  # time before training does not belong to the first line
         self._cpu_started = time.process_time()
-        # Metrics of earlier, unfinished steps must not survive beside those about to be trained again.
+        # Steps after the checkpoint are trained again. Their metrics from the earlier attempt must go.
         if log.is_main():
             cut_back(self.path, state.global_step)
 
@@ -78,25 +78,25 @@ class MetricsWriter(Observer):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" not in logs:
             return
-        held = memory_fields()
-        everyone = gather_objects((*self._take(), {**held, **self.costs.predicted_bytes}), self.trainer.heartbeat)
-        shares = [share for share, _, _ in everyone]
+        share, row_ids = self._take_share()
+        memory = memory_fields()
+        gathered = gather_objects((share, row_ids, {**memory, **self.costs.predicted_bytes}), self.trainer.heartbeat)
+        shares, row_ids_by_rank, ranks_memory = map(list, zip(*gathered, strict=True))
         line = self._line(logs, state, shares=shares)
-        line |= {**held, "ranks_memory": [memory for _, _, memory in everyone]}
+        line |= {**memory, "ranks_memory": ranks_memory}
         if self.keep_row_ids:
-            line["row_ids"] = [rows for _, rows, _ in everyone]
+            line["row_ids"] = row_ids_by_rank
         self._logged_step, self._shown_tokens = state.global_step, 0
         self.last_loss = line["loss"]
-        memory = line["ranks_memory"]
-        self._largest_memory = {key: max(rank[key] for rank in memory) for key in memory[0]}
+        self._largest_memory = {key: max(rank[key] for rank in ranks_memory) for key in ranks_memory[0]}
         logs |= {"loss": line["loss"], **scalars(line)}
         if log.is_main():
-            with self.path.open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(line) + "\n")
-            self._say(line, state)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._print(line, state)
 
-    def _take(self) -> tuple[RankShare, list[int]]:
-        """This rank's share since the last line, and the ids of its rows where they are kept."""
+    def _take_share(self) -> tuple[RankShare, list[int]]:
+        """This rank's share since the last line, and the ids of its rows when they are kept."""
         counts, costs = self.trainer.take_counts(), self.costs
         share = RankShare(
             tokens=counts.tokens,
@@ -112,9 +112,9 @@ class MetricsWriter(Observer):
 
     def _line(self, logs: dict[str, Any], state: Any, *, shares: list[RankShare]) -> dict[str, Any]:
         tokens, label_tokens = (sum(getattr(share, key) for share in shares) for key in ("tokens", "label_tokens"))
-        self.seen = {
-            "tokens_seen": self.seen["tokens_seen"] + tokens,
-            "label_tokens_seen": self.seen["label_tokens_seen"] + label_tokens,
+        self.totals = {
+            "tokens_seen": self.totals["tokens_seen"] + tokens,
+            "label_tokens_seen": self.totals["label_tokens_seen"] + label_tokens,
         }
         loss = mean_loss(shares)
         return {
@@ -124,18 +124,18 @@ class MetricsWriter(Observer):
             "learning_rate": logs["learning_rate"],
             "grad_norm": logs.get("grad_norm"),
             "label_tokens": label_tokens,
-            **self.seen,
+            **self.totals,
             **describe_speed(shares, state.global_step - self._logged_step),
             "ranks": describe_ranks(shares),
         }
 
-    def _say(self, line: dict[str, Any], state: Any) -> None:
-        reached = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
+    def _print(self, line: dict[str, Any], state: Any) -> None:
+        mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
         print_progress(
             state,
             state.logging_steps,
             text=f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
-            f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}{reached}",
+            f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}{mfu}",
         )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
@@ -150,12 +150,12 @@ class MetricsWriter(Observer):
         self.train_seconds = time.monotonic() - self._started
         self.train_cpu_seconds = time.process_time() - self._cpu_started
         log.say(f"trained to step {state.global_step} in {format_seconds(self.train_seconds)}")
-        if compared := compare_memory(self._largest_memory):
-            log.say(compared)
+        if comparison := compare_memory(self._largest_memory):
+            log.say(comparison)
 
 
 def print_progress(state: Any, every: float, *, text: str) -> None:
-    """Say `text`, which comes every `every` steps, about twenty times a run; otherwise only show it as progress."""
+    """Print `text`, which comes every `every` steps, about twenty times a run; otherwise show it as progress."""
     stride = max(1, int(state.max_steps // (SHOWN_LINES * max(1, every)))) * max(1, int(every))
     if state.global_step % stride and state.global_step != state.max_steps:
         log.status(text)
@@ -163,18 +163,18 @@ def print_progress(state: Any, every: float, *, text: str) -> None:
         log.say(text)
 
 
-def gather_objects(mine: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
-    """`mine` of every rank, in rank order; a list of one on a single process. The time counts as communication."""
+def gather_objects(item: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
+    """The `item` of every rank, in rank order. Every rank must call it. The time counts as communication."""
     if log.world_size() == 1:
-        return [mine]
-    everyone: list[Any] = [None] * log.world_size()
+        return [item]
+    items: list[Any] = [None] * log.world_size()
     with heartbeat.within("communication") if heartbeat else nullcontext():
-        torch.distributed.all_gather_object(everyone, mine)
-    return everyone
+        torch.distributed.all_gather_object(items, item)
+    return items
 
 
 def memory_fields() -> dict[str, int]:
-    """Bytes this process holds: on a GPU allocated, reserved and peak, else the peak resident set."""
+    """Bytes that this process holds: on a GPU allocated, reserved and peak, otherwise the peak resident set."""
     if torch.cuda.is_available():
         return {
             "allocated_bytes": torch.cuda.memory_allocated(),
@@ -185,36 +185,36 @@ def memory_fields() -> dict[str, int]:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that was resident in this process so far. The kernel counts in bytes on macOS, else in KiB."""
+    """The most memory that was resident in this process. The kernel counts bytes on macOS, KiB on other systems."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def compare_memory(held: dict[str, int]) -> str:
-    """The plan's peak beside the most that any rank held; empty where nothing was planned or measured.
+def compare_memory(memory: dict[str, int]) -> str:
+    """The plan's peak beside the most that any rank held; empty when nothing was planned or measured.
 
-    `held` has the keys of `ranks_memory`. On a GPU both figures are those of torch's allocator, without the memory of
-    the process beside it and without the plan's margin.
+    `memory` has the keys of `ranks_memory`. On a GPU both figures are those of torch's allocator alone, without other
+    memory of the process and without the plan's margin.
     """
-    if "predicted_allocated_bytes" in held and "peak_bytes" in held:
-        planned = f"{format_bytes(held['predicted_allocated_bytes'])} in torch's allocator"
-        margin = f" ({format_bytes(held['predicted_peak_bytes'])} with process and margin)"
-        return f"memory: planned {planned}{margin}, most held {format_bytes(held['peak_bytes'])}"
-    if "predicted_peak_bytes" in held and "peak_rss_bytes" in held:
-        planned, most = (format_bytes(held[key]) for key in ("predicted_peak_bytes", "peak_rss_bytes"))
+    if "predicted_allocated_bytes" in memory and "peak_bytes" in memory:
+        planned = f"{format_bytes(memory['predicted_allocated_bytes'])} in torch's allocator"
+        margin = f" ({format_bytes(memory['predicted_peak_bytes'])} with process and margin)"
+        return f"memory: planned {planned}{margin}, most held {format_bytes(memory['peak_bytes'])}"
+    if "predicted_peak_bytes" in memory and "peak_rss_bytes" in memory:
+        planned, most = (format_bytes(memory[key]) for key in ("predicted_peak_bytes", "peak_rss_bytes"))
         return f"memory: planned at most {planned} with its margin, most held {most}"
     return ""
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short.
+    """Remove what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short.
 
     Lines that are broken otherwise are named, and the file that has them is kept beside the new one.
     """
-    for measured in (path.parent / "eval").glob("step-*.json"):
-        at = measured.stem.removeprefix("step-")
-        if at.isdecimal() and int(at) > step:
-            measured.unlink()
+    for evaluation in (path.parent / "eval").glob("step-*.json"):
+        number = evaluation.stem.removeprefix("step-")
+        if number.isdecimal() and int(number) > step:
+            evaluation.unlink()
     if not path.is_file():
         return
     records, broken = read_lines(path)

@@ -17,7 +17,7 @@ from sftplay.commands.scale import cluster
 from sftplay.control import strategy_setup
 from sftplay.errors import MachineError
 from sftplay.launch.command.accelerate_yaml import accelerate_text
-from sftplay.machine.doctor.system import look_at_builds
+from sftplay.machine.doctor.system import check_builds
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -83,14 +83,14 @@ def test_the_cpu_file_starts_two_processes_that_talk():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "has_bf16", "said"),
+    ("gpus", "has_bf16", "expected"),
     [(8, True, (8, "MULTI_GPU", "bf16")), (1, False, (1, "NO", "fp16")), (0, False, (2, "MULTI_GPU", "no"))],
 )
-def test_what_is_written_for_a_machine_is_read_by_accelerate(tmp_path, gpus, has_bf16, said):
+def test_what_is_written_for_a_machine_is_read_by_accelerate(tmp_path, gpus, has_bf16, expected):
     path = tmp_path / "here.yaml"
     path.write_text(accelerate_text(path, gpus=gpus, has_bf16=has_bf16, cores=4))
     config = loaded(path)
-    assert (config.num_processes, config.distributed_type.value, config.mixed_precision) == said
+    assert (config.num_processes, config.distributed_type.value, config.mixed_precision) == expected
 
 
 def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
@@ -130,11 +130,11 @@ def test_a_lock_that_no_process_holds_is_found_with_the_command_that_removes_it(
     lock = tmp_path / "a b" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    (found,) = look_at_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
-    assert found.level == "warn"
-    subprocess.run(found.fix, shell=True, check=True)
+    (finding,) = check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert finding.level == "warn"
+    subprocess.run(finding.fix, shell=True, check=True)
     assert not lock.exists()
-    assert look_at_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+    assert check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
 
 
 def test_a_lock_that_torch_holds_while_it_builds_is_not_stale(tmp_path):
@@ -143,7 +143,7 @@ def test_a_lock_that_torch_holds_while_it_builds_is_not_stale(tmp_path):
     (tmp_path / "op").mkdir()
     baton = FileBaton(str(tmp_path / "op" / "lock"))
     assert baton.try_acquire()
-    assert [one.level for one in look_at_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})] == ["ok"]
+    assert [one.level for one in check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})] == ["ok"]
     baton.release()
 
 

@@ -85,20 +85,20 @@ def test_on_gpus_each_rank_is_found_by_its_process(running, monkeypatch):
         for n, pid in enumerate(pids)
     ]
     machine = type(probe())(**{**vars(probe()), "gpus": tuple(cards)})
-    (told,) = read_runs(running / "outputs", machine)
-    assert [(r.gpu, r.held_bytes, r.peak_bytes) for r in told.ranks] == [
+    (result,) = read_runs(running / "outputs", machine)
+    assert [(r.gpu, r.held_bytes, r.peak_bytes) for r in result.ranks] == [
         (0, 7 * GIB, 5 * GIB),
         (1, 8 * GIB, 9 * GIB),
     ]
-    assert [r.headroom_bytes for r in told.ranks] == [GIB, -GIB]  # 8 - max(6, 5, 7) and 8 - max(9, 8)
-    assert describe_run(told)[1] == (
+    assert [r.headroom_bytes for r in result.ranks] == [GIB, -GIB]  # 8 - max(6, 5, 7) and 8 - max(9, 8)
+    assert describe_run(result)[1] == (
         f"  rank 0 (process {pids[0]}): GPU 0, holds 7.00 GiB, allocated 4.00 GiB, reserved 6.00 GiB, peak 5.00 GiB,"
         " headroom 1.00 GiB"
     )
-    assert describe_run(told)[2].endswith("peak 9.00 GiB, headroom -1.00 GiB")
+    assert describe_run(result)[2].endswith("peak 9.00 GiB, headroom -1.00 GiB")
 
 
-def test_a_run_whose_process_has_gone_is_told_and_damaged_files_are_no_traceback(running):
+def test_a_run_whose_process_has_gone_is_named_and_damaged_files_give_no_traceback(running):
     run = running / "outputs" / "mine"
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 5, "pid": 2**30}))
     (run / "plan.json").write_text("{")
@@ -107,7 +107,7 @@ def test_a_run_whose_process_has_gone_is_told_and_damaged_files_are_no_traceback
     (broken / "status.json").write_text("[1, 2")
     done = call("memory-check", cwd=running)
     assert done.returncode == 0, done.stderr
-    assert "run mine: says it is running at step 5, but its process has gone; `make resume` goes on" in done.stdout
+    assert "run mine: was running at step 5, but its process has gone; `make resume` goes on" in done.stdout
     assert "broken" not in done.stdout
 
 
@@ -128,9 +128,9 @@ def test_watching_shows_it_again_until_it_is_interrupted(running):
     argv = [sys.executable, "-u", "-m", "sftplay", "memory-check", "--watch"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(argv, cwd=running, env=env, stdout=subprocess.PIPE, text=True) as process:
-        seen = 0
-        while seen < 2:
-            seen += "run mine" in process.stdout.readline()
+        count = 0
+        while count < 2:
+            count += "run mine" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=240) == 0
 
@@ -146,10 +146,10 @@ def test_the_doctor_ends_with_3_when_a_finding_would_keep_a_run_from_training(tm
     config.write_text("model: {name: org/never-seen}\ndata: {train_path: rows.jsonl}\n")
     here = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = call("doctor", "--fast", "--json", "--config", str(config), cwd=tmp_path, **here)
-    told = json.loads(done.stdout)
-    stops = [each for each in told["findings"] if each["level"] == "stop"]
+    result = json.loads(done.stdout)
+    stops = [each for each in result["findings"] if each["level"] == "stop"]
     assert done.returncode == 3
-    assert told["stop"] == len(stops)
+    assert result["stop"] == len(stops)
     assert ("hub", "unset HF_HUB_OFFLINE, then make download-model MODEL=org/never-seen") in [
         (each["subject"], each["fix"]) for each in stops
     ]
@@ -163,7 +163,7 @@ def test_the_fast_doctor_asks_nothing_of_the_network(tmp_path, monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: pytest.fail("the network was asked"))
     environ = {"HF_ENDPOINT": "http://192.0.2.1", "HF_HOME": str(tmp_path)}  # answers nobody (RFC 5737)
-    assert [each.level for each in hub.look_at_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
+    assert [each.level for each in hub.check_hub("org/model", is_fast=True, environ=environ)] == ["ok"]
 
 
 def test_without_a_gpu_it_says_what_the_memory_allows(tmp_path):
@@ -171,7 +171,7 @@ def test_without_a_gpu_it_says_what_the_memory_allows(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[:2] == ["Number of GPUs: 0", "  none: CUDA_VISIBLE_DEVICES hides every GPU"]
     assert any("allows on the CPU: tuning.mode full up to about" in line for line in lines)
-    told = json.loads(call("gpu-info", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="").stdout)
-    assert told["n_gpus"] == 0
-    assert 0 < told["ram_free_bytes"] <= told["ram_bytes"]
-    assert told["disk_free_bytes"] > 0
+    result = json.loads(call("gpu-info", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="").stdout)
+    assert result["n_gpus"] == 0
+    assert 0 < result["ram_free_bytes"] <= result["ram_bytes"]
+    assert result["disk_free_bytes"] > 0

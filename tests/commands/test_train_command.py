@@ -65,9 +65,9 @@ def test_finished_run_resumes_to_nothing(finished: Path, capsys: pytest.CaptureF
 def test_finished_run_that_is_asked_for_more_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]):
     words = ["resume", "--config", str(finished), "train.max_steps=9", "seed=1"]
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert "train.max_steps was 4 when the run began and is 9 now" in told
-    assert "seed was 42 when the run began and is 1 now" in told
+    errors = capsys.readouterr().err
+    assert "train.max_steps was 4 when the run began and is 9 now" in errors
+    assert "seed was 42 when the run began and is 1 now" in errors
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_another_number_of_processes_is_taken_and_said_unless_the_effective_batc
     monkeypatch.setattr(start, "follow", lambda *_, **__: pytest.fail("it was started"))
     words = ["resume", "--config", str(stopped), "--dry-run", "--nproc"]
     assert main([*words, "1"]) == 0
-    assert "begun on 2 process(es), goes on on 1 with" in capsys.readouterr().out
+    assert "began on 2 process(es) and continues on 1, each with" in capsys.readouterr().out
     assert main([*words, "3"]) == 2
     assert "effective batch 8 cannot be split exactly over 3 process(es)" in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ import pytest
 from sftplay.commands.look.tensorboard import stop
 from sftplay.control import tensorboard
 from sftplay.errors import MachineError, RunError
-from sftplay.launch.command.ports import free_port
+from sftplay.machine.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(".cache/tensorboard.json")
@@ -151,7 +151,7 @@ def test_a_process_that_merely_has_the_old_pid_is_left_alone(tmp_path, monkeypat
 
 
 def test_a_port_in_use_is_passed_over_and_when_all_are_the_machine_lacks_one(monkeypatch):
-    monkeypatch.setattr("sftplay.launch.command.ports.PORTS_TRIED", 1)
+    monkeypatch.setattr("sftplay.machine.ports.PORTS_TRIED", 1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

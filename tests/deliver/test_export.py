@@ -72,15 +72,15 @@ def test_plain_transformers_loads_the_shards_and_computes_what_peft_computes(run
     assert len(shards) > 2
     assert all((exported / shard).stat().st_size < 60_000 for shard in shards)
     expected = scores(AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter"))
-    found = scores(AutoModelForCausalLM.from_pretrained(exported))
-    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    actual = scores(AutoModelForCausalLM.from_pretrained(exported))
+    assert float((actual - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
 def test_adapter_in_it_loads_beside_the_base_in_plain_peft(run: Finished, exported: Path):
     base = AutoModelForCausalLM.from_pretrained(run.cfg.model.name)
-    found = scores(PeftModel.from_pretrained(base, exported / "adapter"))
+    actual = scores(PeftModel.from_pretrained(base, exported / "adapter"))
     expected = scores(AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter"))
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def test_code_of_the_card_runs_with_no_kit_and_gives_the_text_of_plain_peft(run: Finished, exported: Path):
@@ -101,9 +101,9 @@ def test_code_of_the_card_runs_with_no_kit_and_gives_the_text_of_plain_peft(run:
     model = AutoPeftModelForCausalLM.from_pretrained(adapter).eval()
     with torch.no_grad():
         out = model.generate(**prompt, max_new_tokens=64, do_sample=False, eos_token_id=2, pad_token_id=0)
-    said = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert len(set(said)) > 10
-    assert done.stdout == said + "\n"
+    text = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert len(set(text)) > 10
+    assert done.stdout == text + "\n"
 
 
 def test_card_has_a_front_matter_the_hub_reads_and_the_runs_figures(run: Finished, exported: Path):
@@ -140,8 +140,8 @@ def test_nothing_in_it_names_a_place_of_this_machine_or_a_secret(run: Finished, 
         str(Path.cwd()),
         run.cfg.data.train_path,
     ]
-    found = [(path.name, word) for path in files for word in banned if word.encode() in path.read_bytes()]
-    assert found == []
+    leaks = [(path.name, word) for path in files for word in banned if word.encode() in path.read_bytes()]
+    assert leaks == []
     # The originals do hold them, or this would show nothing.
     assert SECRET in run.folder.resolved.read_text()
     assert "secret place" in run.folder.resolved.read_text()

@@ -135,9 +135,9 @@ def test_config_values_that_were_set_are_shown_with_where(run: Finished):
 
 def test_a_hash_sign_inside_a_value_is_no_origin(folder: RunFolder):
     folder.resolved.write_text('run_name: "a  # b"  # run.yaml:3\noutput_dir: "c  # d"\n')
-    found = read_run_files(folder).settings
-    assert (found["run_name"].value, found["run_name"].origin) == ("a  # b", "run.yaml:3")
-    assert (found["output_dir"].value, found["output_dir"].origin) == ("c  # d", "")
+    settings = read_run_files(folder).settings
+    assert (settings["run_name"].value, settings["run_name"].origin) == ("a  # b", "run.yaml:3")
+    assert (settings["output_dir"].value, settings["output_dir"].origin) == ("c  # d", "")
 
 
 def test_the_masked_sample_shows_what_is_learned_and_only_that(run: Finished):
@@ -193,8 +193,8 @@ def test_writing_again_replaces_the_page_and_leaves_nothing_beside_it(folder: Ru
                                   "data_report.json", "metrics.jsonl", "launch.txt"])  # fmt: skip
 def test_a_file_that_is_missing_is_named(folder: RunFolder, name: str):
     (folder.path / name).unlink()
-    told = sentences(folder)
-    assert f"{name} is not there" in told or f"{name} cannot be read (no such file)" in told
+    text = sentences(folder)
+    assert f"{name} is not there" in text or f"{name} cannot be read (no such file)" in text
     assert name in page_of(folder).text
 
 
@@ -232,7 +232,7 @@ def test_a_failed_run_says_why_and_what_to_do(folder: RunFolder):
 
 def test_a_run_whose_process_died_is_interrupted_and_one_that_is_held_is_running(folder: RunFolder):
     folder.update_status(state="running", exit_code=None)
-    assert "ended at step 8 without a word" in sentences(folder)
+    assert "ended at step 8 without a message" in sentences(folder)
     with folder.locked():
         assert "The run is still going" in sentences(folder)
     with folder.locked():  # looking has taken nothing
@@ -254,10 +254,10 @@ def test_figures_that_got_worse_and_a_held_out_loss_that_rose_are_warned_of(fold
     folder.write_json("eval/after.json", {"n": 4, "loss": 1.0, "exact_match": 0.25})
     folder.write_json("eval/step-6.json", {"loss": 0.5})
     folder.write_json("eval/step-8.json", {"loss": 0.9})
-    told = sentences(folder).replace("\u00a0", " ")
-    assert "warn: Exact match got worse by training: 50.0 % → 25.0 %." in told
-    assert "loss got worse" not in told
-    assert "warn: Held-out loss was lowest at step 6 (0.5), then rose to 0.9" in told
+    text = sentences(folder).replace("\u00a0", " ")
+    assert "warn: Exact match got worse by training: 50.0 % → 25.0 %." in text
+    assert "loss got worse" not in text
+    assert "warn: Held-out loss was lowest at step 6 (0.5), then rose to 0.9" in text
 
 
 def test_rows_that_were_lost_and_checkpoints_that_do_not_count_are_warned_of(folder: RunFolder):
@@ -267,7 +267,7 @@ def test_rows_that_were_lost_and_checkpoints_that_do_not_count_are_warned_of(fol
     (folder.checkpoints / "incomplete" / "checkpoint-6").mkdir(parents=True)
     folder.logs.mkdir(exist_ok=True)
     (folder.logs / "rank0.log").write_text("[resume] checkpoint-6 is passed over: model.bin is missing\n[train] x\n")
-    told = sentences(folder)
+    text = sentences(folder)
     for part in (
         "warn: The template drops thinking.",
         "warn: 3 rows were refused",
@@ -278,7 +278,7 @@ def test_rows_that_were_lost_and_checkpoints_that_do_not_count_are_warned_of(fol
         "note: Checkpoint-6 is passed over: model.bin is missing.",
         "warn: 8 steps in all are few",
     ):
-        assert part in told
+        assert part in text
 
 
 JSON = st.recursive(
@@ -534,7 +534,7 @@ def test_bytes_that_never_become_a_character_are_shown_and_the_rest_is_read_on(r
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), "")
+CHROMIUM = next((path for name in BROWSERS if (path := shutil.which(name))), "")
 
 AS_3_AND_4 = """
 import fcntl, os, sys
@@ -684,8 +684,8 @@ def test_pointing_at_a_curve_tells_the_value_there(run: Finished, browser: Brows
     left, top, width = browser.js("[box.left, box.top, box.width]")
     for step in (3, 6):
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + width * step / 8, y=top + 20)
-        told = browser.js("document.querySelector('.legend span').textContent")
-        assert float(told.removesuffix(f" at step {step}")) == pytest.approx(run.losses[step - 1], rel=1e-4)
+        text = browser.js("document.querySelector('.legend span').textContent")
+        assert float(text.removesuffix(f" at step {step}")) == pytest.approx(run.losses[step - 1], rel=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

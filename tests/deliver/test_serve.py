@@ -32,13 +32,13 @@ from sftplay.deliver.export.serve import make_hub_cache, served_name, server_con
 from sftplay.deliver.export.server import build_server, choose_port, choose_server, run_server
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.command.command import Launch
-from sftplay.launch.command.ports import HOST, free_port
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import HOST, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "tiny-run"
 QUESTION = [{"role": "user", "content": "why old boats"}]
-DIALOGUE = [
+CHAT = [
     {"role": "system", "content": "asks"},
     *QUESTION,
     {"role": "assistant", "content": "salt"},
@@ -73,15 +73,15 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.fixture(scope="module")
 def started(run: Finished) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
     """A server as the verb starts it, its port, and what it said."""
-    port, said = free_port(0), run.folder.path / "said.txt"
-    with said.open("w") as handle:
+    port, output = free_port(0), run.folder.path / "said.txt"
+    with output.open("w") as handle:
         process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(run.folder.path), str(port)], cwd=ROOT, stdin=subprocess.DEVNULL,
             stdout=handle, stderr=handle, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": "/nowhere"},
         )  # fmt: skip
-    wait_until(lambda: "answers" in said.read_text() or process.poll() is not None)
-    assert process.poll() is None, said.read_text()
-    yield process, port, said
+    wait_until(lambda: "answers" in output.read_text() or process.poll() is not None)
+    assert process.poll() is None, output.read_text()
+    yield process, port, output
     process.kill()
     process.wait()
 
@@ -108,7 +108,7 @@ def plain_answer(run: Finished, messages: list[dict[str, str]], tokens: int) -> 
 
 @needs_server
 @pytest.mark.slow
-@pytest.mark.parametrize("messages", [QUESTION, DIALOGUE], ids=["one turn", "a dialogue"])
+@pytest.mark.parametrize("messages", [QUESTION, CHAT], ids=["one turn", "a chat"])
 def test_greedy_answer_to_the_openai_client_is_the_one_of_plain_peft(messages: Any, run: Finished, client: Any):
     expected = plain_answer(run, messages, 12)
     assert len(set(expected)) > 5
@@ -123,9 +123,9 @@ def test_greedy_answer_to_the_openai_client_is_the_one_of_plain_peft(messages: A
 
 @needs_server
 @pytest.mark.slow
-def test_temperature_is_heard_and_a_seed_repeats_an_answer(client: Any):
-    def answer(**how: Any) -> str:
-        asked = {"model": NAME, "messages": QUESTION, "max_tokens": 24, **how}
+def test_temperature_has_effect_and_a_seed_repeats_an_answer(client: Any):
+    def answer(**settings: Any) -> str:
+        asked = {"model": NAME, "messages": QUESTION, "max_tokens": 24, **settings}
         return client.chat.completions.create(**asked).choices[0].message.content
 
     greedy = answer(temperature=0)
@@ -154,16 +154,16 @@ def listening_on(port: int) -> set[str]:
 @needs_server
 @pytest.mark.slow
 def test_server_listens_on_this_machine_only_and_stops_at_a_signal(started: Any, run: Finished, client: Any):
-    process, port, said = started
+    process, port, output = started
     children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert listening_on(port) == {"0100007F"}  # 127.0.0.1, as proc(5) writes it
-    assert "merging the adapter into" in said.read_text()
+    assert "merging the adapter into" in output.read_text()
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == 128 + signal.SIGTERM
     assert children
     assert not any(is_alive(pid) for pid in children)
     assert choose_port(port) == port
-    assert "Traceback" not in said.read_text() + (run.folder.logs / "serve.log").read_text()
+    assert "Traceback" not in output.read_text() + (run.folder.logs / "serve.log").read_text()
 
 
 FAKE = """
@@ -189,16 +189,16 @@ def live(tmp_path: Path, signals: list[int], *words: str) -> int:
     """`run_server` with the stand-in, sent `signals` one after the other once it has said that it answers."""
     port = free_port(0)
     launch = Launch((sys.executable, "-c", FAKE, str(port), *words), {})
-    said: list[str] = []
+    output: list[str] = []
 
     def send() -> None:
         for number in signals:
-            wait_until(lambda: any("answers, model 'x'" in line for line in said))
+            wait_until(lambda: any("answers, model 'x'" in line for line in output))
             os.kill(os.getpid(), number)
             time.sleep(0.2)
 
     sender = threading.Thread(target=send)
-    with patch.object(serving.log, "say", lambda text, tag: said.append(text)):
+    with patch.object(serving.log, "say", lambda text, tag: output.append(text)):
         sender.start()
         try:
             return run_server(launch, "x", port=port, cwd=tmp_path, log_file=tmp_path / "logs" / "serve.log")
@@ -243,7 +243,7 @@ def having(*installed: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wish", "installed", "has_gpu", "server"),
+    ("choice", "installed", "has_gpu", "server"),
     [
         ("auto", ("fastapi", "uvicorn", "openai"), True, "transformers"),
         ("auto", ("fastapi", "uvicorn", "openai", "vllm"), False, "transformers"),
@@ -253,10 +253,10 @@ def having(*installed: str) -> Any:
     ],
 )
 def test_auto_takes_vllm_only_where_it_can_work(
-    wish: Any, installed: Any, has_gpu: bool, server: str, monkeypatch: pytest.MonkeyPatch
+    choice: Any, installed: Any, has_gpu: bool, server: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(serving, "find_spec", having(*installed))
-    assert choose_server(wish, has_gpu=has_gpu)[0] == server
+    assert choose_server(choice, has_gpu=has_gpu)[0] == server
 
 
 def test_what_is_not_installed_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch):
@@ -295,9 +295,9 @@ def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(serve
     [("run", "run"), ("my run@2", "my-run-2"), ("a--b..c", "a-b-c"), ("-x-", "x"), ("@", "run"), ("r.git", "r")],
 )
 def test_served_name_is_one_the_hub_would_take(folder: str, name: str, tmp_path: Path):
-    found = served_name(RunFolder(tmp_path / folder))
-    assert found == name
-    validate_repo_id(found)
+    actual = served_name(RunFolder(tmp_path / folder))
+    assert actual == name
+    validate_repo_id(actual)
 
 
 def test_links_show_one_model_that_samples_and_ends_where_training_ended(run: Finished, tmp_path: Path):
@@ -306,8 +306,8 @@ def test_links_show_one_model_that_samples_and_ends_where_training_ended(run: Fi
     snapshot = make_hub_cache(tmp_path / "hub", model, config=config, name="x")
     assert [repo.repo_id for repo in scan_cache_dir(tmp_path / "hub").repos] == ["x"]
     assert not scan_cache_dir(tmp_path / "hub").warnings
-    found = GenerationConfig.from_pretrained(snapshot)
-    assert (found.do_sample, found.temperature, found.top_k, found.eos_token_id) == (True, 1.0, 0, 2)
+    actual = GenerationConfig.from_pretrained(snapshot)
+    assert (actual.do_sample, actual.temperature, actual.top_k, actual.eos_token_id) == (True, 1.0, 0, 2)
     # The model's own file stays as it was: plain transformers answers greedily.
     assert not GenerationConfig.from_pretrained(model).do_sample
     assert AutoTokenizer.from_pretrained(snapshot).chat_template == run.trainer.processing_class.chat_template
@@ -316,8 +316,8 @@ def test_links_show_one_model_that_samples_and_ends_where_training_ended(run: Fi
 def test_model_keeps_its_own_way_of_sampling(run: Finished, tmp_path: Path):
     model = Path(shutil.copytree(whole_model(run.cfg, run.folder), tmp_path / "model"))
     GenerationConfig(do_sample=True, temperature=0.7, top_k=20, eos_token_id=5).save_pretrained(model)
-    found = server_config(run.cfg, model)
-    assert (found.temperature, found.top_k, found.eos_token_id) == (0.7, 20, [2, 5])
+    actual = server_config(run.cfg, model)
+    assert (actual.temperature, actual.top_k, actual.eos_token_id) == (0.7, 20, [2, 5])
 
 
 def test_merged_model_is_made_once_and_one_of_another_adapter_is_refused(run: Finished):

@@ -64,4 +64,4 @@ def test_silence_on_a_terminal_is_broken_in_place(clock):
 
 
 def test_a_sign_of_life_comes_within_the_promised_ten_seconds():
-    assert SIGN_OF_LIFE_S + 0.5 < 10  # the follower looks twice a second
+    assert SIGN_OF_LIFE_S + 0.5 < 10  # the follower calls tick twice a second

@@ -1,4 +1,4 @@
-"""The parent of a launch: gives back the run's own code, keeps what launchers say, passes signals on, leaves nobody."""
+"""The parent of a launch: gives the run's own code, logs the launcher's lines, forwards signals, leaves no process."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def status_of(folder):
     return folder.read_json("status.json")
 
 
-@pytest.mark.parametrize(("told", "ended"), [(4, 1), (0, 1), (143, 0)])
-def test_the_code_in_status_goes_before_the_launchers_code(folder, told, ended):
-    body = f"folder.update_status(exit_code={told}, state='told'); os._exit({ended})"
-    assert follow(worker(folder, body), folder) == told
+@pytest.mark.parametrize(("recorded", "launcher_code"), [(4, 1), (0, 1), (143, 0)])
+def test_the_code_in_status_goes_before_the_launchers_code(folder, recorded, launcher_code):
+    body = f"folder.update_status(exit_code={recorded}, state='told'); os._exit({launcher_code})"
+    assert follow(worker(folder, body), folder) == recorded
     assert status_of(folder)["state"] == "told"
 
 
@@ -96,7 +96,7 @@ def test_a_worker_killed_from_outside_is_a_failed_run_with_5(folder, capsys):
     assert "fix: look at" in error
 
 
-def test_a_worker_that_ends_without_a_word_is_a_bug_with_its_traceback_shown(folder, capsys):
+def test_a_worker_that_ends_without_a_report_is_a_bug_with_its_traceback_shown(folder, capsys):
     assert follow(worker(folder, "import sftplay.nowhere"), folder) == 1
     assert status_of(folder)["state"] == "failed"
     assert "ModuleNotFoundError" in capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed, mon
 
 
 def test_sigterm_that_make_passes_on_is_no_second_signal(folder, followed, monkeypatch):
-    # Who signals make's process group reaches the command directly and once more through make.
+    # A signal to make's process group reaches the command directly, and a second time through make.
     monkeypatch.setenv("MAKELEVEL", "1")
     driver = followed("n = wait_for_signal(); folder.update_status(saving=True); time.sleep(1)\n"
                       "folder.update_status(exit_code=128 + n, saved=True)")  # fmt: skip
@@ -208,7 +208,7 @@ def test_hang_up_that_nohup_switched_off_stays_so():
 
 
 def test_ranks_of_another_node_get_no_signal_here(folder, followed):
-    # Another node lists its ranks too; on this one such a pid belongs to somebody else.
+    # The list includes another node's ranks. On this node such a pid is another process.
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         body = (

@@ -180,7 +180,7 @@ def test_a_stem_with_pattern_characters_is_taken_literally(config):
     assert find_run(cfg, "run[1].yaml").path == own
 
 
-def test_a_fixed_name_is_the_run_and_a_given_one_goes_before_it(config):
+def test_a_fixed_name_is_the_run_unless_another_run_is_named(config):
     cfg = config(run_name="fixed")
     fixed, other = make_run(cfg, "fixed"), make_run(cfg, "other")
     assert find_run(cfg, "x.yaml").path == fixed
@@ -189,7 +189,7 @@ def test_a_fixed_name_is_the_run_and_a_given_one_goes_before_it(config):
 
 
 @pytest.mark.parametrize("run", [None, "nowhere"])
-def test_where_there_is_no_run_none_is_found(config, run):
+def test_a_run_that_does_not_exist_is_refused(config, run):
     for cfg in (config(), config(run_name="fixed")):
         assert not has_run(cfg, "x.yaml")
         with pytest.raises(ConfigError, match="no run"):
@@ -229,7 +229,7 @@ def test_a_second_process_cannot_hold_a_run_until_the_first_has_been_killed(tmp_
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         holder.stdout.close()
-    with folder.locked():  # the kernel has let go
+    with folder.locked():  # the kernel has released the lock
         assert folder.read_json("status.json")["pid"] == 4711
 
 

@@ -1,4 +1,4 @@
-"""An NVML that answers with the values of a recorded machine: pynvml's names, signatures, constants and errors."""
+"""A stand-in for pynvml that answers with the values of a recorded machine, with pynvml's signatures and errors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pynvml as real
 RECORDED = Path(__file__).parent / "recorded"
 MACHINES = sorted(path.stem for path in RECORDED.glob("*.json"))
 MIB = 2**20
-WORDS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
+LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """A machine's values, free to be changed."""
+    """A machine's values; the caller may change them."""
     return json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -38,8 +38,8 @@ def gpu(name: str = "NVIDIA H200", **changes: Any) -> dict[str, Any]:
 class Driver(ModuleType):
     """pynvml over a recorded machine. A handle is ("gpu", place) or ("mig", place, instance).
 
-    What the recording leaves out is Not Supported, as NVML says of consumer cards' ECC. `asked` are the functions that
-    were looked up.
+    A value that the recording leaves out is Not Supported, as ECC is on consumer cards. `asked` holds the names of the
+    functions that were called.
     """
 
     def __init__(self, machine: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Driver(ModuleType):
         own = self.machine["gpus"][handle[1]]
         return own if handle[0] == "gpu" else own["instances"][handle[2]]
 
-    def _told(self, handle: Any, key: str) -> Any:
+    def _value(self, handle: Any, key: str) -> Any:
         if not self.is_open:
             raise real.NVMLError(real.NVML_ERROR_UNINITIALIZED)
         value = self._own(handle).get(key)
@@ -105,15 +105,15 @@ class Driver(ModuleType):
         return own.get("uuid") or f"GPU-00000000-0000-0000-0000-{own['bus_id'].replace(':', '').replace('.', ''):0>12}"
 
     def nvmlDeviceGetName(self, handle):
-        return self._told(handle, "name")
+        return self._value(handle, "name")
 
     def nvmlDeviceGetPciInfo(self, handle):
-        return SimpleNamespace(busId=self._told(handle, "bus_id"))
+        return SimpleNamespace(busId=self._value(handle, "bus_id"))
 
     def nvmlDeviceGetMemoryInfo(self, handle, version=None):
         if self._own(handle).get("oldest_memory_only") and version is not None:
             raise real.NVMLError(real.NVML_ERROR_FUNCTION_NOT_FOUND)
-        total, used = self._told(handle, "total_mib") * MIB, self._told(handle, "used_mib") * MIB
+        total, used = self._value(handle, "total_mib") * MIB, self._value(handle, "used_mib") * MIB
         reserved = self._own(handle).get("reserved_mib", 0) * MIB
         if version is None:
             return SimpleNamespace(total=total, free=total - used - reserved, used=used + reserved)
@@ -121,30 +121,30 @@ class Driver(ModuleType):
         return SimpleNamespace(total=total, free=total - used - reserved, used=used, reserved=reserved)
 
     def nvmlDeviceGetCudaComputeCapability(self, handle):
-        return tuple(self._told(handle, "capability"))
+        return tuple(self._value(handle, "capability"))
 
     def nvmlDeviceGetTemperature(self, handle, sensor):
         assert sensor == real.NVML_TEMPERATURE_GPU
-        return self._told(handle, "temperature_c")
+        return self._value(handle, "temperature_c")
 
     def nvmlDeviceGetPowerUsage(self, handle):
-        return self._told(handle, "power_w") * 1000
+        return self._value(handle, "power_w") * 1000
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle):
-        return self._told(handle, "power_limit_w") * 1000
+        return self._value(handle, "power_limit_w") * 1000
 
     def nvmlDeviceGetUtilizationRates(self, handle):
-        return SimpleNamespace(gpu=self._told(handle, "busy_percent"), memory=0)
+        return SimpleNamespace(gpu=self._value(handle, "busy_percent"), memory=0)
 
     def nvmlDeviceGetTotalEccErrors(self, handle, errorType, counterType):
         assert (errorType, counterType) == (real.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, real.NVML_VOLATILE_ECC)
-        return self._told(handle, "ecc")
+        return self._value(handle, "ecc")
 
     def nvmlDeviceGetRemappedRows(self, device):
-        return tuple(self._told(device, "remapped"))
+        return tuple(self._value(device, "remapped"))
 
     def nvmlDeviceGetComputeMode(self, handle):
-        return self._told(handle, "compute_mode")
+        return self._value(handle, "compute_mode")
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         return self._running(handle, "C")
@@ -160,7 +160,7 @@ class Driver(ModuleType):
         ]
 
     def nvmlDeviceGetMigMode(self, device):
-        mode = self._told(device, "mig")
+        mode = self._value(device, "mig")
         return [mode, mode]
 
     def nvmlDeviceGetMaxMigDeviceCount(self, device):
@@ -171,11 +171,11 @@ class Driver(ModuleType):
             raise real.NVMLError(real.NVML_ERROR_NOT_FOUND)
         return ("mig", device[1], index)
 
-    def _word(self, device1, device2):
+    def _link(self, device1, device2):
         return self.machine["topology"][device1[1]][device2[1]]
 
     def nvmlDeviceGetTopologyCommonAncestor(self, device1, device2):
-        return WORDS.get(self._word(device1, device2), real.NVML_TOPOLOGY_NODE)
+        return LEVELS.get(self._link(device1, device2), real.NVML_TOPOLOGY_NODE)
 
     def nvmlDeviceGetP2PStatus(self, device1, device2, p2pIndex):
         assert p2pIndex == 0, "NVML_P2P_CAPS_INDEX_READ of nvml.h"
@@ -183,8 +183,8 @@ class Driver(ModuleType):
 
     def _ends(self, device):
         """Far end of each NVLink: places of GPUs, or None for a switch."""
-        words = self.machine["topology"][device[1]]
-        counts = {place: int(word[2:]) for place, word in enumerate(words) if word.startswith("NV")}
+        links = self.machine["topology"][device[1]]
+        counts = {place: int(link[2:]) for place, link in enumerate(links) if link.startswith("NV")}
         if self.machine.get("directly_linked"):
             return [place for place, count in counts.items() for _ in range(count)]
         return [None] * max(counts.values(), default=0)

@@ -1,4 +1,4 @@
-"""The doctor: what it stops for, what it warns of, and that every remedy names something to do."""
+"""The doctor: its stops, its warnings, and a remedy for each of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import recorded_driver as driver
 
 from sftplay.machine import torch_build
 from sftplay.machine.doctor import install, system
-from sftplay.machine.doctor.examine import Wishes, diagnose
-from sftplay.machine.doctor.gpu import look_at_gpus
-from sftplay.machine.doctor.hub import find_token, is_cached, look_at_hub
-from sftplay.machine.doctor.install import RANGES, is_within, look_at_libraries, look_at_torch
+from sftplay.machine.doctor.examine import RunNeeds, diagnose
+from sftplay.machine.doctor.gpu import check_gpus
+from sftplay.machine.doctor.hub import check_hub, find_token, is_cached
+from sftplay.machine.doctor.install import RANGES, check_libraries, check_torch, is_within
 from sftplay.machine.probe import Machine, probe
 from sftplay.machine.torch_build import TorchBuild, find_archs, find_torch
 
@@ -34,13 +34,13 @@ PLAIN = Machine(
 )  # fmt: skip
 
 
-def levels(found) -> dict[str, str]:
-    """Subject -> level; of several the worst."""
+def levels(findings) -> dict[str, str]:
+    """Subject -> the worst level of its findings."""
     order = ["ok", "warn", "stop"]
-    told: dict[str, str] = {}
-    for each in found:
-        told[each.subject] = max(each.level, told.get(each.subject, "ok"), key=order.index)
-    return told
+    worst: dict[str, str] = {}
+    for each in findings:
+        worst[each.subject] = max(each.level, worst.get(each.subject, "ok"), key=order.index)
+    return worst
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def machine_of(monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
 
-    def made(**changes):
+    def probed(**changes):
         values = {"total_mib": 40960, "capability": [8, 0], "ecc": 0, **changes}
         card = driver.gpu("NVIDIA A100-SXM4-40GB", **values)
         driver.install(monkeypatch, {"driver": "580.1", "cuda": 13000, "gpus": [card]})
         return replace(probe(in_detail=True), torch=TorchBuild("2.13.0+cu130", "13.0", None, ("sm_80",)))
 
-    return made
+    return probed
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def machine_of(monkeypatch):
     ],
 )
 def test_the_state_of_a_card_decides_the_finding(machine_of, changes, subject, level):
-    assert levels(look_at_gpus(machine_of(**{"processes": [], **changes}))).get(subject) == level
+    assert levels(check_gpus(machine_of(**{"processes": [], **changes}))).get(subject) == level
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_the_state_of_a_card_decides_the_finding(machine_of, changes, subject, l
 )
 def test_torch_must_be_built_for_the_card_and_the_driver_for_its_cuda(machine_of, build, driver_cuda, expected):
     # CUDA 12 programs of any minor version run on driver 525 and later, CUDA 13 needs 580 (CUDA release notes, table 2)
-    told = levels(look_at_gpus(replace(machine_of(), torch=build, cuda_driver=driver_cuda)))
-    assert {name: told.get(name) for name in expected} == expected
+    actual = levels(check_gpus(replace(machine_of(), torch=build, cuda_driver=driver_cuda)))
+    assert {name: actual.get(name) for name in expected} == expected
 
 
-def test_a_card_whose_driver_is_silent_stops_and_a_plain_cpu_does_not():
-    assert levels(look_at_gpus(PLAIN)) == {"gpu": "ok"}
-    assert levels(look_at_gpus(replace(PLAIN, gpu_reason="CUDA_VISIBLE_DEVICES hides every GPU"))) == {"gpu": "warn"}
+def test_a_card_without_a_working_driver_stops_and_a_plain_cpu_does_not():
+    assert levels(check_gpus(PLAIN)) == {"gpu": "ok"}
+    assert levels(check_gpus(replace(PLAIN, gpu_reason="CUDA_VISIBLE_DEVICES hides every GPU"))) == {"gpu": "warn"}
     note = "an NVIDIA GPU is at 0000:04:00.0, but its driver does not answer here"
-    assert levels(look_at_gpus(replace(PLAIN, notes=(note,)))) == {"gpu": "stop"}
+    assert levels(check_gpus(replace(PLAIN, notes=(note,)))) == {"gpu": "stop"}
 
 
 def test_the_ranges_of_libraries_are_those_of_pyproject():
@@ -128,7 +128,7 @@ def test_a_version_is_compared_as_pip_compares_releases(version, ranges, within)
 
 
 @pytest.mark.parametrize(
-    ("changes", "level", "word"),
+    ("changes", "level", "part"),
     [
         ({}, "ok", ""),
         ({"trl": None}, "stop", "trl is not installed"),
@@ -137,18 +137,18 @@ def test_a_version_is_compared_as_pip_compares_releases(version, ranges, within)
         ({"trl": "1.15.0"}, "stop", "Triton"),
     ],
 )
-def test_libraries_must_be_there_and_go_together(monkeypatch, changes, level, word):
+def test_libraries_must_be_installed_and_fit_together(monkeypatch, changes, level, part):
     monkeypatch.setattr(install, "find_spec", lambda name: None)
     versions = {name: v for name, v in {**PLAIN.libraries, **changes}.items() if v}
-    found = look_at_libraries(replace(PLAIN, libraries=versions))
-    assert levels(found) == {"versions": level}
-    assert word in " ".join(each.what for each in found)
+    findings = check_libraries(replace(PLAIN, libraries=versions))
+    assert levels(findings) == {"versions": level}
+    assert part in " ".join(each.what for each in findings)
 
 
 def test_unsloth_does_not_go_with_datasets_5(monkeypatch):
     monkeypatch.setattr(install, "find_spec", lambda name: object() if name == "unsloth" else None)
-    found = look_at_libraries(replace(PLAIN, libraries={**PLAIN.libraries, "datasets": "5.2.0"}))
-    assert [(f.level, f.fix) for f in found] == [("warn", "pip install 'datasets<5', or use tuning.backend: bnb")]
+    findings = check_libraries(replace(PLAIN, libraries={**PLAIN.libraries, "datasets": "5.2.0"}))
+    assert [(f.level, f.fix) for f in findings] == [("warn", "pip install 'datasets<5', or use tuning.backend: bnb")]
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_unsloth_does_not_go_with_datasets_5(monkeypatch):
         ({"devices": 1, "is_available": True, "nccl": "2.27.5"}, "ok"),
     ],
 )
-def test_what_torch_says_is_held_against_what_the_driver_shows(machine_of, answer, level):
-    (found,) = look_at_torch(answer, machine_of())
-    assert found.level == level
+def test_the_gpus_torch_sees_are_compared_with_those_the_driver_shows(machine_of, answer, level):
+    (finding,) = check_torch(answer, machine_of())
+    assert finding.level == level
 
 
 def test_the_build_read_from_files_is_the_one_torch_reports():
@@ -193,34 +193,34 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
 def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 10 * GIB})
     monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
-    look = system.look_at_disk
-    assert [look(tmp_path / "new", size, kept=2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
-    assert look(tmp_path, None, kept=2)[0].level == "ok"
+    check = system.check_disk
+    assert [check(tmp_path / "new", size, kept=2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
+    assert check(tmp_path, None, kept=2)[0].level == "ok"
     usage.free = 2 * GIB
-    assert look(tmp_path, None, kept=2)[0].level == "warn"
+    assert check(tmp_path, None, kept=2)[0].level == "warn"
     usage.free = GIB // 2
-    assert look(tmp_path, None, kept=2)[0].level == "stop"
+    assert check(tmp_path, None, kept=2)[0].level == "stop"
 
 
-def test_a_taken_meeting_port_is_told(monkeypatch):
+def test_a_taken_rendezvous_port_is_a_warning(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setattr(system, "RENDEZVOUS_PORT", taken.getsockname()[1])
-        assert levels(system.look_at_ports()) == {"ports": "warn"}
-    assert levels(system.look_at_ports()) == {"ports": "ok"}
+        assert levels(system.check_ports()) == {"ports": "warn"}
+    assert levels(system.check_ports()) == {"ports": "ok"}
 
 
-def test_little_shared_memory_few_files_and_little_ram_are_told(tmp_path, monkeypatch, machine_of):
+def test_little_shared_memory_few_files_and_little_ram_are_warnings(tmp_path, monkeypatch, machine_of):
     usage = type("Usage", (), {"free": 64 * 2**20})
     monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
     one = machine_of()
-    assert levels(system.look_at_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
-    assert levels(system.look_at_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {"shared memory": "warn"}
+    assert levels(system.check_shared_memory(one, tmp_path)) == {"shared memory": "ok"}
+    assert levels(system.check_shared_memory(replace(one, gpus=one.gpus * 2), tmp_path)) == {"shared memory": "warn"}
     for soft, level in ((1024, "warn"), (4096, "ok"), (-1, "ok")):
         monkeypatch.setattr(system.resource, "getrlimit", lambda kind, soft=soft: (soft, -1))
-        assert levels(system.look_at_limits()) == {"open files": level}
-    assert levels(system.look_at_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
+        assert levels(system.check_limits()) == {"open files": level}
+    assert levels(system.check_memory(replace(PLAIN, ram_free_bytes=GIB))) == {"memory": "warn"}
 
 
 @pytest.mark.parametrize(
@@ -233,26 +233,26 @@ def test_little_shared_memory_few_files_and_little_ram_are_told(tmp_path, monkey
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "warn"),
     ],
 )
-def test_variables_that_are_easily_forgotten_are_told(machine_of, environ, level):
-    assert levels(system.look_at_environment(machine_of(), environ)) == {"environment": level}
+def test_variables_that_are_easily_forgotten_are_checked(machine_of, environ, level):
+    assert levels(system.check_environment(machine_of(), environ)) == {"environment": level}
 
 
-def test_nvlinks_left_unused_are_told(machine_of):
+def test_unused_nvlinks_are_a_warning(machine_of):
     linked = replace(machine_of(), links=(("X", "NV12"), ("NV12", "X")))
     apart = replace(linked, links=(("X", "SYS"), ("SYS", "X")))
     environ = {"NCCL_P2P_DISABLE": "1"}
-    found = [system.look_at_environment(each, environ) for each in (linked, apart)]
-    assert [levels(each)["environment"] for each in found] == ["warn", "ok"]
+    findings = [system.check_environment(each, environ) for each in (linked, apart)]
+    assert [levels(each)["environment"] for each in findings] == ["warn", "ok"]
 
 
 @contextmanager
 def hub(status: int):
-    """A hub on this machine that answers everything with `status`; the requests it got."""
-    seen = []
+    """A hub on this machine that answers everything with `status`, and the list of its requests."""
+    requests = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            seen.append((self.path, self.headers.get("Authorization")))
+            requests.append((self.path, self.headers.get("Authorization")))
             self.send_response(status)
             self.end_headers()
 
@@ -264,7 +264,7 @@ def hub(status: int):
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", seen
+        yield f"http://127.0.0.1:{server.server_port}", requests
         server.shutdown()
         thread.join()
 
@@ -281,33 +281,33 @@ def hub(status: int):
 def test_the_hub_is_asked_once_and_the_token_is_never_shown(tmp_path, monkeypatch, status, token, expected):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with hub(status) as (address, seen):
+    with hub(status) as (address, requests):
         environ = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
-        found = look_at_hub(None, is_fast=False, environ=environ)
-    assert levels(found) == expected
-    assert seen == [("/api/whoami-v2", f"Bearer {token}") if token else ("/", None)]
-    assert "secret" not in " ".join(each.as_text() for each in found)
+        findings = check_hub(None, is_fast=False, environ=environ)
+    assert levels(findings) == expected
+    assert requests == [("/api/whoami-v2", f"Bearer {token}") if token else ("/", None)]
+    assert "secret" not in " ".join(each.as_text() for each in findings)
 
 
-def test_a_hub_that_does_not_answer_matters_only_for_what_is_not_cached(tmp_path):
+def test_a_hub_that_does_not_answer_matters_only_for_models_that_are_not_cached(tmp_path):
     with socket.socket() as closed:  # bound and not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         environ = {"HF_ENDPOINT": f"http://127.0.0.1:{closed.getsockname()[1]}", "HF_HOME": str(tmp_path)}
-        assert levels(look_at_hub("org/model", is_fast=False, environ=environ)) == {"hub": "warn"}
+        assert levels(check_hub("org/model", is_fast=False, environ=environ)) == {"hub": "warn"}
         snapshot = tmp_path / "hub/models--org--model/snapshots/abc"
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text("{}")
-        assert levels(look_at_hub("org/model", is_fast=False, environ=environ)) == {"hub": "ok"}
+        assert levels(check_hub("org/model", is_fast=False, environ=environ)) == {"hub": "ok"}
 
 
-def test_offline_stops_a_run_whose_model_is_not_here(tmp_path):
+def test_offline_stops_a_run_whose_model_is_not_cached(tmp_path):
     environ = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    assert levels(look_at_hub(None, is_fast=False, environ=environ)) == {"hub": "ok"}
-    (found,) = look_at_hub("org/model", is_fast=True, environ=environ)
-    assert (found.level, found.fix) == ("stop", "unset HF_HUB_OFFLINE, then make download-model MODEL=org/model")
+    assert levels(check_hub(None, is_fast=False, environ=environ)) == {"hub": "ok"}
+    (finding,) = check_hub("org/model", is_fast=True, environ=environ)
+    assert (finding.level, finding.fix) == ("stop", "unset HF_HUB_OFFLINE, then make download-model MODEL=org/model")
 
 
-def test_cache_and_token_are_looked_for_where_the_hubs_own_client_does(monkeypatch, tmp_path):
+def test_cache_and_token_are_where_the_hubs_own_client_reads_them(monkeypatch, tmp_path):
     import subprocess
 
     (tmp_path / "token").write_text("hf_fromfile\n")
@@ -323,16 +323,16 @@ def test_cache_and_token_are_looked_for_where_the_hubs_own_client_does(monkeypat
     assert is_cached("org/model", environ)
 
 
-def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_way_asks_no_torch(tmp_path, monkeypatch):
+def test_every_finding_that_is_not_ok_has_a_remedy_and_the_fast_doctor_does_not_ask_torch(tmp_path, monkeypatch):
     from sftplay.machine.doctor import examine
 
     monkeypatch.setattr(examine, "ask_torch", lambda: pytest.fail("torch was asked"))
     for name in driver.MACHINES:
         driver.install(monkeypatch, driver.recorded(name))
-        found = diagnose(probe(in_detail=True), Wishes(output=tmp_path), is_fast=True)
-        assert {each.subject for each in found} >= {"gpu", "versions", "memory", "disk", "ports", "open files"}
-        assert [each for each in found if each.level != "ok" and not each.fix] == []
+        findings = diagnose(probe(in_detail=True), RunNeeds(output=tmp_path), is_fast=True)
+        assert {each.subject for each in findings} >= {"gpu", "versions", "memory", "disk", "ports", "open files"}
+        assert [each for each in findings if each.level != "ok" and not each.fix] == []
     monkeypatch.setattr(examine, "ask_torch", lambda: {"error": "asked"})
-    monkeypatch.setattr(examine, "look_at_hub", lambda *args, **kwargs: [])
-    found = diagnose(PLAIN, Wishes(output=tmp_path, wants_4bit=True), is_fast=False)
-    assert "cannot be imported: asked" in json.dumps([each.what for each in found])
+    monkeypatch.setattr(examine, "check_hub", lambda *args, **kwargs: [])
+    findings = diagnose(PLAIN, RunNeeds(output=tmp_path, wants_4bit=True), is_fast=False)
+    assert "cannot be imported: asked" in json.dumps([each.what for each in findings])

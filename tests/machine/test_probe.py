@@ -1,4 +1,4 @@
-"""Facts about the machine: which cards a process gets, and what is left of memory in a container."""
+"""Facts about the machine: which cards a process gets, and how much memory a container leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nvml(monkeypatch):
     return driver.install(monkeypatch, MACHINE)
 
 
-def test_cards_are_reported_as_the_driver_tells_and_the_driver_is_closed(nvml):
+def test_cards_are_those_of_the_driver_and_the_driver_is_closed(nvml):
     gpus, reason = find_gpus()
     assert reason == ""
     assert [(g.index, g.name, g.total_bytes, g.free_bytes) for g in gpus] == [
@@ -47,8 +47,8 @@ def test_cards_are_reported_as_the_driver_tells_and_the_driver_is_closed(nvml):
 def test_bf16_begins_with_ampere(nvml):
     # compute capability: V100 7.0, T4 7.5, A100 8.0, H200 9.0 (developer.nvidia.com/cuda-gpus)
     assert [gpu.has_bf16 for gpu in find_gpus()[0]] == [True, False]
-    made = [probes.Gpu(0, "x", 1, 1, capability).has_bf16 for capability in ((7, 5), (8, 0), (8, 9), (12, 0))]
-    assert made == [False, True, True, True]
+    others = [probes.Gpu(0, "x", 1, 1, capability).has_bf16 for capability in ((7, 5), (8, 0), (8, 9), (12, 0))]
+    assert others == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_an_empty_choice_hides_every_card_and_is_the_reason(nvml, monkeypatch, v
     assert find_gpus() == ((), "CUDA_VISIBLE_DEVICES hides every GPU")
 
 
-@pytest.mark.parametrize(("visible", "word"), [("9", "names no GPU"), ("0,0", "names a GPU twice"), ("GPU-", "no GPU")])
-def test_a_choice_that_leaves_no_card_is_the_reason_for_none(nvml, monkeypatch, visible, word):
+@pytest.mark.parametrize(("visible", "part"), [("9", "names no GPU"), ("0,0", "names a GPU twice"), ("GPU-", "no GPU")])
+def test_a_choice_that_leaves_no_card_is_the_reason_for_none(nvml, monkeypatch, visible, part):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus, reason = find_gpus()
     assert gpus == ()
     assert "CUDA_VISIBLE_DEVICES" in reason
-    assert word in reason
+    assert part in reason
 
 
 WHOLE, SLICED, UNSLICED = Present("GPU-a"), Present("GPU-b", ("MIG-1", "MIG-2")), Present("GPU-c", ())
@@ -112,31 +112,30 @@ def test_a_process_gets_one_mig_instance_and_then_no_whole_gpu(present, visible,
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "Driver Not Loaded"),
         (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "NVML Shared Library Not Found"),
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "RM has detected an NVML/RM version mismatch."),
     ],
 )
-def test_without_a_driver_the_reason_is_what_it_said(nvml, code, told):
+def test_without_a_driver_the_reason_is_its_message(nvml, code, message):
     nvml.init_error = code
-    assert find_gpus() == ((), f"no NVIDIA driver answered ({told})")
+    assert find_gpus() == ((), f"no NVIDIA driver answered ({message})")
 
 
-def test_without_the_package_that_is_the_reason(monkeypatch):
+def test_a_missing_package_is_the_reason(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert find_gpus() == ((), "the package nvidia-ml-py is not installed")
 
 
-def test_a_card_that_is_lost_is_told_and_the_others_still_count(monkeypatch):
+def test_a_lost_card_is_named_and_the_others_still_count(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    machine = {**MACHINE, "gpus": [{**MACHINE["gpus"][0], "lost": True}, MACHINE["gpus"][1]]}
-    driver.install(monkeypatch, machine)
-    told = probe(in_detail=True)
-    assert [gpu.name for gpu in told.gpus] == ["Tesla V100-SXM2-16GB"]
-    assert told.notes == ("GPU 0 does not answer",)
+    driver.install(monkeypatch, {**MACHINE, "gpus": [{**MACHINE["gpus"][0], "lost": True}, MACHINE["gpus"][1]]})
+    machine = probe(in_detail=True)
+    assert [gpu.name for gpu in machine.gpus] == ["Tesla V100-SXM2-16GB"]
+    assert machine.notes == ("GPU 0 does not answer",)
 
 
 def test_a_driver_before_memory_version_2_is_asked_the_old_way(monkeypatch):
@@ -174,14 +173,14 @@ def test_accelerators_of_other_makers_are_named_and_not_used(tmp_path):
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "class").write_text(f"{kind}\n")
     assert other_accelerators(tmp_path) == (
-        "a GPU of AMD is at 0000:03:00.0; this kit trains on CUDA or the CPU",
+        "an AMD GPU is at 0000:03:00.0; this kit trains on CUDA or the CPU",
         "an NVIDIA GPU is at 0000:04:00.0, but its driver does not answer here",
     )
 
 
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
-    """Writes the kernel's files below a folder of its own, on a machine of 64 GiB of which 50 are free."""
+    """Writes the kernel's files below a temporary folder. The machine has 64 GiB, and 50 of them are free."""
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}.__getitem__)
 
     def write(files):
@@ -256,11 +255,11 @@ def test_memory_is_the_machines_or_the_lowest_limit_of_its_groups(kernel, files,
         "less on the machine than in the group",
     ],
 )
-def test_free_memory_is_what_machine_and_group_both_leave(kernel, files, free):
+def test_free_memory_is_the_lower_of_machine_and_group(kernel, files, free):
     assert ram.ram_free_bytes(kernel(files)) == free
 
 
-def test_resident_memory_of_this_process_is_what_the_kernel_counts():
+def test_resident_memory_of_this_process_is_the_count_of_the_kernel():
     import resource
 
     now, peak = ram.resident_bytes(os.getpid())
@@ -284,10 +283,10 @@ def test_the_whole_machine_can_be_written_as_json(nvml):
     content = json.loads(json.dumps(probe().as_dict()))
     assert [gpu["name"] for gpu in content["gpus"]] == [gpu["name"] for gpu in MACHINE["gpus"]]
     assert content["cores"] >= 1
-    assert content["gpus"][0]["processes"] == []  # what others run is no business of a manifest
+    assert content["gpus"][0]["processes"] == []  # a manifest does not list what others run
 
 
-def test_memory_a_run_may_count_on_is_what_is_free():
+def test_a_run_may_count_on_the_free_memory():
     plain = {"gpus": (), "gpu_reason": "", "ram_bytes": 8, "cores": 1, "python": "", "system": "", "libraries": {}}
     assert probes.Machine(**plain).ram_available == 8
     assert probes.Machine(**plain, ram_free_bytes=5).ram_available == 5

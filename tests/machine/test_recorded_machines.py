@@ -1,6 +1,6 @@
-"""gpu-info, memory-check and doctor on machines whose values public outputs show; their sources are in recorded/*.json.
+"""gpu-info, memory-check and doctor on machines with published values; their sources are in recorded/*.json.
 
-The texts in recorded/*.txt were written from the sources, before the code.
+The figures in recorded/*.txt were written down from the sources, before the code.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pynvml
 import pytest
 import recorded_driver as driver
 
-from sftplay.commands.look import machine as verbs
+from sftplay.commands.look import machine as commands
 from sftplay.machine import memory_use, probe, torch_build
-from sftplay.machine.doctor.gpu import look_at_gpus
+from sftplay.machine.doctor.gpu import check_gpus
 from sftplay.machine.torch_build import TorchBuild
 
 TORCH = TorchBuild("2.14.1+cu130", "13.0", None, ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"))
-"""What the wheel torch-2.14.1 for Linux says in torch/version.py and libtorch_python.so."""
+"""From torch/version.py and libtorch_python.so of the wheel torch-2.14.1 for Linux."""
 
 HOST = ("CPU cores:", "torch ", "Python ", "memory:", "no run is")
 
@@ -33,15 +33,15 @@ def same_host(monkeypatch):
 
 
 def printed(capsys) -> str:
-    """What the three commands say of the GPUs, without the lines on this host."""
+    """What the three commands print about GPUs, without the lines about this host."""
     args = argparse.Namespace(json=False, torch=False, watch=False, config="", overrides=["output_dir=nowhere"])
     texts = []
-    for name, verb in (("gpu-info", verbs.gpu_info), ("memory-check", verbs.memory_check)):
-        assert verb(args) == 0
+    for name, command in (("gpu-info", commands.gpu_info), ("memory-check", commands.memory_check)):
+        assert command(args) == 0
         lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(HOST)]
         texts += [f"$ {name}", *lines]
-    found = look_at_gpus(probe.probe(in_detail=True))
-    return "\n".join([*texts, "$ doctor", *(each.as_text() for each in found)]) + "\n"
+    findings = check_gpus(probe.probe(in_detail=True))
+    return "\n".join([*texts, "$ doctor", *(each.as_text() for each in findings)]) + "\n"
 
 
 @pytest.mark.parametrize("name", driver.MACHINES)
@@ -56,7 +56,7 @@ def test_every_recording_names_its_source(name):
 
 
 def changed_values(name):
-    """Each value of a recording's first GPU and of the machine, with another in its place."""
+    """The path and a different value for each value of a recording's first GPU and of its machine."""
     others = {
         "name": "Another GPU", "total_mib": 8192, "used_mib": 2048, "capability": [6, 1], "temperature_c": 91,
         "power_w": 111, "power_limit_w": 222, "busy_percent": 55, "ecc": 3, "reserved_mib": 4096,
@@ -112,19 +112,19 @@ def test_a_mig_instance_is_chosen_by_its_uuid(monkeypatch, capsys):
     assert gpu.capability == (8, 0)
 
 
-def test_a_shared_card_counts_for_what_is_free_on_it(monkeypatch):
+def test_a_shared_card_counts_with_its_free_memory(monkeypatch):
     driver.install(monkeypatch, driver.recorded("shared"))
     assert [gpu.plannable_bytes // 2**20 for gpu in probe.probe().gpus] == [338, 8386, 11424]
 
 
 def test_json_says_the_same_as_the_lines(monkeypatch, capsys):
     driver.install(monkeypatch, driver.recorded("v100x2"))
-    verbs.gpu_info(argparse.Namespace(json=True, torch=False))
-    told = json.loads(capsys.readouterr().out)
-    assert told["n_gpus"] == 2
-    assert told["gpus"][0]["used_bytes"] == 9434 * 2**20
-    assert told["gpus"][0]["processes"][0] == {"pid": 4450, "name": "python3", "used_bytes": 1733 * 2**20}
-    assert (told["driver"], told["links"]) == ("510.85.02", [["X", "PHB"], ["PHB", "X"]])
+    commands.gpu_info(argparse.Namespace(json=True, torch=False))
+    printed_json = json.loads(capsys.readouterr().out)
+    assert printed_json["n_gpus"] == 2
+    assert printed_json["gpus"][0]["used_bytes"] == 9434 * 2**20
+    assert printed_json["gpus"][0]["processes"][0] == {"pid": 4450, "name": "python3", "used_bytes": 1733 * 2**20}
+    assert (printed_json["driver"], printed_json["links"]) == ("510.85.02", [["X", "PHB"], ["PHB", "X"]])
 
 
 def test_the_stand_in_has_the_functions_of_the_real_module_with_their_parameters():

@@ -1,4 +1,4 @@
-"""Whether unsloth can be used is read from metadata, never by importing it; the reason names what is in the way."""
+"""Whether unsloth can be used is read from metadata, without importing it. The reason names what prevents it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REQUIRES = {
         'mlx==0.32.4; sys_platform == "darwin" and platform_machine == "arm64"',
     ],
 }
-"""From the metadata of the release 2026.10.9; of its exclusions, a few."""
+"""From the metadata of the release 2026.10.9, with a few of its exclusions."""
 
 LOCK = {
     "unsloth": "2026.10.9",
@@ -53,7 +53,7 @@ LOCK = {
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Versions by package, as the metadata tells them; a test may change or remove some."""
+    """Versions by package, as in the metadata. A test may change or remove some."""
     versions = dict(LOCK)
 
     def version(name):
@@ -69,11 +69,11 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_the_versions_of_the_lock_leave_nothing_in_the_way(installed, has_gpu):
+def test_unsloth_works_with_the_versions_of_the_lock(installed, has_gpu):
     assert find_unsloth_problem(has_gpu=has_gpu) == ""
 
 
-def test_without_the_package_that_is_the_problem(installed):
+def test_a_missing_package_is_the_problem(installed):
     del installed["unsloth"]
     assert find_unsloth_problem(has_gpu=True) == "the package unsloth is not installed"
 
@@ -101,19 +101,19 @@ def test_a_version_outside_the_bounds_of_the_package_is_named_with_the_bound(ins
     assert find_unsloth_problem(has_gpu=True) == problem
 
 
-def test_what_it_can_do_without_need_not_be_there(installed):
-    # torchvision, xformers, triton and diffusers stand in its requirements and in no fake metadata here.
+def test_requirements_that_training_does_not_use_may_be_missing(installed):
+    # torchvision, xformers, triton and diffusers are in its requirements and are not installed here.
     assert "torchvision" not in installed
     assert find_unsloth_problem(has_gpu=False) == ""
 
 
-def test_a_forbidden_cpu_is_in_the_way_only_where_there_is_no_gpu(installed, monkeypatch):
+def test_a_forbidden_cpu_is_a_problem_only_without_a_gpu(installed, monkeypatch):
     monkeypatch.setenv("UNSLOTH_DISABLE_CPU_FALLBACK", "1")
     assert "UNSLOTH_DISABLE_CPU_FALLBACK=1" in find_unsloth_problem(has_gpu=False)
     assert find_unsloth_problem(has_gpu=True) == ""
 
 
-def test_looking_for_it_imports_neither_it_nor_what_it_changes(tmp_path):
+def test_the_check_imports_neither_unsloth_nor_the_libraries_it_changes(tmp_path):
     package = tmp_path / "unsloth"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('unsloth was imported')\n")
@@ -122,7 +122,7 @@ def test_looking_for_it_imports_neither_it_nor_what_it_changes(tmp_path):
         "print({'torch', 'transformers', 'unsloth', 'trl'} & set(sys.modules))"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    problem, imported = done.stdout.splitlines()
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    problem, imported = process.stdout.splitlines()
     assert imported == "set()"
     assert "unsloth" in problem or problem == ""

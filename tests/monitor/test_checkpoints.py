@@ -1,4 +1,4 @@
-"""Which checkpoints count, which are removed, and what a resumed run takes back."""
+"""Which checkpoints count, which are removed, and which metrics a resumed run removes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def mark(checkpoint: Path, **fields: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "damage"),
     [
         (flip_a_byte, "weights.bin has changed (sha256)"),
         (lambda c: (c / "deep" / "state.json").unlink(), "deep/state.json is missing"),
@@ -100,14 +100,14 @@ def mark(checkpoint: Path, **fields: object) -> None:
         (lambda c: (c / "COMPLETE.json").write_text("9" * 10_000), "no readable COMPLETE.json"),
     ],
 )
-def test_damaged_checkpoint_is_named_and_passed_over_for_the_one_before(harm, said: str, tmp_path: Path):
+def test_damaged_checkpoint_is_named_and_passed_over_for_the_one_before(harm, damage: str, tmp_path: Path):
     before, newest = make(tmp_path, 2), make(tmp_path, 4)
     assert newest_complete(tmp_path) == (newest, [])
     harm(newest)
-    assert newest_complete(tmp_path) == (before, [f"checkpoint-4 is passed over: {said}"])
+    assert newest_complete(tmp_path) == (before, [f"checkpoint-4 is passed over: {damage}"])
 
 
-def test_order_is_by_step_not_by_name_and_strangers_are_left_out(tmp_path: Path):
+def test_order_is_by_step_not_by_name_and_other_files_are_left_out(tmp_path: Path):
     for step in (10, 9, 100):
         make(tmp_path, step)
     (tmp_path / "checkpoint-best").mkdir()
@@ -192,7 +192,7 @@ def test_broken_lines_of_metrics_are_named_and_kept_while_the_whole_ones_go_on(t
     assert capsys.readouterr().out == ""
 
 
-def test_metrics_behind_the_checkpoint_and_a_torn_line_are_cut(tmp_path: Path):
+def test_metrics_after_the_checkpoint_and_a_torn_line_are_removed(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (2, 4, 6)]
     path.write_text("\n".join(lines) + '\n{"step": 8, "lo')

@@ -83,8 +83,8 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_r
             name = f"rank-{rank}-{wheres[0]}"
             failures = [(rank, step, micro, where) for (step, micro), where in zip(places, wheres, strict=True)]
             check_same(run(name, failures), undisturbed)
-            told = [(each["step"], each["batch_size_before"], each["batch_size"]) for each in events(runs / name)]
-            assert told == [(1, 8, 4), (2, 4, 2), (3, 2, 1)]
+            sizes = [(each["step"], each["batch_size_before"], each["batch_size"]) for each in events(runs / name)]
+            assert sizes == [(1, 8, 4), (2, 4, 2), (3, 2, 1)]
     dropped = run("dropped", [(0, 2, 2, "forward")], tuning__lora__dropout=0.3)
     assert [line["row_ids"] for line in lines(dropped)] == [line["row_ids"] for line in lines(undisturbed)]
 
@@ -152,10 +152,10 @@ def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(write_config: Wr
         done = sftplay("train", "--config", config, "--nproc", 2, **hooked(tmp_path, [], **limit), timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         runs[name] = (tmp_path / "outputs" / name, done.stdout)
-    (plain, _), (short, said) = runs["plain"], runs["short"]
+    (plain, _), (short, output) = runs["plain"], runs["short"]
     for what in ("the evaluation", "the held-out loss", "answering"):
-        assert f"out of memory in {what}: it goes on with" in said
-    assert "the same rows again" not in said
+        assert f"out of memory in {what}: it goes on with" in output
+    assert "the same rows again" not in output
     assert events(short) == []
     for measured in ("step-2.json", "step-4.json", "after.json"):
         figures, expected = (json.loads((run / "eval" / measured).read_text()) for run in (short, plain))
@@ -180,7 +180,7 @@ def test_where_gradients_travel_within_the_last_micro_batch_the_run_restarts_wit
         assert done.returncode == 0, done.stdout + done.stderr
         runs[name] = tmp_path / "outputs" / name
     assert "step 2: out of memory in forward on rank 1" in done.stdout
-    assert "goes on from its last checkpoint with 2 rows at a time in place of 8" in done.stdout
+    assert "continues from its last checkpoint with 2 rows at a time instead of 8" in done.stdout
     attempts = json.loads((runs["restarted"] / "status.json").read_text())["attempts"]
     assert [each["from_step"] for each in attempts] == [0, 2]
     check_same(runs["restarted"], runs["undisturbed"])

@@ -1,4 +1,4 @@
-"""The verbs that prepare data and show it: with the same checks as training, without a model."""
+"""The verbs that prepare data and show it, with the same checks as training and without a model."""
 
 from __future__ import annotations
 
@@ -85,18 +85,18 @@ def _load(cfg: RunConfig) -> Examples:
     if needs_no_hub(cfg):
         os.environ.update(offline_environment())
     log.say(f"reading {cfg.data.train_path}", "data")
-    before = _seals(cfg)
+    before = _seal_times(cfg)
     from sftplay.data.pipeline import load_examples
     from sftplay.model.tokenizer import load_tokenizer
 
     examples = load_examples(cfg, load_tokenizer(cfg.model))
     name = examples.report["fingerprint"]
-    outcome = "found in" if before.get(name) == _seals(cfg).get(name) else "written to"
+    outcome = "found in" if before.get(name) == _seal_times(cfg).get(name) else "written to"
     log.say(f"token rows {outcome} {Path(cfg.data.processed_dir) / name}", "data")
     return examples
 
 
-def _seals(cfg: RunConfig) -> dict[str, int]:
+def _seal_times(cfg: RunConfig) -> dict[str, int]:
     """Name of a cache folder -> when it was made."""
     from sftplay.data.cache import SEAL
 

@@ -17,7 +17,7 @@ from sftplay.machine.probe import Machine, probe
 from sftplay.units import format_bytes
 
 if TYPE_CHECKING:
-    from sftplay.machine.doctor.examine import Wishes
+    from sftplay.machine.doctor.examine import RunNeeds
 
 CHECKS = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 
@@ -66,7 +66,7 @@ def doctor(args: Namespace) -> int:
     """`doctor`: findings with their remedies; exit code 3 when one of them would stop a run."""
     from sftplay.machine.doctor.examine import diagnose
 
-    findings = diagnose(probe(in_detail=True), _wishes(args), is_fast=args.fast)
+    findings = diagnose(probe(in_detail=True), _run_needs(args), is_fast=args.fast)
     counts = {level: sum(each.level == level for each in findings) for level in ("ok", "warn", "stop")}
     if args.json:
         print(json.dumps({**counts, "findings": [asdict(each) for each in findings]}, ensure_ascii=False))
@@ -78,7 +78,7 @@ def doctor(args: Namespace) -> int:
 
 
 def check(args: Namespace) -> int:
-    """`check`: ruff's lint and format and mypy over this repository; the first failure's code, 0 for none."""
+    """`check`: ruff's lint and format and mypy over this repository; 1 when one of them fails, else 0."""
     root = Path(__file__).resolve().parents[3]
     failed = [" ".join(argv) for argv in CHECKS if subprocess.call([sys.executable, "-m", *argv], cwd=root)]
     if failed:
@@ -118,7 +118,7 @@ def _ram(machine: Machine) -> str:
 
 
 def _output_folder(args: Namespace) -> Path:
-    """The folder of the runs: the config's output_dir; without a config an override of it, else the default."""
+    """The config's output_dir. Without a config: the override of it, or the default."""
     if args.config:
         from sftplay.config.load import load_config
 
@@ -129,17 +129,17 @@ def _output_folder(args: Namespace) -> Path:
     return Path(overrides.get("output_dir", "outputs"))
 
 
-def _wishes(args: Namespace) -> Wishes:
-    from sftplay.machine.doctor.examine import Wishes
+def _run_needs(args: Namespace) -> RunNeeds:
+    from sftplay.machine.doctor.examine import RunNeeds
 
     if not args.config:
-        return Wishes(output=_output_folder(args))
+        return RunNeeds(output=_output_folder(args))
     from sftplay.config.load import load_config
     from sftplay.control.model_shape import checkpoint_bytes
     from sftplay.model.source import is_local
 
     cfg = load_config(args.config, args.overrides)
-    return Wishes(
+    return RunNeeds(
         output=Path(cfg.output_dir),
         hub_model=None if is_local(cfg.model.name) else cfg.model.name,
         checkpoint_bytes=checkpoint_bytes(cfg),

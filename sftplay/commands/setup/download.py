@@ -89,5 +89,6 @@ def _fetch(name: str, revision: str | None, *, sizes: dict[str, int], where: str
             done += size
     except (httpx.HTTPError, OSError) as error:
         what = f"{file} could not be fetched ({first_line(error)})"
-        raise MachineError(what, where=where, fix="the same command again goes on where this one stopped") from error
+        fix = "run the same command again; it continues where this one stopped"
+        raise MachineError(what, where=where, fix=fix) from error
     return folder

@@ -1,4 +1,4 @@
-"""The verbs by which a finished run answers: `infer` line by line, `infer-batch` a whole file."""
+"""The verbs that ask a finished run for answers: `infer` line by line, `infer-batch` a whole file."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from sftplay.launch.supervise.console import Console, Screen
 
 
 def infer(args: Namespace) -> int:
-    """`infer`: a dialogue on standard input and output, one line a turn. An empty line or the end of input ends it."""
+    """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends."""
     cfg, folder = open_run(args)
     generator, renderer = _open_generator(cfg, folder, args=args)
     from sftplay.deliver.infer.chat import Conversation, run_command
 
     model = f"{'the base of ' if args.base else ''}{folder.path}"
     log.say(f"talking to {model}; an empty line ends it, /help lists commands", "infer")
-    dialogue = Conversation(generator, renderer, cfg.data.system)
+    conversation = Conversation(generator, renderer, cfg.data.system)
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while line := _next_line():
         if not line.startswith("/"):
-            _answer(dialogue, line.strip())
-        elif (reply := run_command(dialogue, line)) is not None:
+            _answer(conversation, line.strip())
+        elif (reply := run_command(conversation, line)) is not None:
             log.say(reply, "infer")
         else:
             return 0
@@ -48,7 +48,7 @@ def infer(args: Namespace) -> int:
 
 
 def _next_line() -> str:
-    """The next line without its end; empty at the end of the dialogue."""
+    """The next line without its end; empty at the end of the conversation."""
     is_typed = sys.stdin.isatty()
     sys.stdout.write("> " if is_typed else "")
     sys.stdout.flush()
@@ -61,10 +61,10 @@ def _next_line() -> str:
     return line.rstrip() if line.strip() else ""
 
 
-def _answer(dialogue: Any, question: str) -> None:
+def _answer(conversation: Any, question: str) -> None:
     with _interruptible() as stop:
         try:
-            for piece in dialogue.ask(question, stop, note=lambda text: log.say(f"note: {text}", "infer")):
+            for piece in conversation.ask(question, stop, note=lambda text: log.say(f"note: {text}", "infer")):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         except DataError as error:
@@ -103,7 +103,7 @@ def infer_batch(args: Namespace) -> int:
     partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
     with partial.held():
         if n_kept := partial.n_answers:
-            log.say(f"{partial.path} holds {n_kept} of {n} answers: going on from there", "infer")
+            log.say(f"{partial.path} holds {n_kept} of {n} answers: continuing from there", "infer")
         if n_kept < n:
             _answer_file(args, cfg, folder=folder, questions=questions, partial=partial, n=n)
         if content_digest(args.input) != digest:
@@ -132,7 +132,7 @@ def _answer_file(
             generator, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter
         )
     except KeyboardInterrupt:
-        log.say(f"stopped; {partial.n_answers} answers are kept, the same command goes on from there", "infer")
+        log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
         raise
 
 
@@ -167,7 +167,7 @@ def _check_paths(args: Namespace) -> Path:
 
 
 def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
-    """The settings that shape the answers, beside run and rows."""
+    """The settings that change the answers, besides the run and the rows."""
     fixed = {"batch_size": cfg.eval.batch_size, "max_new_tokens": _longest(args, cfg), "temperature": args.temperature}
     return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
 

@@ -1,6 +1,6 @@
 """The model card, README.md of an exported model: what it was made from, how, what was measured, how to load it.
 
-It states what the run's own files say, and says of everything else that it is not known.
+It states what the run's own files say. Everything else is stated as not known.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write_card(run: PublicRun, path: Path) -> None:
     text = environment.get_template("model_card.md").render(
         run=run,
         cfg=run.cfg,
-        how=_how(run.cfg),
+        method=_method_of(run.cfg),
         has_chat_template=(path.parent / "chat_template.jinja").is_file(),
         base=json.dumps(run.hub_base or f"path/to/{run.cfg.model.name}"),
         sources=_sources(run.data_report),
@@ -78,16 +78,16 @@ def _front_matter(run: PublicRun) -> ModelCardData:
     )
 
 
-def _how(cfg: RunConfig) -> str:
-    how = {
+def _method_of(cfg: RunConfig) -> str:
+    method = {
         "full": "every weight was trained",
         "lora": "an adapter was trained and merged into the base",
         "qlora": "an adapter was trained on the base in 4 bits, and merged into the base in full precision",
     }[cfg.tuning.mode]
     if cfg.model.adapter:
         before = "had been merged into the base before" if cfg.model.merge_adapter else "was trained on"
-        how += f"; the adapter of an earlier run {before}"
-    return how
+        method += f"; the adapter of an earlier run {before}"
+    return method
 
 
 def _sources(report: Mapping[str, Any]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""A result's folder that appears under its name whole or not at all, on a disk that has room for it."""
+"""Writes a result's folder whole or not at all, after checking that the disk has room for it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sftplay.data.records import Message, Refused, Source
 from sftplay.errors import DataError
 
 BATCHES_IN_WINDOW = 64
-"""Rows are sorted by length inside so many batches, and only so many are in memory."""
+"""Batches in a window. Rows are sorted by length inside a window, and only one window is in memory."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class SvgPath(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over one axis of steps; each has a point."""
+    """Curves over one axis of steps; each has at least one point."""
 
     title: str
     unit: str
@@ -115,7 +115,20 @@ class Chart:
 
     def summary(self, curve: Curve) -> str:
         """Where a curve begins, its lowest and highest value, and where it ends."""
-        return _summary(curve, self.unit)
+        finite, unit = curve.drawable, self.unit
+        if not finite:
+            return "no finite value"
+        (first_step, first), (last_step, last) = finite[0], finite[-1]
+        text = f"{format_figure(unit, first)} at step {first_step:,.0f}"
+        if len({value for _, value in finite}) == 1 and len(finite) > 1:
+            text = f"{format_figure(unit, first)} throughout"
+        elif len(finite) > 1:
+            text += f" → {format_figure(unit, last)} at step {last_step:,.0f}"
+            for word, pick in (("lowest", min), ("highest", max)):
+                step, value = extreme = pick(finite, key=lambda point: point[1])
+                if extreme not in (finite[0], finite[-1]):
+                    text += f"; {word} {format_figure(unit, value)} at {step:,.0f}"
+        return text + ("; not finite in places" if len(finite) < len(curve.points) else "")
 
     def not_finite(self) -> list[float]:
         """Steps at which a value was not finite."""
@@ -126,9 +139,9 @@ class Chart:
         ]
 
     def paths(self) -> Iterator[SvgPath]:
-        """What the curves look like."""
+        """The paths that draw the curves."""
         for curve in self.curves:
-            # A lone point of a path shows only when it has a length, if of zero.
+            # A path of one point is drawn only if it has a line, even one of length zero.
             lone = "h0" if len(curve.drawable) == 1 else ""
             yield SvgPath(f"line {curve.colour}{' pale' if curve.trend else ''}", curve.key, self._line(curve) + lone)
             if turns := [self._turn(point) for point in curve.trend if is_drawable(point[1])]:
@@ -199,23 +212,6 @@ def _log_axis(low: float, high: float) -> Axis:
     stride = max(1, -(-(last - first) // 4))
     ticks = [10.0**i for i in range(first, last + 1, stride)]
     return Axis(10.0**first, 10.0**last, ticks, is_log=True)
-
-
-def _summary(curve: Curve, unit: str) -> str:
-    finite = curve.drawable
-    if not finite:
-        return "no finite value"
-    (first_step, first), (last_step, last) = finite[0], finite[-1]
-    text = f"{format_figure(unit, first)} at step {first_step:,.0f}"
-    if len({value for _, value in finite}) == 1 and len(finite) > 1:
-        text = f"{format_figure(unit, first)} throughout"
-    elif len(finite) > 1:
-        text += f" → {format_figure(unit, last)} at step {last_step:,.0f}"
-        for word, pick in (("lowest", min), ("highest", max)):
-            step, value = extreme = pick(finite, key=lambda point: point[1])
-            if extreme not in (finite[0], finite[-1]):
-                text += f"; {word} {format_figure(unit, value)} at {step:,.0f}"
-    return text + ("; not finite in places" if len(finite) < len(curve.points) else "")
 
 
 def _tick(value: float, unit: str, *, high: float) -> str:

@@ -43,7 +43,7 @@ class History:
     """Lines that are no object with a step; a last one still being written does not count."""
 
     n_backwards: int = 0
-    """Lines whose step is not behind the one before."""
+    """Lines whose step is not larger than the one before."""
 
     bad_steps: dict[str, list[int]] = field(default_factory=dict)
     """Figure -> the first steps at which it was not finite."""
@@ -110,7 +110,7 @@ def _parsed(raw: bytes) -> dict[str, object]:
 def _add(history: History, step: float, *, line: dict[str, object]) -> None:
     values, steps = history.values, history.steps
     for name, given in line.items():
-        # Of a million lines this is nearly all the time there is.
+        # With a million lines this takes nearly all the time.
         value = given if type(given) is float else as_number(given)
         if value is None or name in NO_FIGURES:
             continue

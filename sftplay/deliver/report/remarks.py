@@ -1,6 +1,6 @@
 """What a reader of a run should not miss: failures, doubts about the figures, and what could not be read.
 
-Each remark is a sentence with its figures. Nothing is decided here; the run has ended or goes on regardless.
+Each remark is a sentence with its figures. Nothing is decided here; the run has ended or continues regardless.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def _state(run: RunFiles) -> Iterator[Remark]:
         fix = f" Remedy: {fix}." if isinstance(fix, str) and fix else ""
         yield Remark("stop", f"The run failed at step {run.step:,}. {cause_of(run)}.{fix}")
     if state == "interrupted":
-        text = f"The run ended at step {run.step:,} without a word (killed, or the machine went down)."
-        yield Remark("stop", f"{text} `make resume` goes on from the last complete checkpoint.")
+        text = f"The run ended at step {run.step:,} without a message (it was killed, or the machine went down)."
+        yield Remark("stop", f"{text} `make resume` continues from the last complete checkpoint.")
     if state == "stopped":
         by = run.status.get("signal")
         by = f" by {by}" if isinstance(by, str) else ""
-        yield Remark("warn", f"The run was stopped{by} at step {run.step:,}; `make resume` goes on from there.")
+        yield Remark("warn", f"The run was stopped{by} at step {run.step:,}; `make resume` continues from there.")
     if state == "running":
         yield Remark("note", f"The run is still going; this page shows it as of step {run.step:,}.")
     if state == "done" and run.folder.result is None:
@@ -79,8 +79,8 @@ def _attempts(run: RunFiles) -> Iterator[Remark]:
         span = f"from step {format_figure('step', start)}" + (
             "" if end is None else f" to {format_figure('step', end)}"
         )
-        how = cause if isinstance(cause, str) else "ended without a word"
-        yield Remark("note", f"Attempt {number} ran {span}: {how}.")
+        ending = cause if isinstance(cause, str) else "ended without a message"
+        yield Remark("note", f"Attempt {number} ran {span}: {ending}.")
 
 
 def _checkpoints(run: RunFiles) -> Iterator[Remark]:

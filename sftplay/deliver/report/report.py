@@ -23,17 +23,17 @@ from sftplay.units import format_count, format_seconds
 
 NAME = "report.html"
 COLOURS = {"done": "good", "failed": "bad", "interrupted": "bad"}
-"""Of a run's state; that of any other is a caution."""
+"""Colour of a run's state. Any other state is shown as a caution."""
 
 Tile = tuple[str, str, str]
-"""Name, value, a word below it."""
+"""Name, value, a note below it."""
 
 
 def write_report(folder: RunFolder) -> Path:
     """Write `report.html` into the run folder, over an older one; the file's path.
 
     Raises:
-        OSError: the page cannot be written. Nothing that is found in the folder raises.
+        OSError: the page cannot be written. Nothing in the folder's files raises.
     """
     path = folder.path / NAME
     write_text(path, render(read_run_files(folder)))

@@ -25,9 +25,9 @@ from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mapping
 from sftplay.units import format_bytes, format_count
 
 MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_rss_bytes")
-SEEN = ("label_tokens", "tokens_seen", "label_tokens_seen")
+TOKEN_COUNTS = ("label_tokens", "tokens_seen", "label_tokens_seen")
 TIMES = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "step_s", "communication_max_s")
-MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *SEEN, *MEMORY)
+MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *TOKEN_COUNTS, *MEMORY)
 """Figures with a chart of their own, or with none on purpose."""
 
 MOST_OTHERS, MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 8, 40, 20, 700
@@ -43,7 +43,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     kinds: str = ""
-    """A letter a column: `n` figures, `c` code, `b` the width of a bar, else text."""
+    """One letter per column: `n` figures, `c` code, `b` the width of a bar, else text."""
 
     caption: str = ""
     stacks: bool = False
@@ -54,7 +54,7 @@ class Table:
 
 
 class Sample(NamedTuple):
-    """One row as stretches of tokens: whether these are learned, and their texts. Of a long row the beginning."""
+    """One row as stretches of tokens: whether these are learned, and their texts. A long row is cut."""
 
     source: str
     stretches: list[tuple[bool, list[str]]]
@@ -103,13 +103,13 @@ def charts_of(run: RunFiles) -> list[Chart]:
 
 
 def held_out_points(run: RunFiles) -> list[Point]:
-    """Held-out losses over the steps, that of the untrained model at step 0 included."""
+    """Held-out losses over the steps. Step 0 is the untrained model."""
     points = dict(run.held_out)
     before = as_number(run.evals.get("before", {}).get("loss"))
     if before is not None:
         points.setdefault(0.0, before)
     after = as_number(run.evals.get("after", {}).get("loss"))
-    # With the best weights kept, the result is not that of the last step.
+    # When the best weights are kept, the result is not the last step's.
     keeps_best = run.value("train.best_metric") or run.value("train.early_stopping")
     if after is not None and run.state == "done" and not keeps_best:
         points.setdefault(float(run.step), after)
@@ -198,10 +198,10 @@ def data_facts(run: RunFiles) -> list[Fact]:
         ("template, sha256", data.get("template_hash")),
         ("rows and options, fingerprint", data.get("fingerprint")),
     ]
-    return _told(rows[:80]) if data else []
+    return _without_empty(rows[:80]) if data else []
 
 
-def _told(rows: list[Fact]) -> list[Fact]:
+def _without_empty(rows: list[Fact]) -> list[Fact]:
     return [(name, value) for name, value in rows if value not in (None, "", [], {})]
 
 
@@ -294,7 +294,7 @@ def version_facts(run: RunFiles) -> list[Fact]:
         ("template, sha256", manifest.get("template_sha256")),
     ]  # fmt: skip
     rows += [(name, version) for name, version in mapping(machine.get("libraries")).items()][:60]
-    return _told(rows) if manifest else []
+    return _without_empty(rows) if manifest else []
 
 
 def _count(value: object) -> str | None:

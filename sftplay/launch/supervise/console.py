@@ -1,4 +1,4 @@
-"""The user's screen while a run goes on: its lines, and a changing line of progress. It starts and reads nothing."""
+"""The user's screen during a run: its lines and one changing line of progress. It starts and reads nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from sftplay.log import screen
 
 SIGN_OF_LIFE_S = 9.0
-"""Longest silence on the screen; users take ten quiet seconds for a hang."""
+"""Longest time without output on the screen. After ten quiet seconds users think that the program hangs."""
 
 
 class Screen:
-    """Writes for the user until nobody reads it any more; the run goes on without."""
+    """Writes for the user until nobody reads the screen any more. The run goes on without it."""
 
     def __init__(self) -> None:
         self.is_read = True
@@ -32,26 +32,26 @@ class Screen:
 
 
 class Console:
-    """The user's screen: a changing progress line on a terminal, a thinned-out one elsewhere."""
+    """Lines, and progress: one changing line on a terminal, elsewhere a new line from time to time."""
 
     def __init__(self, write: Callable[[str], Any], *, is_tty: bool) -> None:
         self.write, self.is_tty = write, is_tty
-        self._shown_at = time.monotonic()
+        self._written_at = time.monotonic()
         self._pending, self._on_line = "", False
 
     def line(self, text: str) -> None:
         self.write(("\r\x1b[K" if self._on_line else "") + text + "\n")
-        self._shown_at, self._on_line, self._pending = time.monotonic(), False, ""
+        self._written_at, self._on_line, self._pending = time.monotonic(), False, ""
 
     def status(self, text: str) -> None:
         self._pending = text
         if self.is_tty:
             self.write("\r\x1b[K" + text)
-            self._shown_at, self._on_line = time.monotonic(), True
+            self._written_at, self._on_line = time.monotonic(), True
 
     def tick(self, now: float) -> None:
-        """Break a long silence with the newest progress, or with a sign of life."""
-        quiet_s = now - self._shown_at
+        """After a long time without output, write the newest progress or a sign of life."""
+        quiet_s = now - self._written_at
         if quiet_s < SIGN_OF_LIFE_S:
             return
         if self._pending:

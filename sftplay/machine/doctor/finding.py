@@ -1,4 +1,4 @@
-"""One thing the doctor looked at: well, worth a word, or in the way of training."""
+"""One result of the doctor: all is well, a warning, or something that stops training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["ok", "warn", "stop"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`stop` means that training would fail or be worthless; `fix` is one action, empty where all is well."""
+    """`stop` means that training would fail or be worthless. `fix` is one action; it is empty where all is well."""
 
     level: Level
     subject: str

@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs, their driver and the torch that is to run on them."""
+"""The doctor's findings about GPUs, their driver and the torch build that runs on them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from sftplay.machine.probe import Machine
 from sftplay.units import GIB, format_bytes
 
 DRIVERS = {11: "450", 12: "525", 13: "580"}
-"""First driver branch for each major CUDA; a driver runs every minor one of its major (CUDA release notes, table of
-minor version compatibility)."""
+"""First driver branch for each major version of CUDA. A driver runs every minor version of it (CUDA release notes,
+table of minor version compatibility)."""
 
 HOT_C = 85
 """Data centre cards slow themselves down between 85 and 90 C (nvidia-smi -q, slowdown temperature)."""
 
 HELD_SHARE = 0.05
-"""Of a GPU's memory: what others hold beyond it changes the batch."""
+"""Share of a GPU's memory. When others hold more than this, the batch becomes smaller."""
 
 LEAST_BYTES = GIB
-"""Below this nothing can be trained: a CUDA context and cuBLAS take half of it."""
+"""Nothing can be trained with less: a CUDA context and cuBLAS take half of it."""
 
 PROHIBITED, EXCLUSIVE = 2, 3
 """NVML_COMPUTEMODE_*."""
 
 
-def look_at_gpus(machine: Machine) -> list[Finding]:
+def check_gpus(machine: Machine) -> list[Finding]:
     """Findings in the order in which they matter."""
     if not machine.gpus:
-        return _none(machine)
-    parts = (_presence, _driver, _torch, _memory, _errors, _heat, _modes, _mixture, _slices, _peers)
-    return list(chain.from_iterable(part(machine) for part in parts))
+        return _no_gpu(machine)
+    checks = (_presence, _driver, _torch, _memory, _errors, _heat, _modes, _mixture, _slices, _peers)
+    return list(chain.from_iterable(check(machine) for check in checks))
 
 
-def _none(machine: Machine) -> list[Finding]:
+def _no_gpu(machine: Machine) -> list[Finding]:
     if "CUDA_VISIBLE_DEVICES" in machine.gpu_reason:
         return [Finding("warn", "gpu", machine.gpu_reason, "unset CUDA_VISIBLE_DEVICES")]
     silent = [note for note in machine.notes if note.startswith("an NVIDIA GPU")]
@@ -48,10 +48,10 @@ def _none(machine: Machine) -> list[Finding]:
 
 
 def _presence(machine: Machine) -> list[Finding]:
-    names = Counter(gpu.name for gpu in machine.gpus)
-    found = [Finding("ok", "gpu", ", ".join(f"{n} x {name}" for name, n in names.items()))]
-    fix = "look into `dmesg` for its Xid error; a restart of the machine often brings it back"
-    return found + [Finding("stop", "gpu", note, fix) for note in machine.notes if note.endswith("does not answer")]
+    counts = Counter(gpu.name for gpu in machine.gpus)
+    findings = [Finding("ok", "gpu", ", ".join(f"{n} x {name}" for name, n in counts.items()))]
+    fix = "search `dmesg` for its Xid error; a restart of the machine often brings it back"
+    return findings + [Finding("stop", "gpu", note, fix) for note in machine.notes if note.endswith("does not answer")]
 
 
 def _driver(machine: Machine) -> list[Finding]:
@@ -75,7 +75,7 @@ def _torch(machine: Machine) -> list[Finding]:
         return [Finding("stop", "torch", what, "make install TORCH_INDEX=<an index with a CUDA build of torch>")]
     lacking = {gpu.capability: gpu for gpu in machine.gpus if build.runs_on(gpu.capability) is False}
     fix = "make install TORCH_INDEX=<an index with a build for it>; CUDA 12.6 is the last with Pascal and Volta"
-    found = [
+    findings = [
         Finding(
             "stop",
             "torch",
@@ -84,14 +84,13 @@ def _torch(machine: Machine) -> list[Finding]:
         )
         for (major, minor), gpu in lacking.items()
     ]
-    return found or [Finding("ok", "torch", f"{build.version} has code for every GPU here")]
+    return findings or [Finding("ok", "torch", f"{build.version} has code for every GPU here")]
 
 
 def _memory(machine: Machine) -> list[Finding]:
-    found = []
-    empty = [gpu for gpu in machine.gpus if not _is_shared(gpu)]
-    elsewhere = ",".join(str(gpu.machine_index) for gpu in empty)
-    fix = f"train on the free ones: CUDA_VISIBLE_DEVICES={elsewhere}" if empty else "end them, or wait for them"
+    findings = []
+    free_gpus = ",".join(str(gpu.machine_index) for gpu in machine.gpus if not _is_shared(gpu))
+    fix = f"train on the free ones: CUDA_VISIBLE_DEVICES={free_gpus}" if free_gpus else "end them, or wait for them"
     for gpu in machine.gpus:
         if not _is_shared(gpu):
             continue
@@ -99,8 +98,8 @@ def _memory(machine: Machine) -> list[Finding]:
         users = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
         what = f"GPU {gpu.index} has {free} of {total} free; in use by {users or 'unknown processes'}"
-        found.append(Finding("stop" if gpu.free_bytes < LEAST_BYTES else "warn", "gpu memory", what, fix))
-    return found or [Finding("ok", "gpu memory", "nobody else holds any")]
+        findings.append(Finding("stop" if gpu.free_bytes < LEAST_BYTES else "warn", "gpu memory", what, fix))
+    return findings or [Finding("ok", "gpu memory", "nobody else holds any")]
 
 
 def _is_shared(gpu: Gpu) -> bool:
@@ -108,67 +107,63 @@ def _is_shared(gpu: Gpu) -> bool:
 
 
 def _errors(machine: Machine) -> list[Finding]:
-    found = []
+    findings = []
     for gpu in machine.gpus:
         if gpu.memory_errors:
             what = f"GPU {gpu.index} had {gpu.memory_errors} uncorrected memory errors since the driver was loaded"
-            found.append(Finding("stop", "ecc", what, f"nvidia-smi --gpu-reset -i {gpu.machine_index}"))
+            findings.append(Finding("stop", "ecc", what, f"nvidia-smi --gpu-reset -i {gpu.machine_index}"))
         if gpu.is_failing:
             what = f"GPU {gpu.index} could not replace broken memory rows"
-            found.append(Finding("stop", "ecc", what, "leave it out with CUDA_VISIBLE_DEVICES, and have it exchanged"))
+            findings.append(
+                Finding("stop", "ecc", what, "leave it out with CUDA_VISIBLE_DEVICES, and have it exchanged")
+            )
         elif gpu.needs_reset:
             what = f"GPU {gpu.index} waits for a reset to replace broken memory rows"
-            found.append(Finding("warn", "ecc", what, f"nvidia-smi --gpu-reset -i {gpu.machine_index}"))
-    if found or all(gpu.memory_errors is None for gpu in machine.gpus):
-        return found
+            findings.append(Finding("warn", "ecc", what, f"nvidia-smi --gpu-reset -i {gpu.machine_index}"))
+    if findings or all(gpu.memory_errors is None for gpu in machine.gpus):
+        return findings
     return [Finding("ok", "ecc", "no uncorrected memory errors")]
 
 
 def _heat(machine: Machine) -> list[Finding]:
     hot = [gpu for gpu in machine.gpus if gpu.temperature_c is not None and gpu.temperature_c >= HOT_C]
-    fix = "look after its cooling; it runs slower now"
+    fix = "check its cooling; it runs slower now"
     return [Finding("warn", "heat", f"GPU {gpu.index} is at {gpu.temperature_c} C", fix) for gpu in hot]
 
 
 def _modes(machine: Machine) -> list[Finding]:
-    found = []
+    findings = []
     for gpu in machine.gpus:
         fix = f"nvidia-smi -i {gpu.machine_index} -c DEFAULT"
         if gpu.compute_mode == PROHIBITED:
-            found.append(Finding("stop", "compute mode", f"GPU {gpu.index} takes no process (prohibited)", fix))
+            findings.append(Finding("stop", "compute mode", f"GPU {gpu.index} takes no process (prohibited)", fix))
         elif gpu.compute_mode == EXCLUSIVE and gpu.processes:
             what = f"GPU {gpu.index} takes one process, and has one"
-            found.append(Finding("stop", "compute mode", what, fix))
-    return found
+            findings.append(Finding("stop", "compute mode", what, fix))
+    return findings
 
 
 def _mixture(machine: Machine) -> list[Finding]:
-    """Unlike GPUs: the smallest decides, and CUDA's numbers are not nvidia-smi's."""
+    """GPUs that differ: the smallest decides, and CUDA may number them otherwise than nvidia-smi does."""
     kinds = {(gpu.name, gpu.total_bytes) for gpu in machine.gpus}
     if len(kinds) < 2:
         return []
     smallest = min(machine.gpus, key=lambda gpu: gpu.total_bytes)
-    largest_group = max((_of_kind(machine, kind) for kind in sorted(kinds)), key=len)
-    chosen = ",".join(str(gpu.machine_index) for gpu in largest_group)
-    what = f"they differ: every process is planned for the smallest ({smallest.name})"
-    found = [Finding("warn", "gpu", what, f"train on like ones: CUDA_VISIBLE_DEVICES={chosen}")]
+    groups = ([gpu for gpu in machine.gpus if (gpu.name, gpu.total_bytes) == kind] for kind in sorted(kinds))
+    chosen = ",".join(str(gpu.machine_index) for gpu in max(groups, key=len))
+    what = f"the GPUs differ: every process is planned for the smallest ({smallest.name})"
+    findings = [Finding("warn", "gpu", what, f"train on equal ones: CUDA_VISIBLE_DEVICES={chosen}")]
     if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        what = (
-            "they differ, and CUDA numbers the fastest first: its numbers may not be those of nvidia-smi and gpu-info"
-        )
-        found.append(Finding("warn", "gpu", what, "export CUDA_DEVICE_ORDER=PCI_BUS_ID"))
-    return found
-
-
-def _of_kind(machine: Machine, kind: tuple[str, int]) -> list[Gpu]:
-    return [gpu for gpu in machine.gpus if (gpu.name, gpu.total_bytes) == kind]
+        what = "CUDA numbers the fastest GPU first: its numbers may not be those of nvidia-smi and gpu-info"
+        findings.append(Finding("warn", "gpu", what, "export CUDA_DEVICE_ORDER=PCI_BUS_ID"))
+    return findings
 
 
 def _slices(machine: Machine) -> list[Finding]:
     if not any(gpu.is_mig for gpu in machine.gpus):
         return []
-    own, n = machine.gpus[0], len(machine.mig_instances)
-    what = f"a process sees one of {n} instances, this one {own.name}; several processes of a run cannot use others"
+    name, n = machine.gpus[0].name, len(machine.mig_instances)
+    what = f"a process sees one of {n} instances, here {name}; several processes of one run cannot use the others"
     fix = "choose another with CUDA_VISIBLE_DEVICES=<its UUID>, see `make gpu-info`"
     return [Finding("warn" if n > 1 else "ok", "mig", what, fix if n > 1 else "")]
 

@@ -1,6 +1,6 @@
-"""What the doctor says of the model hub: reachable or offline, the token, what lies in the cache here.
+"""The doctor's findings about the model hub: whether it answers, the token, and the cache of this machine.
 
-A token is never shown, only whether there is one and whether the hub takes it.
+A token is never shown. The findings say whether there is one and whether the hub accepts it.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.doctor.system import nearest_folder
 
 WAIT_S = 4.0
 """Longest wait for the hub's answer."""
 
-YES = ("1", "ON", "YES", "TRUE")
-"""What huggingface_hub takes for true in a variable."""
+TRUE_VALUES = ("1", "ON", "YES", "TRUE")
+"""Values of an environment variable that huggingface_hub reads as true."""
 
 LOGIN = "hf auth login, or export HF_TOKEN="
 
 
-def look_at_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Offline settings, cache and token; unless `is_fast`, also whether the hub answers. `model`: a run's hub name."""
+def check_hub(model: str | None, *, is_fast: bool, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Offline settings, cache and token; without `is_fast` also whether the hub answers. `model`: a run's hub name."""
     cached = model is not None and is_cached(model, environ)
-    offline = next((n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if environ.get(n, "").upper() in YES), "")
-    found = _cache(environ)
+    offline = next(
+        (name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if environ.get(name, "").upper() in TRUE_VALUES),
+        "",
+    )
+    findings = _cache(environ)
     if offline:
         if model is None or cached:
-            return [*found, Finding("ok", "hub", f"{offline} is set: nothing is asked of it")]
+            return [*findings, Finding("ok", "hub", f"{offline} is set: the hub is not asked")]
         what = f"{offline} is set, and {model} is not in the cache here"
-        return [*found, Finding("stop", "hub", what, f"unset {offline}, then make download-model MODEL={model}")]
+        return [*findings, Finding("stop", "hub", what, f"unset {offline}, then make download-model MODEL={model}")]
     if is_fast:
-        word = "is set" if find_token(environ) else "is not set; gated models need one"
-        return [*found, Finding("ok", "hub token", f"{word} (whether the hub takes it was not asked)")]
-    return [*found, *_ask(model, is_cached=cached, environ=environ)]
+        state = "is set" if find_token(environ) else "is not set; gated models need one"
+        return [*findings, Finding("ok", "hub token", f"{state} (the hub was not asked about it)")]
+    return [*findings, *_ask_hub(model, is_cached=cached, environ=environ)]
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> str:
-    """The hub's token as its client finds it, empty when there is none."""
+    """The hub's token, from where the hub's own client reads it; empty when there is none."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if environ.get(name):
             return environ[name].strip()
@@ -51,7 +55,7 @@ def find_token(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def is_cached(model: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """True when a config.json of the hub's model lies in the cache here."""
+    """True when the cache of this machine holds a config.json of the hub's model."""
     folder = _cache_folder(environ) / f"models--{model.replace('/', '--')}"
     return any(folder.glob("snapshots/*/config.json"))
 
@@ -69,13 +73,12 @@ def _cache_folder(environ: Mapping[str, str]) -> Path:
 
 def _cache(environ: Mapping[str, str]) -> list[Finding]:
     folder = _cache_folder(environ)
-    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    if os.access(above, os.W_OK):
+    if os.access(nearest_folder(folder), os.W_OK):
         return []
     return [Finding("warn", "hub cache", f"{folder} cannot be written", "export HF_HOME=<a folder of yours>")]
 
 
-def _ask(model: str | None, *, is_cached: bool, environ: Mapping[str, str]) -> list[Finding]:
+def _ask_hub(model: str | None, *, is_cached: bool, environ: Mapping[str, str]) -> list[Finding]:
     token, endpoint = find_token(environ), _endpoint(environ)
     code, error = _request(f"{endpoint}/api/whoami-v2" if token else endpoint, token)
     if error:
@@ -84,11 +87,11 @@ def _ask(model: str | None, *, is_cached: bool, environ: Mapping[str, str]) -> l
         if is_cached:
             return [Finding("ok", "hub", f"{what}; {model} is in the cache here")]
         return [Finding("warn", "hub", what, fix)]
-    found = [Finding("ok", "hub", "answers")]
+    findings = [Finding("ok", "hub", "answers")]
     if token and code in (401, 403):
-        return [*found, Finding("warn", "hub token", "the hub does not take it", LOGIN)]
-    word = "the hub takes it" if token else f"is not set; gated models need one ({LOGIN})"
-    return [*found, Finding("ok", "hub token", word)]
+        return [*findings, Finding("warn", "hub token", "the hub refuses it", LOGIN)]
+    state = "the hub accepts it" if token else f"is not set; gated models need one ({LOGIN})"
+    return [*findings, Finding("ok", "hub token", state)]
 
 
 def _endpoint(environ: Mapping[str, str]) -> str:
@@ -101,8 +104,8 @@ def _endpoint(environ: Mapping[str, str]) -> str:
 
 
 def _request(url: str, token: str) -> tuple[int, str]:
-    """Status code, and why there is none; any answer at all shows that the hub is there."""
-    import urllib.error  # these two take as long to import as all the rest of the doctor
+    """The status code; 0 with the reason when the hub does not answer. Any status code shows that the hub is there."""
+    import urllib.error  # importing these two takes as long as all the rest of the doctor
     import urllib.request
 
     headers = {"User-Agent": "sftplay-doctor", **({"Authorization": f"Bearer {token}"} if token else {})}

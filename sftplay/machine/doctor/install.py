@@ -1,14 +1,14 @@
-"""What the doctor says of installed libraries: whether they go together, and what torch says when it is asked."""
+"""The doctor's findings about installed libraries: whether they fit together, and what torch itself reports."""
 
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 from sftplay.machine.doctor.finding import Finding
 from sftplay.machine.probe import Machine
+from sftplay.machine.unsloth import installed_version
 
 RANGES = {
     "torch": ">=2.6,<2.15",
@@ -21,56 +21,56 @@ RANGES = {
     "tensorboard": ">=2.18",
     "pydantic": ">=2.10,<3",
 }
-"""pyproject.toml's ranges, which are not at hand where the kit runs from a checkout."""
+"""The ranges of pyproject.toml. They cannot be read from metadata where the kit runs from a checkout."""
 
 OPTIONAL = {"bitsandbytes": "4-bit weights (tuning.mode: qlora)", "tensorboard": "the TensorBoard tracker"}
-"""Libraries without which something else still trains, and what does not."""
+"""Libraries that only some runs need, and what needs them."""
 
 UNSLOTH_LIMITS = {"datasets": "<5", "transformers": "<5.18", "trl": "<1.16"}
-"""unsloth 2026.10 refuses newer ones."""
+"""unsloth 2026.10 refuses newer versions."""
 
 
-def look_at_libraries(machine: Machine) -> list[Finding]:
-    """Missing libraries, versions outside the tested ranges, combinations known not to work."""
+def check_libraries(machine: Machine) -> list[Finding]:
+    """Missing libraries, versions outside the tested ranges, and combinations that are known not to work."""
     versions = machine.libraries
-    found = [_missing(name) for name in RANGES if name not in versions]
+    findings = [_missing(name) for name in RANGES if name not in versions]
     for name, version in versions.items():
         if name in RANGES and not is_within(version, RANGES[name]):
             what = f"{name} {version} is outside {RANGES[name]}, which this kit is made for"
-            found.append(Finding("warn", "versions", what, "make install, for the versions tested together"))
-    found += _known_bad(versions, has_gpu=bool(machine.gpus))
-    return found or [Finding("ok", "versions", "all libraries are there and go together")]
+            findings.append(Finding("warn", "versions", what, "make install, for the versions tested together"))
+    findings += _known_bad(versions, has_gpu=bool(machine.gpus))
+    return findings or [Finding("ok", "versions", "all libraries are installed and fit together")]
 
 
-def look_at_torch(answer: dict[str, Any], machine: Machine) -> list[Finding]:
-    """What `ask_torch` brought: whether torch sees what the driver sees."""
+def check_torch(answer: dict[str, Any], machine: Machine) -> list[Finding]:
+    """Findings from the answer of `ask_torch`: whether torch sees the GPUs that the driver shows."""
     if "error" in answer:
         return [Finding("stop", "torch", f"cannot be imported: {answer['error']}", "make install")]
-    n, seen = len(machine.gpus), answer["devices"]
-    if n and not answer["is_available"]:
-        fix = "look at the driver and torch lines of this list, or restart the machine"
+    n_driver, n_torch = len(machine.gpus), answer["devices"]
+    if n_driver and not answer["is_available"]:
+        fix = "see the driver and torch lines of this list, or restart the machine"
         return [Finding("stop", "torch", "the driver shows GPUs, torch can use none", fix)]
-    if n != seen:
-        what = f"sees {seen} GPUs, the driver shows {n}"
+    if n_driver != n_torch:
+        what = f"sees {n_torch} GPUs, the driver shows {n_driver}"
         return [Finding("warn", "torch", what, "name them in CUDA_VISIBLE_DEVICES by UUID (`make gpu-info --json`)")]
     nccl = f", NCCL {answer['nccl']}" if "nccl" in answer else ""
-    return [Finding("ok", "torch", f"imports, and sees {seen} GPUs{nccl}")]
+    return [Finding("ok", "torch", f"can be imported, and sees {n_torch} GPUs{nccl}")]
 
 
 def is_within(version: str, ranges: str) -> bool:
     """True when a release lies within `>=1.2,<2,!=1.15.0`; local and pre-release parts do not count."""
-    own = _release(version)
+    release = _release(version)
     for part in ranges.split(","):
         sign, bound = re.fullmatch(r"(>=|<|!=)([\d.]+)", part.strip()).groups()  # type: ignore[union-attr]
-        edge = _release(bound)
-        if {">=": own < edge, "<": own >= edge, "!=": own == edge}[sign]:
+        limit = _release(bound)
+        if {">=": release < limit, "<": release >= limit, "!=": release == limit}[sign]:
             return False
     return True
 
 
 def _release(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(part) for part in found[0].split(".")] if found else [0]
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else [0]
     return tuple([*numbers, 0, 0, 0][:4])
 
 
@@ -81,22 +81,15 @@ def _missing(name: str) -> Finding:
 
 
 def _known_bad(versions: dict[str, str], *, has_gpu: bool) -> list[Finding]:
-    found = []
+    findings = []
     if versions.get("trl") == "1.15.0" and not has_gpu and find_spec("triton") is None:
         what = "trl 1.15.0 cannot train on a CPU without Triton: its loss head is missing there"
-        found.append(Finding("stop", "versions", what, "make install, which takes another trl"))
+        findings.append(Finding("stop", "versions", what, "make install, which takes another trl"))
     if find_spec("unsloth") is not None:
         for name, limit in UNSLOTH_LIMITS.items():
             if name in versions and not is_within(versions[name], limit):
-                what = f"unsloth {_version('unsloth')} does not work with {name} {versions[name]}"
-                found.append(
+                what = f"unsloth {installed_version('unsloth')} does not work with {name} {versions[name]}"
+                findings.append(
                     Finding("warn", "versions", what, f"pip install '{name}{limit}', or use tuning.backend: bnb")
                 )
-    return found
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    return findings

@@ -1,4 +1,4 @@
-"""What the doctor says of the system around a run: memory, disk, shared memory, ports, limits, environment."""
+"""The doctor's findings about the system around a run: memory, disk, shared memory, ports, limits, environment."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import os
 import resource
 import shlex
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.ports import HOST, bound_port
 from sftplay.machine.probe import Machine
+from sftplay.machine.ram import physical_ram_bytes
 from sftplay.units import GIB, format_bytes
-
-HOST = "127.0.0.1"
 
 RENDEZVOUS_PORT = 29511
 """Port of a run over several nodes when none is given."""
@@ -25,10 +24,10 @@ LEAST_RAM_BYTES = 2 * GIB
 LEAST_DISK_BYTES = GIB
 
 ROOMY_DISK_BYTES = 10 * GIB
-"""A checkpoint or two of most adapters, with logs and the data's cache."""
+"""One or two checkpoints of most adapters, with logs and the cache of the data."""
 
 SHM_BYTES = {"several GPUs": GIB, "else": 64 * 2**20}
-"""Shared memory NCCL and data loaders live on; containers get 64 MiB by default."""
+"""Shared memory that NCCL and data loaders need. Containers get 64 MiB by default."""
 
 OPEN_FILES = 4096
 """Ranks, data workers and shards of a data set each keep some files open."""
@@ -37,22 +36,22 @@ ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both name the same setting; the first is the newer."""
 
 BUILDS = Path(".cache") / "torch_extensions"
-"""Where DeepSpeed's operators are built when the user names no place: a folder of this project, not of the user."""
+"""Where DeepSpeed's operators are built when the user names no folder: in this project, not in the user's home."""
 
 
-def look_at_memory(machine: Machine) -> list[Finding]:
-    """RAM with the container's limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = f", of which this container may use {format_bytes(machine.ram_bytes)}" if machine.ram_bytes < total else ""
+def check_memory(machine: Machine) -> list[Finding]:
+    """RAM, with the limit of the container."""
+    total = physical_ram_bytes()
+    limit = f"; this container may use {format_bytes(machine.ram_bytes)}" if machine.ram_bytes < total else ""
     what = f"{format_bytes(machine.ram_available)} free of {format_bytes(total)}{limit}"
     if machine.ram_available < LEAST_RAM_BYTES:
         return [Finding("warn", "memory", what, "end other programs, or raise the container's limit")]
     return [Finding("ok", "memory", what)]
 
 
-def look_at_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list[Finding]:
-    """Room for a run's checkpoints: those kept and the one being written. `checkpoint_bytes` None: not known."""
-    folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
+def check_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> list[Finding]:
+    """Room for the checkpoints that are kept and the one being written. `checkpoint_bytes` is None when not known."""
+    folder = nearest_folder(output)
     if not os.access(folder, os.W_OK):
         return [Finding("stop", "disk", f"{folder} cannot be written", "choose another output_dir")]
     free = shutil.disk_usage(folder).free
@@ -67,8 +66,8 @@ def look_at_disk(output: Path, checkpoint_bytes: int | None, *, kept: int) -> li
     return [Finding("warn", "disk", what, fix) if free < ROOMY_DISK_BYTES else Finding("ok", "disk", what)]
 
 
-def look_at_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[Finding]:
-    """Shared memory of the container; too little of it ends as a bus error in the middle of a run."""
+def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> list[Finding]:
+    """Shared memory of the container. With too little of it a run ends with a bus error."""
     if not folder.is_dir():
         return []
     free = shutil.disk_usage(folder).free
@@ -76,84 +75,89 @@ def look_at_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> 
     what = f"{format_bytes(free)} free in {folder}"
     if free < least:
         fix = "start the container with --shm-size=8g or --ipc=host"
-        return [Finding("warn", "shared memory", f"{what}, {format_bytes(least)} are wanted", fix)]
+        return [Finding("warn", "shared memory", f"{what}, {format_bytes(least)} are needed", fix)]
     return [Finding("ok", "shared memory", what)]
 
 
-def look_at_ports() -> list[Finding]:
+def check_ports() -> list[Finding]:
     """Whether the processes of a run can meet."""
-    if not _is_free(0):
+    if not bound_port(0):
         return [
             Finding("stop", "ports", f"no port can be opened on {HOST}", "allow connections on the loopback device")
         ]
-    if not _is_free(RENDEZVOUS_PORT):
+    if not bound_port(RENDEZVOUS_PORT):
         what = f"port {RENDEZVOUS_PORT}, where runs over several machines meet, is taken"
         return [Finding("warn", "ports", what, "give such a run another: MASTER_PORT=29512")]
     return [Finding("ok", "ports", "processes can meet on this machine")]
 
 
-def look_at_limits() -> list[Finding]:
-    """Files a process may have open."""
+def check_limits() -> list[Finding]:
+    """How many files a process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:
         return [Finding("warn", "open files", f"a process may open {soft}", "ulimit -n 65536")]
     return [Finding("ok", "open files", f"a process may open {'any number' if soft < 0 else soft}")]
 
 
-def look_at_environment(machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Variables that change how torch and NCCL work, and are easily forgotten."""
-    found = []
-    own = {name: environ[name] for name in ALLOCATORS if environ.get(name)}
-    for name, value in own.items():
+def check_environment(machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Environment variables that change how torch and NCCL work, and that are easily forgotten."""
+    findings = []
+    allocators = {name: environ[name] for name in ALLOCATORS if environ.get(name)}
+    for name, value in allocators.items():
         if any(":" not in part for part in value.split(",")):
-            what = f"{name}={value} is no list of key:value"
-            found.append(Finding("stop", "environment", what, f"export {name}=expandable_segments:True"))
-    if len(set(own.values())) > 1:
-        what = f"{ALLOCATORS[0]} and {ALLOCATORS[1]} say different things"
-        found.append(Finding("warn", "environment", what, f"unset {ALLOCATORS[1]}"))
+            what = f"{name}={value} is not a list of key:value"
+            findings.append(Finding("stop", "environment", what, f"export {name}=expandable_segments:True"))
+    if len(set(allocators.values())) > 1:
+        what = f"{ALLOCATORS[0]} and {ALLOCATORS[1]} differ"
+        findings.append(Finding("warn", "environment", what, f"unset {ALLOCATORS[1]}"))
     if environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         what = "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait; it is for debugging"
-        found.append(Finding("warn", "environment", what, "unset CUDA_LAUNCH_BLOCKING"))
-    has_nvlink = any(word.startswith("NV") for row in machine.links for word in row)
+        findings.append(Finding("warn", "environment", what, "unset CUDA_LAUNCH_BLOCKING"))
+    has_nvlink = any(kind.startswith("NV") for row in machine.links for kind in row)
     if environ.get("NCCL_P2P_DISABLE") == "1" and has_nvlink:
         what = "NCCL_P2P_DISABLE=1 leaves the NVLinks of this machine unused"
-        found.append(Finding("warn", "environment", what, "unset NCCL_P2P_DISABLE"))
-    if found or not machine.gpus:
-        return found
-    facts = ", ".join(f"{name}={value}" for name, value in own.items())
-    return [Finding("ok", "environment", facts or f"{ALLOCATORS[1]} is not set")]
+        findings.append(Finding("warn", "environment", what, "unset NCCL_P2P_DISABLE"))
+    if findings or not machine.gpus:
+        return findings
+    settings = ", ".join(f"{name}={value}" for name, value in allocators.items())
+    return [Finding("ok", "environment", settings or f"{ALLOCATORS[1]} is not set")]
 
 
 def builds_folder(environ: Mapping[str, str]) -> Path:
-    """The folder of operators that torch builds at a run's start."""
+    """The folder of the operators that torch builds when a run starts."""
     return Path(environ.get("TORCH_EXTENSIONS_DIR") or BUILDS).absolute()
 
 
-def look_at_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[Finding]:
-    """Locks of builds that were killed. Every later start waits for such a lock without end and without a message.
+def check_builds(environ: Mapping[str, str] = os.environ, processes: Path = Path("/proc")) -> list[Finding]:
+    """Locks of builds that were killed. Every later start waits for such a lock for ever and without a message.
 
-    torch's FileBaton holds the file open while it builds, so a lock that no process has open is stale.
+    torch's FileBaton holds the file open while it builds. Therefore a lock that no process has open is stale.
     """
     locks = sorted(builds_folder(environ).glob("*/lock"))
     if not locks or not processes.is_dir():
         return []
-    held = _open_files(processes)
-    stale = [lock for lock in locks if str(lock.resolve()) not in held]
+    open_files = _open_files(processes)
+    stale = [lock for lock in locks if str(lock.resolve()) not in open_files]
     if not stale:
         return [Finding("ok", "builds", f"{len(locks)} operators of DeepSpeed are being built now")]
     what = f"a build was killed and left {', '.join(map(str, stale))}; DeepSpeed runs would wait for it for ever"
     return [Finding("warn", "builds", what, shlex.join(["rm", *map(str, stale)]))]
 
 
+def nearest_folder(path: Path) -> Path:
+    """`path` itself, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
 def _open_files(processes: Path) -> set[str]:
-    """Files that processes of this user have open; those of others cannot be seen."""
-    found = set()
+    """Files that processes of this user have open. Those of other users cannot be seen."""
+    paths = set()
     for link in _links(processes):
         try:
-            found.add(str(link.readlink()))
+            paths.add(str(link.readlink()))
         except OSError:
             continue  # closed meanwhile
-    return found
+    return paths
 
 
 def _links(processes: Path) -> Iterator[Path]:
@@ -161,14 +165,4 @@ def _links(processes: Path) -> Iterator[Path]:
         try:
             yield from list(folder.iterdir())
         except OSError:
-            continue  # it has ended, or is another user's
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True
+            continue  # the process has ended, or is another user's

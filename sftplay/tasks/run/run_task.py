@@ -39,7 +39,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     Raises:
         DataError: there is no row to train on, or no held-out row where the config needs some.
         MachineError: model or tokenizer cannot be opened.
-        RunError: the run could not go on.
+        RunError: the run could not continue.
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
@@ -84,17 +84,17 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     """Raise the DataError about keys that need held-out rows, where none are held out."""
-    wishes = {
+    wanted = {
         "eval.before": cfg.eval.before,
         "eval.after": cfg.eval.after,
         "train.best_metric": cfg.train.best_metric,
         "train.early_stopping": cfg.train.early_stopping,
         "train.eval_steps": cfg.train.eval_steps,
     }
-    wished = [key for key, value in wishes.items() if value]
-    if wished and rows.held_out is None:
+    keys = [key for key, value in wanted.items() if value]
+    if keys and rows.held_out is None:
         raise DataError(
-            f"{', '.join(wished)} needs held-out rows, but none were held out",
+            f"{', '.join(keys)} needs held-out rows, but none were held out",
             where=cfg.data.val_path or cfg.data.train_path,
             fix="raise data.split or give data.val_path",
         )
@@ -114,7 +114,7 @@ def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder
 
 def make_trainable(model: Any, cfg: RunConfig) -> Any:
     """`model` with the adapter that trains, where one does; everything that never trains is frozen."""
-    if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it goes on with the one it has
+    if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
         model = start_adapter(model, cfg)
     if frozen := freeze_beside_text(model):
         log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")

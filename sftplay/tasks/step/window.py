@@ -159,7 +159,7 @@ class Window(Base):
     @torch.no_grad()
     def rows_not_finite(self) -> list[int]:
         """Ids of the rows of the last step whose loss alone, without dropout, is not finite. Asks no other rank."""
-        found = []
+        row_ids = []
         self.model.eval()
         # Where weights are sharded, a rank cannot compute alone.
         for window in self.last_windows if self.micro_batcher is not None else ():
@@ -168,9 +168,9 @@ class Window(Base):
                 with self.compute_loss_context_manager():
                     loss = self._model_loss(self.model, row, return_outputs=False, n_items=1)
                 if not torch.isfinite(loss):
-                    found.append(int(window["row"][n]))
+                    row_ids.append(int(window["row"][n]))
         self.model.train()
-        return found
+        return row_ids
 
     def compute_loss(
         self,
