@@ -274,11 +274,19 @@ def test_a_dry_run_as_text_can_be_pasted_into_a_shell(tmp_path, monkeypatch, cap
     assert echoed.stdout.decode() == f"{target}/demo:"
 
 
-def test_a_dry_run_says_no_where_the_run_itself_would(dry_run, tmp_path):
-    (tmp_path / "out/demo").mkdir(parents=True)
-    (tmp_path / "out/demo/config.resolved.yaml").touch()
-    code, answer = dry_run()
-    assert (code, answer["error"]["what"]) == (2, "a run called 'demo' exists")
+def test_a_dry_run_works_beside_a_run_of_its_name_and_says_that_a_start_would_be_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    run = tmp_path / "out" / "demo"
+    run.mkdir(parents=True)
+    (run / "config.resolved.yaml").touch()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    words = ["--config", DEMO, f"output_dir={tmp_path}/out", f"data.processed_dir={tmp_path}/processed"]
+    assert main(["train", "--dry-run", "--json", *words]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["argv"][-1] == str(run)
+    assert "note: a run called 'demo' exists; a start would be refused" in printed.err
+    assert main(["train", *words]) == 2
+    assert "a run called 'demo' exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])

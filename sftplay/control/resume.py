@@ -148,11 +148,12 @@ def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, An
 
 
 def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> None:
+    other = "train under a new run_name" if folder.has_made_step else "`make train`: this start made no step"
     problems = [
         ConfigError(
             f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
             where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
-            fix="restore it, or train under a new run_name",
+            fix=f"restore it, or {other}",
         )
         for key, before, after in find_changes(stored, cfg)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,10 +20,14 @@ from sftplay import log
 from sftplay.atomic import locked, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.heartbeat import read_heartbeats
 from sftplay.json_files import examine_object, read_lines, read_object
 from sftplay.launch.run_state import SHAPES, is_event, odd_fields
 
 RESOLVED = "config.resolved.yaml"
+
+SET_ASIDE = ".set-aside"
+"""The folder beside the runs with those that made no step."""
 
 BROKEN = ".broken"
 """What is added to the name of a small file that was passed over."""
@@ -67,8 +72,21 @@ class RunFolder:
         """The folder of the tuned weights; None before they are saved."""
         return next((self.path / kind for kind in ("adapter", "model") if (self.path / kind).is_dir()), None)
 
+    @property
+    def has_made_step(self) -> bool:
+        """True when the run has made an optimizer step. Otherwise a start under its name would lose nothing."""
+        status = self.read_json("status.json")
+        return bool(
+            self.result
+            or status.get("state") == "done"
+            or status.get("step")
+            or any(self.checkpoints.glob("checkpoint-*"))
+            or (self.metrics.exists() and self.metrics.stat().st_size)
+            or any(beat.step > 1 for beat in read_heartbeats(self.logs))  # 1 while the first step is computed
+        )
+
     def create(self) -> None:
-        """Create the folder and make the link `latest` beside it point to it. The caller holds the run's lock.
+        """Create the folder. The caller holds the run's lock.
 
         Raises:
             ConfigError: a run has started here, perhaps after `new_folder` found the name free.
@@ -76,6 +94,35 @@ class RunFolder:
         if self.resolved.exists():
             raise _name_taken(self.name, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
+
+    def set_aside(self) -> RunFolder:
+        """Move the folder below SET_ASIDE, under its name and the time. The caller holds the run's lock."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        target, n = self.path.parent / SET_ASIDE / f"{self.name}-{stamp}", 2
+        target.parent.mkdir(exist_ok=True)
+        while target.exists():
+            target, n = target.with_name(f"{self.name}-{stamp}-{n}"), n + 1
+        shutil.rmtree(self.path / "base", ignore_errors=True)  # as large as the model, and merged again from its files
+        self.path.rename(target)
+        return RunFolder(target)
+
+    def free_name(self) -> None:
+        """Set aside what an earlier start without a step has left under this name.
+
+        Raises:
+            ConfigError: the run has made a step, or runs.
+        """
+        if not any(path.name != ".lock" for path in self.path.glob("*")):
+            return
+        with self.locked():
+            if self.resolved.exists() and self.has_made_step:
+                raise _name_taken(self.name, str(self.path))
+            status = self.read_json("status.json")
+            why = (status.get("error") or {}).get("what") or status.get("signal") or "it was ended"
+            log.say(f"the earlier start of {self.name} made no step ({why}): kept in {self.set_aside().path}")
+
+    def become_latest(self) -> None:
+        """Make the link `latest` beside the folder point to it. A file of the user's by that name is left alone."""
         latest = self.path.parent / "latest"
         if latest.is_symlink() or not latest.exists():
             scratch = latest.with_name(f".latest-{os.getpid()}")
@@ -171,6 +218,8 @@ def choose_name(cfg: RunConfig, config_path: str) -> str:
 def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFolder:
     """The folder of a run that has not started yet. With `claim`, a folder named by the time is created here.
 
+    Without `claim` nothing shall start, and a name that is taken is only told.
+
     Raises:
         ConfigError: a run of that name exists.
         MachineError: the folder cannot be created.
@@ -179,8 +228,11 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     folder = RunFolder(Path(cfg.output_dir) / name)
     if cfg.run_name is None:
         return _first_free(folder, claim=claim)
-    if folder.resolved.exists():
-        raise _name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+    if folder.resolved.exists() and folder.has_made_step:
+        taken = _name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+        if claim:
+            raise taken
+        log.say(f"note: {taken.what}; a start would be refused ({taken.fix})")
     return folder
 
 
@@ -223,10 +275,12 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
     return RunFolder(max(runs, key=lambda path: (path / RESOLVED).stat().st_mtime_ns))
 
 
-def has_run(cfg: RunConfig, config_path: str) -> bool:
-    """True when `find_run` would find one."""
-    output = Path(cfg.output_dir)
-    return (output / cfg.run_name / RESOLVED).is_file() if cfg.run_name else bool(_runs_of(config_path, output))
+def has_begun(cfg: RunConfig, config_path: str) -> bool:
+    """True when `find_run` would find a run, and it has made a step."""
+    try:
+        return find_run(cfg, config_path).has_made_step
+    except ConfigError:
+        return False
 
 
 def _runs_of(config_path: str, output: Path) -> list[Path]:

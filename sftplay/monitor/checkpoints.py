@@ -42,7 +42,7 @@ class Marker(BaseModel):
     model_config = ConfigDict(strict=True)
 
     step: Annotated[int, Field(ge=0)]
-    files: dict[str, MarkedFile]
+    files: dict[str, MarkedFile] = {}
     counters: dict[str, int] = {}
     world_size: Annotated[int, Field(ge=1)] = 1
     order_hash: str = ""
@@ -104,7 +104,7 @@ def _read_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
 def find_damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint that is marked complete, such as a changed file; empty when it has no damage."""
     marker, problem = _read_marker(checkpoint)
-    if problem or not marker["files"]:
+    if problem or not marker.get("files"):
         return problem or f"no readable {MARKER}"
     if marker["step"] != step_of(checkpoint):
         return f"{MARKER} is of step {marker['step']}"
