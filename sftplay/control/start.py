@@ -27,7 +27,7 @@ from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder
 from sftplay.launch.supervise.exit_cause import cause_of_death
-from sftplay.launch.supervise.follow import follow
+from sftplay.launch.supervise.follow import FolderGone, follow
 from sftplay.machine.doctor.system import RENDEZVOUS_PORT
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
@@ -109,7 +109,7 @@ def refusals_free_name(folder: RunFolder, *, is_alone: bool) -> Iterator[None]:
     try:
         yield
     except SftplayError as error:
-        if is_alone and not folder.has_made_step:
+        if is_alone and folder.path.exists() and not folder.has_made_step and not isinstance(error, FolderGone):
             folder.update_status(state="failed", exit_code=error.exit_code, error=error.as_json())
             free_refused(folder)
         raise
