@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_anything()
     try:
         args = parse(arguments)
+        if strays := log.clear_cluster_variables():
+            text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
+            log.say(text, args.verb)
         module, function, _ = VERBS[args.verb]
         exit_code: int = getattr(import_module(module), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left

@@ -226,6 +226,26 @@ def test_errors_survive_the_pickling_of_process_pools():
     assert pickle.loads(pickle.dumps(several)).as_json() == several.as_json()
 
 
+def test_variables_of_another_launch_are_cleared_and_told_by_name(monkeypatch, capsys):
+    strays = {
+        "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+        "ACCELERATE_MIXED_PRECISION": "fp16", "TORCHELASTIC_RUN_ID": "secret", "PMI_SIZE": "8",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }  # fmt: skip
+    for name, value in {**strays, "ACCELERATE_LOG_LEVEL": "info", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["validate", "--config", DEMO]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        f"note: the environment's {', '.join(sorted(strays))} are not used: this command starts its own processes"
+        in printed
+    )
+    assert "secret" not in printed
+    assert not strays.keys() & os.environ.keys()
+    assert os.environ["ACCELERATE_LOG_LEVEL"] == "info"
+    assert os.environ["MASTER_ADDR"] == "here"
+
+
 def test_no_words_at_all_show_the_help():
     done = call()
     assert done.returncode == 0

@@ -24,7 +24,7 @@ from sftplay.heartbeat import read_heartbeats
 from sftplay.json_files import examine_object, read_lines, read_object
 from sftplay.launch.run_state import SHAPES, is_event, odd_fields
 
-RESOLVED = "config.resolved.yaml"
+RESOLVED, EVENTS = "config.resolved.yaml", "events.jsonl"
 
 SET_ASIDE = ".set-aside"
 """The folder beside the runs with those that made no step."""
@@ -153,12 +153,14 @@ class RunFolder:
                 (self.path / name).replace(self.path / f"{name}{BROKEN}")
                 if whole:
                     self.write_json(name, whole)
+        if broken := read_lines(self.path / EVENTS)[1]:
+            log.say(f"{EVENTS}: line {', '.join(map(str, broken))} cannot be read: passed over", "resume")
 
     def add_event(self, event: str, **facts: Any) -> None:
         """Append an event after the making of plan.json to events.jsonl. Callers: those of `update_status`."""
         attempt = len(self.read_json("status.json").get("attempts", []))
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "event": event, **facts}
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
+        with (self.path / EVENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def read_events(self) -> list[dict[str, Any]]:
@@ -166,7 +168,7 @@ class RunFolder:
         plan = self.read_json("plan.json")
         events: list[dict[str, Any]] = [{"event": RESIZED}] if plan.get("resized") else []
         events += [{"event": OUT_OF_MEMORY, **shortage} for shortage in plan.get("shortages", [])]
-        lines, _ = read_lines(self.path / "events.jsonl")
+        lines, _ = read_lines(self.path / EVENTS)
         return [each for each in [*events, *lines] if is_event(each)]
 
     @property

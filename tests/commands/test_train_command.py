@@ -216,7 +216,9 @@ def test_small_file_that_is_broken_is_named_kept_and_passed_over_by_a_resume(
     found: list[dict[str, object]] = []
     monkeypatch.setattr(start, "follow", lambda *_, **__: found.append(folder.read_json(name)) or 0)
     assert main(["resume", "--config", str(stopped), "--nproc", "2"]) == 0
-    assert f"{name} {said}: passed over, and kept as {name}.broken" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{name} {said}: passed over, and kept as {name}.broken" in printed
+    assert "events.jsonl: line 1, 3 cannot be read: passed over" in printed
     assert (folder.path / f"{name}.broken").read_bytes() == content
     assert kept.items() <= found[0].items()
     assert folder.read_json("plan.json")["world_size"] == 2
