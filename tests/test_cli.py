@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import HANG_S
 
 from sftplay import cli, errors, log
 from sftplay.cli import main, parse
@@ -91,7 +92,9 @@ def test_all_problems_are_shown_at_once_in_the_order_of_the_file(refused):
 def call(*words, **options):
     env = {**os.environ, **options.pop("env", {})}
     argv = [sys.executable, "-m", "sftplay", *map(str, words)]
-    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False, **options)
+    return subprocess.run(
+        argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG_S, check=False, **options
+    )
 
 
 def test_a_refusal_in_a_process_of_its_own_has_no_traceback(tmp_path):
@@ -258,7 +261,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     process.stdout.close()  # as `head` does, at the latest moment before anything is written
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait(240) == 0
+    assert process.wait(HANG_S) == 0
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from processes import HANG_S
 
 from sftplay import install
 from sftplay.machine.unsloth import OLDEST
@@ -313,7 +314,7 @@ def make(clone, *words):
     # PYTHON=false: should make ask for an install after all, it must fail instead of building something.
     argv = ["make", "PYTHON=false", *words]
     env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # the tests run under make
-    return subprocess.run(argv, cwd=clone, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(argv, cwd=clone, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_help_needs_no_environment_at_all(clone, tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG_S
 
 from sftplay.cli import VERBS
 from sftplay.config.load import load_config
@@ -122,7 +123,7 @@ def test_every_module_imports_alone():
     in_order = TopologicalSorter({module: sorted(imports_of(module)) for module in MODULES}).static_order()
     names = " ".join(module for module in in_order if module != "sftplay.__main__")
     argv = [sys.executable, "-c", IMPORT_ONE_AFTER_ANOTHER, names]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

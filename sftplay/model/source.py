@@ -33,7 +33,9 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """What the config.json of a built-in model says of its shape, for those who ask before it is made."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-])(?<!\.git)", re.ASCII)
+LONGEST_HUB_NAME = 96
+"""The hub's own rules for names (huggingface_hub, utils/_validators.py)."""
 
 
 def is_local(name: str) -> bool:
@@ -43,7 +45,7 @@ def is_local(name: str) -> bool:
 
 def is_hub_shaped(name: str) -> bool:
     """True when a hub could have a model of this name."""
-    return _HUB_NAME.fullmatch(name) is not None
+    return len(name) <= LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name) is not None
 
 
 def is_downloaded(name: str) -> bool:

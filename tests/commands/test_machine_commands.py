@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -22,7 +23,7 @@ def call(*words, cwd, **env):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     return subprocess.run(
         [sys.executable, "-m", "sftplay", *words], cwd=cwd, env={**clean, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def test_none_of_the_three_imports_a_heavy_library(words, tmp_path):
     )
     argv = [sys.executable, "-c", code, *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     loaded = set(done.stdout.rsplit("LOADED", 1)[1].split())
     assert "sftplay" in loaded
     assert loaded & HEAVY == set()
@@ -132,7 +133,7 @@ def test_watching_shows_it_again_until_it_is_interrupted(running):
         while count < 2:
             count += "run mine" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=240) == 0
+        assert process.wait(timeout=HANG_S) == 0
 
 
 def test_watching_and_one_document_do_not_go_together(tmp_path):

@@ -65,10 +65,10 @@ def test_a_prompt_that_cannot_be_meant_is_refused_and_nothing_is_written(
     assert list(Path().iterdir()) == [config]
 
 
-def test_a_file_written_in_braces_is_refused_with_the_line_to_add(config: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_file_written_in_braces_gets_it_inside_them(config: Path):
     config.write_text("model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
-    assert main(["style", "--config", "run.yaml", "--style", 'a "b"']) == 2
-    assert 'below `data:` write this line yourself: system: "a \\"b\\""' in capsys.readouterr().err
+    assert main(["style", "--config", "run.yaml", "--style", 'a "b"']) == 0
+    assert config.read_text().splitlines()[1] == 'data: {system: "a \\"b\\"", train_path: rows.jsonl}'
 
 
 AWKWARD = 'say "hi" to $5, $(x), ${y} and `ls`; it\'s 100% #1: \\n 😀\n--json $'

@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.commands.look.tensorboard import stop
 from sftplay.control import tensorboard
@@ -39,7 +40,7 @@ def call(place, *words):
     # Returning at once means that nothing of the child keeps these pipes open either.
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "sftplay", *words]
-    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,10 @@ from processes import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
+from sftplay.data.encode.render import Renderer
+from sftplay.data.layouts.convert import Reading
+from sftplay.data.read.sources import Dialect
+from sftplay.data.records import Text
 from sftplay.deliver.infer import batch
 from sftplay.deliver.infer import prompts as questions
 from sftplay.deliver.infer.generate import Generator, answer_all, answer_batch
@@ -404,3 +408,31 @@ def test_a_killed_batch_continues_where_it_was(run: Finished, tmp_path: Path):
     assert len(row_numbers) == 600 - 3 * kept
     assert out.read_bytes() == whole.read_bytes()
     assert not side.exists()
+
+
+def test_a_text_file_has_a_question_in_each_line(tmp_path: Path):
+    (tmp_path / "in.TXT").write_bytes("\ufeffWhy?\r\n\n  How much is é?\nlast".encode())
+    found = list(PromptFile(str(tmp_path / "in.TXT")))
+    assert [(each.source.line, each.messages[-1].content) for each in found] == [
+        (1, "Why?"), (3, "  How much is é?"), (4, "last"),
+    ]  # fmt: skip
+    assert found[0].row == {"prompt": "Why?"}
+    before = PromptFile(str(tmp_path / "in.TXT")).digest()
+    (tmp_path / "in.TXT").write_text("other")
+    assert PromptFile(str(tmp_path / "in.TXT")).digest() != before
+
+
+def test_a_plain_text_is_gone_on_with_as_it_was_trained(tmp_path: Path, tokenizer: Any):
+    (tmp_path / "in.jsonl").write_text('{"text": "the river walks"}\n')
+    (found,) = PromptFile(str(tmp_path / "in.jsonl"))
+    renderer = Renderer.prove(tokenizer, None, samples=[])
+    ids = found.prompt(renderer)
+    assert tokenizer.decode(ids) == "the river walks"
+    assert renderer.render([Text("the river walks", found.source)])[0].input_ids[:-1] == ids
+
+
+def test_columns_and_encoding_of_the_run_hold_for_the_rows_to_answer(tmp_path: Path):
+    (tmp_path / "in.csv").write_bytes("frage;x\nWarum schön?;1\n".encode("cp1252"))
+    reading = Reading(columns=(("question", "frage"), ("answer", "antwort")))
+    (found,) = PromptFile(str(tmp_path / "in.csv"), reading, Dialect("cp1252", ";"))
+    assert found.messages[-1].content == "Warum schön?"

@@ -93,7 +93,7 @@ def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
     [
         ('{"prompt": ', "is not JSON"),
         ('["a list"]', "is a list, not an object"),
-        ('{"question": "x"}', "has neither 'messages' nor 'prompt'"),
+        ('{"frage": "x"}', "has no question; its keys are 'frage'"),
         ('{"prompt": 3}', "prompt is a number, not a text"),
         ('{"messages": []}', "does not end with a turn that can be answered"),
         ('{"messages": [{"role": "user"}]}', "messages[0]"),

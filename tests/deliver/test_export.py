@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import ModelCard
 from in_process import Finished, Inputs, train
 from peft import AutoPeftModelForCausalLM, PeftModel
+from processes import HANG_S
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -87,7 +88,7 @@ def test_code_of_the_card_runs_with_no_kit_and_gives_the_text_of_plain_peft(run:
     code = python_blocks((exported / "README.md").read_text())[0].replace('"Hello"', '"why old boats"')
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=exported, env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     adapter = run.folder.path / "adapter"

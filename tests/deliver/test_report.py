@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import Finished, Inputs, StopAfter, train, train_in
+from processes import HANG_S
 
 from sftplay.deliver.report.charts import Chart, Curve, linear_axis, value_axis
 from sftplay.deliver.report.figures import change, format_figure, interval
@@ -228,6 +229,14 @@ def test_a_failed_run_says_why_and_what_to_do(folder: RunFolder):
     assert "stop: The run failed at step 8. training: the loss of step 6 is not finite. Remedy: lower the" in sentences(
         folder
     )
+
+
+def test_the_remedy_of_a_long_data_error_is_not_cut_off(folder: RunFolder):
+    rows = "".join(f"\n  rows.jsonl:{n} " + "has no text " * 80 for n in range(5))
+    error = {"code": "data", "what": f"5 rows cannot be trained on{rows}", "where": "data", "fix": "name the columns"}
+    folder.update_status(state="failed", exit_code=4, step=0, error=error)
+    assert "rows.jsonl:4 has no text" in page_of(folder).text
+    assert "Remedy: name the columns." in page_of(folder).text
 
 
 def test_a_run_whose_process_died_is_interrupted_and_one_that_is_held_is_running(folder: RunFolder):
@@ -626,7 +635,7 @@ class Browser:
         with contextlib.suppress(OSError, AssertionError):
             self.session = ""
             self.call("Browser.close")
-        self.process.wait(timeout=240)
+        self.process.wait(timeout=HANG_S)
         os.close(self._in)
         self._out.close()
 

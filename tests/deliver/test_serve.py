@@ -24,7 +24,7 @@ from huggingface_hub.utils import validate_repo_id
 from in_process import Finished, Inputs, train
 from lively import lively_model
 from peft import AutoPeftModelForCausalLM
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.deliver.export import server as serving
@@ -159,7 +159,7 @@ def test_server_listens_on_this_machine_only_and_stops_at_a_signal(started: Any,
     assert listening_on(port) == {"0100007F"}  # 127.0.0.1, as proc(5) writes it
     assert "merging the adapter into" in output.read_text()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(240) == 128 + signal.SIGTERM
+    assert process.wait(HANG_S) == 128 + signal.SIGTERM
     assert children
     assert not any(is_alive(pid) for pid in children)
     assert choose_port(port) == port

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.launch.run_folder import RunFolder
 
@@ -78,7 +78,7 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=HANG_S,
             check=False,
         )
 
@@ -100,7 +100,9 @@ class Checkout:
     def ask(self, page: str, **words: str) -> Any:
         """The answer of our TensorBoard's HTTP interface."""
         query = urllib.parse.urlencode(words)
-        with urllib.request.urlopen(f"{self.record['url']}/data/plugin/scalars/{page}?{query}", timeout=60) as reply:
+        with urllib.request.urlopen(
+            f"{self.record['url']}/data/plugin/scalars/{page}?{query}", timeout=HANG_S
+        ) as reply:
             return json.load(reply)
 
 

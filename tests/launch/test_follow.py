@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay import log
 from sftplay.launch.command.command import Launch
@@ -195,14 +195,14 @@ def test_a_stop_signal_reaches_the_worker_and_its_code_comes_back(folder, follow
     body = "n = wait_for_signal(); folder.update_status(got=n, exit_code=128 + n); sys.exit(1)"
     driver = followed(body)
     driver.send_signal(getattr(signal, name))
-    assert driver.wait(240) == code
+    assert driver.wait(HANG_S) == code
     assert status_of(folder)["got"] == getattr(signal, name)
 
 
 def test_a_worker_that_dies_of_the_signal_itself_is_noted_as_stopped(folder, followed):
     driver = followed("folder.update_status(ready=True); time.sleep(60)")
     driver.send_signal(signal.SIGTERM)
-    assert driver.wait(240) == 143
+    assert driver.wait(HANG_S) == 143
     status = status_of(folder)
     assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
 
@@ -213,7 +213,7 @@ def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed, mon
     driver.send_signal(signal.SIGTERM)
     wait_until(lambda: status_of(folder).get("saving"))
     driver.send_signal(signal.SIGTERM)
-    assert driver.wait(240) == 143
+    assert driver.wait(HANG_S) == 143
     assert status_of(folder)["state"] == "stopped"
 
 
@@ -225,14 +225,14 @@ def test_sigterm_that_make_passes_on_is_no_second_signal(folder, followed, monke
     driver.send_signal(signal.SIGTERM)
     wait_until(lambda: status_of(folder).get("saving"))
     driver.send_signal(signal.SIGTERM)
-    assert driver.wait(240) == 143
+    assert driver.wait(HANG_S) == 143
     assert status_of(folder)["saved"]
 
 
 def test_hang_up_stops_a_run_with_129(folder, followed):
     driver = followed("folder.update_status(ready=True); time.sleep(60)")
     driver.send_signal(signal.SIGHUP)
-    assert driver.wait(240) == 129
+    assert driver.wait(HANG_S) == 129
     assert (status_of(folder)["state"], status_of(folder)["signal"]) == ("stopped", "SIGHUP")
 
 
@@ -258,7 +258,7 @@ def test_ranks_of_another_node_get_no_signal_here(folder, followed):
         )
         driver = followed(body)
         driver.send_signal(signal.SIGTERM)
-        assert driver.wait(240) == 143
+        assert driver.wait(HANG_S) == 143
         assert stranger.poll() is None
     finally:
         stranger.kill()
@@ -278,6 +278,6 @@ def test_the_run_goes_on_when_its_screen_is_gone(folder, followed):
     driver = followed(body + "folder.update_status(exit_code=0, finished=True)")
     driver.stdout.close()
     driver.stdout = None
-    assert driver.wait(240) == 0
+    assert driver.wait(HANG_S) == 0
     assert status_of(folder)["finished"]
     assert driver.stderr.read() == ""

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from torch.distributed.run import get_args_parser
 
 from sftplay.cli import main, parse
@@ -60,7 +60,7 @@ def read_as_deepspeed(command: Launch) -> dict[str, Any]:
     assert command.argv[1:3] == ("-m", "sftplay.launch.command.deepspeed_runner")
     argv = [sys.executable, "-c", READ_AS_DEEPSPEED, *command.argv[3:]]
     env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    output = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=300).stdout
+    output = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
     read: dict[str, Any] = json.loads(output.rsplit("READ ", 1)[1])
     return read
 

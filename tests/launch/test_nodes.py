@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 
 from sftplay.machine.ports import free_port
@@ -64,7 +64,7 @@ class Cluster(Outputs):
         """Exit code and lines of each node."""
         port = free_port(0)
         pair = [self.start(name, node, port, *arguments, verb=verb) for node in (0, 1)]
-        codes = [process.wait(240) for process in pair]
+        codes = [process.wait(HANG_S) for process in pair]
         return [(code, self.output(name, node)) for node, code in enumerate(codes)]
 
     def output(self, name: str, node: int) -> str:
@@ -172,7 +172,7 @@ def weights(cluster: Cluster, name: str) -> bytes:
 @pytest.mark.slow
 def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_not(cluster: Cluster):
     alone = cluster.start("alone", 0, 0, "--nproc", "2")
-    assert alone.wait(240) == 0, cluster.output("alone", 0)
+    assert alone.wait(HANG_S) == 0, cluster.output("alone", 0)
     for node, (code, output) in enumerate(cluster.both("whole")):
         assert code == 0, output
         assert ("trained to step 6" in output) == (node == 0)

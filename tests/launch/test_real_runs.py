@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.launch.run_folder import RunFolder
 
@@ -41,7 +41,7 @@ class Project:
 
     def run(self, verb, name, *overrides):
         """Run to the end: (exit code, output)."""
-        code = self.start(verb, name, *overrides).wait(240)
+        code = self.start(verb, name, *overrides).wait(HANG_S)
         return code, self.output(name)
 
     def output(self, name):
@@ -99,7 +99,7 @@ def stopped(project):
     """The state of a run after SIGTERM during its training."""
     process, pids = project.start_training("stopped")
     process.send_signal(signal.SIGTERM)
-    code = process.wait(240)
+    code = process.wait(HANG_S)
     return {"code": code, "pids": pids, "status": project.status("stopped"), "output": project.output("stopped")}
 
 
@@ -226,7 +226,7 @@ def test_the_draws_of_dropout_go_on_where_a_stopped_run_left_them(project):
     assert project.run("train", "dropout", word)[0] == 0
     process, _ = project.start_training("dropout-stopped", word)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(240) == 143
+    assert process.wait(HANG_S) == 143
     assert project.run("resume", "dropout-stopped", word)[0] == 0
     ours, reference = project.metrics("dropout-stopped"), project.metrics("dropout")
     assert [line["loss"] for line in ours] == [line["loss"] for line in reference]
@@ -239,7 +239,7 @@ def test_two_signals_end_a_run_at_once(project, processes):
     process, pids = project.start_training(run, "--nproc", processes, "train.max_steps=100000")
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(240) == 143
+    assert process.wait(HANG_S) == 143
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
@@ -258,7 +258,7 @@ def test_no_worker_outlives_a_command_that_is_killed(project, processes):
         again = project.start("resume", run, "train.max_steps=100000")
         wait_until(lambda: len(project.status(run).get("attempts", [])) == 2)
     again.terminate()
-    assert again.wait(240) == 143, project.output(run)
+    assert again.wait(HANG_S) == 143, project.output(run)
 
 
 @pytest.mark.slow
@@ -298,5 +298,5 @@ def test_ranks_that_have_nothing_to_write_wait_for_the_one_that_has(project, tmp
 @pytest.mark.slow
 def test_two_runs_of_two_processes_go_on_side_by_side(project):
     runs = [project.start("train", f"side-{n}", "--nproc", "2", "train.max_steps=4") for n in (1, 2)]
-    assert [process.wait(240) for process in runs] == [0, 0]
+    assert [process.wait(HANG_S) for process in runs] == [0, 0]
     assert all(len(project.status(f"side-{n}")["ranks"]) == 2 for n in (1, 2))

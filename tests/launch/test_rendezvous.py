@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from processes import wait_until
+from processes import HANG_S, wait_until
 
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
@@ -42,7 +42,7 @@ def run_nodes(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(240)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in threads)
     return ends
 
@@ -152,7 +152,7 @@ def connect(port: int) -> socket.socket:
     deadline = time.monotonic() + 120
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=120)
+            return socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -165,7 +165,7 @@ def test_strangers_at_the_port_neither_join_nor_hinder():
             stranger.sendall(noise)
     with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), timeout_s=120) as rendezvous:
         assert exchange("one")(rendezvous) == ["zero", "one"]
-    thread.join(240)
+    thread.join(HANG_S)
     assert ends == [["zero", "one"]]
 
 
@@ -202,7 +202,7 @@ def test_a_node_that_is_started_again_before_the_others_come_takes_its_own_place
     again, other = join(1), join(2)
     for rendezvous, say in ((again, "one"), (other, "two")):
         rendezvous._peers[0].send({"message": {"say": say}})
-    thread.join(240)
+    thread.join(HANG_S)
     assert ends == [["zero", "one", "two"]]
     for rendezvous in (again, other):
         rendezvous.__exit__(None, None, None)
@@ -213,7 +213,7 @@ def test_silent_strangers_do_not_keep_a_node_waiting():
     silent = [connect(port) for _ in range(3)]
     with Rendezvous(Scale(1, 2, 1, "127.0.0.1", port), timeout_s=4) as rendezvous:
         assert exchange("one")(rendezvous) == ["zero", "one"]
-    thread.join(240)
+    thread.join(HANG_S)
     for each in silent:
         each.close()
     assert ends == [["zero", "one"]]

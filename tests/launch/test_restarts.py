@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -245,7 +245,7 @@ def test_worker_whose_launch_died_before_it_looked_does_no_work(folder: RunFolde
     ended.wait()
     argv = [sys.executable, "-m", "sftplay.tasks.worker", str(folder.path)]
     before = folder.read_json("status.json")
-    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, PARENT: str(ended.pid)}, timeout=60, check=False)
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, PARENT: str(ended.pid)}, timeout=HANG_S, check=False)
     assert done.returncode == 5
     assert folder.read_json("status.json") == before
 
@@ -319,7 +319,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Iterato
 @pytest.fixture(scope="module")
 def undisturbed(project: Project) -> str:
     """Name of an undisturbed run on two processes."""
-    assert project.start("train", "whole", "--nproc", 2).wait(240) == 0, project.output("whole")
+    assert project.start("train", "whole", "--nproc", 2).wait(HANG_S) == 0, project.output("whole")
     return "whole"
 
 
@@ -363,7 +363,7 @@ def test_ranks_killed_at_every_kind_of_moment_are_started_again_and_nothing_is_l
             wait_for(lambda: len(project.status(name)["attempts"]) == 2, process, lambda: project.output(name))
             wait_for(lambda: len(project.metrics(name)) >= 2, process, lambda: project.output(name))
             kill_rank(project, name, 1)
-    assert process.wait(240) == 0, project.output(name)
+    assert process.wait(HANG_S) == 0, project.output(name)
     attempts = project.status(name)["attempts"]
     dead = [1, *kills]
     assert [each["cause"] for each in attempts] == [*(f"rank {n} was killed by SIGKILL" for n in dead), "done"]
@@ -379,14 +379,14 @@ def test_ranks_killed_at_every_kind_of_moment_are_started_again_and_nothing_is_l
 
 @pytest.mark.slow
 def test_single_process_that_is_killed_is_started_again_by_its_parent(project: Project):
-    assert project.start("train", "alone").wait(240) == 0, project.output("alone")
+    assert project.start("train", "alone").wait(HANG_S) == 0, project.output("alone")
     name, key = "alone-killed", MOMENTS[2][0]
     wanted = [{"event": "open", "name": METRICS, "nth": 8, "held": str(project.root / f"{name} {key}")}]
     env = {"PYTHONPATH": str(project.root / "hook"), "HOLD_AT": json.dumps(wanted)}
     process = project.start("train", name, "cluster.max_restarts=1", **env)
     wait_for((project.root / f"{name} {key}").exists, process, lambda: project.output(name))
     kill_rank(project, name, 0)
-    assert process.wait(240) == 0, project.output(name)
+    assert process.wait(HANG_S) == 0, project.output(name)
     attempts = [(each["from_step"], each["cause"]) for each in project.status(name)["attempts"]]
     assert attempts == [(0, "killed by SIGKILL"), (5, "done")]
     assert_same_run(project, name, "alone")

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
@@ -197,7 +198,7 @@ def test_runs_started_at_the_same_moment_get_different_folders(config, monkeypat
     processes = [fork.Process(target=claim, args=(config(), barrier, names)) for _ in range(4)]
     for process in processes:
         process.start()
-    assert len({names.get(timeout=120) for _ in processes}) == 4
+    assert len({names.get(timeout=HANG_S) for _ in processes}) == 4
     for process in processes:
         process.join()
 

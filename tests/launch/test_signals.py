@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from holding import HOOK
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
     process, pids = project.hold(by, run, moment)
     os.killpg(process.pid, number)
     project.let_go(run)
-    code = process.wait(240)
+    code = process.wait(HANG_S)
     assert code == expected_code(by, number), project.output(run)
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
     status = project.status(run)
@@ -195,7 +195,7 @@ def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed
         assert message in second.stderr
     assert {path: path.read_bytes() for path in project.folder("one-name").path.rglob("*") if path.is_file()} == before
     project.let_go("one-name")
-    assert process.wait(240) == 0, project.output("one-name")
+    assert process.wait(HANG_S) == 0, project.output("one-name")
     assert (project.folder("one-name").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
     status = project.status("one-name")
     assert [(each["from_step"], each["cause"]) for each in status["attempts"]] == [(0, "done")]

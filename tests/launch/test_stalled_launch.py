@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import read_heartbeats
 from sftplay.launch.command.command import Launch
@@ -79,7 +79,7 @@ def test_a_second_stop_signal_ends_a_run_that_stands_still_and_is_given_time(fol
         wait_until((folder.logs / "noted").exists)
         assert follower.poll() is None
         follower.send_signal(signal.SIGTERM)
-        assert follower.wait(240) == 143
+        assert follower.wait(HANG_S) == 143
     finally:
         follower.kill()
         follower.wait()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.errors import ConfigError
 from sftplay.launch.command.strategy import SHARDED, ZERO_STAGES, strategy_environment
@@ -66,7 +67,7 @@ def test_fsdp_has_the_environment_of_accelerate_launch(strategy):
 def in_a_worker(env, code):
     """The output of a new process with this environment."""
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

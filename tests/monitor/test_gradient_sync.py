@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from forking import START
 from in_process import Inputs, written_config
+from processes import HANG_S
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
@@ -90,7 +91,7 @@ def runs(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     process = subprocess.run(
         [sys.executable, "-c", FORK_RUNS, *arguments],
-        cwd=ROOT, env=env, timeout=300, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     return {name: _read(folder) for name, folder in folders.items()}

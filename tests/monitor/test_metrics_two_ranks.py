@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Inputs, written_config
+from processes import HANG_S
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -78,7 +79,7 @@ def two_ranks(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(0))}
     process = subprocess.run(
         [sys.executable, "-c", FORK_RANKS, str(folder.path)],
-        cwd=ROOT, env=env, timeout=240, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr + (folder.logs / "rank1.log").read_text()
     board = EventAccumulator(str(folder.path / "tb"), size_guidance={"scalars": 0})

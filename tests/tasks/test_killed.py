@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import wait_until
+from processes import HANG_S, wait_until
 
 from sftplay.data.order import training_order
 
@@ -59,7 +59,7 @@ class Shop:
             )
 
     def run(self, verb: str, mode: str, name: str, **environment: str) -> int:
-        return self.start(verb, mode, name, **environment).wait(240)
+        return self.start(verb, mode, name, **environment).wait(HANG_S)
 
     def said(self, name: str) -> str:
         return (self.root / f"{name}.txt").read_text()
@@ -128,7 +128,7 @@ def kill_tree_at_step(shop: Shop, mode: str, name: str, step: int) -> None:
     tree = [parent.pid, *(each.pid for each in psutil.Process(parent.pid).children(recursive=True))]
     for pid in tree:
         os.kill(pid, signal.SIGKILL)
-    assert parent.wait(240) == -signal.SIGKILL
+    assert parent.wait(HANG_S) == -signal.SIGKILL
     wait_until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in tree))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG_S
 from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 
@@ -97,7 +98,7 @@ class Shop(Outputs):
         argv = [sys.executable, "-m", "sftplay", verb, "--config", str(self.root / "run.yaml"), f"run_name={name}"]
         done = subprocess.run(
             [*argv, "--nproc", str(processes), *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=240, check=False,
+            capture_output=True, text=True, timeout=HANG_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

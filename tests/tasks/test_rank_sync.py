@@ -15,6 +15,7 @@ import pytest
 import torch
 from forking import START
 from in_process import Inputs, written_config
+from processes import HANG_S
 from transformers import TrainerCallback
 
 from sftplay.atomic import write_text
@@ -132,7 +133,7 @@ def runs(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         [sys.executable, "-c", FORK_RUNS, *words],
-        cwd=ROOT, env=env, timeout=400, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     screens = done.stdout.split("END ")

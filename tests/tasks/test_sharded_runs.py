@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import HANG_S
 from run_outputs import Outputs
 from safetensors.torch import load_file
 
@@ -65,7 +66,7 @@ def train(
         }  # fmt: skip
         config = write_config(f"{name}.yaml", run_name=name, **{**changes, **keys})
         env = {"PYTHONPATH": str(CPU_FSDP)} if shim else {}
-        done = sftplay("train", "--config", config, "--nproc", processes, env=env, timeout=240)
+        done = sftplay("train", "--config", config, "--nproc", processes, env=env, timeout=HANG_S)
         return tmp_path / "outputs" / name, done.stdout + done.stderr
 
     return run
@@ -133,7 +134,7 @@ def test_a_run_split_by_fsdp_goes_on_on_other_numbers_of_processes(
     for last, now in ((3, 3), (6, 4)):
         runs.cut_off("moved", last)
         words = ["--config", tmp_path / "whole.yaml", "--nproc", now, "run_name=moved"]
-        done = sftplay("resume", *words, env={"PYTHONPATH": str(CPU_FSDP)}, timeout=600)
+        done = sftplay("resume", *words, env={"PYTHONPATH": str(CPU_FSDP)}, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"began on {before} process(es) and continues on {now}, each with" in done.stdout
         assert [rank["distributed_type"] for rank in runs.status("moved")["ranks"]] == ["FSDP"] * now

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from sftplay import log
 from sftplay.atomic import check_new_file
-from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.inputs import check_inputs, needs_no_hub
+from sftplay.control.inputs import load_checked, needs_no_hub
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.model.start_point import resolve_names
 
 if TYPE_CHECKING:
     from sftplay.data.pipeline import Examples
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def process(args: Namespace) -> int:
     """`process`: read, render and cache the rows; the data report as a table or as JSON."""
-    examples = _load(load_config(args.config, args.overrides))
+    examples = _load(load_checked(args.config, args.overrides))
     if args.json:
         print(json.dumps(examples.report))
     else:
@@ -32,7 +32,7 @@ def process(args: Namespace) -> int:
 
 def inspect(args: Namespace) -> int:
     """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
-    examples = _load(load_config(args.config, args.overrides))
+    examples = _load(load_checked(args.config, args.overrides))
     from sftplay.data.inspect.display import decoded, has_colours, legend, mark_learned
     from sftplay.data.inspect.rows import n_learned, spread_rows
 
@@ -56,7 +56,7 @@ def inspect(args: Namespace) -> int:
 def render(args: Namespace) -> int:
     """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
     out = None if args.out is None else Path(args.out)
-    cfg = load_config(args.config, args.overrides)
+    cfg = load_checked(args.config, args.overrides)
     if out is not None:
         check_new_file(out)
     examples = _load(cfg)
@@ -80,7 +80,7 @@ def render(args: Namespace) -> int:
 
 def _load(cfg: RunConfig) -> Examples:
     """The rows as training gets them. Problems that need no heavy library are found first."""
-    cfg = check_inputs(cfg)
+    cfg = resolve_names(cfg)
     os.environ.update(quiet_environment() | cache_environment())
     if needs_no_hub(cfg):
         os.environ.update(offline_environment())

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from sftplay import log
-from sftplay.config.load import load_config
+from sftplay.control.inputs import load_checked
 from sftplay.control.model_shape import require_shape
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine, probe
@@ -34,7 +34,7 @@ DOES_NOT_FIT = 3
 
 def plan(args: Namespace) -> int:
     """`plan`: bytes of every component, the sizes, the verdict, and what would fit; exit code 3 when it does not."""
-    cfg = resolve_names(load_config(args.config, args.overrides))
+    cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False))
     shape = require_shape(cfg)
     machine, world_size = _planned_machine(args)
     sized = size_run(cfg, machine, world_size=world_size, shape=shape)

@@ -35,7 +35,7 @@ def setup_accelerate(args: Namespace) -> int:
         return subprocess.call(command)
     machine = probe()
     has_bf16 = bool(machine.gpus) and all(gpu.capability >= AMPERE for gpu in machine.gpus)
-    text = accelerate_text(path, gpus=len(machine.gpus), has_bf16=has_bf16, cores=machine.cores)
+    text = accelerate_text(path, gpus=len(machine.gpus), has_bf16=has_bf16)
     write_accelerate(path, text)
     if args.json:
         print(json.dumps({"path": str(path), "text": text}))

@@ -60,7 +60,7 @@ def launch(
     """Size the run, create its folder (a new one where none is given), start the workers and follow them."""
     machine = probe()
     scale = read_scale(args, machine)
-    cfg = check_inputs(cfg)
+    cfg = check_inputs(cfg, asks_hub=not args.dry_run)
     sized = size(cfg, machine, scale=scale)
     folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
     try:

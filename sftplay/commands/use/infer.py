@@ -18,7 +18,8 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import load_renderer, open_run, prepare_environment
-from sftplay.data.read.sources import content_digest
+from sftplay.data.layouts.convert import reading_of
+from sftplay.data.read.sources import dialect_of
 from sftplay.deliver.infer.partial_answers import PartialAnswers, fingerprint_run
 from sftplay.deliver.infer.prompts import PromptFile
 from sftplay.errors import ConfigError, DataError, MachineError
@@ -91,22 +92,22 @@ def _interruptible() -> Iterator[Event]:
 
 
 def infer_batch(args: Namespace) -> int:
-    """`infer-batch`: the rows of a file (`messages` or `prompt`), in order, each with a `response`.
+    """`infer-batch`: the rows of a file in any layout that training reads, in order, each with a `response`.
 
     Answers are kept beside OUT as they come. The same command continues from there after an interruption.
     """
     cfg, folder = open_run(args)
     out = _check_paths(args)
-    questions = PromptFile(args.input, cfg.data.system)
+    questions = PromptFile(args.input, reading_of(cfg.data), dialect_of(cfg.data))
     n = sum(1 for _ in questions)
-    digest = content_digest(args.input)
+    digest = questions.digest()
     partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
     with partial.held():
         if n_kept := partial.n_answers:
             log.say(f"{partial.path} holds {n_kept} of {n} answers: continuing from there", "infer")
         if n_kept < n:
             _answer_file(args, cfg, folder=folder, questions=questions, partial=partial, n=n)
-        if content_digest(args.input) != digest:
+        if questions.digest() != digest:
             fix = f"put it back as it was, or remove {partial.path}"
             raise DataError("has changed while it was being answered", where=args.input, fix=fix)
         from sftplay.deliver.infer.batch import write_answered

@@ -49,6 +49,12 @@ class Layer:
         sections = (path[:length] for length in range(len(path), 0, -1))
         return next((self.places[section] for section in sections if section in self.places), None)
 
+    def place_within(self, path: KeyPath) -> Place | None:
+        """The place of a key, or of the first one below it: an override names no section by itself."""
+        return self.places.get(path) or next(
+            (at for known, at in self.places.items() if known[: len(path)] == path), None
+        )
+
 
 def read_layers(path: str | Path) -> list[Layer]:
     """The layers of a file: its includes, lowest first, and then the file itself.

@@ -84,8 +84,8 @@ class DataConfig(Section):
     it with file and line."""
 
     too_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a row longer than max_seq_len. truncate: cut its end. drop: leave it out. error: stop with exit
-    code 4."""
+    """What happens to a row longer than max_seq_len. truncate: cut its end; where that would lose more than half of
+    what the rows teach, only if it is written down. drop: leave it out. error: stop with exit code 4."""
 
     duplicates: Literal["keep", "drop"] = "keep"
     """What happens to a row that equals an earlier one, or differs only in white space, case or Unicode normalisation.

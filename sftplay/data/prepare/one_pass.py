@@ -10,26 +10,29 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
 from sftplay.config.schema.run import DataConfig
 from sftplay.data.encode.render import Renderer
-from sftplay.data.layouts.convert import Reading, to_record
+from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.prepare.arrow import RowWriter
-from sftplay.data.prepare.batch import Example, RawRow, RowOptions, RowOutcome, short
+from sftplay.data.prepare.batch import CUT_AWAY, Example, RawRow, RowOptions, RowOutcome, short
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.prepare.workers import Work, n_workers, process_all
 from sftplay.data.read.files import other_files
-from sftplay.data.read.sources import Dialect, read_raw, read_rows
+from sftplay.data.read.sources import dialect_of, read_raw, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.errors import DataError
 
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 19
 SECONDS_BETWEEN_LINES = 1.0
+
+KEPT_WHOLE = 0.99
+"""Share of the rows that is not cut where cutting is worth no word."""
 
 CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.json"
 
@@ -40,16 +43,6 @@ class Input:
 
     path: str
     share: float
-
-
-def reading_of(data: DataConfig) -> Reading:
-    """How the config wants rows to be understood."""
-    return Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
-
-
-def dialect_of(data: DataConfig) -> Dialect:
-    """How the config wants files to be read."""
-    return Dialect(encoding=data.encoding, delimiter=data.delimiter)
 
 
 class Preparation:
@@ -132,12 +125,12 @@ class Preparation:
             examples = self._policies.keep(outcome, side)
             kept[side] += [(outcome, example) for example in examples]
             if outcome.refused:
-                line = {"path": outcome.source.path, "line": outcome.source.line, "reason": outcome.refused}
+                line = {**asdict(outcome.source), "reason": outcome.refused}
                 self._refused_file.write(json.dumps(line) + "\n")
             elif examples and outcome.chat:
                 self._chats_file.write(outcome.chat + "\n")
         for side, pairs in kept.items():
-            places = [(outcome.source.path, outcome.source.line) for outcome, _ in pairs]
+            places = [outcome.source for outcome, _ in pairs]
             self._writers[side].write(
                 [example for _, example in pairs], [outcome.row for outcome, _ in pairs], places=places
             )
@@ -150,7 +143,8 @@ class Preparation:
                 f"the end-of-turn token is in the loss of none of {counts.chat_examples:,} examples: all are cut at"
                 f" {self._max_tokens:,} tokens, the longest has {counts.longest:,}",
                 where=path,
-                fix="raise model.max_seq_len, or leave longer rows out with data.too_long: drop",
+                fix=f"write model.max_seq_len: {counts.length_that_keeps(KEPT_WHOLE)}, which keeps 99 % of the rows"
+                " whole, or leave longer rows out with data.too_long: drop",
             )
 
     def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:
@@ -163,8 +157,24 @@ class Preparation:
             "template_hash": self._renderer.template_hash,
             "max_seq_len": self._max_tokens,
             "sources": {side: {"path": paths[side], **counts[side].as_json()} for side in used},
+            "warnings": self._warnings(inputs),
             "notes": self._notes(inputs),
         }
+
+    def _warnings(self, inputs: Sequence[Input]) -> list[str]:
+        """One line for each source of which more is cut than a few rows."""
+        paths: dict[Side, str] = {"train": inputs[0].path, "held_out": inputs[-1].path}
+        found = []
+        for side, path in paths.items():
+            counts = self._policies.counts[side]
+            n_cut = counts.cut + counts.dropped[CUT_AWAY]
+            if n_cut > (1 - KEPT_WHOLE) * counts.read:
+                found.append(
+                    f"{path}: {n_cut:,} of {counts.read:,} rows are cut at {self._max_tokens:,} tokens, which loses"
+                    f" {counts.lost_share:.0%} of what they teach; the longest has {counts.longest:,};"
+                    f" model.max_seq_len: {counts.length_that_keeps(KEPT_WHOLE)} keeps 99 % of them whole"
+                )
+        return found
 
     def _notes(self, inputs: Sequence[Input]) -> list[str]:
         notes = []

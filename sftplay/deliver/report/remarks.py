@@ -138,7 +138,7 @@ def _figures(run: RunFiles) -> Iterator[Remark]:
 
 def _data(run: RunFiles) -> Iterator[Remark]:
     data = run.data
-    for note in texts(data.get("notes")):
+    for note in (*texts(data.get("warnings")), *texts(data.get("notes"))):
         yield Remark("warn", _sentence(note))
     refused = as_number(data.get("refused"))
     if refused:

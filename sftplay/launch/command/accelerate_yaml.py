@@ -27,14 +27,13 @@ main_training_function: main
 """
 
 
-def accelerate_text(path: Path, *, gpus: int, has_bf16: bool, cores: int) -> str:
-    """A config for a machine's `gpus`. Without GPUs it is for two processes, or for one on a single core."""
-    processes = gpus or (2 if cores > 1 else 1)
-    # With MULTI_CPU accelerate 1.15 starts a single process without a message.
+def accelerate_text(path: Path, *, gpus: int, has_bf16: bool) -> str:
+    """A config for the `gpus` of a machine, or one process on its CPU, which uses all cores."""
+    processes = gpus or 1
     kind = "MULTI_GPU" if processes > 1 else "NO"
     about = f"{gpus or 'No'} GPU{'' if gpus == 1 else 's'}: {processes} process{'es' if processes > 1 else ''}."
     if not gpus:
-        about += " Your script must ask for the CPU itself: Accelerator(cpu=True), or use_cpu=True of a Trainer."
+        about += " Several processes on CPUs: accelerate_configs/cpu_ddp.yaml."
     precision, reason = "no", "a CPU is fastest in fp32"
     if gpus:
         precision, reason = ("bf16", "this GPU has it") if has_bf16 else ("fp16", "a GPU older than Ampere has no bf16")
@@ -44,10 +43,10 @@ def accelerate_text(path: Path, *, gpus: int, has_bf16: bool, cores: int) -> str
             path=path,
             kind=kind,
             processes=processes,
-            counted="one per GPU" if gpus else "processes that share this CPU",
+            counted="one per GPU" if gpus else "its threads share the cores",
             precision=precision,
             reason=reason,
-            use_cpu=str(not gpus and processes == 1).lower(),
+            use_cpu=str(not gpus).lower(),
         )
     )
 
