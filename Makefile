@@ -40,10 +40,10 @@ endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 	@exec $(PYTHON) -m sftplay.install --unsloth
 
-.PHONY: help install demo test test-slow test-long test-unsloth check validate schema manual architecture process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init validate schema manual architecture process inspect render style train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-cpu-memory bench-gpu clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -63,6 +63,8 @@ test-unsloth: $(UNSLOTH_READY) ## train with the real unsloth, in .venv-unsloth
 	@exec $(UNSLOTH_PY) -m pytest -m "unsloth" $(ARGS)
 check: $(READY) ## lint, format and types of this repository
 	@$(SFTPLAY) check
+init: $(READY) ## write a commented config for your rows: DATA=file (OUT=run.yaml)
+	@$(SFTPLAY) init --data "$(DATA)" $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
 validate: $(READY) ## check a config: CONFIG=
 	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(ARGS)
 schema: $(READY) ## JSON schema of the config
@@ -144,6 +146,8 @@ bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@exec $(PY) benchmarks/startup.py $(ARGS)
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU
 	@exec $(PY) benchmarks/cpu_memory.py $(ARGS)
+bench-first-runs: $(READY) ## seven data sets from init to report, without YAML by hand (DATA=../shared/data, ARGS="--only gsm8k")
+	@exec $(PY) benchmarks/first_runs.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 bench-invariance: $(READY) ## one config by every strategy: the same curve? (ARGS="--modes full --strategies ddp,zero2")
 	@exec $(PY) benchmarks/invariance.py $(ARGS)
 bench-scaling: $(READY) ## tokens/s with more processes: NPROC=1,2 (CONFIG=, WEAK=1, JSON=1, ARGS="--steps 12")

@@ -32,6 +32,7 @@ VERBS = {
         "show rows as the chat template writes them, or write all to a file",
     ),
     "style": ("sftplay.commands.data.style", "style", "set the system prompt of a config, data.system"),
+    "init": ("sftplay.commands.setup.init", "init", "write a commented config for a data file"),
     "validate": ("sftplay.commands.setup.config", "validate", "check a config and say what each value is and why"),
     "schema": ("sftplay.commands.setup.config", "schema", "print the JSON schema of the config"),
     "manual": ("sftplay.commands.setup.config", "manual", "print the config manual"),
@@ -70,7 +71,7 @@ VERBS = {
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
+    "demo", "init", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
     "memory-check", "doctor", "check", "comm-check", "matrix", "setup-accelerate",
 )  # fmt: skip
 """Verbs that run without --config."""
@@ -133,7 +134,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             a verb without a launcher got arguments for one.
     """
     own, launcher_args = split(arguments)
-    own = own or ["--help"]
+    own = with_flags(own) if own[:1] == ["init"] else own or ["--help"]
     verb = own[0]
     if not verb.startswith("-") and verb not in VERBS:
         near = nearest_names(verb, VERBS)
@@ -157,6 +158,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         fix = f"name the run's YAML: make {args.verb} CONFIG=configs/run_lora.yaml"
         raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)
     return args
+
+
+def with_flags(words: Sequence[str]) -> list[str]:
+    """`init DATA OUT`, where both names may be written with a sign as for make, as flags."""
+    flags, rest, names = [words[0]], [], {"DATA": "--data", "OUT": "--out"}
+    free = [flag for flag in names.values() if flag not in words]
+    before = ""
+    for word in words[1:]:
+        name, sign, value = word.partition("=")
+        if name in names and sign:
+            flags += [names[name], value]
+        elif free and not word.startswith("-") and before not in names.values() and ("." not in name or not sign):
+            flags += [free.pop(0), word]
+        else:
+            rest.append(word)
+        before = word
+    return [*flags, *rest]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -46,6 +46,10 @@ def flags_of(verb: str) -> Flags:
         "resume": {**LAUNCH, **run},
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
+        "init": {
+            "--data": {"default": "", "help": "a file or folder with rows"},
+            "--out": {"default": "run.yaml", "help": "the config to write"},
+        },
         "inspect": count,
         "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
         "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},

@@ -6,16 +6,24 @@ to the rank's own log file. No logging framework is involved.
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TextIO
+
+from sftplay.terminal import Console, Progress, Screen, has_colours, is_terminal
 
 LINE = "\x1e"
 """Marks a line the user should see."""
 
 STATUS = "\x1d"
 """Marks a line that replaces the line before it on a terminal. Elsewhere only some of these lines are printed."""
+
+PROGRESS = "\x1c"
+"""Marks the figures of a live line, as JSON."""
 
 FOLLOWED = "SFTPLAY_FOLLOWED"
 """The parent sets it for its workers, because it reads their lines: they must mark them."""
@@ -99,9 +107,15 @@ def show_error(text: str) -> None:
 
 
 def status(message: str, tag: str = "train") -> None:
-    """Print progress: one changing line on a terminal, now and then a line elsewhere."""
+    """Say what is being done: one changing line on a terminal, elsewhere now and then a line."""
     if is_main():
         _emit(STATUS, [f"[{tag}] {message}"])
+
+
+def progress(done: int, total: int | None, *, what: str, text: str = "", tag: str = "train") -> None:
+    """Show how far the work is: a live line with bar and clock on a terminal, elsewhere now and then a line."""
+    if is_main():
+        _emit(PROGRESS, [json.dumps({"tag": tag, "what": what, "done": done, "total": total, "text": text})])
 
 
 def redirect(path: Path) -> None:
@@ -123,8 +137,60 @@ def _emit(mark: str, lines: list[str]) -> None:
         os.write(_CONSOLE_FD, "".join(f"{mark}{line}\n" for line in lines).encode())
         if mark == LINE:
             _write(sys.stdout, lines)
-        return
-    _write(sys.stdout if followed else screen(), [f"{mark if followed else ''}{line}" for line in lines])
+    elif followed:
+        _write(sys.stdout, [f"{mark}{line}" for line in lines])
+    else:
+        console = _own_console()
+        for line in lines:
+            # Whoever reads a pipe of a short verb sees every stage of it.
+            show_marked(f"{mark if console.is_tty or mark == PROGRESS else LINE}{line}", console=console)
+        if not console.is_tty:
+            console.tick(time.monotonic())
+
+
+def show_marked(text: str, *, console: Console) -> bool:
+    """Show a marked line; False for a line without a mark."""
+    mark, text = text[:1], text[1:]
+    if mark == LINE:
+        console.line(text)
+    elif mark == STATUS:
+        console.status(text)
+    elif mark == PROGRESS:
+        console.progress(Progress(**json.loads(text)))
+    else:
+        return False
+    return True
+
+
+def new_console() -> Console:
+    """The user's screen, for a process that writes to it."""
+    return Console(Screen(screen), is_tty=is_terminal(screen()), has_colours=has_colours(screen()))
+
+
+def close_live_line() -> None:
+    """Clear the live line of this process, if there is one, before something else writes to the terminal."""
+    for console in _CONSOLES.values():
+        console.close()
+
+
+_CONSOLES: dict[int, Console] = {}
+"""This process's own console, by the stream it writes to."""
+
+
+def _own_console() -> Console:
+    stream = screen()
+    if id(stream) not in _CONSOLES:
+        _CONSOLES.clear()
+        # A reader that has gone ends a verb, as with any command: nothing is caught here.
+        _CONSOLES[id(stream)] = Console(_write_text, is_tty=is_terminal(stream), has_colours=has_colours(stream))
+        atexit.register(close_live_line)
+    return _CONSOLES[id(stream)]
+
+
+def _write_text(text: str) -> None:
+    stream = screen()
+    stream.write(text)
+    stream.flush()
 
 
 def screen() -> TextIO:

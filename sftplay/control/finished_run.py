@@ -15,8 +15,8 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
-from sftplay.launch.supervise.console import Screen
 from sftplay.model.source import is_local
+from sftplay.terminal import Screen
 
 
 def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) -> tuple[RunConfig, RunFolder]:
@@ -85,4 +85,4 @@ def report_at_end(folder: RunFolder) -> None:
         text = f"report: {write_report(folder)}"
     except Exception as error:  # noqa: BLE001 - see above
         text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
-    Screen()(f"[report] {text}\n")  # a Screen also survives a closed pipe
+    Screen(log.screen)(f"[report] {text}\n")  # a Screen also survives a closed pipe

@@ -18,6 +18,7 @@ from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import report_at_end
 from sftplay.control.inputs import needs_no_hub
+from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_accumulation
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
@@ -85,6 +86,7 @@ def run_workers(
 def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
+    log.say("starting the worker")
     return follow(command, folder, check_nodes=check_nodes)
 
 
@@ -162,12 +164,14 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
         ConfigError: the effective batch cannot be split exactly.
         MachineError: not even one row at a time fits, or what is asked for cannot run here.
     """
-    shape = known_shape(cfg)
-    sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit)
+    shape, lengths, world_size = known_shape(cfg), known_lengths(cfg), scale.world_size
+    sized = size_run(
+        cfg, machine, world_size=world_size, shape=shape, local_processes=scale.nproc, fit=fit, lengths=lengths
+    )
     forecast = sized.forecast
     if forecast is None or shape is None or forecast.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
-    suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, scale.world_size))
+    suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, world_size, lengths))
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)
     raise MachineError(
         f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "
@@ -252,14 +256,27 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
             f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
         )
     log.say(f"run {folder.path}")
-    for key, decision in sized.decisions.items():
-        log.say(f"auto {key} = {decision.value}: {decision.reason}")
+    if sized.decisions:
+        log.say("chosen automatically:")
+        log.show("\n".join(decision_lines(sized)))
     sizes = f"{train.batch_size} per {'GPU' if gpus else 'process'}"
     label = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
     log.say(f"{label}: {sizes}, gradient accumulation: {train.grad_accum}")
     log.say(f"Effective batch size: {train.effective_batch_size}, precision: {train.precision}")
     for note in all_notes(sized):
         log.say(f"note: {note}")
+
+
+def decision_lines(sized: SizedRun) -> list[str]:
+    """Every automatic choice with its reason, one below the other; a reason is told once."""
+    rows = [(key, str(each.value), each.reason) for key, each in sized.decisions.items()]
+    keys, values = (max(len(row[place]) for row in rows) for place in (0, 1))
+    said: set[str] = set()
+    lines = []
+    for key, value, reason in rows:
+        lines.append(f"  {key:<{keys}}  {value:<{values}}  {'the same' if reason in said else reason}")
+        said.add(reason)
+    return lines
 
 
 def all_notes(sized: SizedRun) -> list[str]:

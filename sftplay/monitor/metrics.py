@@ -67,13 +67,13 @@ class MetricsWriter(Observer):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         now = time.monotonic()
-        if now - self._shown_at < PROGRESS_EVERY_S:
-            return
+        if control.should_log or now - self._shown_at < PROGRESS_EVERY_S:
+            return  # a step whose line of metrics follows is shown with the loss of that line
         tokens = self.trainer.counts.tokens
         speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)
         self._shown_at, self._shown_tokens = now, tokens
-        loss = float(self.trainer.last_loss)
-        log.status(f"step {state.global_step}/{state.max_steps}  loss {loss:.3f}  {format_count(speed)} tokens/s")
+        rate = self.trainer.lr_scheduler.get_last_lr()[0]
+        show_step(state, figures(float(self.trainer.last_loss), rate, tokens_per_s=speed))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" not in logs:
@@ -131,12 +131,10 @@ class MetricsWriter(Observer):
 
     def _print(self, line: dict[str, Any], state: Any) -> None:
         mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
-        print_progress(
-            state,
-            state.logging_steps,
-            text=f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
-            f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}{mfu}",
-        )
+        shown = figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
+        text = f"{shown}  padding {line['padding_share']:.0%}{mfu}"
+        print_progress(state, state.logging_steps, text=f"step {line['step']}/{state.max_steps}  {text}")
+        show_step(state, shown)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if log.is_main():
@@ -154,12 +152,20 @@ class MetricsWriter(Observer):
             log.say(comparison)
 
 
+def figures(loss: float, rate: float, *, tokens_per_s: float) -> str:
+    """A step's figures, rounded alike wherever they are shown."""
+    return f"loss {loss:.4f}  rate {rate:.2e}  {format_count(tokens_per_s)} tokens/s"
+
+
+def show_step(state: Any, text: str) -> None:
+    """Show how far the run is."""
+    log.progress(state.global_step, state.max_steps, what="step", text=text)
+
+
 def print_progress(state: Any, every: float, *, text: str) -> None:
-    """Print `text`, which comes every `every` steps, about twenty times a run; otherwise show it as progress."""
+    """Print `text`, which comes every `every` steps, about twenty times a run."""
     stride = max(1, int(state.max_steps // (SHOWN_LINES * max(1, every)))) * max(1, int(every))
-    if state.global_step % stride and state.global_step != state.max_steps:
-        log.status(text)
-    else:
+    if not state.global_step % stride or state.global_step == state.max_steps:
         log.say(text)
 
 

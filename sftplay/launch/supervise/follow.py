@@ -19,12 +19,12 @@ from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, RunError, SftplayError
 from sftplay.launch.command.command import PARENT, Launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.console import Console, Screen
 from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death, follows_from_death, signal_name
 from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
-from sftplay.log import LINE, STATUS, screen
+from sftplay.log import new_console, show_marked
 from sftplay.signals import catch_signals, popen_tied
+from sftplay.terminal import Console
 
 LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""
@@ -61,7 +61,8 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     Raises:
         FolderGone: somebody has removed or moved the run's folder. Nothing is written where it was.
     """
-    console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
+    console = new_console()
+    console.status("[train] the worker imports its libraries")
     forwarder, watchdog, check_folder = Forwarder(folder), Watchdog(folder, timeout_of(folder)), watch_folder(folder)
     attempts = len(folder.read_json("status.json").get("attempts", []))
     for path, text in launch.files.items():
@@ -286,13 +287,10 @@ def _show_lines(
                 console.tick(time.monotonic())
                 continue
             if raw is None:
+                console.close()
                 return unmarked
             text = raw.decode("utf-8", "replace").rstrip("\n")
-            if text.startswith(LINE):
-                console.line(text[1:])
-            elif text.startswith(STATUS):
-                console.status(text[1:])
-            else:
+            if not show_marked(text, console=console):
                 unmarked.append(text)
                 with suppress(OSError):  # on a full disk the run itself ends, with its own exit code
                     handle.write((text + "\n").encode())

@@ -18,6 +18,7 @@ from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.monitor.guards import StopOnSignal
+from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
 from sftplay.tasks.run.preflight import has_sharded_weights
@@ -64,7 +65,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     if log.is_main():
         parameters = describe_parameters(trainer.model)
         write_manifest(setup, rows, parameters=parameters)
-        announce(train_run, parameters)
+        announce(train_run, parameters, rows=rows)
     outcome = train_run.train(trainer)
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
     leave_process_group()
@@ -129,7 +130,7 @@ def whole_model(trainer: Any, cfg: RunConfig, *, folder: RunFolder) -> Any:
     return load_result(cfg, folder.path)
 
 
-def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
+def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> None:
     """Say what trains, how, and for how long."""
     cfg, steps = train_run.cfg, train_run.setup.steps
     trainable, total = parameters["trainable_parameters"], parameters["parameters"]
@@ -138,8 +139,15 @@ def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
         f"{cfg.tuning.mode}: {format_count(trainable)} of {format_count(total)} weights train"
         f" ({trainable / total:.1%}){four_bit}"
     )
+    if cfg.tuning.mode != "full":
+        trained = rows.report.get("sources", {}).get("train", rows.report)
+        if told := describe_capacity(trainable, int(trained.get("trainable_tokens", 0))):
+            log.say(told)
+    log.say(describe_rate(cfg, train_run.setup.folder.read_json("plan.json")))
+    kind = {"lora": "LoRA", "qlora": "QLoRA", "full": "full"}[cfg.tuning.mode]
+    kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""
     log.say(
-        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {cfg.tuning.backend} run with "
+        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {kind} run with "
         f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
     )
     if steps < FEW_STEPS:
