@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.atomic import locked, write_text
+from sftplay.atomic import examine_object, locked, read_lines, read_object, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.heartbeat import read_heartbeats
-from sftplay.json_files import examine_object, read_lines, read_object
 from sftplay.launch.run_state import SHAPES, is_event, odd_fields
 
 RESOLVED, EVENTS = "config.resolved.yaml", "events.jsonl"

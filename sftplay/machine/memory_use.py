@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sftplay.json_files import read_object
+from sftplay.atomic import read_object
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.gpu_info import headline, holders, label
 from sftplay.machine.probe import Machine

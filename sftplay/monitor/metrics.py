@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from sftplay import log
-from sftplay.atomic import write_text
+from sftplay.atomic import read_lines, write_text
 from sftplay.heartbeat import Heartbeat
-from sftplay.json_files import read_lines
 from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.monitor.observer import Observer
 from sftplay.units import format_bytes, format_count, format_seconds
