@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from sftplay import log, make
 from sftplay.errors import ConfigError, SftplayError, nearest_names
-from sftplay.flags import flags_of
+from sftplay.flags import PATH, flags_of
 
 VERBS = {
     "train": ("sftplay.commands.train.train", "train", "train the run of a config"),
@@ -92,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if as_json:
             os.environ[log.JSON] = "1"
         args = parse(arguments, is_make=is_make)
+        if strays := log.clear_cluster_variables():
+            text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
+            log.say(text, args.verb)
         module, function, _ = VERBS[args.verb]
         exit_code: int = getattr(import_module(module), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
@@ -197,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         verb.usage = f"sftplay {name} [flags] [a.b=c ...]{' [-- arguments of its launcher]' if _launches(name) else ''}"
         verb.epilog = "a.b=c sets a config value and goes before the file's"
-        verb.add_argument("--config", default="", help="the run's YAML")
+        verb.add_argument("--config", type=PATH, default="", help="the run's YAML")
         verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
         for flag, options in flags_of(name).items():
             verb.add_argument(flag, **options)

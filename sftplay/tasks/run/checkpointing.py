@@ -27,6 +27,7 @@ from sftplay.monitor.guards import StopOnBadStep, StopOnSignal
 from sftplay.monitor.metrics import MetricsWriter, print_progress
 from sftplay.monitor.observer import Observer
 from sftplay.tasks.run.fingerprint import config_changes, data_changes, weights_changes
+from sftplay.tasks.run.readable import find_unreadable
 
 
 class MarkComplete(Observer):
@@ -103,7 +104,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
     if wanted == "never":
         return None
     if wanted == "auto":
-        checkpoint, passed_over = newest_complete(folder.checkpoints)
+        checkpoint, passed_over = newest_complete(folder.checkpoints, find_unreadable)
         for line in passed_over:
             log.say(line, "resume")
         if checkpoint is None:
@@ -112,7 +113,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
             return None
     else:
         checkpoint = Path(wanted)
-        damage = find_damage(checkpoint) if checkpoint.is_dir() else "no such folder"
+        damage = find_damage(checkpoint) or find_unreadable(checkpoint) if checkpoint.is_dir() else "no such folder"
         if damage:
             raise ConfigError(
                 f"{wanted} cannot be resumed: {damage}",
