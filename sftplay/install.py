@@ -6,6 +6,7 @@ make runs it with the user's Python. Old versions must be able to parse it, beca
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,9 @@ TORCH = "torch==2.13.0"
 LOCK = Path("requirements.lock")
 LOG = Path(".cache") / "install.log"
 CONFIG, MACHINE = 2, 3
+BEGUN = "begun"
+"""Stands in the stamp of an environment that the kit makes: it is not finished, but the kit's own."""
+
 SIGN_OF_LIFE_S = 9.0
 PIP_SAYS = ("Collecting", "Downloading", "Installing", "Building")
 """How pip's lines begin that tell a reader where it is."""
@@ -68,13 +72,18 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     if problem:
         sys.stderr.write(problem + "\n")
         return CONFIG
+    is_new = read_stamp(wanted) not in (BEGUN, here) or not works(wanted.python)
+    problem = find_owner_problem(wanted, is_new)
+    if problem:
+        sys.stderr.write(problem + "\n")
+        return MACHINE
     announce(wanted)
-    steps = []
-    if read_stamp(wanted) not in ("", here) or not works(wanted.python):
-        steps.append([sys.executable, "-m", "venv", "--clear", str(wanted.venv)])
-    steps += list_steps(wanted, extras)
-    if wanted.stamp.exists():
-        wanted.stamp.unlink()  # an interrupted install must not look finished
+    wanted.venv.mkdir(exist_ok=True)
+    wanted.stamp.write_text(BEGUN)
+    steps = list_steps(wanted, extras)
+    if is_new:
+        clear(wanted)
+        steps.insert(0, [sys.executable, "-m", "venv", str(wanted.venv)])
     for step in steps:
         if run_logged(step):
             sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see {LOG}, then run the command again\n")
@@ -82,6 +91,34 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     wanted.stamp.write_text(here)
     say("ready")
     return 0
+
+
+def find_owner_problem(wanted: Environment, is_new: bool) -> str:
+    """Why nothing is installed into the environment's folder; empty when it is missing, empty or the kit's own.
+
+    With `is_new` it would be cleared, and what a link names is never cleared.
+    """
+    venv = wanted.venv
+    inner = (venv / "bin", venv / "lib")
+    link = next((path for path in ((venv, *inner) if is_new else inner) if path.is_symlink()), None)
+    if link:
+        what, fix = f"{link} is a link to {link.readlink()}, which the kit has not made", f"rm {link}"
+    elif venv.exists() and not venv.is_dir():
+        what, fix = f"{venv} is a file", f"mv {venv} {venv}.mine"
+    elif venv.exists() and not wanted.stamp.exists() and any(venv.iterdir()):
+        what, fix = f"{venv} was not made by the kit", f"mv {venv} {venv}.mine"
+    else:
+        return ""
+    return f"install: {what}; nothing there is changed\n  fix: {fix}, then run the command again"
+
+
+def clear(wanted: Environment) -> None:
+    """Empty the environment but for its stamp, by which the kit knows it as its own after an interruption."""
+    for path in wanted.venv.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != wanted.stamp:
+            path.unlink()
 
 
 def list_steps(wanted: Environment, extras: list[str]) -> list[list[str]]:
@@ -202,7 +239,7 @@ def known_extras() -> dict[str, list[str]]:
 
 
 def read_stamp(wanted: Environment) -> str:
-    """The working folder in which the environment was finished; empty when it never was."""
+    """The working folder in which the environment was finished, or BEGUN; empty when the kit has not made it."""
     try:
         return wanted.stamp.read_text().strip()
     except OSError:

@@ -35,6 +35,34 @@ _CONSOLE_FD = 9
 """A worker's original standard output after `redirect`. The number is high, so that nothing else uses it."""
 
 
+CLUSTER_NAMES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "FORK_LAUNCHED", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+CLUSTER_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "TORCHELASTIC_")
+"""Variables by which launchers number processes and choose strategies (accelerate 1.15, `state.py` and `utils/`; torch
+2.13, `distributed/elastic`). MASTER_ADDR, MASTER_PORT and NODE_RANK are not among them: make exports what was typed."""
+
+HARMLESS = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE", "ACCELERATE_DISABLE_RICH", "ACCELERATE_ENABLE_RICH")
+
+
+def clear_cluster_variables() -> list[str]:
+    """Remove the variables of other launches from this process's environment; their names, in order.
+
+    With them a single process would believe to be one of many, and wait for the others, or shard the model.
+    """
+    names = [
+        name
+        for name in sorted(os.environ)
+        if name in CLUSTER_NAMES or (name.startswith(CLUSTER_PREFIXES) and name not in HARMLESS)
+    ]
+    for name in names:
+        del os.environ[name]
+    return names
+
+
 def rank() -> int:
     """This process's number among all processes of the run, from 0."""
     return int(os.environ.get("RANK", "0"))

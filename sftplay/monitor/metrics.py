@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from sftplay import log
-from sftplay.atomic import write_text
+from sftplay.atomic import read_lines, write_text
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.monitor.observer import Observer
@@ -211,19 +212,20 @@ def compare_memory(memory: dict[str, int]) -> str:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short."""
+    """Remove what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short.
+
+    Lines that are broken otherwise are named, and the file that has them is kept beside the new one.
+    """
     for evaluation in (path.parent / "eval").glob("step-*.json"):
         number = evaluation.stem.removeprefix("step-")
         if number.isdecimal() and int(number) > step:
             evaluation.unlink()
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["step"] <= step:
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
+    records, broken = read_lines(path)
+    whole = [record for record in records if type(record.get("step")) is int]
+    if broken or len(whole) < len(records):
+        shutil.copyfile(path, path.with_name(f"{path.name}.broken"))
+        what = f"line {', '.join(map(str, broken))}" if broken else "a line without a step"
+        log.say(f"{path.name}: {what} cannot be read: passed over, and kept in {path.name}.broken", "resume")
+    write_text(path, "".join(f"{json.dumps(record)}\n" for record in whole if record["step"] <= step))

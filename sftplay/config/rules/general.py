@@ -14,7 +14,7 @@ from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.keys import all_keys
+from sftplay.config.schema.keys import all_keys, path_keys
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.units import parse_seconds
@@ -255,6 +255,14 @@ def _texts(cfg: RunConfig) -> Iterator[Violation]:
             yield Violation((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
 
 
+def _homes(cfg: RunConfig) -> Iterator[Violation]:
+    for key in path_keys():
+        value = cfg.value_of(key)
+        if isinstance(value, str) and value.startswith("~"):
+            what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
+            yield Violation((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
+
+
 def _lists(cfg: RunConfig) -> Iterator[Violation]:
     backend, lora = cfg.logging.backend, cfg.tuning.lora
     if backend == []:
@@ -276,6 +284,7 @@ def _lists(cfg: RunConfig) -> Iterator[Violation]:
 _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _characters,
     _texts,
+    _homes,
     _batch_is_exact,
     _token_batches,
     _held_out,

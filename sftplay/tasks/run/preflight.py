@@ -73,6 +73,8 @@ class Preflight(Observer):
                 where=str(self.folder.path / "plan.json"),
                 fix="start it again with `make train`, which plans and launches together",
             )
+        if log.is_main() and not state.global_step:
+            self.folder.become_latest()
 
     def _describe(self) -> dict[str, Any]:
         trainer, accelerator = self.trainer, self.trainer.accelerator

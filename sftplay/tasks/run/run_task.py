@@ -27,6 +27,7 @@ from sftplay.tasks.run.save import gather_weights, leave_process_group, save_res
 from sftplay.tasks.run.setup import make_setup
 from sftplay.tasks.run.task import Rows, Task
 from sftplay.tasks.run.train_run import Outcome, TrainRun
+from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.units import format_count
 
 FEW_STEPS = 50
@@ -106,7 +107,8 @@ def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder
     if not cfg.eval.before or path.exists():
         return
     if log.is_main():
-        task.measure(model, rows, cfg=cfg, path=path)
+        with random_numbers_kept():
+            task.measure(model, rows, cfg=cfg, path=path)
     else:
         wait_for_main(path, folder)
 
