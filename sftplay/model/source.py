@@ -13,6 +13,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.errors import ConfigError
+from sftplay.places import cache_root
 
 BUILTIN = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -117,7 +118,7 @@ def read_shape(name: str) -> dict[str, Any]:
     return {**shape, **shape.get("text_config", {})}
 
 
-BUILTIN_CACHE = Path(".cache") / "builtin"
+BUILTIN_CACHE = cache_root() / "builtin"
 
 
 def locate(name: str) -> str:
