@@ -5,9 +5,21 @@ It does not print or exit: only `cli` turns an error into an exit code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
+
+LONGEST_LINE, LONGEST_END = 1_000, 200
+"""Characters of a line of a message, and those kept of its end where it is cut: a message may repeat a value."""
+
+LONGEST_NAME = 200
+"""Characters of a name that are compared with known names."""
+
+MOST_PROBLEMS = 100
+"""Problems of one error that are shown."""
+
+_SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
 
 
 class SftplayError(Exception):
@@ -18,7 +30,8 @@ class SftplayError(Exception):
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", nearest: Sequence[str] = ()) -> None:
         super().__init__(what)
-        self.what, self.where, self.fix, self.nearest = what, where, fix, list(nearest)
+        self.what, self.where, self.fix = map(presentable, (what, where, fix))
+        self.nearest = list(nearest)
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
@@ -61,22 +74,47 @@ class RunError(SftplayError):
     code = "run"
 
 
-class ConfigErrors(ConfigError):
-    """Several config problems, shown all at once in the order of the file."""
+class SeveralErrors(SftplayError):
+    """Several problems, shown all at once. Code and exit code are those of the first."""
 
-    def __init__(self, problems: Sequence[ConfigError]) -> None:
+    def __init__(self, problems: Sequence[SftplayError]) -> None:
         first = problems[0]
         super().__init__(first.what, where=first.where, fix=first.fix, nearest=first.nearest)
         self.problems = list(problems)
+        self.code, self.exit_code = first.code, first.exit_code
 
     def __str__(self) -> str:
-        return "\n".join(str(problem) for problem in self.problems)
+        more = len(self.problems) - MOST_PROBLEMS
+        shown = [str(problem) for problem in self.problems[:MOST_PROBLEMS]]
+        return "\n".join([*shown, f"and {more:,} more problems"] if more > 0 else shown)
 
     def as_json(self) -> dict[str, object]:
         return {**super().as_json(), "problems": [problem.as_json() for problem in self.problems]}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (ConfigErrors, (self.problems,))
+        return (type(self), (self.problems,))
+
+
+class ConfigErrors(SeveralErrors, ConfigError):
+    """Several config problems, in the order of the file."""
+
+
+def presentable(text: str) -> str:
+    """A message without tokens and passwords; what is too long in a line of it is left out of its middle."""
+    return "\n".join(map(_cut, without_secrets(text).split("\n")))
+
+
+def without_secrets(text: str) -> str:
+    """The text without tokens, and without the user and password of an address."""
+    return _SECRETS.sub("...", text)
+
+
+def _cut(line: str) -> str:
+    if len(line) <= LONGEST_LINE:
+        return line
+    end = line[-LONGEST_END:]
+    begin = line[: LONGEST_LINE - LONGEST_END - 50]
+    return f"{begin} ... ({len(line) - len(begin) - len(end):,} characters) ... {end}"
 
 
 def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
@@ -84,7 +122,7 @@ def nearest_names(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> li
 
     `cutoff` is the least similarity, 0 to 1. Source: `difflib.SequenceMatcher.ratio`.
     """
-    return get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    return get_close_matches(name[:LONGEST_NAME], list(known), n=3, cutoff=cutoff)
 
 
 def _rebuild(kind: type[SftplayError], parts: tuple[str, str, str, list[str]]) -> SftplayError:

@@ -21,6 +21,7 @@ from typing import Any
 import fork_server
 import pytest
 from hypothesis import HealthCheck, settings
+from processes import HANG_S
 from small_run import Inputs, write_small_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,8 +231,8 @@ def sftplay() -> Callable[..., subprocess.CompletedProcess[str]]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
         return subprocess.run(
             [sys.executable, "-m", "sftplay", *map(str, words)],
-            cwd=options.pop("cwd", ROOT), timeout=options.pop("timeout", 300), env=env, capture_output=True, text=True,
-            check=False, **options,
+            cwd=options.pop("cwd", ROOT), timeout=options.pop("timeout", HANG_S), env=env, capture_output=True,
+            text=True, check=False, **options,
         )  # fmt: skip
 
     return call

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+HANG_S = 600.0
+"""A process of a test that has not ended by then hangs. Far above what a busy machine needs."""
 
-def wait_until(condition: Callable[[], Any], limit_s: float = 120.0) -> None:
+
+def wait_until(condition: Callable[[], Any], limit_s: float = HANG_S) -> None:
     """Return once `condition` holds; fail the test when it does not within `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -9,6 +9,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from processes import HANG_S
 
 LAST_LINE = re.compile(r"demo: exact match (\d\.\d{3}) -> (\d\.\d{3}) on (\d+) held-out prompts in (\d+) s")
 
@@ -17,7 +18,7 @@ Command = Callable[..., CompletedProcess[str]]
 
 def run_demo(sftplay: Command, folder: Path, *words: str) -> tuple[CompletedProcess[str], dict[str, float]]:
     """The finished demo below `folder` and its demo.json."""
-    done = sftplay("demo", f"output_dir={folder}", *words, timeout=900, env={"OMP_NUM_THREADS": "2"})
+    done = sftplay("demo", f"output_dir={folder}", *words, timeout=3 * HANG_S, env={"OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads((folder / "demo" / "demo.json").read_text())
 
@@ -34,7 +35,8 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, builtin_tiny: Path) -> t
     words = ["train.learning_rate=0", "train.max_steps=3", "eval.limit=32", "eval.max_new_tokens=16"]
     done = subprocess.run(
         [sys.executable, "-m", "sftplay", "demo", f"output_dir={folder}", *words],
-        cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
+        cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG_S,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads((folder / "demo" / "demo.json").read_text()), folder

@@ -32,7 +32,7 @@ from sftplay.config.schema.run import RunConfig, Section
 from sftplay.control import memory_probe
 from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
-from sftplay.control.strategy_setup import environment_of, make_ready, with_deepspeed
+from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
 from sftplay.data.order import training_order
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
@@ -395,7 +395,7 @@ def check_deepspeed(bench: Bench) -> None:
     folder.create()
     env = environment_of(cfg, folder, scale=Scale(2), has_gpu=False)
     with patch("sftplay.control.strategy_setup.prebuild_deepspeed_ops"):
-        make_ready(cfg, folder, command=Launch(("worker",), env))
+        prepare_deepspeed(cfg, folder, command=Launch(("worker",), env))
     handed = json.loads(Path(env["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     assert (handed["zero_optimization"]["stage"], handed["steps_per_print"]) == (3, 7)
     without = environment_of(
@@ -411,7 +411,7 @@ def way(key: str, variable: str, value: Any, expected: str) -> Check:
         seen = []
         for given in (None, value):
             cfg = bench.plain.cfg.with_values({f"cluster.nccl.{key}": given}, "test")
-            env = nccl_environment(cfg, bench.plain.folder.logs, has_gpu=True, given={}, interfaces=["lo"])
+            env = nccl_environment(cfg, bench.plain.folder.logs, has_gpu=True, environ={}, interfaces=["lo"])
             seen.append(env.get(variable))
         assert seen == [None, expected]
 
@@ -728,7 +728,7 @@ TABLE: dict[str, Check] = {
     ),
     "train.profile.start": each(
         "train__profile__start",
-        lambda run: callback(run, "ProfileSteps").wanted.start,
+        lambda run: callback(run, "ProfileSteps").config.start,
         {2: 2, 3: 3},
         train__profile__steps=1,
     ),
@@ -740,7 +740,7 @@ TABLE: dict[str, Check] = {
     ),
     "train.profile.memory": each(
         "train__profile__memory",
-        lambda run: callback(run, "ProfileSteps").wanted.memory,
+        lambda run: callback(run, "ProfileSteps").config.memory,
         {True: True, False: False},
         train__profile__start=2,
         train__profile__steps=1,

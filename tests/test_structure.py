@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG_S
 
 from sftplay.cli import VERBS
 from sftplay.config.load import load_config
@@ -122,7 +123,7 @@ def test_every_module_imports_alone():
     in_order = TopologicalSorter({module: sorted(imports_of(module)) for module in MODULES}).static_order()
     names = " ".join(module for module in in_order if module != "sftplay.__main__")
     argv = [sys.executable, "-c", IMPORT_ONE_AFTER_ANOTHER, names]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -323,6 +324,14 @@ def test_every_target_and_file_that_a_page_names_exists(page):
     assert [name for name in files if not (ROOT / name).exists() and not (PACKAGE / name).exists()] == []
     linked = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     assert [link for link in linked if not (page.parent / link).exists()] == []
+
+
+def test_every_test_that_the_page_of_attacks_names_exists():
+    named = set(re.findall(r"\b(test_\w+)`", (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")))
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    written = {name for text in files for name in re.findall(r"^ *def (test_\w+)", text, re.M)}
+    assert named <= written
+    assert len(named) > 20
 
 
 def test_readme_can_be_read_in_one_sitting():

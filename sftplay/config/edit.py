@@ -42,7 +42,7 @@ def amend_file(path: Path, dotted: str, *, value: str) -> None:
     except (Unclear, ConfigError):
         section, _, name = dotted.partition(".")
         what = f"is written in a way in which {dotted} cannot be set without touching anything else"
-        fix = f"below `{section}:` write this line yourself: {name}: {quoted(value)}"
+        fix = f"open it in an editor and give the key {name} of the section {section} this value: {quoted(value)}"
         raise ConfigError(what, where=str(path), fix=fix) from None
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
@@ -71,8 +71,12 @@ def amended(text: str, dotted: str, *, value: str) -> str:
 def _edit(text: str, section: str, *, name: str, value: str) -> tuple[int, int, str]:
     """Start and end of what is replaced, and the text that takes its place."""
     newline = "\r\n" if "\r\n" in text else "\n"
-    found = _child(_mapping(_composed(text)), section)
+    root = _composed(text)
+    if not isinstance(root, yaml.MappingNode):
+        raise Unclear
+    found = _child(root, section)
     if found is None:
+        _mapping(root)
         before = "" if text.endswith("\n") else newline
         return len(text), len(text), f"{before}{section}:{newline}  {name}: {value}{newline}"
     key, body = found
@@ -80,6 +84,10 @@ def _edit(text: str, section: str, *, name: str, value: str) -> tuple[int, int, 
     if inner is not None:
         start, end = _span(*inner)
         return start, end, (" " if text[start - 1] == ":" else "") + value
+    if isinstance(body, yaml.MappingNode) and body.flow_style:
+        at = body.start_mark.index + 1
+        is_json = any(known.style == '"' for known, _ in body.value)
+        return at, at, f"{quoted(name) if is_json else name}: {value}{', ' if body.value else ''}"
     is_empty = isinstance(body, yaml.ScalarNode) and body.start_mark.index == body.end_mark.index
     indent = 2 if is_empty else _mapping(body).value[0][0].start_mark.column
     line = f"{' ' * indent}{name}: {value}{newline}"

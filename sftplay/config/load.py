@@ -21,9 +21,9 @@ from sftplay.config.read.yaml12 import KeyPath
 from sftplay.config.rules.general import broken_rules
 from sftplay.config.schema.keys import all_sections, required_below, section_of
 from sftplay.config.schema.run import RunConfig, Section
-from sftplay.errors import ConfigErrors
+from sftplay.errors import ConfigError, ConfigErrors
 
-__all__ = ["dump_resolved", "load_config", "load_resolved"]
+__all__ = ["dump_resolved", "examine_config", "load_config", "load_resolved"]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -35,6 +35,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: a file that cannot be read or is not YAML.
         ConfigErrors: everything else that is wrong with it, all at once.
+    """
+    cfg, problems = examine_config(path, overrides)
+    if problems:
+        raise ConfigErrors(problems)
+    assert cfg is not None
+    return cfg
+
+
+def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, list[ConfigError]]:
+    """The config and everything that is wrong with it, for callers that look for more problems first.
+
+    Where something is wrong, the config has defaults in place of what was refused, and `origins` names only what was
+    accepted. It is None where nothing sensible is left.
+
+    Raises:
+        ConfigError: a file that cannot be read or is not YAML.
     """
     override_layer, problems = read_overrides(overrides)
     layers, contradictions = resolve_precision([*read_layers(path), override_layer])
@@ -50,10 +66,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if cfg is not None:
         cfg = cfg.with_origins(_origins(merged))
         problems += _rule_problems(cfg, merged, offending=offending_keys(problems))
-    if problems:
-        raise ConfigErrors([problem.error for problem in sorted(problems, key=lambda problem: problem.place)])
-    assert cfg is not None
-    return cfg
+        offending = offending_keys(problems)
+        cfg = cfg.with_origins({key: place for key, place in cfg.origins.items() if key not in offending})
+    return cfg, [problem.error for problem in sorted(problems, key=lambda problem: problem.place)]
 
 
 def load_resolved(path: Path) -> RunConfig:

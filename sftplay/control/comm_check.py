@@ -57,7 +57,9 @@ def build_check(
     has_gpu = bool(machine.gpus)
     launch = build_launch(folder, scale, has_gpu=has_gpu, is_offline=True)
     argv = tuple(RANK if argument == WORKER else argument for argument in launch.argv)
-    nccl = nccl_environment(cfg, folder, has_gpu=has_gpu, given=os.environ, interfaces=list_interfaces()) if cfg else {}
+    nccl = (
+        nccl_environment(cfg, folder, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces()) if cfg else {}
+    )
     return replace(launch, argv=(*argv, f"{limit_s:g}"), env={**launch.env, **nccl})
 
 

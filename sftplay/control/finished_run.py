@@ -1,4 +1,4 @@
-"""What commands share that use a run after its end: opening it, its chat template, its report."""
+"""What the commands that use a finished run share: opening it, its chat template, its report."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
-from sftplay.launch.supervise.console import Screen
 from sftplay.model.source import is_local
+from sftplay.terminal import Screen
 
 
 def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) -> tuple[RunConfig, RunFolder]:
     """The finished run that a command line names, and its config.
 
     The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
-    `values` are a verb's own for some keys; the command line overrides them.
+    `values` are the verb's own values of some keys; the command line overrides them.
 
     Raises:
         ConfigError: there is no such run, or it has no result yet.
@@ -74,7 +74,7 @@ def stored_template(tokenizer: Any, folder: RunFolder) -> str | None:
     return template
 
 
-def leave_report(folder: RunFolder) -> None:
+def report_at_end(folder: RunFolder) -> None:
     """Write report.html after a run or a measurement and print its path.
 
     A failure is only printed: the run or measurement has ended, and nothing here may change its outcome.
@@ -85,4 +85,4 @@ def leave_report(folder: RunFolder) -> None:
         text = f"report: {write_report(folder)}"
     except Exception as error:  # noqa: BLE001 - see above
         text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
-    Screen()(f"[report] {text}\n")  # a Screen also survives a closed pipe
+    Screen(log.screen)(f"[report] {text}\n")  # a Screen also survives a closed pipe

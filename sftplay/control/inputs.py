@@ -1,23 +1,39 @@
-"""Checks the inputs of a run before a heavy library is imported."""
+"""Checks the inputs of a run before a heavy library is imported: model, files, first rows. All problems at once.
+
+Only `sftplay.model.hub` may ask the hub here, and only about a model that this machine does not know.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
+from sftplay import log
+from sftplay.config.load import examine_config
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.layouts.convert import Reading, to_record
-from sftplay.data.read.files import files_of
-from sftplay.data.read.sources import Dialect, is_hub_name, read_rows
+from sftplay.control.model_shape import known_shape, near_names
+from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.read.files import files_of, suffix_of
+from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
 from sftplay.data.records import Refused
-from sftplay.errors import DataError, MachineError
-from sftplay.model.source import check_source, is_local
+from sftplay.errors import (
+    ConfigError,
+    ConfigErrors,
+    DataError,
+    MachineError,
+    SeveralErrors,
+    SftplayError,
+    nearest_names,
+)
+from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
 
 SAMPLED_ROWS = 32
 NAMED_ROWS = 5
+KEYS = ("model.name", "data.train_path", "data.val_path", "data.test_path", "data.template", "logging.backend")
 
 
 def needs_no_hub(cfg: RunConfig) -> bool:
@@ -26,67 +42,152 @@ def needs_no_hub(cfg: RunConfig) -> bool:
     return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for path in data if path)
 
 
-def check_inputs(cfg: RunConfig) -> RunConfig:
+def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
     """Refuse missing inputs; otherwise `cfg` with names of runs resolved.
+
+    With `asks_hub` the hub is asked whether it has a model that is not on this machine.
 
     Raises:
         ConfigError: the model is not found, its name is ambiguous, or the adapter does not fit.
-        DataError: a data file is missing or of an unknown kind, or none of the first training rows can be read.
-        MachineError: a tracker is not installed.
+        DataError: a data file is missing or of an unknown kind, or none of its first rows can be read.
+        MachineError: a tracker is not installed; the hub does not answer.
+        SeveralErrors: more than one of these.
     """
-    cfg = resolve_names(cfg)
-    where = f"{cfg.origins.get('model.name', 'model')} model.name"
-    check_source(cfg.model.name, where, allow_pickle=cfg.model.allow_pickle)
-    for key in ("train_path", "val_path", "test_path"):
-        path = getattr(cfg.data, key)
-        if path is not None and not is_hub_name(path):
-            _check_file(path, f"data.{key}", cfg=cfg)
-    _check_template(cfg)
-    _check_trackers(cfg)
-    if not is_hub_name(cfg.data.train_path):
-        _check_first_rows(cfg)
+    if problems := list(_problems(cfg, KEYS, asks_hub=asks_hub)):
+        raise _together(problems)
+    return resolve_names(cfg)
+
+
+def load_checked(path: str, overrides: Sequence[str] = (), *, asks_hub: bool = True) -> RunConfig:
+    """The config as `load_config` gives it, with its inputs checked too: all problems of both at once.
+
+    Raises:
+        SftplayError: what `load_config` and `check_inputs` raise.
+    """
+    cfg, found = examine_config(path, overrides)
+    problems: list[SftplayError] = list(found)
+    if cfg is not None:
+        # A key that is missing or was refused has no origin. Its stand-in says nothing about the inputs.
+        keys = [key for key in KEYS if not found or key in cfg.origins]
+        problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
+    if problems:
+        raise _together(problems)
+    assert cfg is not None
     return cfg
 
 
-def _check_file(path: str, key: str, *, cfg: RunConfig) -> None:
+def _together(problems: Sequence[SftplayError]) -> SftplayError:
+    """All problems in one error. The config comes first, because its code ends a script that wrote it."""
+    listed = sorted(problems, key=lambda problem: problem.exit_code)
+    config = [problem for problem in listed if isinstance(problem, ConfigError)]
+    if len(config) == len(listed):
+        return config[0] if len(config) == 1 else ConfigErrors(config)
+    return listed[0] if len(listed) == 1 else SeveralErrors(listed)
+
+
+def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterator[SftplayError]:
+    """What is wrong with the inputs that these keys name."""
+    checks: dict[str, Callable[[str], None]] = {
+        "model.name": lambda _: _check_model(resolve_names(cfg), asks_hub=asks_hub),
+        "data.template": lambda _: _check_template(cfg),
+        "logging.backend": lambda _: _check_trackers(cfg),
+    }
+    for key in keys:
+        try:
+            checks.get(key, lambda key: _check_data(key, cfg=cfg))(key)
+        except SftplayError as error:
+            yield error
+
+
+def _check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
+    name = cfg.model.name
+    where = _where(cfg, "model.name")
+    check_source(name, where, allow_pickle=cfg.model.allow_pickle)
+    is_known = known_shape(cfg) is not None
+    if is_local(name) and not (name.startswith(BUILTIN) and not is_known):
+        return
+    near = [] if is_known else near_names(name)
+    if name.startswith(BUILTIN):
+        fix = f"did you mean {' or '.join(near or BUILTIN_CONFIGS)}?"
+        raise ConfigError(f"there is no builtin model {name!r}", where=where, fix=fix, nearest=near)
+    if not is_downloaded(name) and (asks_hub or near):
+        if not is_known:
+            log.say(f"{name} is not known here; the hub is asked", "model")
+        ask_hub(name, cfg.model.revision, where=where)
+
+
+def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
+    """What `hub.check_reachable` says. A name that the kit almost knows is answered with the one that it knows.
+
+    Raises:
+        ConfigError: its name is like that of a model that the kit knows, which is named.
+        MachineError: it is not.
+    """
+    from sftplay.model import hub
+
+    try:
+        return hub.check_reachable(name, revision, where=where)
+    except MachineError as error:
+        near = near_names(name)
+        if not near or near[0] == name:
+            raise
+        what = f"{name!r} is not known here ({error.what})"
+        raise ConfigError(what, where=where, fix=f"did you mean {' or '.join(near)}?", nearest=near) from error
+
+
+def _check_data(key: str, *, cfg: RunConfig) -> None:
+    path = cfg.value_of(key)
+    if path is None or is_hub_name(path):
+        return
     try:
         files_of(path)
     except DataError as error:
-        where = f"{cfg.origins.get(key, 'default')} {key}"
-        raise DataError(f"{path}: {error.what}", where=where, fix=error.fix) from None
+        fix = error.fix if Path(path).exists() else f"correct {key}; it starts at the current folder"
+        if near := nearest_names(Path(path).name, names_beside(Path(path))):
+            fix = f"did you mean {str(Path(path).with_name(near[0]))!r}?"
+        raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
+    if key != "data.test_path":  # training only looks at its readable rows
+        _check_first_rows(path, key, cfg=cfg)
 
 
-def _check_template(cfg: RunConfig) -> None:
-    template = cfg.data.template
-    if template not in ("auto", "chatml") and not Path(template).is_file():
-        where = f"{cfg.origins.get('data.template', 'default')} data.template"
-        raise DataError(f"there is no file {template!r}", where=where, fix="give auto, chatml or a Jinja file's path")
+def names_beside(path: Path) -> list[str]:
+    """Names of the files of rows in the folder of a path, which may have been meant."""
+    try:
+        return [each.name for each in path.parent.iterdir() if suffix_of(each)]
+    except OSError:
+        return []
 
 
-def _check_first_rows(cfg: RunConfig) -> None:
+def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     """Refuse a file whose first rows are all bad, because its layout is another. With skip the full pass decides."""
     data, n_rows = cfg.data, 0
     refused: list[str] = []
-    reading = Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
-    rows = read_rows(data.train_path, Dialect(encoding=data.encoding, delimiter=data.delimiter))
+    rows = read_rows(path, dialect_of(data))
     for source, row in islice(rows, SAMPLED_ROWS):
         n_rows += 1
         try:
             if not isinstance(row, Refused):
-                to_record(row, source, reading=reading)
+                to_record(row, source, reading=reading_of(data))
                 return
             refused.append(f"{source} {row.reason}")
         except DataError as error:
             refused.append(f"{source} {error.what}")
-    where = f"{cfg.origins.get('data.train_path', 'default')} data.train_path"
+    where = _where(cfg, key)
     if not n_rows:
-        raise DataError(f"{data.train_path}: has no rows", where=where, fix="name a file with at least one row")
+        raise DataError(f"{path}: has no rows", where=where, fix="name a file with at least one row")
     if data.on_bad_row == "skip":
         return
     count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
     reasons = "".join(f"\n  {reason}" for reason in refused[:NAMED_ROWS])
     fix = "name its layout with data.format and its columns with data.columns, or another file"
-    raise DataError(f"{data.train_path}: {count} be read{reasons}", where=where, fix=fix)
+    raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)
+
+
+def _check_template(cfg: RunConfig) -> None:
+    template = cfg.data.template
+    if template not in ("auto", "chatml") and not Path(template).is_file():
+        fix = "give auto, chatml or a Jinja file's path"
+        raise DataError(f"there is no file {template!r}", where=_where(cfg, "data.template"), fix=fix)
 
 
 def _check_trackers(cfg: RunConfig) -> None:
@@ -95,6 +196,10 @@ def _check_trackers(cfg: RunConfig) -> None:
         if tracker != "none" and find_spec(tracker) is None:
             raise MachineError(
                 f"the tracker {tracker} is not installed",
-                where=f"{cfg.origins.get('logging.backend', 'default')} logging.backend",
+                where=_where(cfg, "logging.backend"),
                 fix=f"{sys.executable} -m pip install {tracker}, or logging.backend=none",
             )
+
+
+def _where(cfg: RunConfig, key: str) -> str:
+    return f"{cfg.origins.get(key, 'default')} {key}"

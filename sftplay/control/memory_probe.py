@@ -89,15 +89,15 @@ def size_by_probe(
 ) -> tuple[SizedRun, dict[str, Any]]:
     """`sized`, sized again where a probe measured the run; and the record of the decision for plan.json.
 
-    The estimate stands, with a note, where the probe fails or no line goes through its points.
+    Where the probe fails or its points lie on no line, the estimate stands and a note is printed.
 
     Raises:
-        MachineError: it was measured not to fit.
+        MachineError: the measurement shows that it does not fit.
     """
-    seen, reason = sized.forecast, why_not(sized, bench)
-    if reason or seen is None:
+    predicted, reason = sized.forecast, reason_not_to_probe(sized, bench)
+    if reason or predicted is None:
         return sized, {"decision": "none", "why": reason}
-    request = make_request(sized, seen)
+    request = make_request(sized, predicted)
     key = fingerprint(identity(sized, bench, request=request))
     began = time.monotonic()
     try:
@@ -109,36 +109,36 @@ def size_by_probe(
         return sized, {"decision": "failed", "why": error.what, "fingerprint": key}
     record = {"decision": "measured" if is_new else "cached", "fingerprint": key, "request": request, **measured}
     record["seconds"] = round(time.monotonic() - began, 1)
-    fitted = read_fit(measured, seen)
+    fitted = read_fit(measured, predicted)
     if isinstance(fitted, Refusal):
-        log.say(f"note: no line through what the probe measured, the estimate stands: {fitted.reason}", "probe")
+        log.say(f"note: the probe's points lie on no line, the estimate stands: {fitted.reason}", "probe")
         return sized, {**record, "refused": fitted.reason}
     resized = resize(fitted)
     record |= {"fit": fitted.as_dict(), "before": _sizes(sized), "after": _sizes(resized)}
-    _print_measurement(record, fitted, seen=seen)
+    _print_measurement(record, fitted, predicted=predicted)
     return resized, record
 
 
-def why_not(sized: SizedRun, bench: Bench) -> str:
+def reason_not_to_probe(sized: SizedRun, bench: Bench) -> str:
     """The reason why this run is not probed; empty when it is probed."""
-    seen = sized.forecast
+    predicted = sized.forecast
     if not bench.machine.gpus:
         return "there is no GPU"
     if sized.world_size != bench.local_processes:
         return "each node would size the run by itself, and they must agree"
     if sized.cfg.train.probe == "off":
         return "train.probe is off"
-    if seen is None:
+    if predicted is None:
         return "the model's shape is not known before its download"
-    return "even without a margin the estimate does not fit" if seen.verdict == "does_not_fit" else ""
+    return "even without a margin the estimate does not fit" if predicted.verdict == "does_not_fit" else ""
 
 
-def make_request(sized: SizedRun, seen: Forecast) -> dict[str, Any]:
+def make_request(sized: SizedRun, predicted: Forecast) -> dict[str, Any]:
     """Two micro-batches well below the predicted limit, and a third in case no line goes through the two."""
-    chosen, share = seen.size.rows, sized.cfg.train.effective_batch_size // sized.world_size
+    chosen, share = predicted.size.rows, sized.cfg.train.effective_batch_size // sized.world_size
     if chosen >= 4:
         return {"rows": [chosen // 4, chosen // 2], "if_bent": chosen, "accumulates": True}
-    two = forecast(seen.setting, replace(seen.size, rows=2))
+    two = forecast(predicted.setting, replace(predicted.size, rows=2))
     rows = [1, 2] if share > 1 and two.verdict != "does_not_fit" else [1]
     return {"rows": rows, "if_bent": None, "accumulates": share > 1}
 
@@ -168,7 +168,7 @@ def _measure(
     def make(unfinished: Path) -> None:
         made.append(True)
         rows = " and ".join(map(str, request["rows"]))
-        log.say(f"a few steps with {rows} full rows are measured on {bench.gpu.name}, once for runs like this", "probe")
+        log.say(f"measuring a few steps with {rows} full rows on {bench.gpu.name}, once for runs like this", "probe")
         result = _rehearsed(sized, request, bench=bench, rehearse=rehearse)
         result["context_bytes"] = _context(result["device"], bench.gpu)
         write_text(unfinished / MEASURED, json.dumps(result))
@@ -192,7 +192,7 @@ def _rehearsed(sized: SizedRun, request: dict[str, Any], *, bench: Bench, rehear
             raise NoRoom(
                 f"one full row at a time ran out of memory on {bench.gpu.name}",
                 where="train.probe",
-                fix="`make memory-check` shows who holds it; `make plan` what needs less; train.probe=off tries anyway",
+                fix="see `make memory-check` (who holds it) and `make plan` (what fits); train.probe=off tries anyway",
             )
         measured = rehearse(sized, {**request, "rows": [max(1, exhausted // 4)], "if_bent": None}, bench=bench)
         measured["out_of_memory_rows"] = measured["out_of_memory_rows"] or exhausted
@@ -240,27 +240,27 @@ def _environment(cfg: RunConfig, bench: Bench) -> dict[str, str]:
     return {**env, "CUDA_VISIBLE_DEVICES": uuid} if uuid else env
 
 
-def read_fit(measured: dict[str, Any], seen: Forecast) -> Fit | Refusal:
-    """The lines through measured points; through a single point, with the estimate's slopes.
+def read_fit(measured: dict[str, Any], predicted: Forecast) -> Fit | Refusal:
+    """The lines through the measured points. A single point gets the estimate's slopes.
 
     Where a larger micro-batch ran out of memory, the line is made steep enough to predict that.
     """
     exhausted = measured["out_of_memory_rows"]
     points = [Point(**point) for point in measured["points"]][-1 if exhausted else 0 :]
-    one, two = (_estimated(seen, rows, accumulates=measured["accumulates"]) for rows in (1, 2))
+    one, two = (_estimated(predicted, rows, accumulates=measured["accumulates"]) for rows in (1, 2))
     low, high = ({name: sum(parts.values()) for name, parts in e.footprint.phases.items()} for e in (one, two))
-    fitted = fit(points, {name: (high[name] - low[name]) / seen.size.seq for name in low})
+    fitted = fit(points, {name: (high[name] - low[name]) / predicted.size.seq for name in low})
     if isinstance(fitted, Refusal):
         return fitted
     if exhausted:
-        fitted = fitted.reaching(exhausted * seen.size.seq, seen.budget_bytes)
+        fitted = fitted.reaching(exhausted * predicted.size.seq, predicted.budget_bytes)
     return replace(fitted, accumulates=measured["accumulates"], context_bytes=measured["context_bytes"])
 
 
-def _estimated(seen: Forecast, rows: int, *, accumulates: bool) -> Forecast:
+def _estimated(predicted: Forecast, rows: int, *, accumulates: bool) -> Forecast:
     """The estimate, without measurement, for micro-batches of `rows` rows on one process."""
-    alone = replace(seen.setting, fit=None, strategy="single", world_size=1)
-    return forecast(alone, replace(seen.size, rows=rows, accumulates=accumulates))
+    alone = replace(predicted.setting, fit=None, strategy="single", world_size=1)
+    return forecast(alone, replace(predicted.size, rows=rows, accumulates=accumulates))
 
 
 def _context(device: dict[str, int] | None, gpu: Gpu) -> int | None:
@@ -272,20 +272,20 @@ def _context(device: dict[str, int] | None, gpu: Gpu) -> int | None:
 
 
 def _sizes(sized: SizedRun) -> dict[str, Any]:
-    seen, train = sized.forecast, sized.cfg.train
-    assert seen is not None
+    predicted, train = sized.forecast, sized.cfg.train
+    assert predicted is not None
     return {
         "batch_size": train.batch_size,
         "grad_accum": train.grad_accum,
-        "peak_bytes": seen.peak_bytes,
-        "allocated_bytes": seen.allocated_bytes,
-        "verdict": seen.verdict,
+        "peak_bytes": predicted.peak_bytes,
+        "allocated_bytes": predicted.allocated_bytes,
+        "verdict": predicted.verdict,
     }
 
 
-def _print_measurement(record: dict[str, Any], fitted: Fit, *, seen: Forecast) -> None:
+def _print_measurement(record: dict[str, Any], fitted: Fit, *, predicted: Forecast) -> None:
     last = fitted.points[-1]
-    estimated = _estimated(seen, last.rows, accumulates=fitted.accumulates)
+    estimated = _estimated(predicted, last.rows, accumulates=fitted.accumulates)
     line, error = fitted.lines[fitted.peak_phase], estimated.allocated_bytes / last.peak_bytes - 1
     source = (
         f"measured in {format_seconds(record['seconds'])}" if record["decision"] == "measured" else "measured before"

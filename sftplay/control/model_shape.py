@@ -26,14 +26,20 @@ def require_shape(cfg: RunConfig) -> ModelShape:
     """
     if shape := known_shape(cfg):
         return shape
-    near = nearest_names(cfg.model.name, BUILTIN_CONFIGS)
+    near = near_names(cfg.model.name)
     guess = f"did you mean {' or '.join(near)}? else " if near else ""
+    fetch = "" if near else f", or `make download-model MODEL={cfg.model.name}`"
     raise ConfigError(
         f"the shape of {cfg.model.name!r} is not known here",
         where=f"{cfg.origins.get('model.name', 'model')} model.name",
-        fix=f"{guess}put its config.json into a folder and name that, or `make download-model MODEL={cfg.model.name}`",
+        fix=f"{guess}put its config.json into a folder and name that{fetch}",
         nearest=near,
     )
+
+
+def near_names(name: str) -> list[str]:
+    """Up to three models that the kit knows and that `name` may have been meant to be, best first."""
+    return nearest_names(name, BUILTIN_CONFIGS)
 
 
 def checkpoint_bytes(cfg: RunConfig) -> int | None:

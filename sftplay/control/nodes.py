@@ -21,13 +21,13 @@ from sftplay.config.rules.resume_keys import flatten
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
 from sftplay.control.start import build_command, read_scale
-from sftplay.control.strategy_setup import make_ready, with_deepspeed
+from sftplay.control.strategy_setup import prepare_deepspeed, with_deepspeed
 from sftplay.data.read.sources import content_digest, is_hub_name
 from sftplay.errors import MachineError, RunError, SftplayError
 from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes.compare import check_nodes_match
 from sftplay.launch.nodes.join import await_ready, check_folder, join_run, watch_nodes
-from sftplay.launch.nodes.rendezvous import Over, Rendezvous
+from sftplay.launch.nodes.rendezvous import Rendezvous, RendezvousEnded
 from sftplay.launch.supervise.exit_cause import find_death
 from sftplay.launch.supervise.follow import follow, log_name
 from sftplay.machine.probe import Machine, library_versions, probe
@@ -60,7 +60,7 @@ def among_nodes(args: Namespace, work: Callable[[Rendezvous | None], int]) -> in
             check_nodes_match(rendezvous.gather({**describe_network(rendezvous, machine, report=report), **report}))
             if not rendezvous.is_host:
                 return _join(rendezvous, machine)
-        except Over as over:
+        except RendezvousEnded as over:
             return over.code
         exit_code = work(rendezvous)
         if exit_code in (SftplayError.exit_code, RunError.exit_code):
@@ -85,12 +85,12 @@ def _join(rendezvous: Rendezvous, machine: Machine) -> int:
         check_folder(folder, digest)
         cfg = load_config(folder.resolved)
         command = build_command(cfg, folder, scale=rendezvous.scale, machine=machine)
-        make_ready(cfg, folder, command=command, node=rendezvous.scale.node_rank)
+        prepare_deepspeed(cfg, folder, command=command, node=rendezvous.scale.node_rank)
     except SftplayError as error:
         problem = error
     await_ready(rendezvous, problem)
     assert command is not None, "every problem is raised on all nodes"
-    log.say(f"joined {folder.path}; node 0 shows how it goes on")
+    log.say(f"joined {folder.path}; node 0 shows its progress")
     node = rendezvous.scale.node_rank
     log_file = folder.logs / log_name(node)
     offset = log_file.stat().st_size if log_file.exists() else 0
@@ -104,7 +104,7 @@ def describe_node(args: Namespace, scale: Scale, *, machine: Machine) -> dict[st
     versions = {"python": platform.python_version(), "sftplay": kit_version(), **library_versions()}
     report: dict[str, Any] = {
         "host": socket.gethostname(),
-        "launch": {"NNODES": scale.nnodes, "NPROC": scale.nproc, "what stands behind --": list(scale.launcher_args)},
+        "launch": {"NNODES": scale.nnodes, "NPROC": scale.nproc, "arguments after --": list(scale.launcher_args)},
         "versions": versions,
     }
     try:
@@ -151,11 +151,11 @@ def describe_network(rendezvous: Rendezvous, machine: Machine, *, report: Mappin
     gloo takes the address of the host's own name (torch, `ProcessGroupGloo.cpp`, createDefaultDevice). On many systems
     that is the loopback address. On GPUs only FSDP uses gloo (accelerate's `state.py`); NCCL finds an interface itself.
     """
-    mine = rendezvous.own_address()
+    address = rendezvous.own_address()
     config = report.get("config", {})
     is_named = "GLOO_SOCKET_IFNAME" in os.environ or config.get("cluster.nccl.socket_ifname")
     is_unused = machine.gpus and config.get("cluster.strategy") not in ("fsdp", "hsdp", "auto")
-    if is_unused or is_named or mine.startswith("127.") or mine in ("::1", "localhost"):
+    if is_unused or is_named or address.startswith("127.") or address in ("::1", "localhost"):
         return {}
     try:
         named = socket.gethostbyname(socket.gethostname())
@@ -166,6 +166,6 @@ def describe_network(rendezvous: Rendezvous, machine: Machine, *, report: Mappin
     error = MachineError(
         f"this host's name leads to {named}, which the other nodes cannot reach",
         where=socket.gethostname(),
-        fix=f"set cluster.nccl.socket_ifname to the interface of {mine} (`ip -br addr` lists them)",
+        fix=f"set cluster.nccl.socket_ifname to the interface of {address} (`ip -br addr` lists them)",
     )
     return {"error": error.as_json()}

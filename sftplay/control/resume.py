@@ -43,9 +43,9 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
     moves = before not in (None, scale.world_size)
     if moves or folder.is_resized:
         cfg = free_sizes(cfg, scale)
-    # Open sizes follow the run's first start: other micro-batches would round, and draw dropout, differently.
+    # Open sizes keep the values of the first start: other micro-batches round differently and draw other dropout.
     smaller_rows = _rows_after_shortage(folder)
-    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows, folder=folder)
+    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows)
     named = cfg.with_values({"run_name": stored.run_name}, "resume")
     sized = size(named.with_values(kept, "resume"), machine, scale=scale)
     fits = not kept or _fits(sized)
@@ -53,7 +53,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         sized = size(named, machine, scale=scale)
         _say_resized(stored, sized.cfg)
     if moves:
-        _refuse_moved_parts(before, sized, scale=scale)
+        _refuse_other_processes(before, sized, scale=scale)
         _say_moved(before, sized)
     resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
@@ -63,8 +63,9 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
     if args.dry_run:
         return print_command(command, args)
     with folder.locked():
+        folder.set_broken_aside()
         write_text(folder.resolved, dump_resolved(sized.cfg))
-        if starts_anew:
+        if starts_anew or not (folder.path / "plan.json").exists():
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
         if resized:
             folder.add_event(RESIZED, world_size=sized.world_size, **{k.split(".")[1]: v for k, v in sizes.items()})
@@ -80,15 +81,17 @@ def _rows_after_shortage(folder: RunFolder) -> int | None:
     return rows
 
 
-def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None, folder: RunFolder) -> dict[str, Any]:
+def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None) -> dict[str, Any]:
     """The run's last values of the sizes that `cfg` leaves open."""
     last = {key: stored.value_of(key) for key in SIZES}
     if smaller_rows:
-        last = sizes_of(stored, smaller_rows, world_size=folder.read_json("plan.json")["world_size"])
+        train = stored.train
+        world_size = train.effective_batch_size // (int(train.batch_size) * int(train.grad_accum))
+        last = sizes_of(stored, smaller_rows, world_size=world_size)
     return {key: last[key] for key in SIZES if cfg.value_of(key) == "auto"}
 
 
-def _refuse_moved_parts(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
+def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
     """Refuse another number of processes where the checkpoint cannot be read by it.
 
     FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes above 1 can read them.
@@ -99,12 +102,12 @@ def _refuse_moved_parts(before: int | None, sized: SizedRun, *, scale: Scale) ->
     fix = f"continue it with NPROC={before}, or train under a new run_name"
     if strategy == "fsdp":
         what = (
-            f"the checkpoint is of {before} process(es) and would go on on {now}: one process trains without fsdp, "
-            "whose checkpoints name the optimizer's state otherwise than its own"
+            f"a checkpoint of {before} process(es) cannot continue on {now}: one process trains without fsdp, and "
+            "fsdp's checkpoints give the optimizer's state other names"
         )
         fix = fix if before == 1 else f"continue it with NPROC={before} or another number above 1"
     elif strategy == "hsdp":
-        what = f"{now} processes would split the model into other copies than {before} did, which nobody has tried"
+        what = f"{now} processes would split the model into other copies than {before} did; this was never tried"
     else:
         what = f"the checkpoints of {strategy} hold one part for each of {before} processes, not for {now}"
     where = f"{sized.cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy"
@@ -127,14 +130,14 @@ def _fits(sized: SizedRun) -> bool:
 def _say_resized(stored: RunConfig, cfg: RunConfig) -> None:
     before, now = (f"{each.train.batch_size} x {each.train.grad_accum}" for each in (stored, cfg))
     log.say(
-        f"note: the first start's {before} rows a process do not fit here, {now} do; the effective batch and the rows "
-        "stay, sums are rounded otherwise from here on",
+        f"note: the first start's sizes, {before} rows a process, do not fit here; the run continues with {now}. The "
+        "effective batch and the rows stay the same; from here on sums round differently",
         "resume",
     )
 
 
 def _run_of(cfg: RunConfig) -> str | None:
-    """The run that a checkpoint given as train.resume lies in, where the config names none."""
+    """The run whose folder holds the checkpoint named by train.resume, where the config names no run."""
     run = Path(cfg.train.resume).parent.parent
     return str(run) if cfg.run_name is None and (run / RESOLVED).is_file() else None
 
@@ -145,11 +148,12 @@ def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, An
 
 
 def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> None:
+    other = "train under a new run_name" if folder.has_made_step else "`make train`: this start made no step"
     problems = [
         ConfigError(
             f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
             where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
-            fix="restore it, or train under a new run_name",
+            fix=f"restore it, or {other}",
         )
         for key, before, after in find_changes(stored, cfg)
     ]
@@ -158,7 +162,7 @@ def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> 
 
 
 def processes_of(resume: str, folder: RunFolder) -> int | None:
-    """On how many processes the checkpoint was written that `train.resume` means; None where there is none yet."""
+    """The number of processes that wrote the checkpoint `train.resume` means; None where there is none yet."""
     named = [] if resume in ("never", "auto") else [Path(resume)]
     markers = map(read_marker, named or reversed(list_checkpoints(folder.checkpoints)))
     return next((marker["world_size"] for marker in markers if marker.get("world_size")), None)
@@ -180,11 +184,11 @@ def free_sizes(cfg: RunConfig, scale: Scale) -> RunConfig:
 
 def _say_moved(before: int | None, sized: SizedRun) -> None:
     cfg = sized.cfg
-    drawn = ", dropout and noise are drawn otherwise" if draws_at_random(cfg) else ""
+    draws = ", dropout and noise draw other numbers" if draws_at_random(cfg) else ""
     log.say(
-        f"note: begun on {before} process(es), goes on on {sized.world_size} with {cfg.train.batch_size} x "
-        f"{cfg.train.grad_accum} rows each; the effective batch and the rows stay, sums are rounded otherwise from "
-        f"here on{drawn}",
+        f"note: the run began on {before} process(es) and continues on {sized.world_size}, each with "
+        f"{cfg.train.batch_size} x {cfg.train.grad_accum} rows. The effective batch and the rows stay the same; from "
+        f"here on sums round differently{draws}",
         "resume",
     )
 

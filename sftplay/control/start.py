@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,20 +16,21 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules.general import notes
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.finished_run import leave_report
+from sftplay.control.finished_run import report_at_end
 from sftplay.control.inputs import needs_no_hub
+from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import known_shape
-from sftplay.control.strategy_setup import environment_of, make_ready, with_accumulation
-from sftplay.errors import ConfigError, MachineError
+from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_accumulation
+from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.launch.command.command import Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder
 from sftplay.launch.supervise.exit_cause import cause_of_death
-from sftplay.launch.supervise.follow import follow
+from sftplay.launch.supervise.follow import FolderGone, follow
 from sftplay.machine.doctor.system import RENDEZVOUS_PORT
+from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
 from sftplay.monitor.checkpoints import newest_complete
 from sftplay.plan.memory.forecast import Place
@@ -36,6 +38,9 @@ from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.units import GIB, format_bytes
+
+REFUSALS = (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code)
+"""Exit codes of a run that could not begin as it was asked to."""
 
 
 def run_workers(
@@ -54,7 +59,7 @@ def run_workers(
 
         start_board(folder.path.parent, 6006)
     announce_run(rendezvous, folder)
-    make_ready(cfg, folder, command=command)
+    prepare_deepspeed(cfg, folder, command=command)
     await_ready(rendezvous)
     check_nodes = watch_nodes(rendezvous, folder)
     exit_code, restarts, max_restarts = _start(command, folder, check_nodes=check_nodes), 0, cfg.cluster.max_restarts
@@ -70,6 +75,9 @@ def run_workers(
         else:
             break
         exit_code = _start(command, folder, check_nodes=check_nodes)
+    if exit_code in REFUSALS and rendezvous is None:
+        folder = free_refused(folder)
+    report_at_end(folder)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return exit_code
@@ -78,9 +86,35 @@ def run_workers(
 def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
-    exit_code = follow(command, folder, check_nodes=check_nodes)
-    leave_report(folder)
-    return exit_code
+    log.say("starting the worker")
+    return follow(command, folder, check_nodes=check_nodes)
+
+
+def free_refused(folder: RunFolder) -> RunFolder:
+    """Set a run aside that was refused before its first step, so that its name is free; the folder that it is in now.
+
+    The caller holds the run's lock.
+    """
+    if folder.has_made_step:
+        return folder
+    kept = folder.set_aside()
+    log.say(f"no step was made: the name {folder.name} is free, and this start is kept in {kept.path}")
+    return kept
+
+
+@contextmanager
+def refusals_free_name(folder: RunFolder, *, is_alone: bool) -> Iterator[None]:
+    """Set the run aside where the block refuses to start it. Other nodes look for the folder where it is.
+
+    The caller holds the run's lock.
+    """
+    try:
+        yield
+    except SftplayError as error:
+        if is_alone and folder.path.exists() and not folder.has_made_step and not isinstance(error, FolderGone):
+            folder.update_status(state="failed", exit_code=error.exit_code, error=error.as_json())
+            free_refused(folder)
+        raise
 
 
 def smaller_start(folder: RunFolder, args: Namespace) -> int | None:
@@ -102,8 +136,8 @@ def shrink(folder: RunFolder, rows: int) -> None:
     folder.write_json("plan.json", {**plan, **smaller})
     folder.add_event(RESIZED, world_size=plan["world_size"], batch_size_before=stored.train.batch_size, **smaller)
     log.say(
-        "out of memory where a step cannot be run again: the run goes on from its last checkpoint with "
-        f"{rows} rows at a time in place of {stored.train.batch_size}"
+        "out of memory in a step that cannot be run again: the run continues from its last checkpoint with "
+        f"{rows} rows at a time instead of {stored.train.batch_size}"
     )
 
 
@@ -130,18 +164,20 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
         ConfigError: the effective batch cannot be split exactly.
         MachineError: not even one row at a time fits, or what is asked for cannot run here.
     """
-    shape = known_shape(cfg)
-    sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit)
-    seen = sized.forecast
-    if seen is None or shape is None or seen.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
+    shape, lengths, world_size = known_shape(cfg), known_lengths(cfg), scale.world_size
+    sized = size_run(
+        cfg, machine, world_size=world_size, shape=shape, local_processes=scale.nproc, fit=fit, lengths=lengths
+    )
+    forecast = sized.forecast
+    if forecast is None or shape is None or forecast.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
-    found = suggest(sized.cfg, shape, place=Place(seen.setting.device, scale.world_size))
-    listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in found)
+    suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, world_size, lengths))
+    listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)
     raise MachineError(
-        f"{shape.name} does not fit: even one row at a time takes {format_bytes(seen.peak_bytes)} of "
-        f"{format_bytes(seen.budget_bytes)} on each {seen.setting.device.name}",
+        f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "
+        f"{format_bytes(forecast.budget_bytes)} on each {forecast.setting.device.name}",
         where=f"{cfg.origins.get('model.name', 'model')} model.name",
-        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it all the same",
+        fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it anyway",
     )
 
 
@@ -149,7 +185,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     """What starts the run's workers.
 
     Raises:
-        ConfigError: a run of several nodes shall restart by itself; their parents know nothing of each other. Or the
+        ConfigError: `cluster.max_restarts` is set for several nodes, whose parents know nothing of each other; or the
             launcher cannot start this run.
     """
     if cfg.cluster.max_restarts and scale.nnodes > 1:
@@ -169,7 +205,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     )
     if scale.world_size == 1:
         return launch
-    nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, given=os.environ, interfaces=list_interfaces())
+    nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env={**launch.env, **nccl})
 
 
@@ -186,7 +222,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
         nproc = len(machine.gpus)
         if nproc == 0:
             raise MachineError(
-                f"no GPU to take one process each ({machine.gpu_reason})",
+                f"there is no GPU to start a process on ({machine.gpu_reason})",
                 where="--nproc gpu",
                 fix="give the number of processes (NPROC=2), or use `make train`",
             )
@@ -220,8 +256,9 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
             f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
         )
     log.say(f"run {folder.path}")
-    for key, decision in sized.decisions.items():
-        log.say(f"auto {key} = {decision.value}: {decision.reason}")
+    if sized.decisions:
+        log.say("chosen automatically:")
+        log.show("\n".join(decision_lines(sized)))
     sizes = f"{train.batch_size} per {'GPU' if gpus else 'process'}"
     label = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
     log.say(f"{label}: {sizes}, gradient accumulation: {train.grad_accum}")
@@ -230,15 +267,26 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
         log.say(f"note: {note}")
 
 
+def decision_lines(sized: SizedRun) -> list[str]:
+    """Every automatic choice with its reason, one below the other; a reason is told once."""
+    rows = [(key, str(each.value), each.reason) for key, each in sized.decisions.items()]
+    keys, values = (max(len(row[place]) for row in rows) for place in (0, 1))
+    said: set[str] = set()
+    lines = []
+    for key, value, reason in rows:
+        lines.append(f"  {key:<{keys}}  {value:<{values}}  {'the same' if reason in said else reason}")
+        said.add(reason)
+    return lines
+
+
 def all_notes(sized: SizedRun) -> list[str]:
     """What the user should know before the start: settings without effect, and a shortage of memory."""
-    seen = sized.forecast
+    forecast = sized.forecast
     warning = []
-    if seen is not None and seen.verdict != "fits":
-        figures = (
-            f"{format_bytes(seen.peak_bytes)} planned with its margin, {format_bytes(seen.budget_bytes)} to plan with"
-        )
-        warning = [f"memory: {seen.verdict.replace('_', ' ')} ({figures}); `make plan` shows what would fit"]
+    if forecast is not None and forecast.verdict != "fits":
+        needed, budget = format_bytes(forecast.peak_bytes), format_bytes(forecast.budget_bytes)
+        figures = f"{needed} planned with its margin, {budget} to plan with"
+        warning = [f"memory: {forecast.verdict.replace('_', ' ')} ({figures}); `make plan` shows what would fit"]
     return [*notes(sized.cfg), *sized.notes, *warning]
 
 

@@ -14,7 +14,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale
-from sftplay.launch.command.deepspeed_json import read_deepspeed, wishes_of, write_plain
+from sftplay.launch.command.deepspeed_json import read_deepspeed, run_values, write_plain
 from sftplay.launch.command.strategy import ZERO_STAGES, build_environment, strategy_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.doctor.system import check_builds
@@ -52,7 +52,7 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
         return cfg.with_values({"cluster.strategy": name}, cluster.deepspeed or "train-deepspeed")
     if cluster.strategy not in ZERO_STAGES:
         raise ConfigError(
-            f"DeepSpeed is asked for, and the strategy is {cluster.strategy}",
+            f"DeepSpeed is asked for, but the strategy is {cluster.strategy}",
             where=f"{cfg.origins.get('cluster.strategy', 'cluster')} cluster.strategy",
             fix=f"write {', '.join(ZERO_STAGES)} or auto, or launch it with train-distributed",
         )
@@ -60,7 +60,7 @@ def with_deepspeed(cfg: RunConfig, *, is_asked: bool) -> RunConfig:
 
 
 def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: bool) -> dict[str, str]:
-    """The environment by which the workers use `cluster.strategy`.
+    """The environment variables that make the workers use `cluster.strategy`.
 
     Raises:
         ConfigError: the strategy does not fit the number of processes or the DeepSpeed file.
@@ -68,7 +68,7 @@ def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: 
     strategy, deepspeed_file = cfg.cluster.strategy, cfg.cluster.deepspeed
     if deepspeed_file is not None:
         stage = ZERO_STAGES.get(strategy)
-        read_deepspeed(Path(deepspeed_file), wishes_of(cfg, world_size=scale.world_size, stage=stage))
+        read_deepspeed(Path(deepspeed_file), run_values(cfg, world_size=scale.world_size, stage=stage))
     return strategy_environment(
         strategy,
         world_size=scale.world_size,
@@ -80,7 +80,7 @@ def environment_of(cfg: RunConfig, folder: RunFolder, *, scale: Scale, has_gpu: 
     )
 
 
-def make_ready(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
+def prepare_deepspeed(cfg: RunConfig, folder: RunFolder, *, command: Launch, node: int = 0) -> None:
     """Where the run uses DeepSpeed: build the operators that this node needs, and on node 0 write the plain file.
 
     Raises:
@@ -112,7 +112,7 @@ def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
     Raises:
         MachineError: DeepSpeed is not installed, a killed build left a lock, or the compiler failed.
     """
-    wanted = [*(() if has_gpu else ("ShareMemCommBuilder",)), *(("CPUAdamBuilder",) if offloads else ())]
+    is_needed = {"ShareMemCommBuilder": not has_gpu, "CPUAdamBuilder": offloads}
     if find_spec("deepspeed") is None:
         raise MachineError("is not installed", where="deepspeed", fix="make install EXTRAS=deepspeed")
     for finding in check_builds():
@@ -120,10 +120,11 @@ def prebuild_deepspeed_ops(*, has_gpu: bool, offloads: bool) -> None:
             raise MachineError(finding.what, where="deepspeed", fix=finding.fix)
     env = build_environment(has_gpu=has_gpu)
     folder = Path(env["TORCH_EXTENSIONS_DIR"])
-    missing = [name for name in wanted if not (folder / OPERATORS[name] / f"{OPERATORS[name]}.so").exists()]
+    files = {builder: folder / name / f"{name}.so" for builder, name in OPERATORS.items() if is_needed[builder]}
+    missing = [builder for builder, file in files.items() if not file.exists()]
     if not missing:
         return
-    names = " and ".join("CPU communication" if name == "ShareMemCommBuilder" else "CPU optimizer" for name in missing)
+    names = " and ".join("CPU communication" if each == "ShareMemCommBuilder" else "CPU optimizer" for each in missing)
     log.say(f"building DeepSpeed's {names}, about 2 min each, once", "deepspeed")
     started = time.monotonic()
     done = subprocess.run(

@@ -19,21 +19,25 @@ from datasets import Dataset
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
-from sftplay.data.layouts.convert import to_record
-from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation, dialect_of, reading_of
+from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.prepare.known_lengths import note_lengths
+from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation
 from sftplay.data.prepare.policies import SIDES, Side
-from sftplay.data.read.sources import content_digest, read_rows
-from sftplay.data.records import Chat, Record, Refused, Text, chat_from_json
+from sftplay.data.read.sources import content_digest, dialect_of, read_rows
+from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
 from sftplay.data.template.templates import resolve_template
 from sftplay.errors import DataError
 
-CODE_VERSION = 3
+CODE_VERSION = 4
 """To be raised when `sftplay.data` turns the same rows into other tokens; older caches are then not used."""
 
 READERS = ("tokenizers", "jinja2", "pyarrow")
 """Libraries that, beside our own code and Python, decide which tokens a row becomes."""
 
 DEFAULT_SPLIT = 0.05
+MOST_LOST = 0.5
+"""Share of the tokens to learn that may lie behind the cut before somebody must have asked for it."""
+
 SAMPLE_ROWS = 32
 """Rows from the beginning of the file on which the mask method is proven."""
 
@@ -58,12 +62,11 @@ class Examples:
     """The content of `data_report.json`."""
 
     places: dict[Side, Dataset]
-    """For each side, `path` and `line` of the record of each example, in the order of the examples."""
+    """For each side the fields of the record's `Source` of each example, in the order of the examples."""
 
     def source_of(self, side: Side, index: int) -> str:
-        """`path:line` of an example's record."""
-        place = self.places[side][index]
-        return f"{place['path']}:{place['line']}"
+        """The place of an example's record, as `Source` prints it."""
+        return str(Source(**self.places[side][index]))
 
 
 def load_examples(
@@ -86,8 +89,11 @@ def load_examples(
         inputs = [Input(cfg.data.train_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
+    if len(examples.train):
+        note_lengths(cfg, examples.report)
     if not len(examples.train) and examples.report["files"] != checked:
         raise _nothing_to_learn(cfg.data.train_path, examples.report)
+    _check_loss(cfg, examples.report["sources"].get("train"))
     return examples
 
 
@@ -138,6 +144,19 @@ def _load(
 
     ensure_folder(folder, make)
     return _opened(folder, renderer, digests=digests)
+
+
+def _check_loss(cfg: RunConfig, train: Mapping[str, Any] | None) -> None:
+    """Refuse to learn less than half of what the rows teach, unless the config asks for the cut in its own words."""
+    if train is None or train["lost_to_cut_share"] <= MOST_LOST or "data.too_long" in cfg.origins:
+        return
+    raise DataError(
+        f"{train['lost_to_cut_share']:.0%} of the tokens to learn lie behind the cut at {cfg.model.max_seq_len:,}"
+        f" tokens; the longest row has {train['longest_tokens']:,}",
+        where=cfg.data.train_path,
+        fix=f"write model.max_seq_len: {train['tokens_that_keep_99_percent']}, which keeps 99 % of the rows whole;"
+        " or data.too_long: drop, or truncate where the cut is meant",
+    )
 
 
 def _expect_unchanged(digests: Mapping[str, str]) -> None:

@@ -20,14 +20,17 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a record came from; prints as `path:line`."""
+    """Where a record came from; prints as `path:line`, in a JSON array as `path:line (record 7)`."""
 
     path: str
     line: int
-    """Line of a text file, row of a json array, a parquet file or a hub data set; from 1."""
+    """Line of a text file, row of a parquet file or a hub data set; from 1."""
+
+    record: int = 0
+    """Number of the row in a JSON array, from 1, where a row may take several lines; 0 in all other files."""
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
+        return f"{self.path}:{self.line}" + (f" (record {self.record:,})" if self.record else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class Chat:
             "messages": [message.as_json() for message in self.messages],
             "path": self.source.path,
             "line": self.source.line,
+            "record": self.source.record,
             "learned_from": self.learned_from,
             "tools": self.tools,
         }
@@ -146,7 +150,7 @@ Record = Chat | Text
 def chat_from_json(value: dict[str, Any]) -> Chat:
     """The inverse of `Chat.as_json`."""
     messages = tuple(_message_from_json(turn) for turn in value["messages"])
-    return Chat(messages, Source(value["path"], value["line"]), value["learned_from"], value["tools"])
+    return Chat(messages, Source(value["path"], value["line"], value["record"]), value["learned_from"], value["tools"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""A run's folder: its name, its lock, and the small files by which processes tell each other how the run stands.
+"""A run's folder: its name, its lock, and the small files in which processes share the state of the run.
 
-It knows where things lie and how to write them safely, not what a checkpoint or a result contains.
+It knows where files are and how to write them safely. It does not know what a checkpoint or a result contains.
 """
 
 from __future__ import annotations
@@ -8,22 +8,32 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sftplay.atomic import locked, write_text
+from sftplay import log
+from sftplay.atomic import examine_object, locked, read_lines, read_object, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.heartbeat import read_heartbeats
+from sftplay.launch.run_state import SHAPES, is_event, odd_fields
 
-RESOLVED = "config.resolved.yaml"
+RESOLVED, EVENTS = "config.resolved.yaml", "events.jsonl"
+
+SET_ASIDE = ".set-aside"
+"""The folder beside the runs with those that made no step."""
+
+BROKEN = ".broken"
+"""What is added to the name of a small file that was passed over."""
 
 OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
-"""Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt follows
-one whose process died."""
+"""Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt started
+after a process of the previous one had died."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +68,60 @@ class RunFolder:
 
     @property
     def result(self) -> Path | None:
-        """The folder of the tuned weights, None while there are none."""
+        """The folder of the tuned weights; None before they are saved."""
         return next((self.path / kind for kind in ("adapter", "model") if (self.path / kind).is_dir()), None)
 
+    @property
+    def has_made_step(self) -> bool:
+        """True when the run has made an optimizer step. Otherwise a start under its name would lose nothing."""
+        status = self.read_json("status.json")
+        return bool(
+            self.result
+            or status.get("state") == "done"
+            or status.get("step")
+            or any(self.checkpoints.glob("checkpoint-*"))
+            or (self.metrics.exists() and self.metrics.stat().st_size)
+            or any(beat.step > 1 for beat in read_heartbeats(self.logs))  # 1 while the first step is computed
+        )
+
     def create(self) -> None:
-        """Make the folder and point `latest` beside it here. Call it under the run's lock.
+        """Create the folder. The caller holds the run's lock.
 
         Raises:
-            ConfigError: a run has begun here, perhaps since its name was found free.
+            ConfigError: a run has started here, perhaps after `new_folder` found the name free.
         """
         if self.resolved.exists():
-            raise _taken(self.name, str(self.path))
+            raise _name_taken(self.name, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
+
+    def set_aside(self) -> RunFolder:
+        """Move the folder below SET_ASIDE, under its name and the time. The caller holds the run's lock."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        target, n = self.path.parent / SET_ASIDE / f"{self.name}-{stamp}", 2
+        target.parent.mkdir(exist_ok=True)
+        while target.exists():
+            target, n = target.with_name(f"{self.name}-{stamp}-{n}"), n + 1
+        shutil.rmtree(self.path / "base", ignore_errors=True)  # as large as the model, and merged again from its files
+        self.path.rename(target)
+        return RunFolder(target)
+
+    def free_name(self) -> None:
+        """Set aside what an earlier start without a step has left under this name.
+
+        Raises:
+            ConfigError: the run has made a step, or runs.
+        """
+        if not any(path.name != ".lock" for path in self.path.glob("*")):
+            return
+        with self.locked():
+            if self.resolved.exists() and self.has_made_step:
+                raise _name_taken(self.name, str(self.path))
+            status = self.read_json("status.json")
+            why = (status.get("error") or {}).get("what") or status.get("signal") or "it was ended"
+            log.say(f"the earlier start of {self.name} made no step ({why}): kept in {self.set_aside().path}")
+
+    def become_latest(self) -> None:
+        """Make the link `latest` beside the folder point to it. A file of the user's by that name is left alone."""
         latest = self.path.parent / "latest"
         if latest.is_symlink() or not latest.exists():
             scratch = latest.with_name(f".latest-{os.getpid()}")
@@ -80,41 +132,55 @@ class RunFolder:
         write_text(self.path / name, json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The file's object; empty when it does not exist."""
-        try:
-            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        return content
+        """The file's object without its odd fields; empty when there is none. `set_broken_aside` says what is odd."""
+        content = read_object(self.path / name)
+        odd = odd_fields(name, content)
+        return {key: value for key, value in content.items() if key not in odd}
+
+    def set_broken_aside(self) -> None:
+        """Rename the run's small files that are broken, and say of each what is wrong. Call it under the run's lock.
+
+        The fields that are whole are written anew.
+        """
+        for name in SHAPES:
+            content, problem = examine_object(self.path / name)
+            if odd := odd_fields(name, content):
+                problem = f"has an odd {', '.join(map(repr, odd))}"
+            if problem:
+                log.say(f"{name} {problem}: passed over, and kept as {name}{BROKEN}", "resume")
+                whole = self.read_json(name)
+                (self.path / name).replace(self.path / f"{name}{BROKEN}")
+                if whole:
+                    self.write_json(name, whole)
+        if broken := read_lines(self.path / EVENTS)[1]:
+            log.say(f"{EVENTS}: line {', '.join(map(str, broken))} cannot be read: passed over", "resume")
 
     def add_event(self, event: str, **facts: Any) -> None:
-        """Append to events.jsonl what happened after plan.json was written. Callers: those of `update_status`."""
+        """Append an event after the making of plan.json to events.jsonl. Callers: those of `update_status`."""
         attempt = len(self.read_json("status.json").get("attempts", []))
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "event": event, **facts}
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
+        with (self.path / EVENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def read_events(self) -> list[dict[str, Any]]:
-        """The lines of events.jsonl, oldest first. Runs made before there was this file have them in plan.json."""
-        plan, events = self.read_json("plan.json"), self.path / "events.jsonl"
-        found = [{"event": RESIZED}] if plan.get("resized") else []
-        found += [{"event": OUT_OF_MEMORY, **each} for each in plan.get("shortages", [])]
-        for line in events.read_text(encoding="utf-8").splitlines() if events.exists() else []:
-            with suppress(ValueError):  # cut short by a full disk
-                found.append(json.loads(line))
-        return found
+        """The lines of events.jsonl, oldest first. Runs of earlier versions have their events in plan.json."""
+        plan = self.read_json("plan.json")
+        events: list[dict[str, Any]] = [{"event": RESIZED}] if plan.get("resized") else []
+        events += [{"event": OUT_OF_MEMORY, **shortage} for shortage in plan.get("shortages", [])]
+        lines, _ = read_lines(self.path / EVENTS)
+        return [each for each in [*events, *lines] if is_event(each)]
 
     @property
     def is_resized(self) -> bool:
-        """True when micro-batch, accumulation or number of processes are no longer those of the run's first start."""
-        return any(each["event"] == RESIZED for each in self.read_events())
+        """True when micro-batch, accumulation or number of processes differ from those of the run's first start."""
+        return any(event["event"] == RESIZED for event in self.read_events())
 
     def update_status(self, **changes: Any) -> None:
         """Merge `changes` into status.json. Only one process at a time calls this: the main rank, then the parent."""
         self.write_json("status.json", {**self.read_json("status.json"), **changes})
 
     def close_attempt(self, cause: str, *, again: bool = False) -> None:
-        """Note where the running attempt ended and why, once; `again` when more is known of it now."""
+        """Record at which step the running attempt ended and why. `again` replaces an earlier record."""
         status = self.read_json("status.json")
         attempts = status.get("attempts", [])
         if attempts and (again or attempts[-1]["cause"] is None):
@@ -123,16 +189,16 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for this process; the kernel lets go when it dies.
+        """Lock the run for this process. The kernel releases the lock when the process dies.
 
         Raises:
-            ConfigError: another process holds it.
-            MachineError: the folder cannot be made or written.
+            ConfigError: another process holds the lock.
+            MachineError: the folder cannot be created or written.
         """
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(self.path / ".lock", waits=False))
+                stack.enter_context(locked(self.path / ".lock", waits=False))
             except BlockingIOError:
                 pid = self.read_json("status.json").get("pid", "unknown")
                 raise ConfigError(
@@ -146,35 +212,40 @@ class RunFolder:
 
 
 def choose_name(cfg: RunConfig, config_path: str) -> str:
-    """The run's name: as configured, else the config's stem and the local time."""
+    """The run's name: `run_name` if it is set, otherwise the config's stem and the local time."""
     return cfg.run_name or f"{Path(config_path).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFolder:
-    """The folder of a run that has not started yet. With `claim` a name made up from the time is taken for good.
+    """The folder of a run that has not started yet. With `claim`, a folder named by the time is created here.
+
+    Without `claim` nothing shall start, and a name that is taken is only told.
 
     Raises:
         ConfigError: a run of that name exists.
-        MachineError: the folder cannot be made.
+        MachineError: the folder cannot be created.
     """
     name = choose_name(cfg, config_path)
     folder = RunFolder(Path(cfg.output_dir) / name)
     if cfg.run_name is None:
         return _first_free(folder, claim=claim)
-    if folder.resolved.exists():
-        raise _taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+    if folder.resolved.exists() and folder.has_made_step:
+        taken = _name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+        if claim:
+            raise taken
+        log.say(f"note: {taken.what}; a start would be refused ({taken.fix})")
     return folder
 
 
 def _first_free(folder: RunFolder, *, claim: bool) -> RunFolder:
     path, n = folder.path, 2
-    while path.exists() or (claim and not _made(path)):  # two runs of one config within a second
+    while path.exists() or (claim and not _create(path)):  # two runs of one config within a second
         path, n = folder.path.with_name(f"{folder.name}-{n}"), n + 1
     return RunFolder(path)
 
 
-def _made(path: Path) -> bool:
-    """True when this process made the folder, False when another was faster."""
+def _create(path: Path) -> bool:
+    """Create the folder; False when another process was faster."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -185,7 +256,7 @@ def _made(path: Path) -> bool:
 
 
 def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> RunFolder:
-    """The run a verb means: `run` (a name or folder), else the config's fixed name, else its newest run.
+    """The run that a command works on: `run` (a name or folder), or the config's fixed name, or its newest run.
 
     Raises:
         ConfigError: there is none.
@@ -205,19 +276,21 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
     return RunFolder(max(runs, key=lambda path: (path / RESOLVED).stat().st_mtime_ns))
 
 
-def has_run(cfg: RunConfig, config_path: str) -> bool:
-    """True when `find_run` would find one."""
-    output = Path(cfg.output_dir)
-    return (output / cfg.run_name / RESOLVED).is_file() if cfg.run_name else bool(_runs_of(config_path, output))
+def has_begun(cfg: RunConfig, config_path: str) -> bool:
+    """True when `find_run` would find a run, and it has made a step."""
+    try:
+        return find_run(cfg, config_path).has_made_step
+    except ConfigError:
+        return False
 
 
 def _runs_of(config_path: str, output: Path) -> list[Path]:
-    # Of `run.yaml`, not of `run-long.yaml`: only what choose_name makes of this very stem.
-    made = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
-    return [path for path in output.glob("*") if made.fullmatch(path.name) and (path / RESOLVED).is_file()]
+    # Only names that choose_name makes from this stem: runs of `run.yaml`, but not those of `run-long.yaml`.
+    pattern = re.compile(re.escape(Path(config_path).stem) + r"-\d{8}-\d{6}(-\d+)?")
+    return [path for path in output.glob("*") if pattern.fullmatch(path.name) and (path / RESOLVED).is_file()]
 
 
-def _taken(name: str, where: str) -> ConfigError:
+def _name_taken(name: str, where: str) -> ConfigError:
     fix = "continue it with `make resume`, or choose another run_name"
     return ConfigError(f"a run called {name!r} exists", where=where, fix=fix)
 

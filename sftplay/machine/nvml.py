@@ -191,7 +191,7 @@ def _links(nvml: Any, handles: list[Any]) -> tuple[tuple[str, ...], ...]:
 
 
 def _without_peer_access(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...]:
-    """Pairs of GPUs of which the driver says that they cannot read each other's memory."""
+    """Pairs of GPUs that cannot read each other's memory. Pairs without an answer of the driver are left out."""
     pairs = [(a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
     reading = 0  # NVML_P2P_CAPS_INDEX_READ; in the package it is the tuple (0,), because of a stray comma
     answers = {(a, b): _ask(nvml, "nvmlDeviceGetP2PStatus", handles[a], handles[b], reading) for a, b in pairs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from peft.utils import ModulesToSaveWrapper, load_peft_weights
 from torch import nn
 
 from sftplay.config.schema.run import LoraConfig
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.model.source import SAFE_COPY, describe_pickle
 
 
 def add_adapter(model: Any, lora: LoraConfig) -> Any:
@@ -81,15 +83,23 @@ def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
 
 
 def attach_adapter(model: Any, adapter: Path, *, dropout: float | None = None) -> Any:
-    """`model` as a PeftModel with the adapter stored in `adapter`, in fp32; one that trains when `dropout` is given."""
+    """`model` as a PeftModel with the adapter stored in `adapter`, in fp32; one that trains when `dropout` is given.
+
+    Raises:
+        MachineError: it is a pickle that torch refuses.
+    """
     config = PeftConfig.from_pretrained(str(adapter))
     if dropout is not None:
         config.lora_dropout = dropout
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        attached = PeftModel.from_pretrained(
-            model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
-        )
+        try:
+            attached = PeftModel.from_pretrained(
+                model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
+            )
+        except pickle.UnpicklingError as error:
+            what = f"the adapter's pickle {describe_pickle(error)}"
+            raise MachineError(what, where=str(adapter), fix=SAFE_COPY) from error
     in_full = [module for module in attached.modules() if isinstance(module, ModulesToSaveWrapper)]
     if in_full:
         # PEFT rounds them to the base's dtype, https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py

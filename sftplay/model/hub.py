@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 
-from sftplay.errors import MachineError
+from sftplay.errors import MachineError, without_secrets
 from sftplay.model.source import check_source, is_hub_shaped, is_local
 
 CONNECT_S = 9.0
@@ -17,8 +16,6 @@ CONNECT_S = 9.0
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 """Names under which transformers looks for weights: the one file, or the list of its parts."""
-
-_SECRETS = re.compile(r"hf_\w{6,}|(?<=://)[^/@\s]+(?=@)|(?<=token=)[^&\s]+|(?<=Bearer )\S+")
 
 
 def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
@@ -111,7 +108,7 @@ FOLDER_FIX = "or point model.name to a folder with its files"
 def first_line(error: BaseException) -> str:
     """What an error says, in one line, without tokens and passwords."""
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return _SECRETS.sub("...", text)
+    return without_secrets(text)
 
 
 def quieten_hub() -> None:

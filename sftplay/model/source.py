@@ -33,7 +33,9 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """What the config.json of a built-in model says of its shape, for those who ask before it is made."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-])(?<!\.git)", re.ASCII)
+LONGEST_HUB_NAME = 96
+"""The hub's own rules for names (huggingface_hub, utils/_validators.py)."""
 
 
 def is_local(name: str) -> bool:
@@ -43,7 +45,7 @@ def is_local(name: str) -> bool:
 
 def is_hub_shaped(name: str) -> bool:
     """True when a hub could have a model of this name."""
-    return _HUB_NAME.fullmatch(name) is not None
+    return len(name) <= LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name) is not None
 
 
 def is_downloaded(name: str) -> bool:
@@ -77,6 +79,13 @@ def check_source(name: str, where: str, *, allow_pickle: bool = False) -> None:
     check_pickles(folder, where, allow_pickle=allow_pickle)
 
 
+def describe_pickle(error: Exception) -> str:
+    """Why torch could not open a pickle, in the kit's words: torch's advise to switch its check off."""
+    if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"holds more than numbers: opening it would run {found[1]}"
+    return "holds more than numbers" if REFUSED_PICKLE in str(error) else "cannot be read"
+
+
 def check_pickles(folder: Path, where: str, *, allow_pickle: bool) -> None:
     """Refuse weights that are only there as pickles, which can run code when they are opened.
 
@@ -91,6 +100,12 @@ def check_pickles(folder: Path, where: str, *, allow_pickle: bool) -> None:
 PICKLE_FIX = (
     "take a copy in safetensors (save_pretrained writes one), or set model.allow_pickle: true if you trust its maker"
 )
+
+
+SAFE_COPY = "take a copy in safetensors from its maker; the kit never opens such a pickle"
+
+REFUSED_PICKLE = "Weights only load failed"
+"""How torch begins its advice to switch `weights_only` off (torch 2.13, `serialization.py`)."""
 
 
 def read_shape(name: str) -> dict[str, Any]:

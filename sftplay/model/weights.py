@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from sftplay.config.schema.run import ModelConfig, RunConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError
 from sftplay.log import local_rank
 from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line, quieten_hub
-from sftplay.model.source import PICKLE_FIX, is_local
+from sftplay.model.source import PICKLE_FIX, REFUSED_PICKLE, SAFE_COPY, describe_pickle, is_local
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,7 +50,7 @@ def open_model(
     quieten_hub()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise explain_failure(error, cfg.model, where=where) from error
     missing = sorted(found["missing_keys"])
     if missing:  # transformers fills them with random numbers and goes on
@@ -63,6 +64,8 @@ def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> Sftp
     """The refusal for a library's `error` while it opened `model`, with what to do."""
     if refusal := refused_code(error, model):
         return refusal
+    if isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error):
+        return MachineError(f"the model's pickle {describe_pickle(error)}", where=where, fix=SAFE_COPY)
     fix = f"check the name, the connection and the files, {FOLDER_FIX}; the run's log says more"
     if "safetensors" in str(error) and not is_local(model.name):
         fix = f"if it has pickled weights only: {PICKLE_FIX}"

@@ -1,1 +1,1 @@
-"""What looks on while a run trains: meters, guards, recovery."""
+"""What watches a run while it trains: metrics, guards, recovery."""

@@ -1,6 +1,6 @@
-"""Which checkpoints count: those with a COMPLETE.json, written after every other file has reached the disk.
+"""Which checkpoints count: those with a COMPLETE.json. It is written after every other file has reached the disk.
 
-The Trainer writes the checkpoint's files.
+The Trainer writes the files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -8,19 +8,59 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from sftplay.atomic import read_object, write_text
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sftplay.atomic import write_text
 
 MARKER = "COMPLETE.json"
 
+NUMBERED = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")
+"""How the Trainer names its checkpoints. Other digits than ASCII's, and steps that no run reaches, are no numbers."""
+
+TOGETHER = ("rows_sha256", "rows", "kit", "data_files", "held_out_sha256", "template_sha256", "tokenizer_sha256")
+"""Fields of a marker that stand together or not at all."""
+
+
+class MarkedFile(BaseModel):
+    """What a marker says of a file."""
+
+    model_config = ConfigDict(strict=True)
+
+    bytes: int
+    sha256: str
+
+
+class Marker(BaseModel):
+    """What `mark_complete` writes, so that nothing else is taken for it. Older runs wrote fewer fields."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0)]
+    files: dict[str, MarkedFile] = {}
+    counters: dict[str, int] = {}
+    world_size: Annotated[int, Field(ge=1)] = 1
+    order_hash: str = ""
+    config: dict[str, Any] = {}
+    weights: dict[str, str | None] = {}
+    kit: str = ""
+    rows: int = 0
+    rows_sha256: str = ""
+    held_out_sha256: str | None = None
+    template_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    data_files: dict[str, str | None] = {}
+
 
 def step_of(checkpoint: Path) -> int:
-    """N of `checkpoint-N`; of a folder by another name, the step in its marker."""
-    number = checkpoint.name.rpartition("checkpoint-")[2]
-    return int(number) if number.isdigit() else int(read_marker(checkpoint)["step"])
+    """N of `checkpoint-N`; for a folder with another name the step in its marker."""
+    match = NUMBERED.fullmatch(checkpoint.name)
+    return int(match[1]) if match else int(read_marker(checkpoint)["step"])
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
@@ -29,10 +69,10 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
     The marker holds each file's size and sha256, and `facts` (the run's fingerprint).
     """
     files = {}
-    for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MARKER):
-        with path.open("rb") as handle:
-            digest = hashlib.file_digest(handle, "sha256").hexdigest()
-            os.fsync(handle.fileno())
+    for path in sorted(each for each in checkpoint.rglob("*") if each.is_file() and each.name != MARKER):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
         files[str(path.relative_to(checkpoint))] = {"bytes": path.stat().st_size, "sha256": digest}
     write_text(checkpoint / MARKER, json.dumps({"step": step_of(checkpoint), **facts, "files": files}, indent=1))
     _sync_folder(checkpoint)
@@ -40,38 +80,72 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
-    """The marker's content; empty for a checkpoint that does not count."""
-    return read_object(checkpoint / MARKER)
+    """The content of the marker; empty for a checkpoint that does not count."""
+    content, _ = _read_marker(checkpoint)
+    return content
+
+
+def _read_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
+    """The marker's content, empty where anything in it is odd; and what that is."""
+    try:
+        content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+        Marker.model_validate(content)
+    except ValidationError as error:
+        place = error.errors(include_url=False)[0]["loc"]
+        return {}, f"{MARKER} has an odd {place[0]!r}" if place else f"no readable {MARKER}"
+    except (OSError, ValueError, RecursionError):
+        return {}, f"no readable {MARKER}"
+    lacking = [name for name in TOGETHER if name not in content]
+    if 0 < len(lacking) < len(TOGETHER) and "rows_sha256" not in lacking:
+        return {}, f"{MARKER} lacks {lacking[0]!r}"
+    return content, ""
 
 
 def find_damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint marked complete: a missing or changed file. Empty when nothing is."""
-    files = read_marker(checkpoint).get("files")
-    if not files:
-        return f"no readable {MARKER}"
-    for name, expected in files.items():
+    """What is wrong with a checkpoint that is marked complete, such as a changed file; empty when it has no damage."""
+    marker, problem = _read_marker(checkpoint)
+    if problem or not marker.get("files"):
+        return problem or f"no readable {MARKER}"
+    if marker["step"] != step_of(checkpoint):
+        return f"{MARKER} is of step {marker['step']}"
+    for name, expected in marker["files"].items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-        with path.open("rb") as handle:
-            if hashlib.file_digest(handle, "sha256").hexdigest() != expected["sha256"]:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                 return f"{name} has changed (sha256)"
     return ""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All `checkpoint-N` below `folder`, oldest first, complete or not."""
-    found = [p for p in folder.glob("checkpoint-*") if p.is_dir() and p.name.rsplit("-", 1)[1].isdigit()]
+    """All `checkpoint-N` in `folder`, oldest first, complete or not."""
+    found = [p for p in folder.glob("checkpoint-*") if p.is_dir() and NUMBERED.fullmatch(p.name)]
     return sorted(found, key=step_of)
 
 
-def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest undamaged complete checkpoint, and a line for each newer one that was passed over."""
-    passed_over: list[str] = []
-    for checkpoint in reversed(list_checkpoints(folder)):
-        damage = find_damage(checkpoint)
+def is_marked(checkpoint: Path) -> bool:
+    """True when `checkpoint` is marked complete. Its files are not compared with the marker."""
+    return (checkpoint / MARKER).is_file()
+
+
+def list_marked(folder: Path) -> list[Path]:
+    """The checkpoints in `folder` that are marked complete, oldest first."""
+    return list(filter(is_marked, list_checkpoints(folder)))
+
+
+def newest_complete(folder: Path, check: Callable[[Path], str] = lambda _: "") -> tuple[Path | None, list[str]]:
+    """The newest undamaged complete checkpoint, and a line for each folder that was passed over before it.
+
+    `check` says what else is wrong with an undamaged one; nothing when it returns an empty text.
+    """
+    numbered = list_checkpoints(folder)
+    strange = sorted(p.name for p in folder.glob("checkpoint-*") if p.is_dir() and p not in numbered)
+    passed_over = [f"{name!r} is passed over: its name ends with no number of steps" for name in strange]
+    for checkpoint in reversed(numbered):
+        damage = find_damage(checkpoint) or check(checkpoint)
         if not damage:
             return checkpoint, passed_over
         passed_over.append(f"{checkpoint.name} is passed over: {damage}")
@@ -79,13 +153,13 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def set_aside(folder: Path, *, after_step: int) -> list[str]:
-    """Move checkpoints without a marker, and all after `after_step`, to `incomplete/`; their names.
+    """Move checkpoints without a marker, and all after `after_step`, to `incomplete/`. Return their names.
 
     Otherwise a damaged or abandoned one would count as the newest when old ones are removed.
     """
     moved = []
     for checkpoint in list_checkpoints(folder):
-        if step_of(checkpoint) > after_step or not (checkpoint / MARKER).is_file():
+        if step_of(checkpoint) > after_step or not is_marked(checkpoint):
             target = folder / "incomplete" / checkpoint.name
             target.parent.mkdir(exist_ok=True)
             while target.exists():
@@ -96,12 +170,12 @@ def set_aside(folder: Path, *, after_step: int) -> list[str]:
 
 
 def rotate(folder: Path, limit: int, *, best: Path | None) -> list[str]:
-    """Remove the oldest complete checkpoints beyond `limit`, never the newest nor the best; their names."""
-    complete = [c for c in list_checkpoints(folder) if (c / MARKER).is_file()]
-    spare = [c for c in complete[:-1] if best is None or c.resolve() != best.resolve()]
+    """Remove the oldest complete checkpoints beyond `limit`, never the newest or the best. Return their names."""
+    complete = list_marked(folder)
+    removable = [each for each in complete[:-1] if best is None or each.resolve() != best.resolve()]
     removed = []
-    for checkpoint in spare[: max(0, len(complete) - limit)]:
-        (checkpoint / MARKER).unlink()  # so that an interrupted removal leaves a folder that does not count
+    for checkpoint in removable[: max(0, len(complete) - limit)]:
+        (checkpoint / MARKER).unlink()  # what an interrupted removal leaves does not count
         shutil.rmtree(checkpoint)
         removed.append(checkpoint.name)
     return removed

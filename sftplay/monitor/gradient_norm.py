@@ -1,4 +1,4 @@
-"""The norm of a step's gradient: clipping and the check for finite numbers use it."""
+"""The norm of a step's gradient, for clipping and for the check for finite numbers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 CHUNK = 2**10
-"""Numbers whose squares are added up in fp32 at a time."""
+"""How many squares are added up in fp32 at a time."""
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together, fp32 []. Sharded ones are added up over all ranks, which must all call it.
+    """The 2-norm of all gradients together, fp32 []. With sharded gradients every rank must call it.
 
     On a CPU torch adds up the squares of a whole tensor in fp32, one after another. That loses 1e-4 of the norm at 1.5
     million numbers and 5e-4 at 10 million (torch 2.13, `linalg.vector_norm` compared with fp64). Here short chunks are
     added up in fp32, and their sums in fp64.
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    if any(isinstance(each, DTensor) or each.device.type != "cpu" for each in gradients):
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(isinstance(gradient, DTensor) or gradient.device.type != "cpu" for gradient in gradients):
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     total = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
         flat = gradient.detach().reshape(-1)
         whole = flat.numel() // CHUNK * CHUNK
-        for part in (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1)):
-            total += torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double().square().sum()
+        for chunks in (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1)):
+            total += torch.linalg.vector_norm(chunks, dim=1, dtype=torch.float32).double().square().sum()
     return total.sqrt().float()

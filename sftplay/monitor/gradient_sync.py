@@ -1,7 +1,7 @@
-"""How the ranks of plain data parallelism exchange gradients, and what share of a step only waits for that.
+"""How the ranks of plain data parallelism exchange gradients, and the share of a step that only waits for that.
 
-Where gradients are sent after the window, all of that time is `communication` on the rank's heartbeat already. Where
-DDP sends them while it computes, DDP's own log says how long sending took and how much of it computing covered.
+Gradients that are sent after the window take time that the rank's heartbeat counts as `communication`. When DDP sends
+them while it computes, DDP's own log says how long sending took and how much of it was covered by computing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sftplay.monitor.observer import Observer, StepTrainer
 NS = 1e-9
 
 POWERSGD = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-"""Steps before the third send gradients whole: DDP still settles its buckets in the first two (torch 2.13,
+"""The first two steps send gradients uncompressed, because DDP rebuilds its buckets in them (torch 2.13,
 powerSGD_hook.py)."""
 
 
 def wants_overlap(cfg: RunConfig) -> bool:
-    """True where DDP itself must send the gradients, within the last backward pass of a step.
+    """True when DDP itself must send the gradients, within the last backward pass of a step.
 
-    A hook and a static graph work inside DDP only; full tuning on GPUs has gradients as large as the model.
+    A hook and a static graph work only inside DDP. In full tuning on GPUs the gradients are as large as the model.
     """
     comm = cfg.cluster.comm
     is_large = cfg.tuning.mode == "full" and torch.cuda.is_available()
@@ -35,7 +35,7 @@ def wants_overlap(cfg: RunConfig) -> bool:
 
 
 def choose_hook(handler: Any, comm: CommConfig) -> None:
-    """Have accelerate's DDP handler compress as `comm.hook` says; before the trainer wraps the model."""
+    """Set the compression of `comm.hook` on accelerate's DDP handler. Call it before the trainer wraps the model."""
     kinds = {
         "fp16": DDPCommunicationHookType.FP16,
         "bf16": DDPCommunicationHookType.BF16,
@@ -48,21 +48,21 @@ def choose_hook(handler: Any, comm: CommConfig) -> None:
 
 
 def exposed_s(ddp_log: dict[str, Any]) -> float:
-    """Seconds of the last step in which gradients were sent and nothing was computed. `ddp_log` is DDP's own.
+    """Seconds of the last step in which gradients were sent and nothing was computed, from DDP's own log.
 
-    It has no times before the second step; they are nanoseconds (torch 2.13, logger.hpp).
+    The log has no times before the second step. They are nanoseconds (torch 2.13, logger.hpp).
     """
     sending, covered = (ddp_log.get(key, 0) for key in ("backward_comm_time", "backward_compute_comm_overlap_time"))
     return max(0, sending - covered) * NS
 
 
 class GradientSync(Observer):
-    """Sets up how gradients travel, and measures what of it nothing else covers."""
+    """Sets up how gradients are sent, and measures the part of it that computing does not cover."""
 
     def __init__(self, cfg: RunConfig, heartbeat: Heartbeat) -> None:
         self.comm, self.heartbeat = cfg.cluster.comm, heartbeat
         self._is_ddp = log.world_size() > 1 and cfg.cluster.strategy not in SHARDED
-        """Sharded strategies communicate all the time and report nothing of it."""
+        """False for sharded strategies: they communicate all the time and do not report it."""
 
         self._exposed_s = self._all_s = 0.0
         self._logged_step = 0
@@ -76,7 +76,7 @@ class GradientSync(Observer):
         self._logged_step = state.global_step
         if self._overlaps():
             self.trainer.model_wrapped._set_ddp_runtime_logging_sample_rate(1)
-            self._say_costs()
+            self._print_costs()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._overlaps():
@@ -93,20 +93,24 @@ class GradientSync(Observer):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._is_ddp and self._all_s:
-            how = "beside DDP's overlap" if self._overlaps() else "behind each step's computing"
+            place = (
+                "beyond what DDP overlaps with computing" if self._overlaps() else "after the computing of each step"
+            )
             share = f"{self._exposed_s / self._all_s:.1%} of the time"
-            log.say(f"communication: {share} went to exchanging gradients and waiting for other ranks, {how}")
+            log.say(f"communication: {share} went to exchanging gradients and waiting for other ranks, {place}")
 
     def _overlaps(self) -> bool:
         return self._is_ddp and not (self.trainer.replay and self.trainer.replay.sends_afterwards)
 
-    def _say_costs(self) -> None:
+    def _print_costs(self) -> None:
         comm = self.comm
         if comm.hook == "none" and not comm.static_graph:
             return
-        asked = f"cluster.comm.hook {comm.hook}" if comm.hook != "none" else "cluster.comm.static_graph"
-        log.say(f"{asked}: DDP sends gradients within the backward pass of each step's last micro-batch")
+        setting = f"cluster.comm.hook {comm.hook}" if comm.hook != "none" else "cluster.comm.static_graph"
+        log.say(f"{setting}: DDP sends gradients within the backward pass of each step's last micro-batch")
         if self.trainer.replay:
             log.say("  running out of memory in that micro-batch restarts the run; any other one is run again, smaller")
         if comm.hook == "powersgd":
-            log.say("  PowerSGD is lossy, keeps one more copy of the gradients, and its state is in no checkpoint")
+            log.say(
+                "  PowerSGD is lossy, keeps one more copy of the gradients, and does not save its state in checkpoints"
+            )

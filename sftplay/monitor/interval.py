@@ -1,6 +1,6 @@
-"""The figures of the steps between two lines of metrics, computed from what each rank hands over.
+"""The figures of the steps between two lines of metrics, computed from the counts and times of each rank.
 
-Everything here is arithmetic on plain numbers; `metrics` measures.
+Everything here is arithmetic on plain numbers. `metrics` measures.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ PARTS = {
     "evaluation_s": ("evaluation",),
     "save_s": ("save",),
 }
-"""Part of a step -> phases of the heartbeat; what is left over is `other_s`.
+"""Part of a step -> phases of the heartbeat. The remaining time is `other_s`.
 
 The clock is the host's. A GPU works asynchronously, and its time counts for the part that waits for it. Forward and
 backward count for `forward_backward_s`, which ends with reading the gradient's norm. The optimizer's kernels count for
-the next wait: at the start of the next step, or in a line of metrics. DDP may send gradients while it computes; the
-part of sending that computing does not cover, taken from DDP's own log, is moved from backward to `communication_s`,
-one step late. The rest of `communication_s` are the ranks' own collective operations. An evaluation or a checkpoint
-that follows a line at the same step belongs to the next line.
+the next wait: at the start of the next step, or in a line of metrics. DDP may send gradients while it computes. The
+part of sending that computing does not cover is taken from DDP's own log and moved from backward to
+`communication_s`, one step late. The rest of `communication_s` is the ranks' own collective operations. An evaluation
+or a checkpoint that follows a line at the same step belongs to the next line.
 """
 
-
-SHOWN = ("exposed_communication_share", "communication_max_s", "model_tflops_per_s", "mfu")
+CURVES = (
+    "tokens_per_s", "padded_tokens_per_s", "samples_per_s", "padding_share", "label_tokens", "step_s",
+    "exposed_communication_share", "communication_max_s", "model_tflops_per_s", "mfu",
+)  # fmt: skip
+"""Figures of a line that a tracker shows."""
 
 
 @dataclass
@@ -39,7 +42,7 @@ class StepCounts:
     padded_tokens: int = 0
     label_tokens: int = 0
     loss_sum: Any = None
-    """Sum of the label tokens' losses, a tensor: only a line of metrics waits for its value. None without a step."""
+    """Sum of the label tokens' losses, a tensor. Only a line of metrics waits for its value. None without a step."""
 
     rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -48,22 +51,22 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What is known of the costs of a step before the first one."""
+    """What is known about the costs of a step before the first one."""
 
     count_flops: Callable[[Sequence[int], int], float] | None = None
-    """(real tokens of each row, label tokens of all) -> model FLOPs; None where the model's shape is not known."""
+    """(real tokens of each row, label tokens of all) -> model FLOPs; None when the model's shape is not known."""
 
     peak_flops: float | None = None
-    """Operations a second that this rank's GPU can do at most in the run's precision; None where that is not known."""
+    """The most operations a second that this rank's GPU can do in the run's precision; None when not known."""
 
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
     """`predicted_peak_bytes`, the plan's peak of a whole process with its margin; `predicted_allocated_bytes`, the
-    plan's peak of torch's allocator alone. Empty where memory was not planned."""
+    plan's peak of torch's allocator alone. Empty when memory was not planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """What one rank did since the last line, in plain numbers that travel."""
+    """What one rank did since the last line, in plain numbers that can be sent to other ranks."""
 
     tokens: int
     padded_tokens: int
@@ -73,7 +76,7 @@ class RankShare:
     flops: float | None
     peak_flops: float | None
     seconds: Mapping[str, float]
-    """Phase of the heartbeat -> seconds; together they are the whole time since the last line."""
+    """Phase of the heartbeat -> seconds. Their sum is the whole time since the last line."""
 
     @property
     def wall_s(self) -> float:
@@ -90,7 +93,7 @@ class RankShare:
 
 
 def mean_loss(shares: Sequence[RankShare]) -> float | None:
-    """Mean over the label tokens of all ranks; None where the ranks' sums are not known."""
+    """Mean over the label tokens of all ranks; None when a rank's sum is not known."""
     label_tokens = sum(share.label_tokens for share in shares)
     if not label_tokens or any(share.loss_sum is None for share in shares):
         return None
@@ -98,9 +101,9 @@ def mean_loss(shares: Sequence[RankShare]) -> float | None:
 
 
 def describe_speed(shares: Sequence[RankShare], steps: int) -> dict[str, Any]:
-    """Rates of all ranks together over rank 0's wall time, and how that divides up; seconds are means of a step.
+    """Rates of all ranks together over rank 0's wall time, and the parts of that time in mean seconds of a step.
 
-    `mfu` is model FLOPs over what the GPUs could have done in that time; None where one of the two is not known.
+    `mfu` is model FLOPs over the most that the GPUs could have done in that time; None when one of them is not known.
     """
     wall_s = shares[0].wall_s
     tokens, padded = sum(share.tokens for share in shares), sum(share.padded_tokens for share in shares)
@@ -142,17 +145,16 @@ def split_step(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
 
 
 def exposed_share(seconds: Mapping[str, float]) -> float:
-    """The part of all `seconds` in which a rank exchanged, or waited for others, and computed nothing."""
+    """The share of all `seconds` in which a rank exchanged data or waited for others, and computed nothing."""
     return round(_rate(seconds.get("communication", 0.0), sum(seconds.values())), 4)
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line that a tracker shows as curves, those of rank 0 under `rank0/...`, and so on."""
-    names = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "padding_share", "label_tokens", "step_s")
-    flat = {name: line[name] for name in (*names, *SHOWN)}
+    """The figures of a line that a tracker shows as curves. Those of rank 0 are named `rank0/...`, and so on."""
+    flat = {name: line[name] for name in CURVES}
     flat |= {f"step_split/{part}": spent for part, spent in line["step_split"].items()}
-    for rank, (own, held) in enumerate(zip(line["ranks"], line["ranks_memory"], strict=True)):
-        flat |= {f"rank{rank}/{name}": value for name, value in {**own, **held}.items()}
+    for rank, (figures, memory) in enumerate(zip(line["ranks"], line["ranks_memory"], strict=True)):
+        flat |= {f"rank{rank}/{name}": value for name, value in {**figures, **memory}.items()}
     return {name: value for name, value in flat.items() if value is not None}
 
 

@@ -1,12 +1,13 @@
-"""Measures a run while it trains: one line of metrics.jsonl a logged step, eval/step-N.json, and the progress line.
+"""Measures a run while it trains: a line of metrics.jsonl for each logged step, eval/step-N.json, the progress line.
 
-Rate and gradient norm are the Trainer's own numbers; counts and losses come from the window, times from the heartbeat.
+Rate and gradient norm are the Trainer's own numbers. Counts and losses come from the window, times from the heartbeat.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from sftplay import log
-from sftplay.atomic import write_text
+from sftplay.atomic import read_lines, write_text
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.monitor.observer import Observer
@@ -26,11 +27,11 @@ from sftplay.units import format_bytes, format_count, format_seconds
 PROGRESS_EVERY_S = 1.0
 
 SHOWN_LINES = 20
-"""Lines of one kind that a run puts on the screen; all of them are in metrics.jsonl and logs/."""
+"""Lines of one kind that a run prints on the screen; all of them are in metrics.jsonl and logs/."""
 
 
 class MetricsWriter(Observer):
-    """Writes metrics.jsonl on the main rank and keeps the progress line moving. Every rank takes part in gathering.
+    """Writes metrics.jsonl on the main rank, and shows the progress line. Every rank takes part in gathering.
 
     `counters` are the totals of earlier attempts.
     """
@@ -46,8 +47,8 @@ class MetricsWriter(Observer):
     ) -> None:
         self.path, self.attempt, self.keep_row_ids, self.costs = path, attempt, keep_row_ids, costs
         self.last_loss: float | None = None
-        self.seen = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
-        """Totals since the run's first step, over all attempts and ranks."""
+        self.totals = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
+        """Since the run's first step, over all attempts and ranks."""
 
         self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
         self._started = self._shown_at = 0.0
@@ -57,44 +58,44 @@ class MetricsWriter(Observer):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started = self._shown_at = time.monotonic()
         self._logged_step = state.global_step
-        self.trainer.heartbeat.take_seconds()  # what came before is no part of the first line
+        self.trainer.heartbeat.take_seconds()  # time before training does not belong to the first line
         self._cpu_started = time.process_time()
-        # Metrics of earlier, unfinished steps must not survive beside those about to be trained again.
+        # Steps after the checkpoint are trained again. Their metrics from the earlier attempt must go.
         if log.is_main():
             cut_back(self.path, state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         now = time.monotonic()
-        if now - self._shown_at < PROGRESS_EVERY_S:
-            return
+        if control.should_log or now - self._shown_at < PROGRESS_EVERY_S:
+            return  # a step whose line of metrics follows is shown with the loss of that line
         tokens = self.trainer.counts.tokens
         speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)
         self._shown_at, self._shown_tokens = now, tokens
-        loss = float(self.trainer.last_loss)
-        log.status(f"step {state.global_step}/{state.max_steps}  loss {loss:.3f}  {format_count(speed)} tokens/s")
+        rate = self.trainer.lr_scheduler.get_last_lr()[0]
+        show_step(state, figures(float(self.trainer.last_loss), rate, tokens_per_s=speed))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" not in logs:
             return
-        held = memory_fields()
-        everyone = gather_objects((*self._take(), {**held, **self.costs.predicted_bytes}), self.trainer.heartbeat)
-        shares = [share for share, _, _ in everyone]
+        share, row_ids = self._take_share()
+        memory = memory_fields()
+        gathered = gather_objects((share, row_ids, {**memory, **self.costs.predicted_bytes}), self.trainer.heartbeat)
+        shares, row_ids_by_rank, ranks_memory = map(list, zip(*gathered, strict=True))
         line = self._line(logs, state, shares=shares)
-        line |= {**held, "ranks_memory": [memory for _, _, memory in everyone]}
+        line |= {**memory, "ranks_memory": ranks_memory}
         if self.keep_row_ids:
-            line["row_ids"] = [rows for _, rows, _ in everyone]
+            line["row_ids"] = row_ids_by_rank
         self._logged_step, self._shown_tokens = state.global_step, 0
         self.last_loss = line["loss"]
-        memory = line["ranks_memory"]
-        self._largest_memory = {key: max(rank[key] for rank in memory) for key in memory[0]}
+        self._largest_memory = {key: max(rank[key] for rank in ranks_memory) for key in ranks_memory[0]}
         logs |= {"loss": line["loss"], **scalars(line)}
         if log.is_main():
-            with self.path.open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(line) + "\n")
-            self._say(line, state)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._print(line, state)
 
-    def _take(self) -> tuple[RankShare, list[int]]:
-        """This rank's share since the last line, and the ids of its rows where they are kept."""
+    def _take_share(self) -> tuple[RankShare, list[int]]:
+        """This rank's share since the last line, and the ids of its rows when they are kept."""
         counts, costs = self.trainer.take_counts(), self.costs
         share = RankShare(
             tokens=counts.tokens,
@@ -110,9 +111,9 @@ class MetricsWriter(Observer):
 
     def _line(self, logs: dict[str, Any], state: Any, *, shares: list[RankShare]) -> dict[str, Any]:
         tokens, label_tokens = (sum(getattr(share, key) for share in shares) for key in ("tokens", "label_tokens"))
-        self.seen = {
-            "tokens_seen": self.seen["tokens_seen"] + tokens,
-            "label_tokens_seen": self.seen["label_tokens_seen"] + label_tokens,
+        self.totals = {
+            "tokens_seen": self.totals["tokens_seen"] + tokens,
+            "label_tokens_seen": self.totals["label_tokens_seen"] + label_tokens,
         }
         loss = mean_loss(shares)
         return {
@@ -122,19 +123,17 @@ class MetricsWriter(Observer):
             "learning_rate": logs["learning_rate"],
             "grad_norm": logs.get("grad_norm"),
             "label_tokens": label_tokens,
-            **self.seen,
+            **self.totals,
             **describe_speed(shares, state.global_step - self._logged_step),
             "ranks": describe_ranks(shares),
         }
 
-    def _say(self, line: dict[str, Any], state: Any) -> None:
-        reached = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
-        print_progress(
-            state,
-            state.logging_steps,
-            text=f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
-            f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}{reached}",
-        )
+    def _print(self, line: dict[str, Any], state: Any) -> None:
+        mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
+        shown = figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
+        text = f"{shown}  padding {line['padding_share']:.0%}{mfu}"
+        print_progress(state, state.logging_steps, text=f"step {line['step']}/{state.max_steps}  {text}")
+        show_step(state, shown)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if log.is_main():
@@ -148,31 +147,39 @@ class MetricsWriter(Observer):
         self.train_seconds = time.monotonic() - self._started
         self.train_cpu_seconds = time.process_time() - self._cpu_started
         log.say(f"trained to step {state.global_step} in {format_seconds(self.train_seconds)}")
-        if compared := compare_memory(self._largest_memory):
-            log.say(compared)
+        if comparison := compare_memory(self._largest_memory):
+            log.say(comparison)
+
+
+def figures(loss: float, rate: float, *, tokens_per_s: float) -> str:
+    """A step's figures, rounded alike wherever they are shown."""
+    return f"loss {loss:.4f}  rate {rate:.2e}  {format_count(tokens_per_s)} tokens/s"
+
+
+def show_step(state: Any, text: str) -> None:
+    """Show how far the run is."""
+    log.progress(state.global_step, state.max_steps, what="step", text=text)
 
 
 def print_progress(state: Any, every: float, *, text: str) -> None:
-    """Say `text`, which comes every `every` steps, about twenty times a run; otherwise only show it as progress."""
+    """Print `text`, which comes every `every` steps, about twenty times a run."""
     stride = max(1, int(state.max_steps // (SHOWN_LINES * max(1, every)))) * max(1, int(every))
-    if state.global_step % stride and state.global_step != state.max_steps:
-        log.status(text)
-    else:
+    if not state.global_step % stride or state.global_step == state.max_steps:
         log.say(text)
 
 
-def gather_objects(mine: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
-    """`mine` of every rank, in rank order; a list of one on a single process. The time counts as communication."""
+def gather_objects(item: Any, heartbeat: Heartbeat | None = None) -> list[Any]:
+    """The `item` of every rank, in rank order. Every rank must call it. The time counts as communication."""
     if log.world_size() == 1:
-        return [mine]
-    everyone: list[Any] = [None] * log.world_size()
+        return [item]
+    items: list[Any] = [None] * log.world_size()
     with heartbeat.within("communication") if heartbeat else nullcontext():
-        torch.distributed.all_gather_object(everyone, mine)
-    return everyone
+        torch.distributed.all_gather_object(items, item)
+    return items
 
 
 def memory_fields() -> dict[str, int]:
-    """Bytes this process holds: on a GPU allocated, reserved and peak, else the peak resident set."""
+    """Bytes that this process holds: on a GPU allocated, reserved and peak, otherwise the peak resident set."""
     if torch.cuda.is_available():
         return {
             "allocated_bytes": torch.cuda.memory_allocated(),
@@ -183,41 +190,42 @@ def memory_fields() -> dict[str, int]:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that was resident in this process so far. The kernel counts in bytes on macOS, else in KiB."""
+    """The most memory that was resident in this process. The kernel counts bytes on macOS, KiB on other systems."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def compare_memory(held: dict[str, int]) -> str:
-    """The plan's peak beside the most that any rank held; empty where nothing was planned or measured.
+def compare_memory(memory: dict[str, int]) -> str:
+    """The plan's peak beside the most that any rank held; empty when nothing was planned or measured.
 
-    `held` has the keys of `ranks_memory`. On a GPU both figures are those of torch's allocator, without the memory of
-    the process beside it and without the plan's margin.
+    `memory` has the keys of `ranks_memory`. On a GPU both figures are those of torch's allocator alone, without other
+    memory of the process and without the plan's margin.
     """
-    if "predicted_allocated_bytes" in held and "peak_bytes" in held:
-        planned = f"{format_bytes(held['predicted_allocated_bytes'])} in torch's allocator"
-        margin = f" ({format_bytes(held['predicted_peak_bytes'])} with process and margin)"
-        return f"memory: planned {planned}{margin}, most held {format_bytes(held['peak_bytes'])}"
-    if "predicted_peak_bytes" in held and "peak_rss_bytes" in held:
-        planned, most = (format_bytes(held[key]) for key in ("predicted_peak_bytes", "peak_rss_bytes"))
+    if "predicted_allocated_bytes" in memory and "peak_bytes" in memory:
+        planned = f"{format_bytes(memory['predicted_allocated_bytes'])} in torch's allocator"
+        margin = f" ({format_bytes(memory['predicted_peak_bytes'])} with process and margin)"
+        return f"memory: planned {planned}{margin}, most held {format_bytes(memory['peak_bytes'])}"
+    if "predicted_peak_bytes" in memory and "peak_rss_bytes" in memory:
+        planned, most = (format_bytes(memory[key]) for key in ("predicted_peak_bytes", "peak_rss_bytes"))
         return f"memory: planned at most {planned} with its margin, most held {most}"
     return ""
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short."""
-    for measured in (path.parent / "eval").glob("step-*.json"):
-        at = measured.stem.removeprefix("step-")
-        if at.isdecimal() and int(at) > step:
-            measured.unlink()
+    """Remove what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short.
+
+    Lines that are broken otherwise are named, and the file that has them is kept beside the new one.
+    """
+    for evaluation in (path.parent / "eval").glob("step-*.json"):
+        number = evaluation.stem.removeprefix("step-")
+        if number.isdecimal() and int(number) > step:
+            evaluation.unlink()
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["step"] <= step:
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
+    records, broken = read_lines(path)
+    whole = [record for record in records if type(record.get("step")) is int]
+    if broken or len(whole) < len(records):
+        shutil.copyfile(path, path.with_name(f"{path.name}.broken"))
+        what = f"line {', '.join(map(str, broken))}" if broken else "a line without a step"
+        log.say(f"{path.name}: {what} cannot be read: passed over, and kept in {path.name}.broken", "resume")
+    write_text(path, "".join(f"{json.dumps(record)}\n" for record in whole if record["step"] <= step))

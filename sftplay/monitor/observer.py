@@ -1,4 +1,4 @@
-"""What the kit sees of a trainer, and how callbacks get hold of it: `attach` hands it to each of them once."""
+"""The parts of a trainer that the kit uses, and how callbacks get the trainer: `attach` gives it to each once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sftplay.monitor.interval import StepCounts
 
 
 class TrainerView(Protocol):
-    """What the kit uses of transformers' Trainer."""
+    """The parts of transformers' Trainer that the kit uses."""
 
     args: Any
     state: Any
@@ -27,11 +27,12 @@ class TrainerView(Protocol):
 
 
 class StepTrainer(TrainerView, Protocol):
-    """A trainer that also says what its last step was made of (`tasks.step.window`)."""
+    """A trainer that also knows the rows and counts of its last step (`tasks.step.window`)."""
 
     heartbeat: Heartbeat
     counts: StepCounts
     last_loss: Any
+    lr_scheduler: Any
     micro_batcher: Any
     replay: Any
 
@@ -42,10 +43,10 @@ class StepTrainer(TrainerView, Protocol):
 
 
 class Observer(TrainerCallback):
-    """A callback that looks at the trainer itself."""
+    """A callback that uses the trainer itself."""
 
     trainer: StepTrainer
 
     def attach(self, trainer: StepTrainer) -> None:
-        """Called once, when the trainer is built and before it trains or wraps its model."""
+        """Called once, after the trainer is built and before it wraps its model or trains."""
         self.trainer = trainer

@@ -1,4 +1,4 @@
-"""Running out of memory: recognised among other errors, agreed on by all ranks, undone and explained.
+"""Running out of memory: how it is recognised, how all ranks learn of it, how it is undone and explained.
 
 The window runs the rows again (`tasks.step.window`).
 """
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class OutOfMemory(MachineError):
-    """Memory ran out where the step cannot be run again, or for a single row."""
+    """Memory ran out in a step that cannot be run again, or for a single row."""
 
     code = "memory"
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", batch_size: int | None = None) -> None:
         super().__init__(what, where=where, fix=fix)
         self.batch_size = batch_size
-        """Rows of a micro-batch with which the run may go on from its last checkpoint; None when there are no fewer."""
+        """Rows of a micro-batch with which the run may continue from its last checkpoint; None when it cannot."""
 
     def as_json(self) -> dict[str, object]:
         return {**super().as_json(), "batch_size": self.batch_size}
@@ -45,63 +45,47 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Where memory ran out. It holds no tensor: the memory of what failed must be free before the next attempt."""
+    """Where memory ran out. It holds no tensor, because the failed attempt's memory must be free for the next one."""
 
     rows: int
     tokens: int
-    """Of the micro-batch, padding included."""
+    """Tokens of the micro-batch, with padding."""
 
     phase: str
     held_bytes: int
-    """The most this process had held when it failed: by torch's allocator on a GPU, resident on a CPU."""
+    """The most that this process had held until then: in torch's allocator on a GPU, resident on a CPU."""
 
     reason: str
     """The allocator's first line."""
 
 
-class RandomState:
-    """The state of this rank's random numbers: torch's on the CPU and on this process's GPU.
-
-    The gradient scaler's state needs no copy: it changes only when gradients are unscaled, after the last micro-batch.
-    """
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-
-
 class Agreement:
-    """Lets all ranks know that one of them ran out of memory. Its few bytes are allocated before that happens."""
+    """Lets all ranks know that one of them ran out of memory. Its few bytes are allocated in advance."""
 
     def __init__(self, device: Any) -> None:
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def all_shortages(self, mine: Shortage | None, heartbeat: Heartbeat) -> list[Shortage | None]:
+    def all_shortages(self, own: Shortage | None, heartbeat: Heartbeat) -> list[Shortage | None]:
         """The shortage of every rank, in rank order; empty when no rank has one. Every rank must call it."""
         if log.world_size() == 1:
-            return [mine] if mine else []
+            return [own] if own else []
         with heartbeat.within("communication"):
-            self._flag.fill_(mine is not None)
+            self._flag.fill_(own is not None)
             torch.distributed.all_reduce(self._flag, torch.distributed.ReduceOp.MAX)
             if not int(self._flag):
                 return []
         free_memory()
-        return gather_objects(mine, heartbeat)
+        return gather_objects(own, heartbeat)
 
 
 def held_bytes() -> int:
-    """The most memory this process has held so far."""
-    held = memory_fields()
-    return held["peak_bytes"] if "peak_bytes" in held else held["peak_rss_bytes"]
+    """The most memory that this process has held so far."""
+    memory = memory_fields()
+    return memory["peak_bytes"] if "peak_bytes" in memory else memory["peak_rss_bytes"]
 
 
 def free_memory() -> None:
-    """Free what a failed micro-batch has left: reference cycles first, then the allocator's blocks."""
+    """Free the memory that a failed micro-batch left: reference cycles first, then the allocator's blocks."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -109,9 +93,9 @@ def free_memory() -> None:
 
 def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | None) -> str:
     """Which ranks ran out of memory and where, beside the plan's figure."""
-    short = [(rank, each) for rank, each in enumerate(shortages) if each]
-    _, first = short[0]
-    ranks = "" if len(shortages) == 1 else f" on rank {', '.join(str(number) for number, _ in short)}"
+    first = next(shortage for shortage in shortages if shortage)
+    failed = ", ".join(str(rank) for rank, shortage in enumerate(shortages) if shortage)
+    ranks = f" on rank {failed}" if len(shortages) > 1 else ""
     planned = f", {format_bytes(planned_bytes)} planned" if planned_bytes else ""
     return (
         f"out of memory in {first.phase}{ranks}: {first.rows} rows, {first.tokens} tokens at once; "
@@ -120,14 +104,14 @@ def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | No
 
 
 class AdaptiveBatches:
-    """Works on rows in batches. The size is halved for good each time memory does not suffice for a batch.
+    """Works on rows in batches. Each time memory does not suffice for a batch, the size is halved for good.
 
-    For evaluation, where the size of a batch changes nothing but speed.
+    For evaluation, where the size of a batch changes only the speed.
     """
 
-    def __init__(self, batch_size: int, what: str) -> None:
+    def __init__(self, batch_size: int, activity: str) -> None:
         self.batch_size = batch_size
-        self._what = what
+        self._activity = activity
 
     def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
         """The result of `work` for each batch of range(`rows`), in order.
@@ -135,21 +119,22 @@ class AdaptiveBatches:
         Raises:
             torch.OutOfMemoryError: a single row is too much. Other errors of `work` pass through.
         """
-        done = 0
-        while done < rows:
-            batch = slice(done, min(rows, done + self.batch_size))
+        start = 0
+        while start < rows:
+            batch = slice(start, min(rows, start + self.batch_size))
             results = self._attempt(work, batch)
             if not results:
                 self.batch_size = max(1, (batch.stop - batch.start) // 2)
                 free_memory()
                 log.show_error(
-                    f"[eval] out of memory in {self._what}: it goes on with {self.batch_size} rows at a time"
+                    f"[eval] out of memory in {self._activity}: it goes on with {self.batch_size} rows at a time"
                 )
                 continue
             yield results[0]
-            done = batch.stop
+            start = batch.stop
 
     def _attempt(self, work: Callable[[slice], T], batch: slice) -> list[T]:
+        """A list of the one result; empty when memory ran out. The error and the tensors it refers to are gone then."""
         try:
             return [work(batch)]
         except RuntimeError as error:

@@ -1,7 +1,6 @@
-"""Tells the rank's heartbeat which part of a step the Trainer is in, as far as callbacks show it.
+"""Sets the phase of the rank's heartbeat at the events of the Trainer.
 
-Forward, backward, evaluation batches and collective operations are marked where they happen: in the window and in
-`gather_objects`.
+The window and `gather_objects` set the phases of forward, backward, evaluation batches and collective operations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from sftplay.heartbeat import Heartbeat
 
 
 class TrackPhases(TrainerCallback):
-    """Must be the last callback: the work of the others in an event belongs to the phase before it."""
+    """Must be the last callback: what the others do in an event belongs to the phase before it."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat

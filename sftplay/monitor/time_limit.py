@@ -1,6 +1,6 @@
-"""The time that a run may take: it stops early enough to write a checkpoint, as after SIGUSR1.
+"""The time limit of a run. The run stops early enough to write a checkpoint, as after SIGUSR1.
 
-It kills nothing: a step that takes longer than the time left is not interrupted.
+A step that takes longer than the time left is not interrupted.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from sftplay.monitor.guards import StopOnSignal
 from sftplay.units import format_seconds, parse_seconds
 
 JOB_END = "SLURM_JOB_END_TIME"
-"""When the job will be ended, in seconds of the epoch. SLURM sets it since 23.02 (its CHANGELOG/slurm-23.02.md)."""
+"""When SLURM will end the job, in seconds of the epoch. SLURM sets it since 23.02 (its CHANGELOG/slurm-23.02.md)."""
 
 MARGIN = 2.0
-"""Times the longest step and checkpoint so far: the next ones may take longer on a shared disk or card."""
+"""Factor on the longest step and checkpoint so far. The next ones may take longer on a shared disk or card."""
 
 LEAST_S, LEAST_SHARE = 60.0, 0.1
-"""Always kept free: a minute, or a tenth of the whole time where that is less."""
+"""The time that is always kept free: a minute, or a tenth of the whole time when that is less."""
 
 SLOW_DISK_BYTES_PER_S = 100e6
-"""Assumed for the first checkpoint, before one was timed: that of a shared disk that others write to as well."""
+"""Assumed for the first checkpoint: the speed of a shared disk that others write to as well."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a run must have ended."""
+    """The time by which a run must have ended."""
 
     at_s: float
     """Seconds of the epoch."""
 
     origin: str
-    """Who says so."""
+    """The setting that it comes from."""
 
 
 def find_deadline(
@@ -51,17 +51,17 @@ def find_deadline(
     """The earlier of `train.time_limit`, counted from `started_s`, and the SLURM job's end; None without both.
 
     Raises:
-        ConfigError: it has passed already.
+        ConfigError: the deadline has passed.
     """
-    found = []
+    deadlines = []
     if limit is not None:
-        found.append(Deadline(started_s + parse_seconds(str(limit)), f"train.time_limit {limit}"))
+        deadlines.append(Deadline(started_s + parse_seconds(str(limit)), f"train.time_limit {limit}"))
     end = environment.get(JOB_END, "")
     if end.isdecimal():
-        found.append(Deadline(float(end), f"the end of the SLURM job ({JOB_END})"))
+        deadlines.append(Deadline(float(end), f"the end of the SLURM job ({JOB_END})"))
     elif end:
-        log.say(f"{JOB_END} {end!r} is no number of seconds: the end of the job is not known")
-    deadline = min(found, key=lambda each: each.at_s, default=None)
+        log.say(f"{JOB_END} {end!r} is not a number of seconds: the end of the job is not known")
+    deadline = min(deadlines, key=lambda each: each.at_s, default=None)
     if deadline is not None and deadline.at_s <= now_s:
         over, is_ours = format_seconds(now_s - deadline.at_s), deadline.origin.startswith("train.")
         raise ConfigError(
@@ -73,7 +73,7 @@ def find_deadline(
 
 
 def process_start_s() -> float:
-    """When this process began, in seconds of the epoch; now where the system does not say.
+    """When this process began, in seconds of the epoch; the present time when the system does not say.
 
     Source: proc_pid_stat(5), field 22, in ticks since the machine was started.
     """
@@ -87,30 +87,32 @@ def process_start_s() -> float:
 class StopInTime(TrainerCallback):
     """Sets `stop.received` to SIGUSR1 when another step might leave too little time for the checkpoint after it.
 
-    It decides on the main rank before the end of the step, where all ranks ask `stop`. It comes after the callback that
-    marks checkpoints complete, whose time belongs to the save. Until one was timed, a checkpoint's bytes say how long
-    it takes.
+    The main rank decides before the end of the step, where all ranks ask `stop`. This callback comes after the one that
+    marks checkpoints complete, because that time belongs to the save. The time of the first checkpoint is estimated
+    from its bytes.
     """
 
     def __init__(self, deadline: Deadline, stop: StopOnSignal, *, clock: Callable[[], float] = time.time) -> None:
         self.deadline, self.stop, self._clock = deadline, stop, clock
         self.longest_s = {"step": 0.0, "evaluation": 0.0, "save": 0.0}
-        self._since_s, self._least_s, self._untimed_save_s = clock(), LEAST_S, 0.0
+        self._since_s, self._least_s, self._estimated_save_s = clock(), LEAST_S, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since_s = self._clock()
         left = self.deadline.at_s - self._since_s
         self._least_s = min(LEAST_S, LEAST_SHARE * left)
-        log.say(f"{self.deadline.origin} leaves {format_seconds(max(0.0, left))}: the run stops in time, resumable")
+        log.say(
+            f"{self.deadline.origin} leaves {format_seconds(max(0.0, left))}: the run stops in time and can be resumed"
+        )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._end("step")
+        self._record("step")
         step = state.global_step + 1  # the Trainer counts it only after this event
         if not log.is_main() or self.stop.received or step >= state.max_steps:
             return
-        if not self._untimed_save_s:
+        if not self._estimated_save_s:
             size = checkpoint_bytes(Path(args.output_dir), more["model"], optimizer=more["optimizer"])
-            self._untimed_save_s = size / SLOW_DISK_BYTES_PER_S
+            self._estimated_save_s = size / SLOW_DISK_BYTES_PER_S
         needed, left = self._needed_s(args, state, step=step), self.deadline.at_s - self._clock()
         if left < max(needed, self._least_s):
             self.stop.received = int(signal.SIGUSR1)
@@ -120,21 +122,21 @@ class StopInTime(TrainerCallback):
             )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._end("evaluation")
+        self._record("evaluation")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._end("save")
+        self._record("save")
 
     def _needed_s(self, args: Any, state: Any, *, step: int) -> float:
-        """Seconds until the checkpoint after the step after `step` is written, with everything due before it."""
-        save_s = self.longest_s["save"] or self._untimed_save_s
+        """Seconds for one more step after `step` and its checkpoint, with everything that is due before."""
+        save_s = self.longest_s["save"] or self._estimated_save_s
         saves = 2 if step % state.save_steps == 0 else 1
         evaluations = 0
         if args.eval_strategy == "steps":
             evaluations = sum(each % state.eval_steps == 0 for each in (step, step + 1))
         return MARGIN * (self.longest_s["step"] + saves * save_s + evaluations * self.longest_s["evaluation"])
 
-    def _end(self, part: str) -> None:
+    def _record(self, part: str) -> None:
         now = self._clock()
         self.longest_s[part] = max(self.longest_s[part], now - self._since_s)
         self._since_s = now

@@ -65,8 +65,8 @@ def main(run_folder: str) -> int:
             return _stop(folder, outside.received)
         for each in STOP_SIGNALS:  # torchrun stops the others when a rank ends; this one ends anyway
             signal.signal(each, signal.SIG_IGN)
-        if gone := gone_rank(folder) or lost_node(error):
-            return end_after_lost_rank(folder, gone)
+        if lost := lost_rank(folder) or lost_node(error):
+            return end_after_lost_rank(folder, lost)
         return _fail(folder, BUG, cause=f"{type(error).__name__}: {error}", text=traceback.format_exc())
 
 
@@ -109,8 +109,8 @@ def is_orphan() -> bool:
     return parent not in (0, above)
 
 
-def gone_rank(folder: RunFolder) -> str:
-    """Which rank of this node has died, so that another rank's error follows from that; empty when all live."""
+def lost_rank(folder: RunFolder) -> str:
+    """The message about a rank of this node that has died and so caused another rank's error; empty when all live."""
     ranks = folder.read_json("status.json").get("ranks") or []
     deadline = time.monotonic() + DISAPPEAR_S
     while len(ranks) > 1 and time.monotonic() < deadline:
@@ -125,26 +125,23 @@ def gone_rank(folder: RunFolder) -> str:
 def lost_node(error: Exception) -> str:
     """The message for an error that says that a connection to another node has broken; empty for other errors."""
     is_alone = len(log.local_ranks()) == log.world_size()
-    return (
-        ""
-        if is_alone or not any(sign in str(error) for sign in BROKEN_CONNECTION)
-        else "a process on another node has gone"
-    )
+    is_broken = any(sign in str(error) for sign in BROKEN_CONNECTION)
+    return "a process on another node has gone" if is_broken and not is_alone else ""
 
 
-def end_after_lost_rank(folder: RunFolder, gone: str) -> int:
+def end_after_lost_rank(folder: RunFolder, lost: str) -> int:
     """End because another rank has ended, with that rank's reason if it left one; the exit code."""
     code = folder.read_json("status.json").get("exit_code")
     if code is not None:
         return int(code)
-    death = Death(gone, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
-    return _fail(folder, death.exit_code, cause=gone, text=str(death), error=death.as_json())
+    death = Death(lost, where=str(folder.path), fix="`make resume` continues from the last complete checkpoint")
+    return _fail(folder, death.exit_code, cause=lost, text=str(death), error=death.as_json())
 
 
 def _fail(folder: RunFolder, code: int, *, cause: str, text: str, error: dict[str, object] | None = None) -> int:
     """Write why the run has failed, and show it once even if several ranks fail for the same reason; the exit code.
 
-    A bug after another rank's failure is taken for its consequence: it goes to this rank's log only.
+    A bug after another rank's failure counts as its consequence and goes to this rank's log only.
     """
     status: dict[str, object] = {}
     with _one_at_a_time(folder.logs):

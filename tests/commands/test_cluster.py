@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.commands.scale import cluster
@@ -77,20 +78,21 @@ def test_the_cpu_file_starts_two_processes_that_talk():
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     command += ["--config_file", str(ROOT / "accelerate_configs/cpu_ddp.yaml"), str(script)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=HANG_S, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert "ranks 2 gloo" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "has_bf16", "said"),
-    [(8, True, (8, "MULTI_GPU", "bf16")), (1, False, (1, "NO", "fp16")), (0, False, (2, "MULTI_GPU", "no"))],
+    ("gpus", "has_bf16", "expected"),
+    [(8, True, (8, "MULTI_GPU", "bf16")), (1, False, (1, "NO", "fp16")), (0, False, (1, "NO", "no"))],
 )
-def test_what_is_written_for_a_machine_is_read_by_accelerate(tmp_path, gpus, has_bf16, said):
+def test_what_is_written_for_a_machine_is_read_by_accelerate(tmp_path, gpus, has_bf16, expected):
     path = tmp_path / "here.yaml"
-    path.write_text(accelerate_text(path, gpus=gpus, has_bf16=has_bf16, cores=4))
+    path.write_text(accelerate_text(path, gpus=gpus, has_bf16=has_bf16))
     config = loaded(path)
-    assert (config.num_processes, config.distributed_type.value, config.mixed_precision) == said
+    assert (config.num_processes, config.distributed_type.value, config.mixed_precision) == expected
+    assert config.use_cpu is (gpus == 0)
 
 
 def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
@@ -130,9 +132,9 @@ def test_a_lock_that_no_process_holds_is_found_with_the_command_that_removes_it(
     lock = tmp_path / "a b" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    (found,) = check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
-    assert found.level == "warn"
-    subprocess.run(found.fix, shell=True, check=True)
+    (finding,) = check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert finding.level == "warn"
+    subprocess.run(finding.fix, shell=True, check=True)
     assert not lock.exists()
     assert check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
 

@@ -86,12 +86,12 @@ def test_a_rank_that_has_gone_is_told_with_the_launchers_last_word(tmp_path: Pat
 
 def test_what_the_ranks_of_a_failed_check_said_is_kept_and_named(tmp_path: Path, kept: Path):
     (tmp_path / "check").mkdir()
-    for said in ("NCCL INFO NET/IB : no device", "NCCL INFO NET/Socket : Using eth0"):
+    for message in ("NCCL INFO NET/IB : no device", "NCCL INFO NET/Socket : Using eth0"):
         with pytest.raises(RunError) as caught:
             comm_check.run_check(
-                fake(f"print({said!r}); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=30.0
+                fake(f"print({message!r}); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=30.0
             )
-        assert kept.read_text() == f"{said}\n"
+        assert kept.read_text() == f"{message}\n"
         assert f"the output is in {kept}" in caught.value.what
     with pytest.raises(RunError, match="output is in"):
         comm_check.run_check(
@@ -185,7 +185,7 @@ def test_a_links_nominal_speed_is_the_makers_each_way():
 
 
 @pytest.mark.parametrize(
-    ("machine", "nnodes", "said"),
+    ("machine", "nnodes", "message"),
     [
         (CPU, 1, "loopback"),
         (gpus(2, (9, 0), "NV18"), 2, "network between the nodes"),
@@ -194,10 +194,10 @@ def test_a_links_nominal_speed_is_the_makers_each_way():
         (replace(gpus(2, (9, 0), "NV18"), links=()), 1, "the driver does not say"),
     ],
 )
-def test_a_link_without_a_known_speed_is_said_to_have_none(machine: Machine, nnodes: int, said: str):
+def test_a_link_without_a_known_speed_is_said_to_have_none(machine: Machine, nnodes: int, message: str):
     nominal, text = nominal_link(machine, 2, nnodes=nnodes)
     assert nominal is None
-    assert said in text
+    assert message in text
 
 
 def test_the_time_of_the_fp16_hook_stands_beside_that_of_plain_gradients():

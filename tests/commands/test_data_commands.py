@@ -63,12 +63,12 @@ def test_inspect_as_json_gives_rows_spread_over_the_file_with_their_place_and_ma
     call: Call, chat_rows: Path, tokenizer: Any
 ):
     code, out, _ = call("inspect", "--json", "--n", 4)
-    told = json.loads(out)
+    result = json.loads(out)
     chats = chats_in(chat_rows)
     assert code == 0
-    assert told["report"]["read"] == 82
-    assert [row["row"] for row in told["rows"]] == [0, 17, 35, 52]
-    for row in told["rows"]:
+    assert result["report"]["read"] == 82
+    assert [row["row"] for row in result["rows"]] == [0, 17, 35, 52]
+    for row in result["rows"]:
         assert list(row) == ["row", "source", "input_ids", "labels", "text"]
         assert row["source"] == f"{chat_rows}:{row['row'] + 1}"
         assert (row["input_ids"], row["labels"]) == reference(tokenizer, chats[row["row"]])

@@ -18,7 +18,7 @@ from sftplay import cli
 from sftplay.deliver.export import serve as serving
 from sftplay.deliver.export import server
 from sftplay.launch.command.command import Launch
-from sftplay.launch.command.ports import HOST, free_port
+from sftplay.machine.ports import HOST, free_port
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
@@ -46,9 +46,9 @@ def merged(run: Finished, config: Path) -> Path:
 def call(config: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs a verb on the run: (exit code, standard output, error output)."""
 
-    def call(verb: str, *words: object) -> tuple[int, str, str]:
+    def call(verb: str, *arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = cli.main([verb, "--config", str(config), *map(str, words)])
+        code = cli.main([verb, "--config", str(config), *map(str, arguments)])
         return code, *capsys.readouterr()
 
     return call
@@ -62,8 +62,8 @@ def scores(model: Any) -> torch.Tensor:
 def test_merge_leaves_a_model_that_plain_transformers_computes_with_as_peft_does(run: Finished, merged: Path):
     expected = scores(AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter"))
     untuned = scores(AutoModelForCausalLM.from_pretrained(run.cfg.model.name))
-    found = scores(AutoModelForCausalLM.from_pretrained(merged))
-    assert float((found - expected).abs().max()) < 1e-5 < float((expected - untuned).abs().max())
+    actual = scores(AutoModelForCausalLM.from_pretrained(merged))
+    assert float((actual - expected).abs().max()) < 1e-5 < float((expected - untuned).abs().max())
 
 
 def test_merge_in_bf16_goes_to_a_folder_of_its_own_and_says_how_to_compare_it(run: Finished, merged: Path, call: Any):
@@ -108,7 +108,7 @@ def test_export_says_where_it_is_and_stands_alone(run: Finished, call: Any, tmp_
 
 
 @pytest.mark.parametrize(
-    ("verb", "words", "said"),
+    ("verb", "arguments", "message"),
     [
         ("merge", [], "exists already"),
         ("merge", ["--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
@@ -121,11 +121,11 @@ def test_export_says_where_it_is_and_stands_alone(run: Finished, call: Any, tmp_
     ],
 )
 def test_what_cannot_be_done_is_refused_with_2(
-    verb: str, words: list[str], said: str, run: Finished, merged: Path, call: Any
+    verb: str, arguments: list[str], message: str, run: Finished, merged: Path, call: Any
 ):
-    code, out, err = call(verb, *(word.format(run=run.folder.path) for word in words))
+    code, out, err = call(verb, *(word.format(run=run.folder.path) for word in arguments))
     assert (code, out.count("Traceback")) == (2, 0)
-    assert said in err
+    assert message in err
 
 
 @pytest.mark.parametrize("verb", ["merge", "merge-test", "export", "serve"])

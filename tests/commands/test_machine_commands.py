@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -22,7 +23,7 @@ def call(*words, cwd, **env):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     return subprocess.run(
         [sys.executable, "-m", "sftplay", *words], cwd=cwd, env={**clean, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def test_none_of_the_three_imports_a_heavy_library(words, tmp_path):
     )
     argv = [sys.executable, "-c", code, *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     loaded = set(done.stdout.rsplit("LOADED", 1)[1].split())
     assert "sftplay" in loaded
     assert loaded & HEAVY == set()
@@ -85,17 +86,17 @@ def test_on_gpus_each_rank_is_found_by_its_process(running, monkeypatch):
         for n, pid in enumerate(pids)
     ]
     machine = type(probe())(**{**vars(probe()), "gpus": tuple(cards)})
-    (told,) = read_runs(running / "outputs", machine)
-    assert [(r.gpu, r.held_bytes, r.peak_bytes) for r in told.ranks] == [
+    (result,) = read_runs(running / "outputs", machine)
+    assert [(r.gpu, r.held_bytes, r.peak_bytes) for r in result.ranks] == [
         (0, 7 * GIB, 5 * GIB),
         (1, 8 * GIB, 9 * GIB),
     ]
-    assert [r.headroom_bytes for r in told.ranks] == [GIB, -GIB]  # 8 - max(6, 5, 7) and 8 - max(9, 8)
-    assert describe_run(told)[1] == (
+    assert [r.headroom_bytes for r in result.ranks] == [GIB, -GIB]  # 8 - max(6, 5, 7) and 8 - max(9, 8)
+    assert describe_run(result)[1] == (
         f"  rank 0 (process {pids[0]}): GPU 0, holds 7.00 GiB, allocated 4.00 GiB, reserved 6.00 GiB, peak 5.00 GiB,"
         " headroom 1.00 GiB"
     )
-    assert describe_run(told)[2].endswith("peak 9.00 GiB, headroom -1.00 GiB")
+    assert describe_run(result)[2].endswith("peak 9.00 GiB, headroom -1.00 GiB")
 
 
 def test_a_run_whose_process_has_gone_is_named_and_damaged_files_give_no_traceback(running):
@@ -128,11 +129,11 @@ def test_watching_shows_it_again_until_it_is_interrupted(running):
     argv = [sys.executable, "-u", "-m", "sftplay", "memory-check", "--watch"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(argv, cwd=running, env=env, stdout=subprocess.PIPE, text=True) as process:
-        seen = 0
-        while seen < 2:
-            seen += "run mine" in process.stdout.readline()
+        count = 0
+        while count < 2:
+            count += "run mine" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=240) == 0
+        assert process.wait(timeout=HANG_S) == 0
 
 
 def test_watching_and_one_document_do_not_go_together(tmp_path):
@@ -146,10 +147,10 @@ def test_the_doctor_ends_with_3_when_a_finding_would_keep_a_run_from_training(tm
     config.write_text("model: {name: org/never-seen}\ndata: {train_path: rows.jsonl}\n")
     here = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = call("doctor", "--fast", "--json", "--config", str(config), cwd=tmp_path, **here)
-    told = json.loads(done.stdout)
-    stops = [each for each in told["findings"] if each["level"] == "stop"]
+    result = json.loads(done.stdout)
+    stops = [each for each in result["findings"] if each["level"] == "stop"]
     assert done.returncode == 3
-    assert told["stop"] == len(stops)
+    assert result["stop"] == len(stops)
     assert ("hub", "unset HF_HUB_OFFLINE, then make download-model MODEL=org/never-seen") in [
         (each["subject"], each["fix"]) for each in stops
     ]
@@ -171,7 +172,7 @@ def test_without_a_gpu_it_says_what_the_memory_allows(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[:2] == ["Number of GPUs: 0", "  none: CUDA_VISIBLE_DEVICES hides every GPU"]
     assert any("allows on the CPU: tuning.mode full up to about" in line for line in lines)
-    told = json.loads(call("gpu-info", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="").stdout)
-    assert told["n_gpus"] == 0
-    assert 0 < told["ram_free_bytes"] <= told["ram_bytes"]
-    assert told["disk_free_bytes"] > 0
+    result = json.loads(call("gpu-info", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="").stdout)
+    assert result["n_gpus"] == 0
+    assert 0 < result["ram_free_bytes"] <= result["ram_bytes"]
+    assert result["disk_free_bytes"] > 0

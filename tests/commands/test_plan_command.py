@@ -33,8 +33,8 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
-    code = main(["plan", *words, "--json"])
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    code = main(["plan", *arguments, "--json"])
     return {"code": code, **json.loads(capsys.readouterr().out)}
 
 
@@ -111,8 +111,8 @@ def test_without_a_gpu_the_memory_of_the_machine_is_the_budget(capsys):
 
 def test_a_model_that_nobody_knows_is_planned_from_its_config_json(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(INVENTED))
-    words = ("--config", "configs/run_full.yaml", "--gpus", "A10", f"model.name={tmp_path}")
-    plan = answer(capsys, *words)
+    arguments = ("--config", "configs/run_full.yaml", "--gpus", "A10", f"model.name={tmp_path}")
+    plan = answer(capsys, *arguments)
     # q and o 1024 x 1024, k and v 1024 x 256, three of 1024 x 3000; two norms a layer, one at the end; two of 50,000.
     layer = 2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 3000 + 2 * 1024
     assert plan["components"]["weights"] == 4 * (7 * layer + 1024 + 2 * 50_000 * 1024)
@@ -128,7 +128,7 @@ def test_the_comparison_names_one_row_to_take(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("--gpus", "2xH20"), "did you mean H200"),
         (("--gpus", "0xH200"), "no card called"),
@@ -139,9 +139,9 @@ def test_the_comparison_names_one_row_to_take(capsys):
         (("--gpus", "3xH200"), "30 or 33"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_nearest(capsys, words, said):
-    assert main(["plan", "--config", GEMMA, *words]) in (2, 3)
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_meant_is_refused_with_the_nearest(capsys, arguments, message):
+    assert main(["plan", "--config", GEMMA, *arguments]) in (2, 3)
+    assert message in capsys.readouterr().err
 
 
 def test_the_worked_example_of_the_docs_is_what_the_command_prints(capsys):

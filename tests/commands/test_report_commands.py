@@ -21,9 +21,9 @@ from sftplay.launch.run_folder import RunFolder
 pytestmark = pytest.mark.usefixtures("verbs_environment")
 
 
-def work(launch: Launch, folder: RunFolder, *, check_nodes: Any = None, **how: Any) -> int:
+def work(launch: Launch, folder: RunFolder, *, check_nodes: Any = None, **named: Any) -> int:
     """Stands for the workers and their parent: the run itself, in this process."""
-    outcome = train_in(load_config(folder.resolved), folder, **how).outcome
+    outcome = train_in(load_config(folder.resolved), folder, **named).outcome
     ended = {"state": "done", "exit_code": 0} if not outcome.stop_signal else {"state": "stopped", "exit_code": 143}
     folder.update_status(**ended, step=outcome.step)
     folder.close_attempt("SIGTERM" if outcome.stop_signal else "done")
@@ -107,9 +107,9 @@ def test_a_report_that_cannot_be_written_is_an_error_of_the_machine_and_leaves_n
 def test_eval_brings_the_report_up_to_date(config: Path, folder: RunFolder, capsys: pytest.CaptureFixture[str]):
     (folder.path / "report.html").unlink()
     assert cli.main(["eval", "--config", str(config), "--json"]) == 0
-    told = capsys.readouterr()
-    assert f"[report] report: {folder.path / 'report.html'}" in told.err
-    before = json.loads(told.out)["before"]
+    output = capsys.readouterr()
+    assert f"[report] report: {folder.path / 'report.html'}" in output.err
+    before = json.loads(output.out)["before"]
     assert f"{before['loss']:.4g}" in page(folder)
 
 
@@ -145,9 +145,9 @@ def test_a_report_that_fails_changes_no_exit_code_and_is_said(
 
     monkeypatch.setattr("sftplay.deliver.report.report.render", fail)
     assert ended(RunFolder(tmp_path / "run"), monkeypatch, code=143, state="stopped") == 143
-    said = capsys.readouterr().out
-    assert "[report] note: no report (" in said
-    assert (fault.strerror if isinstance(fault, OSError) else type(fault).__name__) in said
+    output = capsys.readouterr().out
+    assert "[report] note: no report (" in output
+    assert (fault.strerror if isinstance(fault, OSError) else type(fault).__name__) in output
 
 
 def test_a_reader_that_has_left_does_not_change_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -169,8 +169,8 @@ def test_a_stopped_run_is_reported_as_stopped(inputs: Inputs, tmp_path: Path, mo
 
 
 def test_a_dry_run_writes_no_report(config: Path, folder: RunFolder, tmp_path: Path):
-    words = [f"output_dir={tmp_path}/out", "--dry-run"]
-    assert cli.main(["train", "--config", str(config), *words]) == 0
+    arguments = [f"output_dir={tmp_path}/out", "--dry-run"]
+    assert cli.main(["train", "--config", str(config), *arguments]) == 0
     assert not (tmp_path / "out").exists()
 
 
@@ -182,8 +182,8 @@ def test_compare_finds_runs_by_name_and_by_folder(
 ):
     monkeypatch.chdir(config.parent)  # names are looked for in outputs/
     assert cli.main(["compare", "--a", "run", "--b", str(folder.path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["config"], told["same_held_out"]) == ([], True)
+    output = json.loads(capsys.readouterr().out)
+    assert (output["config"], output["same_held_out"]) == ([], True)
     assert cli.main(["compare", "--a", "run", "--b", "latest"]) == 0
     assert "figures" in capsys.readouterr().out
 
@@ -198,7 +198,7 @@ def test_compare_takes_the_output_folder_of_a_config(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "output"),
     [
         (["--a", "", "--b", "run"], "--a: no run is named"),
         (["--a", "run"], "the following arguments are required: --b"),
@@ -207,8 +207,8 @@ def test_compare_takes_the_output_folder_of_a_config(
     ],
 )
 def test_what_compare_cannot_do_is_refused(
-    words: list[str], said: str, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], output: str, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(config.parent)
-    assert cli.main(["compare", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert cli.main(["compare", *arguments]) == 2
+    assert output in capsys.readouterr().err

@@ -35,19 +35,19 @@ def test_the_prompt_is_written_replaced_and_printed_with_its_origin(config: Path
     assert main(["style", "--config", "run.yaml"]) == 0
     assert "data.system = none, from default" in capsys.readouterr().out
     assert main(["style", "--config", "run.yaml", "--style=Be brief."]) == 0
-    said = capsys.readouterr().out
-    assert 'run.yaml data.system: none -> "Be brief."' in said
-    assert "rows with a system message keep it" in said
+    message = capsys.readouterr().out
+    assert 'run.yaml data.system: none -> "Be brief."' in message
+    assert "rows with a system message keep it" in message
     assert config.read_text() == RUN.replace("# where\n", '# where\n  system: "Be brief."\n')
     assert main(["style", "--config", "run.yaml", "--style", "Rhyme.", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"file": "run.yaml", "was": "Be brief.", "system": "Rhyme.", "origin": "run.yaml:5"}
+    result = json.loads(capsys.readouterr().out)
+    assert result == {"file": "run.yaml", "was": "Be brief.", "system": "Rhyme.", "origin": "run.yaml:5"}
     assert main(["style", "--config", "run.yaml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"file": "run.yaml", "system": "Rhyme.", "origin": "run.yaml:5"}
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--style="], "--style data.system: is empty"),
         (["--style= "], "--style data.system: is empty"),
@@ -57,28 +57,28 @@ def test_the_prompt_is_written_replaced_and_printed_with_its_origin(config: Path
     ],
 )
 def test_a_prompt_that_cannot_be_meant_is_refused_and_nothing_is_written(
-    words: list[str], said: str, config: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, config: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["style", "--config", "run.yaml", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["style", "--config", "run.yaml", *arguments]) == 2
+    assert message in capsys.readouterr().err
     assert config.read_text() == RUN
     assert list(Path().iterdir()) == [config]
 
 
-def test_a_file_written_in_braces_is_refused_with_the_line_to_add(config: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_file_written_in_braces_gets_it_inside_them(config: Path):
     config.write_text("model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
-    assert main(["style", "--config", "run.yaml", "--style", 'a "b"']) == 2
-    assert 'below `data:` write this line yourself: system: "a \\"b\\""' in capsys.readouterr().err
+    assert main(["style", "--config", "run.yaml", "--style", 'a "b"']) == 0
+    assert config.read_text().splitlines()[1] == 'data: {system: "a \\"b\\"", train_path: rows.jsonl}'
 
 
 AWKWARD = 'say "hi" to $5, $(x), ${y} and `ls`; it\'s 100% #1: \\n 😀\n--json $'
 
 
 def test_make_hands_the_prompt_over_to_the_character(config: Path):
-    words = [f"CONFIG={config.resolve()}", f"STYLE={AWKWARD}", "READY=", f"PY={sys.executable}"]
+    arguments = [f"CONFIG={config.resolve()}", f"STYLE={AWKWARD}", "READY=", f"PY={sys.executable}"]
     # What the suite itself was given by `make test ARGS=...` is no override of this one.
     env = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")}
-    argv = ["make", "-s", "-C", str(ROOT), "style", *words]
+    argv = ["make", "-s", "-C", str(ROOT), "style", *arguments]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert load_config(config).data.system == AWKWARD

@@ -35,7 +35,7 @@ REFUSED = {
     "data: {encoding: qqqq}": ("data.encoding", "no encoding called 'qqqq'", "such as utf-8"),
     "data: {encoding: base64}": ("data.encoding", "'base64' is no encoding of text", "such as utf-8"),
     "data: {encoding: undefined}": ("data.encoding", "'undefined' is no encoding of text", "such as utf-8"),
-    'data: {encoding: "a\\0"}': ("data.encoding", "no encoding called", "such as utf-8"),
+    'data: {encoding: "a\\0"}': ("data.encoding", "holds a NUL character", "remove it"),
     "data: {encoding: ''}": ("data.encoding", "is empty", "give it a value"),
     "data: {delimiter: '\\t'}": ("data.delimiter", "is not one character", 'double quotes: "\\t"'),
     "data: {delimiter: tab}": ("data.delimiter", "'tab' is not one character", 'double quotes: "\\t"'),

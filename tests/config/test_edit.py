@@ -102,11 +102,23 @@ def test_a_value_inside_braces_is_replaced_too():
 
 
 @pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        ("data: {train_path: b}\n", 'data: {system: "Be brief.", train_path: b}\n'),
+        ("{data: {train_path: b}}\n", '{data: {system: "Be brief.", train_path: b}}\n'),
+        ('{"data": {\n "train_path": "b"\n}}\n', '{"data": {"system": "Be brief.", \n "train_path": "b"\n}}\n'),
+        ("data: {}\n", 'data: {system: "Be brief."}\n'),
+        ("{data: {split: 0, system: old}}\n", '{data: {split: 0, system: "Be brief."}}\n'),
+    ],
+)
+def test_a_value_is_added_inside_braces(text: str, after: str):
+    assert changed(text) == after
+    assert yaml.safe_load(after)["data"]["system"] == "Be brief."
+
+
+@pytest.mark.parametrize(
     "text",
     [
-        "{data: {train_path: b}}\n",
-        "data: {train_path: b}\n",
-        '{"data": {\n "train_path": "b"\n}}\n',
         "data: null\n",
         "data:\n  system: |\n    several\n    lines\n  split: 0\n",
         "data:\n  system: two\n    lines\n",
@@ -125,12 +137,14 @@ def test_what_cannot_be_changed_safely_is_refused(text: str):
 
 
 def test_a_refused_file_is_left_alone_and_the_line_to_add_is_named(write):
-    name = write("model: {name: a}\ndata: {train_path: b}\n")
+    name = write("model: {name: a}\ndata:\n  train_path: b\n  system: two\n    lines\n")
     before = Path(name).read_bytes()
     with pytest.raises(ConfigError) as caught:
         amend_file(Path(name), KEY, value='a "b"')
     assert caught.value.where == name
-    assert caught.value.fix == 'below `data:` write this line yourself: system: "a \\"b\\""'
+    assert (
+        caught.value.fix == 'open it in an editor and give the key system of the section data this value: "a \\"b\\""'
+    )
     assert Path(name).read_bytes() == before
     assert [path.name for path in Path().iterdir()] == [name]
 

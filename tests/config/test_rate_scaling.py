@@ -9,7 +9,7 @@ import pytest
 
 from sftplay.config.load import dump_resolved, load_config, load_resolved
 from sftplay.config.schema.run import TrainConfig
-from sftplay.launch.command.deepspeed_json import wishes_of
+from sftplay.launch.command.deepspeed_json import run_values
 from sftplay.machine.probe import Machine
 from sftplay.plan.sizing.size_run import size_run
 
@@ -81,5 +81,5 @@ def test_a_resolved_file_is_scaled_once_however_often_it_is_read(load, write):
 
 
 def test_a_deepspeed_file_is_held_against_the_rate_that_trains(load):
-    wishes = wishes_of(load(FOUND.replace("SCALING", "sqrt")), world_size=2)
+    wishes = run_values(load(FOUND.replace("SCALING", "sqrt")), world_size=2)
     assert json.dumps(wishes["optimizer.params.lr"].value) == "0.002"

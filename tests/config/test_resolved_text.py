@@ -65,8 +65,13 @@ def _types(value):
 
 
 # Texts that a rule of the config refuses as a name (empty, `None`) are no part of a config that loaded.
-NAMES = TEXTS.filter(lambda text: text.strip() and text not in ("None", "none"))
+CLEAN = TEXTS.filter(lambda text: "\0" not in text)
+NAMES = CLEAN.filter(lambda text: text.strip() and text not in ("None", "none"))
 FOLDERS = st.text(string.ascii_letters + string.digits + "äß日 _-#:{}[],&*!|>'\"%@`", min_size=1, max_size=12)
+EXTRA = {
+    "adam_beta1": st.floats(allow_nan=False, allow_infinity=False),
+    "lr_scheduler_kwargs": st.dictionaries(CLEAN, CLEAN | st.floats(allow_nan=False)),
+}
 
 
 @st.composite
@@ -81,7 +86,7 @@ def configs(draw):
             mode=draw(st.sampled_from(["full", "lora", "qlora"])),
             lora=LoraConfig(
                 alpha=draw(st.none() | st.floats(1e-300, 1e300)),
-                target_modules=draw(st.just("auto") | st.lists(TEXTS, min_size=1, max_size=3)),
+                target_modules=draw(st.just("auto") | st.lists(CLEAN, min_size=1, max_size=3)),
             ),
         ),
         train=TrainConfig(
@@ -89,7 +94,7 @@ def configs(draw):
             batch_size=draw(quarter),
             grad_accum=draw(quarter),
             precision=draw(st.sampled_from(["auto", "bf16", "fp16", "fp32"])),
-            extra=draw(st.dictionaries(st.sampled_from(["adam_beta1", "lr_scheduler_kwargs"]), VALUES)),
+            extra=draw(st.fixed_dictionaries({}, optional=EXTRA)),
         ),
         data=DataConfig(train_path=draw(NAMES) + ".jsonl"),  # a file: no folder that is written to lies in it
         eval=EvalConfig(metrics=draw(st.lists(st.sampled_from(["chrf", "rouge_l"]), min_size=1, unique=True))),

@@ -7,7 +7,7 @@ import pytest
 
 from sftplay.config.explain import trl_arguments
 from sftplay.config.explain.other_kits import OTHER_KITS, WITHOUT_KEY, kit_answer
-from sftplay.config.explain.trl_arguments import sft_config_fields
+from sftplay.config.explain.trl_arguments import sft_config_fields, sft_config_kinds
 from sftplay.config.schema.keys import all_keys
 
 
@@ -72,20 +72,20 @@ def test_an_argument_on_the_command_line_is_checked_too(refusals):
 
 def test_where_the_library_is_missing_the_check_is_left_to_the_run(load, monkeypatch):
     monkeypatch.setattr(trl_arguments, "find_spec", lambda name: None)
-    sft_config_fields.cache_clear()
+    sft_config_kinds.cache_clear()
     try:
         assert load("train: {extra: {no_such_field: 1}}\n").train.extra == {"no_such_field": 1}
     finally:
-        sft_config_fields.cache_clear()
+        sft_config_kinds.cache_clear()
 
 
 def test_a_class_that_cannot_be_followed_leaves_the_check_to_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(trl_arguments, "_source", lambda package, file: "class SFTConfig(Elsewhere):\n    a: int = 1\n")
-    sft_config_fields.cache_clear()
+    sft_config_kinds.cache_clear()
     try:
         assert sft_config_fields() is None
     finally:
-        sft_config_fields.cache_clear()
+        sft_config_kinds.cache_clear()
 
 
 def test_what_may_be_given_has_no_answer():

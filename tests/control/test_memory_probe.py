@@ -14,7 +14,7 @@ from sftplay.cli import main
 from sftplay.commands.train import train
 from sftplay.config.load import load_config
 from sftplay.control import memory_probe, start
-from sftplay.control.memory_probe import Bench, make_request, run_rehearsal, size_by_probe, why_not
+from sftplay.control.memory_probe import Bench, make_request, reason_not_to_probe, run_rehearsal, size_by_probe
 from sftplay.errors import MachineError, RunError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.shape.find import find_shape
@@ -143,13 +143,13 @@ def test_always_measures_each_time_and_off_never(tmp_path: Path):
 
 def test_nothing_is_measured_without_a_gpu_on_several_nodes_for_unknown_shapes_or_what_cannot_fit(tmp_path: Path):
     here, cpu = Bench(machine(L4), 1, tmp_path), Bench(machine(), 1, tmp_path)
-    assert "no GPU" in why_not(size_run(config(), machine(), shape=SHAPE), cpu)
+    assert "no GPU" in reason_not_to_probe(size_run(config(), machine(), shape=SHAPE), cpu)
     nodes = size_run(config(), machine(L4), shape=SHAPE, world_size=2, local_processes=1)
-    assert "each node" in why_not(nodes, here)
-    assert "not known" in why_not(size_run(config(), machine(L4)), here)
+    assert "each node" in reason_not_to_probe(nodes, here)
+    assert "not known" in reason_not_to_probe(size_run(config(), machine(L4)), here)
     forced = config(**{"train.batch_size": 64, "model.max_seq_len": 8192, "train.loss_head": "standard"})
-    assert "does not fit" in why_not(size_run(forced, machine(L4), shape=SHAPE), here)
-    assert why_not(size_run(config(), machine(L4), shape=SHAPE), here) == ""
+    assert "does not fit" in reason_not_to_probe(size_run(forced, machine(L4), shape=SHAPE), here)
+    assert reason_not_to_probe(size_run(config(), machine(L4), shape=SHAPE), here) == ""
 
 
 def test_what_goes_wrong_leaves_the_estimate_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -267,10 +267,10 @@ def oracle_on_path(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("oracle_on_path")
 def test_a_rehearsal_is_a_process_of_its_own_that_leaves_points(write_config: Callable[..., Path], tmp_path: Path):
     request = {"rows": [1, 2], "accumulates": True, "gauge": TENSORS}
-    found = run_rehearsal(small(write_config), request, bench=Bench(machine(L4), 1, tmp_path))
-    assert [point["rows"] for point in found["points"]] == [1, 2]
-    assert [point["tokens"] for point in found["points"]] == [128, 256]
-    assert (found["out_of_memory_rows"], found["device"]) == (None, None)
+    measured = run_rehearsal(small(write_config), request, bench=Bench(machine(L4), 1, tmp_path))
+    assert [point["rows"] for point in measured["points"]] == [1, 2]
+    assert [point["tokens"] for point in measured["points"]] == [128, 256]
+    assert (measured["out_of_memory_rows"], measured["device"]) == (None, None)
 
 
 @pytest.mark.slow

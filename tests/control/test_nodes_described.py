@@ -75,7 +75,7 @@ NAMED = {"config": {"cluster.nccl.socket_ifname": "eth0"}}
 
 
 @pytest.mark.parametrize(
-    ("mine", "named", "report", "is_trouble"),
+    ("address", "named", "report", "is_trouble"),
     [
         ("10.0.0.8", "127.0.1.1", {}, True),
         ("10.0.0.8", None, {}, True),
@@ -85,7 +85,7 @@ NAMED = {"config": {"cluster.nccl.socket_ifname": "eth0"}}
     ],
 )
 def test_host_whose_name_leads_to_itself_only_is_told_to_name_its_interface(
-    monkeypatch: pytest.MonkeyPatch, mine: str, named: str | None, report: dict[str, Any], is_trouble: bool
+    monkeypatch: pytest.MonkeyPatch, address: str, named: str | None, report: dict[str, Any], is_trouble: bool
 ):
     def look_up(_name: str) -> str:
         if named is None:
@@ -96,7 +96,7 @@ def test_host_whose_name_leads_to_itself_only_is_told_to_name_its_interface(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
     def ask() -> Any:
-        return describe_network(SimpleNamespace(own_address=lambda: mine), NO_GPU, report=report)
+        return describe_network(SimpleNamespace(own_address=lambda: address), NO_GPU, report=report)
 
     assert ("error" in ask()) is is_trouble
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")

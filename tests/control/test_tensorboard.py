@@ -16,11 +16,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.commands.look.tensorboard import stop
 from sftplay.control import tensorboard
 from sftplay.errors import MachineError, RunError
-from sftplay.launch.command.ports import free_port
+from sftplay.machine.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(".cache/tensorboard.json")
@@ -39,7 +40,7 @@ def call(place, *words):
     # Returning at once means that nothing of the child keeps these pipes open either.
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "sftplay", *words]
-    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +151,46 @@ def test_a_process_that_merely_has_the_old_pid_is_left_alone(tmp_path, monkeypat
     assert not RECORD.exists()
 
 
+WHOLE = {"url": "http://127.0.0.1:1", "folder": "outputs"}
+UNFIT_RECORDS = {
+    "this process group": {**WHOLE, "pid": 0, "started": ""},
+    "every process": {**WHOLE, "pid": -1, "started": ""},
+    "init": {**WHOLE, "pid": 1, "started": tensorboard.start_time(1)},
+    "true": {**WHOLE, "pid": True, "started": tensorboard.start_time(1)},
+    "a pid no system has": {**WHOLE, "pid": 2**70, "started": ""},
+    "a pid in words": {**WHOLE, "pid": "2", "started": ""},
+    "a pid with a fraction": {**WHOLE, "pid": float(os.getpid()), "started": tensorboard.start_time(os.getpid())},
+    "no TensorBoard": {**WHOLE, "pid": os.getpid(), "started": tensorboard.start_time(os.getpid())},
+    "one without an address": {"pid": os.getpid(), "started": tensorboard.start_time(os.getpid())},
+    "a list": [],
+    "a number": 7,
+    "null": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("record", UNFIT_RECORDS)
+def test_a_pid_file_that_names_anything_else_stops_nothing(tmp_path, monkeypatch, record):
+    monkeypatch.chdir(tmp_path)
+    RECORD.parent.mkdir()
+    RECORD.write_text(json.dumps(UNFIT_RECORDS[record]))
+    sent = []
+    monkeypatch.setattr(tensorboard.os, "kill", lambda *signalled: sent.append(signalled))
+    assert stop(None) == 0
+    assert sent == []
+    assert not RECORD.exists()
+
+
+def test_a_process_of_somebody_else_is_not_ours(monkeypatch):
+    words = [sys.executable, "-c", "import time; time.sleep(60)", tensorboard.MODULE]
+    with subprocess.Popen(words) as other:
+        assert tensorboard.is_board(other.pid)
+        monkeypatch.setattr(tensorboard.os, "getuid", lambda: 12345)
+        assert not tensorboard.is_board(other.pid)
+        other.kill()
+
+
 def test_a_port_in_use_is_passed_over_and_when_all_are_the_machine_lacks_one(monkeypatch):
-    monkeypatch.setattr("sftplay.launch.command.ports.PORTS_TRIED", 1)
+    monkeypatch.setattr("sftplay.machine.ports.PORTS_TRIED", 1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

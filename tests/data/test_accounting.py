@@ -40,7 +40,7 @@ def check_account(examples: Examples) -> dict[str, Any]:
     named = [json.loads(line) for line in Path(report["refused_rows"]).read_text(encoding="utf-8").splitlines()]
     assert len(named) == report["refused"]
     assert all(each["path"] and each["line"] > 0 and each["reason"] for each in named)
-    assert len({(each["path"], each["line"]) for each in named}) == len(named)
+    assert len({(each["path"], each["line"], each["record"]) for each in named}) == len(named)
     assert len(examples.train) + len(examples.held_out or []) == report["examples"]
     return report
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
+from sftplay.data.layouts.convert import Reading, read_beginning, read_prompt, to_record, unused_columns
 from sftplay.data.records import Chat, Source, Text
 from sftplay.errors import DataError
 
@@ -227,6 +227,35 @@ def test_prompts_are_read_up_to_the_turn_that_is_to_be_answered():
     messages, tools = read_prompt({"messages": asked, "tools": [ADD]}, HERE)
     assert messages[-1].call_id == "c1"
     assert json.loads(tools) == [{"type": "function", "function": ADD}]
-    for row in ({"messages": [USER, ANSWER]}, {"messages": []}, {"question": "Why?"}, {"prompt": " "}, {"prompt": 3}):
-        with pytest.raises(DataError, match=r"answered|neither|empty|number"):
+    for row in ({"messages": []}, {"frage": "Why?"}, {"prompt": " "}, {"prompt": 3}, {"text": "Why?"}):
+        with pytest.raises(DataError, match=r"answered|no question|empty|number"):
             read_prompt(row, HERE)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER]},
+        {"conversations": [HUMAN, {"from": "gpt", "value": "So."}]},
+        {"instruction": "Why?", "input": "", "output": "So."},
+        {"instruction": "Why?"},
+        {"user": "Why?", "assistant": "So."},
+        {"prompt": "Why?", "completion": "So."},
+        {"question": "Why?", "answer": "So."},
+        {"query": "Why?"},
+    ],
+)
+def test_the_question_is_read_from_every_layout_with_and_without_its_answer(row: dict[str, Any]):
+    assert [(turn.role, turn.content) for turn in read_prompt(row, HERE)[0]] == ONE[:1]
+
+
+def test_a_named_layout_decides_where_a_row_has_two_questions():
+    row = {"prompt": "p", "question": "q"}
+    assert read_prompt(row, HERE)[0][-1].content == "p"
+    assert read_prompt(row, HERE, reading=Reading(format="question_answer"))[0][-1].content == "q"
+
+
+def test_only_a_plain_text_has_a_beginning_to_go_on_from():
+    assert read_beginning({"text": "Once"}) == "Once"
+    assert read_beginning({"text": "Once", "prompt": "a"}) == ""
+    assert read_beginning({"prompt": "a"}) == ""

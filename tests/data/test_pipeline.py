@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG_S
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
@@ -298,7 +299,7 @@ def test_of_two_processes_one_tokenises_and_both_get_the_rows(
     workers = [context.Process(target=_load_in_process, args=given) for _ in range(2)]
     for worker in workers:
         worker.start()
-    found = [answers.get(timeout=60) for _ in workers]
+    found = [answers.get(timeout=HANG_S) for _ in workers]
     for worker in workers:
         worker.join()
     assert sorted(count for count, _ in found) == [0, 1]

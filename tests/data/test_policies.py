@@ -97,7 +97,7 @@ def test_row_whose_answer_is_cut_away_ends_the_run_unless_bad_rows_are_skipped(
     tokenizer: Any, config: Config, write_rows: Write
 ):
     path = write_rows([row("One?"), row("boat " * 400, "no")])
-    with pytest.raises(DataError, match=r"train\.jsonl:2 has nothing to learn in its first 128 tokens"):
+    with pytest.raises(DataError, match=r"train\.jsonl:2 has nothing to learn in its first 128 of 423 tokens"):
         load_examples(config(path, split=0), tokenizer)
     report = load_examples(config(path, split=0, on_bad_row="skip"), tokenizer).report
     assert report["dropped"] == {"no_trainable_token_after_cut": 1}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from chat_reference import shipped_templates
+from processes import HANG_S
 from tokenizers.processors import TemplateProcessing
 
 from sftplay.data.encode import labels
@@ -54,7 +55,7 @@ def test_renderer_of_a_recipe_renders_the_same_without_transformers_or_torch(
     messages = [Message("user", "What </s>?")]
     given, taken = tmp_path / "given", tmp_path / "taken"
     given.write_bytes(pickle.dumps((renderer.recipe(), RECORDS, messages)))
-    subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, given, taken], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, given, taken], cwd=ROOT, check=True, timeout=HANG_S)
     found, modules = pickle.loads(taken.read_bytes())
     prompt = renderer.prompt_ids(messages) if template else []
     here = (renderer.render(RECORDS), prompt, renderer.end_token_ids, renderer.method, renderer.template_hash)

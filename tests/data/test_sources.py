@@ -76,7 +76,7 @@ def test_awkward_file_gives_the_rows_counted_by_hand_or_one_readable_error(tmp_p
         ("a.jsonl", f"\n\n{THREE}".encode(), [3, 4, 5]),
         ("crlf.jsonl", THREE.replace("\n", "\r\n\r\n").encode(), [1, 3, 5]),
         ("wide.jsonl", f"\n\n{THREE}".encode("utf-16"), [3, 4, 5]),
-        ("a.json", json.dumps(ROWS, indent=1).encode(), [1, 2, 3]),
+        ("a.json", json.dumps(ROWS, indent=1).encode(), [2, 6, 10]),
         ("a.json.gz", gzip.compress(THREE.encode()), [1, 2, 3]),
     ],
 )
@@ -85,6 +85,15 @@ def test_rows_are_placed_at_their_line_in_every_encoding(
 ):
     (tmp_path / name).write_bytes(content)
     assert read(tmp_path / name) == list(zip(expected, ROWS, strict=True))
+
+
+@pytest.mark.parametrize("head", ["", '{"version": 1,\n "rows": '])
+def test_a_row_of_an_array_is_placed_by_its_record_and_its_line(tmp_path: Path, head: str):
+    rows = [{"text": "x" * 3000, "n": n} for n in range(200)]
+    (tmp_path / "a.json").write_text(head + json.dumps(rows, indent=1) + ("}" if head else ""))
+    first = 2 + bool(head)
+    places = [str(source) for source, _ in read_rows(str(tmp_path / "a.json"))]
+    assert places == [f"{tmp_path}/a.json:{first + 4 * n} (record {n + 1})" for n in range(200)]
 
 
 def test_csv_rows_are_placed_at_their_first_line(tmp_path: Path):

@@ -18,6 +18,10 @@ from processes import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from sftplay import cli
+from sftplay.data.encode.render import Renderer
+from sftplay.data.layouts.convert import Reading
+from sftplay.data.read.sources import Dialect
+from sftplay.data.records import Text
 from sftplay.deliver.infer import batch
 from sftplay.deliver.infer import prompts as questions
 from sftplay.deliver.infer.generate import Generator, answer_all, answer_batch
@@ -131,49 +135,49 @@ def partial(tmp_path: Path, **changes: Any) -> PartialAnswers:
     return PartialAnswers(tmp_path / "out.jsonl", FINGERPRINT | changes)
 
 
-def test_a_journal_gives_back_what_was_appended_and_goes_on_after_a_torn_line(tmp_path: Path):
+def test_stored_answers_are_read_back_and_continue_after_a_torn_line(tmp_path: Path):
     first, second, third = [(2, "zwei\n"), (0, "ünï\u2028")], [(1, "")], [(3, "\ud800")]
-    with partial(tmp_path).held() as mine:
-        mine.append(first)
-        mine.append(second)
-    kept = mine.path.read_bytes()
+    with partial(tmp_path).held() as stored:
+        stored.append(first)
+        stored.append(second)
+    kept = stored.path.read_bytes()
     for torn in (b"", b'[[3, "dr', b'[[3, "drei"]]', b"[[3,\n"):
-        mine.path.write_bytes(kept + torn)
-        with partial(tmp_path).held() as mine:
-            assert (mine.n_batches, mine.n_answers) == (2, 3)
-            mine.append(third)
-        assert list(mine.answers()) == [first, second, third]
+        stored.path.write_bytes(kept + torn)
+        with partial(tmp_path).held() as stored:
+            assert (stored.n_batches, stored.n_answers) == (2, 3)
+            stored.append(third)
+        assert list(stored.answers()) == [first, second, third]
 
 
 @pytest.mark.parametrize("left", [b"", b'{"ans', b'{"answers of": {"inp', b'{"answers of": {"input": "abc", "tem'])
-def test_a_journal_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, left: bytes):
-    mine = partial(tmp_path)
-    mine.path.write_bytes(left)
-    with mine.held():
-        assert mine.n_batches == 0
-        mine.append([(0, "a")])
+def test_a_file_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, left: bytes):
+    stored = partial(tmp_path)
+    stored.path.write_bytes(left)
+    with stored.held():
+        assert stored.n_batches == 0
+        stored.append([(0, "a")])
     with partial(tmp_path).held() as again:
         assert (again.n_batches, list(again.answers())) == (1, [[(0, "a")]])
 
 
-def test_a_journal_of_other_answers_is_refused_saying_what_differs(tmp_path: Path):
-    with partial(tmp_path).held() as mine:
-        mine.append([(0, "a")])
-    before = mine.path.read_bytes()
+def test_a_file_of_other_answers_is_refused_with_the_differences(tmp_path: Path):
+    with partial(tmp_path).held() as stored:
+        stored.append([(0, "a")])
+    before = stored.path.read_bytes()
     with pytest.raises(ConfigError, match=r"temperature was 0\.5 and is 0\.7 now; seed was None and is 3 now"):
         with partial(tmp_path, temperature=0.7, seed=3).held():
             pass
-    assert mine.path.read_bytes() == before
+    assert stored.path.read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [b"mine, all mine", b"a line\n", b'{"answers of": 3}\n', b'{"a": 1}\n[]\n'])
-def test_a_file_that_only_has_the_name_of_a_journal_is_left_alone(tmp_path: Path, content: bytes):
-    mine = partial(tmp_path)
-    mine.path.write_bytes(content)
+def test_a_foreign_file_of_the_same_name_is_left_alone(tmp_path: Path, content: bytes):
+    stored = partial(tmp_path)
+    stored.path.write_bytes(content)
     with pytest.raises(ConfigError, match="is in the way"):
-        with mine.held():
+        with stored.held():
             pass
-    assert mine.path.read_bytes() == content
+    assert stored.path.read_bytes() == content
 
 
 def test_two_at_once_do_not_answer_into_one_file(tmp_path: Path):
@@ -192,21 +196,21 @@ def test_a_full_disk_ends_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.
             return real(file, data[:50])
         raise OSError(28, "No space left on device")
 
-    with partial(tmp_path).held() as mine:
-        mine.append([(0, "a")])
+    with partial(tmp_path).held() as stored:
+        stored.append([(0, "a")])
         monkeypatch.setattr("sftplay.deliver.infer.partial_answers.os.write", write)
         with pytest.raises(RunError, match=r"No space left on device.*; 1 answers are kept"):
-            mine.append([(1, "b" * 120)])
+            stored.append([(1, "b" * 120)])
     monkeypatch.undo()
-    with partial(tmp_path).held() as mine:
-        assert mine.n_answers == 1
+    with partial(tmp_path).held() as stored:
+        assert stored.n_answers == 1
 
 
 def test_only_a_window_of_rows_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows, read = tmp_path / "in.jsonl", []
     rows.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(100)))
     real = questions.read_prompt
-    monkeypatch.setattr(questions, "read_prompt", lambda *of, **how: read.append(0) or real(*of, **how))
+    monkeypatch.setattr(questions, "read_prompt", lambda *of, **named: read.append(0) or real(*of, **named))
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 2)
     windows = PromptFile(str(rows)).windows(3)
     assert [question.number for question in next(windows)] == list(range(6))
@@ -226,9 +230,9 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def rows(tmp_path: Path) -> Path:
     """20 rows of many lengths: two windows, where a window has four batches of three rows."""
     path = tmp_path / "in.jsonl"
-    words = ["why", "old", "boats", "carry", "salt", "over", "quiet", "hills", "and", "green", "stone"]
+    arguments = ["why", "old", "boats", "carry", "salt", "over", "quiet", "hills", "and", "green", "stone"]
     path.write_text(
-        "".join(json.dumps({"id": n, "prompt": f"{n} " + " ".join(words[: n * 7 % 11])}) + "\n" for n in range(20))
+        "".join(json.dumps({"id": n, "prompt": f"{n} " + " ".join(arguments[: n * 7 % 11])}) + "\n" for n in range(20))
     )
     return path
 
@@ -236,29 +240,29 @@ def rows(tmp_path: Path) -> Path:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the rows that the model is asked from here on, in small windows."""
-    seen: list[int] = []
+    row_numbers: list[int] = []
 
     def answer_and_note(generator: Generator, prompts: list[list[int]], *, rows: list[int]) -> list[str]:
-        seen.extend(rows)
+        row_numbers.extend(rows)
         return answer_batch(generator, prompts, rows=rows)
 
     monkeypatch.setattr(batch, "answer_batch", answer_and_note)
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 4)
-    return seen
+    return row_numbers
 
 
-def infer_batch(run: Finished, rows: Path, out: Path, *words: str) -> int:
+def infer_batch(run: Finished, rows: Path, out: Path, *arguments: str) -> int:
     config = run.folder.path.parents[1] / "run.yaml"
-    return cli.main(["infer-batch", "--config", str(config), "--in", str(rows), "--out", str(out), *words])
+    return cli.main(["infer-batch", "--config", str(config), "--in", str(rows), "--out", str(out), *arguments])
 
 
-@pytest.mark.parametrize("words", [(), ("--temperature", "1.5")], ids=["greedy", "drawn"])
-def test_a_second_start_asks_only_the_rest_and_gives_the_answers_of_an_undisturbed_one(
-    run: Finished, rows: Path, asked: list[int], tmp_path: Path, words: tuple[str, ...],
+@pytest.mark.parametrize("arguments", [(), ("--temperature", "1.5")], ids=["greedy", "drawn"])
+def test_a_second_start_asks_only_the_rest_and_gives_the_same_answers(
+    run: Finished, rows: Path, asked: list[int], tmp_path: Path, arguments: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert infer_batch(run, rows, whole, *words) == 0
+    assert infer_batch(run, rows, whole, *arguments) == 0
     plan = list(asked)
     assert sorted(plan) == list(range(20))
     assert sorted(plan[:12]) == list(range(12))
@@ -267,22 +271,22 @@ def test_a_second_start_asks_only_the_rest_and_gives_the_answers_of_an_undisturb
         asked.clear()
         budget = n_rows - (9 if n_rows == 15 else 0)
 
-        def answer_some(*of: Any, budget: int = budget, **how: Any) -> list[str]:
+        def answer_some(*of: Any, budget: int = budget, **named: Any) -> list[str]:
             if len(asked) >= budget:
                 raise KeyboardInterrupt
-            return real(*of, **how)
+            return real(*of, **named)
 
         monkeypatch.setattr(batch, "answer_batch", answer_some)
-        assert infer_batch(run, rows, out, *words) == 130
+        assert infer_batch(run, rows, out, *arguments) == 130
         assert not out.exists()
         assert asked == plan[n_rows - budget : n_rows]
     monkeypatch.setattr(batch, "answer_batch", real)
     asked.clear()
     capsys.readouterr()
-    assert infer_batch(run, rows, out, "--json", *words) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out) == {"answers": 20, "kept": 15, "out": str(out)}
-    assert "holds 15 of 20 answers" in told.err
+    assert infer_batch(run, rows, out, "--json", *arguments) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out) == {"answers": 20, "kept": 15, "out": str(out)}
+    assert "holds 15 of 20 answers" in output.err
     assert asked == plan[15:]
     assert out.read_text() == whole.read_text()
     answered = [json.loads(line) for line in out.read_text().splitlines()]
@@ -300,13 +304,13 @@ def test_a_second_start_refuses_other_rows_settings_or_weights(
         raise KeyboardInterrupt
 
     real = batch.answer_batch
-    monkeypatch.setattr(batch, "answer_batch", lambda *of, **how: stop() if (tmp_path / "out.jsonl.part").stat().st_size
-                        else real(*of, **how))  # fmt: skip
+    monkeypatch.setattr(batch, "answer_batch", lambda *of, **kw: stop() if (tmp_path / "out.jsonl.part").stat().st_size
+                        else real(*of, **kw))  # fmt: skip
     assert infer_batch(run, rows, out) == 130
 
-    def refused(*words: str) -> str:
+    def refused(*arguments: str) -> str:
         capsys.readouterr()
-        assert infer_batch(run, rows, out, *words) == 2
+        assert infer_batch(run, rows, out, *arguments) == 2
         return capsys.readouterr().err
 
     assert "temperature was 0.0 and is 1.0 now" in refused("--temperature", "1")
@@ -340,16 +344,16 @@ def test_a_row_too_long_for_the_model_is_refused_by_its_place_before_any_is_answ
     assert n_tokens < 512
     room = 512 - n_tokens  # the model reads 512
     assert infer_batch(run, source, out, "--max-new-tokens", str(room + 1)) == 4
-    said = capsys.readouterr().err
-    assert f"{source}:2" in said
-    assert f"has {n_tokens} tokens" in said
+    message = capsys.readouterr().err
+    assert f"{source}:2" in message
+    assert f"has {n_tokens} tokens" in message
     assert asked == []
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     assert infer_batch(run, source, out, "--max-new-tokens", str(room)) == 0
 
 
 @pytest.mark.parametrize(
-    ("out", "words", "said"),
+    ("out", "arguments", "message"),
     [
         ("in.jsonl", [], "is the file with the rows themselves"),
         ("", [], "is a folder"),
@@ -358,12 +362,12 @@ def test_a_row_too_long_for_the_model_is_refused_by_its_place_before_any_is_answ
         ("out.jsonl", ["--seed", "0"], "has no effect: at temperature 0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_and_the_rows_stay(
-    run: Finished, rows: Path, capsys: pytest.CaptureFixture[str], out: str, words: list[str], said: str
+def test_contradictory_arguments_are_refused_and_the_rows_stay(
+    run: Finished, rows: Path, capsys: pytest.CaptureFixture[str], out: str, arguments: list[str], message: str
 ):
     before = rows.read_bytes()
-    assert infer_batch(run, rows, rows.parent / out, *words) in (2, 3)
-    assert said in capsys.readouterr().err
+    assert infer_batch(run, rows, rows.parent / out, *arguments) in (2, 3)
+    assert message in capsys.readouterr().err
     assert rows.read_bytes() == before
 
 
@@ -381,7 +385,7 @@ def test_rows_that_change_while_they_are_answered_are_noticed(
 
 
 @pytest.mark.slow
-def test_killed_without_warning_it_goes_on_where_it_was(run: Finished, tmp_path: Path):
+def test_a_killed_batch_continues_where_it_was(run: Finished, tmp_path: Path):
     rows, out, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     rows.write_text("".join(json.dumps({"prompt": f"{n} why old boats"}) + "\n" for n in range(600)))
     assert infer_batch(run, rows, whole, "--temperature", "1") == 0
@@ -397,10 +401,38 @@ def test_killed_without_warning_it_goes_on_where_it_was(run: Finished, tmp_path:
     assert not out.exists()
     kept = side.read_bytes().count(b"\n") - 1
     assert 0 < kept < 200
-    seen: list[int] = []
+    row_numbers: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "answer_batch", lambda *of, rows: seen.extend(rows) or answer_batch(*of, rows=rows))
+        patch.setattr(batch, "answer_batch", lambda *of, rows: row_numbers.extend(rows) or answer_batch(*of, rows=rows))
         assert infer_batch(run, rows, out, "--temperature", "1") == 0
-    assert len(seen) == 600 - 3 * kept
+    assert len(row_numbers) == 600 - 3 * kept
     assert out.read_bytes() == whole.read_bytes()
     assert not side.exists()
+
+
+def test_a_text_file_has_a_question_in_each_line(tmp_path: Path):
+    (tmp_path / "in.TXT").write_bytes("\ufeffWhy?\r\n\n  How much is é?\nlast".encode())
+    found = list(PromptFile(str(tmp_path / "in.TXT")))
+    assert [(each.source.line, each.messages[-1].content) for each in found] == [
+        (1, "Why?"), (3, "  How much is é?"), (4, "last"),
+    ]  # fmt: skip
+    assert found[0].row == {"prompt": "Why?"}
+    before = PromptFile(str(tmp_path / "in.TXT")).digest()
+    (tmp_path / "in.TXT").write_text("other")
+    assert PromptFile(str(tmp_path / "in.TXT")).digest() != before
+
+
+def test_a_plain_text_is_gone_on_with_as_it_was_trained(tmp_path: Path, tokenizer: Any):
+    (tmp_path / "in.jsonl").write_text('{"text": "the river walks"}\n')
+    (found,) = PromptFile(str(tmp_path / "in.jsonl"))
+    renderer = Renderer.prove(tokenizer, None, samples=[])
+    ids = found.prompt(renderer)
+    assert tokenizer.decode(ids) == "the river walks"
+    assert renderer.render([Text("the river walks", found.source)])[0].input_ids[:-1] == ids
+
+
+def test_columns_and_encoding_of_the_run_hold_for_the_rows_to_answer(tmp_path: Path):
+    (tmp_path / "in.csv").write_bytes("frage;x\nWarum schön?;1\n".encode("cp1252"))
+    reading = Reading(columns=(("question", "frage"), ("answer", "antwort")))
+    (found,) = PromptFile(str(tmp_path / "in.csv"), reading, Dialect("cp1252", ";"))
+    assert found.messages[-1].content == "Warum schön?"

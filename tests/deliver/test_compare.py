@@ -46,13 +46,13 @@ def copies(slow_run: Finished, fast_run: Finished, tmp_path: Path) -> list[RunFo
 
 
 def row(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    (found,) = (row for row in rows if name in (row.get("name"), row.get("key")))
-    return found
+    (match,) = (row for row in rows if name in (row.get("name"), row.get("key")))
+    return match
 
 
 def figures(run: Finished, tag: str = "after") -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((run.folder.eval / f"{tag}.json").read_text())
-    return told
+    content: dict[str, Any] = json.loads((run.folder.eval / f"{tag}.json").read_text())
+    return content
 
 
 def test_config_values_that_differ_are_listed_with_both_values_and_no_others(slow_run: Finished, fast_run: Finished):
@@ -136,10 +136,10 @@ def test_another_machine_another_version_and_a_run_that_is_not_done_are_said(cop
     comparison = compare_runs(*copies)
     assert row(comparison["versions"], "torch")["b"] == "1.0"
     assert row(comparison["versions"], "machine")["b"] == "NVIDIA H100"
-    told = " | ".join(comparison["warnings"])
-    assert "run b is stopped: its figures are not final" in told
-    assert "run b was resumed" in told
-    assert "the machines differ: speed, seconds and memory do not compare" in told
+    text = " | ".join(comparison["warnings"])
+    assert "run b is stopped: its figures are not final" in text
+    assert "run b was resumed" in text
+    assert "the machines differ: speed, seconds and memory do not compare" in text
 
 
 def test_a_figure_that_is_not_finite_or_missing_has_no_difference_and_stays_json(copies: list[RunFolder]):
@@ -148,6 +148,15 @@ def test_a_figure_that_is_not_finite_or_missing_has_no_difference_and_stays_json
     assert row(comparison["figures"], "after loss")["difference"] is None
     assert row(comparison["figures"], "after chrf") == {"name": "after chrf", "a": 0.5, "b": None, "difference": None}
     json.dumps(comparison, allow_nan=False)
+
+
+def test_a_run_that_failed_before_it_noted_its_machine_is_not_said_to_have_another(copies: list[RunFolder]):
+    (copies[1].path / "manifest.json").unlink()
+    comparison = compare_runs(*copies)
+    text = " | ".join(comparison["warnings"])
+    assert "it is not known on which machine run b ran" in text
+    assert "machines differ" not in text
+    assert comparison["versions"] == []
 
 
 def test_a_folder_without_anything_compares_as_nothing_known(copies: list[RunFolder], tmp_path: Path):

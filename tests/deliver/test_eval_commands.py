@@ -42,7 +42,7 @@ def config(run: Finished) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(run: Finished) -> Callable[[list[dict[str, str]]], str]:
-    """The answer of plain PEFT and transformers to a dialogue, greedy, alone in its batch."""
+    """The answer of plain PEFT and transformers to a chat, greedy, alone in its batch."""
     adapter = run.folder.path / "adapter"
     model = AutoPeftModelForCausalLM.from_pretrained(adapter).eval()
     tokenizer = AutoTokenizer.from_pretrained(adapter)
@@ -84,8 +84,8 @@ def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
     assert done.returncode == 0, done.stderr
     answered = [json.loads(line) for line in target.read_text().split("\n") if line]
     assert [{k: v for k, v in row.items() if k != "response"} for row in answered] == rows
-    dialogues = [row.get("messages") or user(row["prompt"]) for row in rows]
-    assert [row["response"] for row in answered] == [plain(dialogue) for dialogue in dialogues]
+    chats = [row.get("messages") or user(row["prompt"]) for row in rows]
+    assert [row["response"] for row in answered] == [plain(chat) for chat in chats]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_infer_batch_answers_every_row_in_order_and_keeps_its_fields(
     [
         ('{"prompt": ', "is not JSON"),
         ('["a list"]', "is a list, not an object"),
-        ('{"question": "x"}', "has neither 'messages' nor 'prompt'"),
+        ('{"frage": "x"}', "has no question; its keys are 'frage'"),
         ('{"prompt": 3}', "prompt is a number, not a text"),
         ('{"messages": []}', "does not end with a turn that can be answered"),
         ('{"messages": [{"role": "user"}]}', "messages[0]"),
@@ -118,7 +118,9 @@ def test_missing_input_file_is_refused(run: Finished, config: Path, tmp_path: Pa
     assert cli.main(["infer-batch", "--config", str(config), "--in", str(tmp_path / "no.jsonl"), "--out", "x"]) == 4
 
 
-def test_infer_talks_line_by_line_and_remembers_the_dialogue(run: Finished, config: Path, plain: Any, sftplay: Command):
+def test_infer_answers_line_by_line_and_remembers_the_conversation(
+    run: Finished, config: Path, plain: Any, sftplay: Command
+):
     done = sftplay("infer", "--config", config, input="the river\nwhy\n\nnever read\n")
     assert done.returncode == 0, done.stderr
     first = plain(user("the river"))
@@ -155,9 +157,9 @@ def asked(run: Finished, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return prompts
 
 
-def prompt_of(run: Finished, dialogue: list[dict[str, str]]) -> list[int]:
+def prompt_of(run: Finished, chat: list[dict[str, str]]) -> list[int]:
     tokenizer = AutoTokenizer.from_pretrained(run.folder.path / "adapter")
-    ids: list[int] = tokenizer.apply_chat_template(dialogue, add_generation_prompt=True, return_dict=False)
+    ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     return ids
 
 
@@ -169,10 +171,10 @@ def test_the_system_prompt_of_the_run_goes_before_rows_that_have_none(
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     # What the config says now is not what the run was trained with.
-    words = ["--config", str(config), "--in", str(source), "--out", str(target), "data.system=another"]
-    assert cli.main(["infer-batch", *words]) == 0
-    dialogues = [[*styled, *user("light")], [*styled, *user("light river")], own]
-    assert asked == sorted((prompt_of(run, dialogue) for dialogue in dialogues), key=len, reverse=True)
+    arguments = ["--config", str(config), "--in", str(source), "--out", str(target), "data.system=another"]
+    assert cli.main(["infer-batch", *arguments]) == 0
+    chats = [[*styled, *user("light")], [*styled, *user("light river")], own]
+    assert asked == sorted((prompt_of(run, chat) for chat in chats), key=len, reverse=True)
     answered = [json.loads(line) for line in target.read_text().splitlines()]
     assert [{key: row[key] for key in row if key != "response"} for row in answered] == rows
 
@@ -185,9 +187,7 @@ def test_infer_begins_with_the_system_prompt_of_the_run(
     assert asked == [prompt_of(run, [*styled, *user("the river")])]
 
 
-def test_a_stored_template_that_was_edited_is_said_aloud_with_both_hashes(
-    run: Finished, capsys: pytest.CaptureFixture[str]
-):
+def test_an_edited_template_is_reported_with_both_hashes(run: Finished, capsys: pytest.CaptureFixture[str]):
     file = run.folder.path / "adapter" / "chat_template.jinja"
     before = file.read_text()
     trained = json.loads((run.folder.path / "manifest.json").read_text())["template_sha256"]
@@ -200,28 +200,28 @@ def test_a_stored_template_that_was_edited_is_said_aloud_with_both_hashes(
     assert said() == ""
     try:
         file.write_text(before + "edited")
-        told = said()
+        result = said()
     finally:
         file.write_text(before)
-    assert "is not the one this run was trained with" in told
-    assert trained in told
-    assert hashlib.sha256((before + "edited").encode()).hexdigest() in told
+    assert "is not the one this run was trained with" in result
+    assert trained in result
+    assert hashlib.sha256((before + "edited").encode()).hexdigest() in result
 
 
 def read(run: Finished, name: str) -> dict[str, Any]:
     return json.loads((run.folder.eval / f"{name}.json").read_text())
 
 
-def test_eval_finds_again_what_the_run_measured(run: Finished, config: Path, sftplay: Command):
+def test_eval_gives_the_figures_that_the_run_measured(run: Finished, config: Path, sftplay: Command):
     after = read(run, "after")
     done = sftplay("eval", "--config", config, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told == {"before": read(run, "before"), "after": read(run, "after")}
-    assert told["after"] == {**after, "loss": pytest.approx(after["loss"], rel=1e-6), "perplexity": pytest.approx(
+    result = json.loads(done.stdout)
+    assert result == {"before": read(run, "before"), "after": read(run, "after")}
+    assert result["after"] == {**after, "loss": pytest.approx(after["loss"], rel=1e-6), "perplexity": pytest.approx(
         after["perplexity"], rel=1e-5)}  # fmt: skip
-    assert told["before"]["loss"] > told["after"]["loss"] + 0.05
-    assert told["after"]["perplexity"] == pytest.approx(math.exp(told["after"]["loss"]))
+    assert result["before"]["loss"] > result["after"]["loss"] + 0.05
+    assert result["after"]["perplexity"] == pytest.approx(math.exp(result["after"]["loss"]))
 
 
 def test_eval_of_the_test_rows_goes_to_files_of_its_own(
@@ -241,11 +241,11 @@ def test_eval_of_the_test_rows_goes_to_files_of_its_own(
     assert "tuned" in shown
 
 
-@pytest.mark.parametrize("words", [["eval", "--split", "test"], ["eval-test"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["eval", "--split", "test"], ["eval-test"]], ids=" ".join)
 def test_eval_of_test_rows_that_are_not_named_is_refused(
-    run: Finished, config: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+    run: Finished, config: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ):
-    assert cli.main([*words, "--config", str(config), "data.test_path=null"]) == 2
+    assert cli.main([*arguments, "--config", str(config), "data.test_path=null"]) == 2
     assert "there is no test set" in capsys.readouterr().err
 
 
@@ -262,10 +262,10 @@ def measure(
     def times() -> dict[str, int]:
         return {path.name: path.stat().st_mtime_ns for path in run.folder.eval.iterdir()}
 
-    def measure(verb: str, *words: str) -> tuple[dict[str, Any], set[str]]:
+    def measure(verb: str, *arguments: str) -> tuple[dict[str, Any], set[str]]:
         before = times()
         capsys.readouterr()
-        assert cli.main([verb, "--config", str(config), "--json", *words]) == 0
+        assert cli.main([verb, "--config", str(config), "--json", *arguments]) == 0
         after = times()
         return json.loads(capsys.readouterr().out), {name for name in after if after[name] != before.get(name)}
 
@@ -277,36 +277,36 @@ def pair(prefix: str, *sides: str) -> set[str]:
 
 
 def test_eval_test_measures_both_models_on_the_test_rows(run: Finished, measure: Any, inputs: Inputs):
-    told, written = measure("eval-test")
+    result, written = measure("eval-test")
     assert written == pair("test-", "before", "after")
-    assert told == {"before": read(run, "test-before"), "after": read(run, "test-after")}
+    assert result == {"before": read(run, "test-before"), "after": read(run, "test-after")}
     rows = [json.loads(line) for line in (run.folder.eval / "test-after.jsonl").read_text().splitlines()]
     held_out = [json.loads(line)["messages"] for line in inputs.held_out.read_text().splitlines()]
     assert [row["reference"] for row in rows] == [turns[1]["content"] for turns in held_out[:4]]  # eval.limit: 4
 
 
 def test_eval_full_answers_every_row_and_counts_by_every_metric(run: Finished, measure: Any):
-    told, written = measure("eval-full")
+    result, written = measure("eval-full")
     assert written == pair("full-", "before", "after")
-    assert told["before"]["n"] == told["after"]["n"] == 12
-    assert {"loss", "perplexity", "exact_match", "rouge_l", "chrf"} < set(told["after"])
-    assert told["after"]["loss"] < told["before"]["loss"]
+    assert result["before"]["n"] == result["after"]["n"] == 12
+    assert {"loss", "perplexity", "exact_match", "rouge_l", "chrf"} < set(result["after"])
+    assert result["after"]["loss"] < result["before"]["loss"]
 
 
 def test_eval_quick_answers_fifty_rows_and_leaves_the_base_out(run: Finished, measure: Any, tmp_path: Path):
     rows = tmp_path / "many.jsonl"
     turns = [[*user(f"{n} the river"), *assistant("why")] for n in range(60)]
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
-    told, written = measure("eval-quick", f"data.val_path={rows}")
+    result, written = measure("eval-quick", f"data.val_path={rows}")
     assert written == pair("quick-", "after")
-    assert told == {"after": read(run, "quick-after")}
-    assert told["after"]["n"] == 50
+    assert result == {"after": read(run, "quick-after")}
+    assert result["after"]["n"] == 50
 
 
 def test_what_the_command_line_says_goes_before_what_an_eval_verb_sets(run: Finished, measure: Any):
-    told, _ = measure("eval-full", "eval.limit=3", "eval.metrics=[chrf]")
-    assert told["after"]["n"] == 3
-    assert set(told["after"]) == {"n", "loss", "perplexity", "chrf"}
+    result, _ = measure("eval-full", "eval.limit=3", "eval.metrics=[chrf]")
+    assert result["after"]["n"] == 3
+    assert set(result["after"]) == {"n", "loss", "perplexity", "chrf"}
 
 
 def test_run_without_a_result_is_refused(run: Finished, config: Path, tmp_path: Path):

@@ -126,7 +126,7 @@ def test_longest_answer_and_temperature_are_set_and_shown(conversation: Conversa
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("/rest", "did you mean /reset?"),
         ("/xyz abc", "/help lists what there is"),
@@ -140,12 +140,12 @@ def test_longest_answer_and_temperature_are_set_and_shown(conversation: Conversa
     ],
 )
 def test_a_command_that_cannot_be_done_is_answered_and_changes_nothing(
-    conversation: Conversation, line: str, said: str
+    conversation: Conversation, line: str, message: str
 ):
     generator = conversation.generator
     say(conversation, "why")
     turns = list(conversation.turns)
-    assert said in str(run_command(conversation, line))
+    assert message in str(run_command(conversation, line))
     assert (conversation.generator, conversation.turns) == (generator, turns)
 
 
@@ -156,24 +156,24 @@ def test_help_lists_every_command(conversation: Conversation):
     assert run_command(conversation, "/quit") is None
 
 
-def test_turns_that_no_longer_fit_are_forgotten_aloud_the_oldest_first(
+def test_the_oldest_turns_are_forgotten_with_a_message_when_they_no_longer_fit(
     conversation: Conversation, asked: list[str], tokenizer: Any
 ):
     conversation.system = "asks"
-    said: list[tuple[str, str]] = []
+    remembered: list[tuple[str, str]] = []
     forgotten = 0
     for n in range(8):
         text = f"{n} why seven old boats"
         answer, notes = say(conversation, text)
-        said.append(("user", text))
+        remembered.append(("user", text))
         # By hand: as many of the last turns as leave 8 of 120 tokens for the answer.
-        while len(tokenizer(rendered(tokenizer, [("system", "asks"), *said]))["input_ids"]) > 112:
-            del said[:2]
+        while len(tokenizer(rendered(tokenizer, [("system", "asks"), *remembered]))["input_ids"]) > 112:
+            del remembered[:2]
             forgotten += 2
             assert notes
-        assert asked[-1] == rendered(tokenizer, [("system", "asks"), *said])
-        said.append(("assistant", answer))
-        assert [(turn.role, turn.content) for turn in conversation.turns] == said
+        assert asked[-1] == rendered(tokenizer, [("system", "asks"), *remembered])
+        remembered.append(("assistant", answer))
+        assert [(turn.role, turn.content) for turn in conversation.turns] == remembered
     assert forgotten >= 4
 
 
@@ -307,15 +307,19 @@ def test_ctrl_c_at_the_prompt_ends_with_130(run: Finished, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--temperature", "-1"], "not a temperature, 0 or more: '-1'"),
         (["--top-p", "0"], "not a share above 0 and up to 1: '0'"),
         (["--max-new-tokens", "0"], "not a number of tokens: '0'"),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_refused(
-    run: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_an_impossible_setting_is_refused(
+    run: Finished,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ):
     assert typed(run, monkeypatch, "", *arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

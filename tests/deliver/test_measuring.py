@@ -63,8 +63,8 @@ def test_answers_come_in_order_and_do_not_depend_on_their_neighbours(
     expected = [plain_answer(model, tokenizer, prompt, 12, {END}) for prompt in prompts]
     assert len(set(expected)) == len(prompts)
     heard: list[int] = []
-    found = answer_all(Generator(model, tokenizer, [END], 12), prompts, batch_size=batch_size, progress=heard.append)
-    assert found == expected
+    actual = answer_all(Generator(model, tokenizer, [END], 12), prompts, batch_size=batch_size, progress=heard.append)
+    assert actual == expected
     assert heard[-1] == len(prompts)
 
 
@@ -95,10 +95,10 @@ def test_settings_shipped_with_a_model_change_no_answer(
     plain = answer_all(generator, prompts, batch_size=4)
     for key, value in shipped.items():
         monkeypatch.setattr(model.generation_config, key, value)
-    mine = model.generation_config
+    config = model.generation_config
     assert answer_all(generator, prompts, batch_size=4) == plain
     assert ["".join(stream_answer(generator, prompt)) for prompt in prompts] == plain
-    assert model.generation_config is mine
+    assert model.generation_config is config
 
 
 def test_end_tokens_shipped_with_a_model_end_an_answer(model: Any, tokenizer: Any, prompts: list[list[int]]):
@@ -148,15 +148,15 @@ def test_held_out_loss_weighs_every_label_token_the_same_however_rows_are_put_to
 
 
 def test_scores_of_a_large_vocabulary_are_computed_a_few_rows_at_a_time(model: Any, monkeypatch: pytest.MonkeyPatch):
-    seen: list[int] = []
-    hook = model.lm_head.register_forward_hook(lambda _m, _i, out: seen.append(out.numel() * 4))
+    sizes: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda _m, _i, out: sizes.append(out.numel() * 4))
     monkeypatch.setattr(measuring, "SCORES_BYTES", 400 * 4 * 64)
     rows = make_rows([30] * 9)
-    found = held_out_loss(model, rows, pad_token_id=0)
+    actual = held_out_loss(model, rows, pad_token_id=0)
     hook.remove()
-    assert max(seen) <= 400 * 4 * 64
-    assert len(seen) == 5
-    assert found == pytest.approx(plain_loss(model, rows), rel=1e-5)
+    assert max(sizes) <= 400 * 4 * 64
+    assert len(sizes) == 5
+    assert actual == pytest.approx(plain_loss(model, rows), rel=1e-5)
 
 
 def test_loss_without_a_label_is_not_a_number(model: Any):

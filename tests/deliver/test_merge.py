@@ -111,8 +111,8 @@ def test_merged_model_computes_what_peft_computes(
     expected = peft_scores(base, folder)
     untuned = scores(AutoModelForCausalLM.from_pretrained(base))
     out = merge(cfg, folder, out=tmp_path / "merged")
-    found = scores(AutoModelForCausalLM.from_pretrained(out))
-    assert float((found - expected).abs().max()) < 1e-5 < 0.05 < float((expected - untuned).abs().max())
+    actual = scores(AutoModelForCausalLM.from_pretrained(out))
+    assert float((actual - expected).abs().max()) < 1e-5 < 0.05 < float((expected - untuned).abs().max())
     touches_ends = {"lm_head", "embed_tokens"} & {
         name for names in lora.values() if isinstance(names, list) for name in names
     }
@@ -165,15 +165,15 @@ def test_merged_model_says_in_plain_transformers_what_the_adapter_says_in_plain_
 def test_merged_weights_are_the_full_precision_base_and_the_update(run: Finished, merged: Path):
     base = load_file(Path(run.cfg.model.name) / "model.safetensors")
     update = load_file(run.folder.path / "adapter" / "adapter_model.safetensors")
-    found = load_file(merged / "model.safetensors")
-    assert found.keys() == base.keys()
+    actual = load_file(merged / "model.safetensors")
+    assert actual.keys() == base.keys()
     changed = 0
     for name, value in base.items():
         pair = [f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight" for half in "BA"]
         if pair[0] in update:
             value = value + 2.0 * update[pair[0]] @ update[pair[1]]  # alpha 8 / r 4
             changed += 1
-        assert torch.allclose(found[name], value, rtol=0, atol=1e-6)
+        assert torch.allclose(actual[name], value, rtol=0, atol=1e-6)
     assert changed == 14
 
 
@@ -207,8 +207,8 @@ def test_run_that_began_with_an_adapter_is_merged_into_the_base_it_was_trained_o
     assert merge_check.test_merge(second.cfg, second.folder, merged=out)["texts_equal"]
     exported = export(second.cfg, second.folder, out=tmp_path / "exported")
     assert (exported / "adapter").is_dir() != merges  # on a base nobody else has it would be of no use
-    told = "had been merged into the base before" if merges else "was trained on"
-    assert f"the adapter of an earlier run {told}" in (exported / "README.md").read_text()
+    sentence = "had been merged into the base before" if merges else "was trained on"
+    assert f"the adapter of an earlier run {sentence}" in (exported / "README.md").read_text()
 
 
 def altered(merged: Path, target: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
@@ -299,20 +299,22 @@ def test_merge_test_of_nothing_is_refused(simple: tuple[RunConfig, RunFolder], t
 
 
 @pytest.mark.parametrize(
-    ("theirs", "gap", "fate"),
+    ("answer", "gap", "verdict"),
     [
         ([1, 2, 3], 1.0, "same"),
         ([1, 5, 3], 0.01, "tie"),
         ([1, 5, 9, 9], 0.01, "tie"),
-        ([1, 5, 3], 0.5, "apart"),
-        ([1, 2], 0.0, "apart"),
+        ([1, 5, 3], 0.5, "different"),
+        ([1, 2], 0.0, "different"),
     ],
 )
-def test_texts_may_part_only_where_the_reference_finds_both_tokens_as_good(theirs: list[int], gap: float, fate: str):
+def test_texts_may_differ_only_where_the_reference_scores_both_tokens_the_same(
+    answer: list[int], gap: float, verdict: str
+):
     scores = torch.zeros(4, 10)
     scores[1, 2], scores[1, 5] = 1.0, 1.0 - gap
     expected = merge_check.Outputs(answers=[[1, 2, 3]], scores=[scores])
-    assert merge_check.compare_answers(expected, merge_check.Outputs(answers=[theirs]), n=0, tolerance=0.05) == fate
+    assert merge_check.compare_answers(expected, merge_check.Outputs(answers=[answer]), n=0, tolerance=0.05) == verdict
 
 
 @pytest.mark.parametrize(
@@ -336,11 +338,11 @@ def test_each_merged_weight_is_rounded_once(
         exact = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder.path / "adapter"
         ).merge_and_unload()
-    found = load_file(out / "model.safetensors")
+    actual = load_file(out / "model.safetensors")
     assert json.loads((out / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
     for name, value in exact.named_parameters():
-        assert found[name].dtype == expected
-        assert torch.equal(found[name], value.to(expected)), name
+        assert actual[name].dtype == expected
+        assert torch.equal(actual[name], value.to(expected)), name
 
 
 def test_values_that_fp16_cannot_hold_are_refused(inputs: Inputs, tmp_path: Path):
@@ -375,9 +377,9 @@ def test_generation_ends_where_the_base_ended_and_where_training_did(
     # A temperature without sampling, as several bases ship it, is what transformers refuses to write.
     (base / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, **shipped}))
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
-    found = GenerationConfig.from_pretrained(merge(cfg, folder, out=tmp_path / "merged"))
-    assert found.eos_token_id == ends
-    assert found.temperature is None
+    actual = GenerationConfig.from_pretrained(merge(cfg, folder, out=tmp_path / "merged"))
+    assert actual.eos_token_id == ends
+    assert actual.temperature is None
 
 
 def test_full_run_is_refused_with_what_to_do(inputs: Inputs, tmp_path: Path):
@@ -415,8 +417,8 @@ def test_copy_of_the_base_in_the_run_goes_before_its_name(inputs: Inputs, tmp_pa
     cfg, folder = finished(tmp_path, Inputs(base, inputs.train, inputs.held_out))
     expected = peft_scores(base, folder)
     base.rename(folder.path / "base")  # as a run on a builtin model keeps it
-    found = scores(AutoModelForCausalLM.from_pretrained(merge(cfg, folder, out=tmp_path / "merged")))
-    assert float((found - expected).abs().max()) < 1e-5
+    actual = scores(AutoModelForCausalLM.from_pretrained(merge(cfg, folder, out=tmp_path / "merged")))
+    assert float((actual - expected).abs().max()) < 1e-5
 
 
 def test_nothing_is_written_over(simple: tuple[RunConfig, RunFolder], tmp_path: Path):

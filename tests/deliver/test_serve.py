@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,21 +26,22 @@ from huggingface_hub.utils import validate_repo_id
 from in_process import Finished, Inputs, train
 from lively import lively_model
 from peft import AutoPeftModelForCausalLM
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.deliver.export import server as serving
+from sftplay.deliver.export.gate import TOKEN
 from sftplay.deliver.export.serve import make_hub_cache, served_name, server_config, whole_model
 from sftplay.deliver.export.server import build_server, choose_port, choose_server, run_server
 from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.command.command import Launch
-from sftplay.launch.command.ports import HOST, free_port
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import HOST, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "tiny-run"
 QUESTION = [{"role": "user", "content": "why old boats"}]
-DIALOGUE = [
+CHAT = [
     {"role": "system", "content": "asks"},
     *QUESTION,
     {"role": "assistant", "content": "salt"},
@@ -73,15 +76,16 @@ def run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.fixture(scope="module")
 def started(run: Finished) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
     """A server as the verb starts it, its port, and what it said."""
-    port, said = free_port(0), run.folder.path / "said.txt"
-    with said.open("w") as handle:
+    port, output = free_port(0), run.folder.path / "said.txt"
+    with output.open("w") as handle:
         process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(run.folder.path), str(port)], cwd=ROOT, stdin=subprocess.DEVNULL,
-            stdout=handle, stderr=handle, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": "/nowhere"},
+            stdout=handle, stderr=handle,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": "/nowhere", TOKEN: "sesame"},
         )  # fmt: skip
-    wait_until(lambda: "answers" in said.read_text() or process.poll() is not None)
-    assert process.poll() is None, said.read_text()
-    yield process, port, said
+    wait_until(lambda: "answers" in output.read_text() or process.poll() is not None)
+    assert process.poll() is None, output.read_text()
+    yield process, port, output
     process.kill()
     process.wait()
 
@@ -90,7 +94,7 @@ def started(run: Finished) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
 def client(started: Any) -> Any:
     import openai
 
-    return openai.OpenAI(base_url=f"http://{HOST}:{started[1]}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"http://{HOST}:{started[1]}/v1", api_key="sesame", max_retries=0)
 
 
 def plain_answer(run: Finished, messages: list[dict[str, str]], tokens: int) -> str:
@@ -108,7 +112,7 @@ def plain_answer(run: Finished, messages: list[dict[str, str]], tokens: int) -> 
 
 @needs_server
 @pytest.mark.slow
-@pytest.mark.parametrize("messages", [QUESTION, DIALOGUE], ids=["one turn", "a dialogue"])
+@pytest.mark.parametrize("messages", [QUESTION, CHAT], ids=["one turn", "a chat"])
 def test_greedy_answer_to_the_openai_client_is_the_one_of_plain_peft(messages: Any, run: Finished, client: Any):
     expected = plain_answer(run, messages, 12)
     assert len(set(expected)) > 5
@@ -123,9 +127,9 @@ def test_greedy_answer_to_the_openai_client_is_the_one_of_plain_peft(messages: A
 
 @needs_server
 @pytest.mark.slow
-def test_temperature_is_heard_and_a_seed_repeats_an_answer(client: Any):
-    def answer(**how: Any) -> str:
-        asked = {"model": NAME, "messages": QUESTION, "max_tokens": 24, **how}
+def test_temperature_has_effect_and_a_seed_repeats_an_answer(client: Any):
+    def answer(**settings: Any) -> str:
+        asked = {"model": NAME, "messages": QUESTION, "max_tokens": 24, **settings}
         return client.chat.completions.create(**asked).choices[0].message.content
 
     greedy = answer(temperature=0)
@@ -144,6 +148,55 @@ def test_list_of_models_is_the_run_alone_and_another_name_is_refused(client: Any
         client.chat.completions.create(model="gpt", messages=QUESTION)
 
 
+def answer_to(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    """Status and body of one request, as no client of ours would send it."""
+    known = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
+    method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+    with closing(HTTPConnection(HOST, port, timeout=120)) as connection:
+        connection.request(method, path, content, known | headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+
+
+@needs_server
+@pytest.mark.slow
+def test_real_server_lets_in_a_client_of_chat_only(started: Any, run: Finished):
+    port = started[1]
+    asked = {"model": NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 6}
+    assert answer_to(port, "/load_model", {"model": str(run.folder.path)})[0] == 404
+    assert answer_to(port, "/openapi.json")[0] == 404
+    assert answer_to(port, "/v1/models", Host="attacker.example")[0] == 403
+    assert answer_to(port, "/v1/models", Authorization="Bearer open")[0] == 401
+    for wrong in (
+        {"max_tokens": -1},
+        {"temperature": float("nan")},
+        {"n": 2},
+        {"messages": None},
+        {"max_tokens": 10**6},
+    ):
+        assert answer_to(port, "/v1/chat/completions", {**asked, **wrong})[0] == 400
+    listed = json.loads(answer_to(port, "/v1/models")[1])["data"]
+    assert [(model["id"], type(model["created"])) for model in listed] == [(NAME, int)]
+    status, stream = answer_to(port, "/v1/chat/completions", {**asked, "stream": True})
+    assert (status, stream.endswith("data: [DONE]\n\n")) == (200, True)
+    assert "Traceback" not in (run.folder.logs / "serve.log").read_text()
+
+
+@needs_server
+@pytest.mark.slow
+def test_an_answer_ends_before_its_stop_text_and_after_as_many_tokens_as_were_asked_for(client: Any):
+    asked = {"model": NAME, "messages": QUESTION, "temperature": 0}
+    whole = client.chat.completions.create(**asked, max_completion_tokens=12)
+    assert whole.usage.completion_tokens == 12
+    text = whole.choices[0].message.content
+    stop = text[4:6]
+    expected = text[: text.find(stop)]
+    found = client.chat.completions.create(**asked, max_tokens=12, stop=stop).choices[0]
+    assert (found.message.content, found.finish_reason) == (expected, "stop")
+    parts = client.chat.completions.create(**asked, max_tokens=12, stop=stop, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+
+
 def listening_on(port: int) -> set[str]:
     """The addresses at which something listens on `port`."""
     tables = [Path("/proc/net") / name for name in ("tcp", "tcp6")]
@@ -154,16 +207,16 @@ def listening_on(port: int) -> set[str]:
 @needs_server
 @pytest.mark.slow
 def test_server_listens_on_this_machine_only_and_stops_at_a_signal(started: Any, run: Finished, client: Any):
-    process, port, said = started
+    process, port, output = started
     children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert listening_on(port) == {"0100007F"}  # 127.0.0.1, as proc(5) writes it
-    assert "merging the adapter into" in said.read_text()
+    assert "merging the adapter into" in output.read_text()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(240) == 128 + signal.SIGTERM
+    assert process.wait(HANG_S) == 128 + signal.SIGTERM
     assert children
     assert not any(is_alive(pid) for pid in children)
     assert choose_port(port) == port
-    assert "Traceback" not in said.read_text() + (run.folder.logs / "serve.log").read_text()
+    assert "Traceback" not in output.read_text() + (run.folder.logs / "serve.log").read_text()
 
 
 FAKE = """
@@ -189,16 +242,16 @@ def live(tmp_path: Path, signals: list[int], *words: str) -> int:
     """`run_server` with the stand-in, sent `signals` one after the other once it has said that it answers."""
     port = free_port(0)
     launch = Launch((sys.executable, "-c", FAKE, str(port), *words), {})
-    said: list[str] = []
+    output: list[str] = []
 
     def send() -> None:
         for number in signals:
-            wait_until(lambda: any("answers, model 'x'" in line for line in said))
+            wait_until(lambda: any("answers, model 'x'" in line for line in output))
             os.kill(os.getpid(), number)
             time.sleep(0.2)
 
     sender = threading.Thread(target=send)
-    with patch.object(serving.log, "say", lambda text, tag: said.append(text)):
+    with patch.object(serving.log, "say", lambda text, tag: output.append(text)):
         sender.start()
         try:
             return run_server(launch, "x", port=port, cwd=tmp_path, log_file=tmp_path / "logs" / "serve.log")
@@ -243,7 +296,7 @@ def having(*installed: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wish", "installed", "has_gpu", "server"),
+    ("choice", "installed", "has_gpu", "server"),
     [
         ("auto", ("fastapi", "uvicorn", "openai"), True, "transformers"),
         ("auto", ("fastapi", "uvicorn", "openai", "vllm"), False, "transformers"),
@@ -253,10 +306,10 @@ def having(*installed: str) -> Any:
     ],
 )
 def test_auto_takes_vllm_only_where_it_can_work(
-    wish: Any, installed: Any, has_gpu: bool, server: str, monkeypatch: pytest.MonkeyPatch
+    choice: Any, installed: Any, has_gpu: bool, server: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(serving, "find_spec", having(*installed))
-    assert choose_server(wish, has_gpu=has_gpu)[0] == server
+    assert choose_server(choice, has_gpu=has_gpu)[0] == server
 
 
 def test_what_is_not_installed_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch):
@@ -286,6 +339,8 @@ def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(serve
     assert f"--host {HOST} --port 8123" in words
     assert "trust" not in words
     assert "--trust-remote-code" in build_server(server, tmp_path, name="x", port=8123, trusts_code=True).argv
+    assert ("--middleware sftplay.deliver.export.gate.Gate" in words) == (server == "vllm")
+    assert launch.env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
     assert launch.env["HF_HUB_OFFLINE"] == "1"
     assert str(tmp_path) in (launch.env["HF_HUB_CACHE"] if server == "transformers" else words)
 
@@ -295,9 +350,9 @@ def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(serve
     [("run", "run"), ("my run@2", "my-run-2"), ("a--b..c", "a-b-c"), ("-x-", "x"), ("@", "run"), ("r.git", "r")],
 )
 def test_served_name_is_one_the_hub_would_take(folder: str, name: str, tmp_path: Path):
-    found = served_name(RunFolder(tmp_path / folder))
-    assert found == name
-    validate_repo_id(found)
+    actual = served_name(RunFolder(tmp_path / folder))
+    assert actual == name
+    validate_repo_id(actual)
 
 
 def test_links_show_one_model_that_samples_and_ends_where_training_ended(run: Finished, tmp_path: Path):
@@ -306,8 +361,8 @@ def test_links_show_one_model_that_samples_and_ends_where_training_ended(run: Fi
     snapshot = make_hub_cache(tmp_path / "hub", model, config=config, name="x")
     assert [repo.repo_id for repo in scan_cache_dir(tmp_path / "hub").repos] == ["x"]
     assert not scan_cache_dir(tmp_path / "hub").warnings
-    found = GenerationConfig.from_pretrained(snapshot)
-    assert (found.do_sample, found.temperature, found.top_k, found.eos_token_id) == (True, 1.0, 0, 2)
+    actual = GenerationConfig.from_pretrained(snapshot)
+    assert (actual.do_sample, actual.temperature, actual.top_k, actual.eos_token_id) == (True, 1.0, 0, 2)
     # The model's own file stays as it was: plain transformers answers greedily.
     assert not GenerationConfig.from_pretrained(model).do_sample
     assert AutoTokenizer.from_pretrained(snapshot).chat_template == run.trainer.processing_class.chat_template
@@ -316,8 +371,8 @@ def test_links_show_one_model_that_samples_and_ends_where_training_ended(run: Fi
 def test_model_keeps_its_own_way_of_sampling(run: Finished, tmp_path: Path):
     model = Path(shutil.copytree(whole_model(run.cfg, run.folder), tmp_path / "model"))
     GenerationConfig(do_sample=True, temperature=0.7, top_k=20, eos_token_id=5).save_pretrained(model)
-    found = server_config(run.cfg, model)
-    assert (found.temperature, found.top_k, found.eos_token_id) == (0.7, 20, [2, 5])
+    actual = server_config(run.cfg, model)
+    assert (actual.temperature, actual.top_k, actual.eos_token_id) == (0.7, 20, [2, 5])
 
 
 def test_merged_model_is_made_once_and_one_of_another_adapter_is_refused(run: Finished):

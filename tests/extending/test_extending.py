@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "extending.md"
@@ -49,7 +50,7 @@ def carry_out(section: str, home: Path, model: Path) -> tuple[Path, str]:
             continue
         for command in lines:
             done = subprocess.run(
-                command, shell=True, cwd=copy, env=env, capture_output=True, text=True, timeout=300, check=False
+                command, shell=True, cwd=copy, env=env, capture_output=True, text=True, timeout=HANG_S, check=False
             )
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
             printed += done.stdout

@@ -1,4 +1,4 @@
-"""The run that the tests of a standstill look at."""
+"""The run folder in the tests of stalled runs."""
 
 from __future__ import annotations
 

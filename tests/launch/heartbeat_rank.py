@@ -1,4 +1,4 @@
-"""A rank of a run for tests: writes its heartbeat, answers with its stacks, and stays where it is told to.
+"""A rank of a run for tests: it writes its heartbeat, answers with its stacks and stays in the given phase.
 
 Started as a process, with one argument: a JSON object of what is to differ from the fields of `Rank`.
 """
@@ -28,10 +28,10 @@ class Rank:
     listens = True
     place = "nobody_feeds_me"
     later_s = 0.0
-    """By how much the heartbeat says to have begun later than it did."""
+    """The heartbeat's time is later than the real one by this."""
 
-    def __init__(self, told):
-        vars(self).update(told)
+    def __init__(self, settings):
+        vars(self).update(settings)
         self.folder = Path(self.logs)
         threading.Thread(target=self.a_thread_beside, daemon=True).start()
         if self.listens:
@@ -52,13 +52,13 @@ class Rank:
             time.sleep(0.01)
 
     def notes_signals(self):
-        # As a rank does inside a step.
+        # Like a rank inside a step.
         signal.signal(signal.SIGTERM, lambda *_, **__: (self.folder / "noted").touch())
         (self.folder / "ready").touch()
         time.sleep(600)
 
-    def meets(self):
-        # That it stands in a file of this name is all a stack shows.
+    def waits_in_collective(self):
+        # A stack shows only the file's name.
         path = self.folder / "torch" / "distributed" / "distributed_c10d.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("import time\ntime.sleep(600)\n")

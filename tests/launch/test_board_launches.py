@@ -1,4 +1,4 @@
-"""The four targets that train on several processes, as make starts them, two ranks each; their TensorBoard, its end."""
+"""The four make targets for several processes, with two ranks each; how their TensorBoard works and stops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.launch.run_folder import RunFolder
 
@@ -40,7 +40,7 @@ TARGETS = {
     "train-deepspeed": SPLIT,
     "train-deepspeed-tb": SPLIT,
 }
-"""Target -> what accelerate must call it, and the class the model must be wrapped in."""
+"""Target -> accelerate's name of its distribution, and the class that wraps the model."""
 
 SHOWN = [target for target in TARGETS if target.endswith("-tb")]
 
@@ -50,17 +50,17 @@ for port in (6006, 0):
     try:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), http.server.SimpleHTTPRequestHandler)
         break
-    except OSError:  # somebody listens there already, which is as well
+    except OSError:  # another program already listens there, which serves the test too
         continue
 print(server.server_port, flush=True)
 server.serve_forever()
 """
-"""A server on TensorBoard's usual port that is none."""
+"""A server on TensorBoard's usual port that is no TensorBoard."""
 
 
 @dataclass
 class Checkout:
-    """A folder from which make runs as in a checkout, with a .cache of its own and two servers that are not ours."""
+    """A folder in which make runs as in a checkout. It has its own .cache and two servers that are not ours."""
 
     root: Path
     strangers: list[subprocess.Popen[str]]
@@ -78,7 +78,7 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=HANG_S,
             check=False,
         )
 
@@ -98,9 +98,11 @@ class Checkout:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def ask(self, page: str, **words: str) -> Any:
-        """What our TensorBoard's own interface says."""
+        """The answer of our TensorBoard's HTTP interface."""
         query = urllib.parse.urlencode(words)
-        with urllib.request.urlopen(f"{self.record['url']}/data/plugin/scalars/{page}?{query}", timeout=60) as reply:
+        with urllib.request.urlopen(
+            f"{self.record['url']}/data/plugin/scalars/{page}?{query}", timeout=HANG_S
+        ) as reply:
             return json.load(reply)
 
 
@@ -112,7 +114,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, builtin_tiny: Path) -> It
     (root / ".cache").mkdir()
     (root / ".cache" / "builtin").symlink_to(builtin_tiny.parent)
     (root / "stamp").write_text(str(root))
-    # Both command lines name TensorBoard, as ours does: nobody may go by that.
+    # Both command lines contain TensorBoard's name, like ours. The name alone must not decide.
     strangers = [
         subprocess.Popen(
             [sys.executable, "-c", STRANGER, "tensorboard.main"], cwd=root / "data", stdout=subprocess.PIPE,
@@ -133,7 +135,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, builtin_tiny: Path) -> It
 
 @pytest.fixture(scope="module")
 def launched(checkout: Checkout) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Every target, one after the other."""
+    """Target -> its finished process; the targets run one after the other."""
     return {target: checkout.train(target) for target in TARGETS}
 
 

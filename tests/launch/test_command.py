@@ -32,8 +32,13 @@ def launch(monkeypatch):
 
 
 def test_no_connection_is_attempted_when_everything_is_on_this_machine(launch, tmp_path):
-    for words in ([], [f"model.name={tmp_path}"], ["data.test_path=data/demo/held_out.jsonl"], ["data.val_path=null"]):
-        assert OFFLINE.issubset(launch(*words).env)
+    for overrides in (
+        [],
+        [f"model.name={tmp_path}"],
+        ["data.test_path=data/demo/held_out.jsonl"],
+        ["data.val_path=null"],
+    ):
+        assert OFFLINE.issubset(launch(*overrides).env)
 
 
 def test_bars_of_libraries_are_silent_where_nothing_is_downloaded():
@@ -46,10 +51,11 @@ def test_bars_of_libraries_are_silent_where_nothing_is_downloaded():
 
 
 @pytest.mark.parametrize(
-    "word", ["model.name=org/model", "data.train_path=org/rows", "data.val_path=org/rows", "data.test_path=org/rows"]
+    "override",
+    ["model.name=org/model", "data.train_path=org/rows", "data.val_path=org/rows", "data.test_path=org/rows"],
 )
-def test_a_single_name_of_the_hub_keeps_the_run_online(launch, word):
-    assert OFFLINE.isdisjoint(launch(word).env)
+def test_a_single_name_of_the_hub_keeps_the_run_online(launch, override):
+    assert OFFLINE.isdisjoint(launch(override).env)
 
 
 def test_one_process_is_started_directly_with_this_python(launch):
@@ -91,7 +97,7 @@ def test_telemetry_is_off(launch):
 
 @pytest.fixture
 def home(monkeypatch):
-    """Says whether the home folder can be written; no cache is set."""
+    """Sets whether the home folder can be written; no cache variable is set."""
     for key in CACHES:
         monkeypatch.delenv(key, raising=False)
 

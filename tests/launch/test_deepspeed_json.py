@@ -1,4 +1,4 @@
-"""DeepSpeed files: those that are shipped are accepted, and what a user gets wrong is named with its line."""
+"""DeepSpeed files: shipped ones are accepted, and a user's mistakes are reported with their lines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.command.deepspeed_json import (
-    FILLED_IN,
+    AUTO_NAMES,
     OUTDATED,
     REMOVED,
     SECTIONS,
     read_deepspeed,
+    run_values,
     strip_comments,
-    wishes_of,
     write_plain,
 )
 
@@ -33,9 +33,9 @@ def file_of(folder, text):
     return path
 
 
-def problems(folder, text, wishes=None):
+def problems(folder, text, expected=None):
     with pytest.raises(ConfigErrors) as caught:
-        read_deepspeed(file_of(folder, text), wishes)
+        read_deepspeed(file_of(folder, text), expected)
     return [(one.where.rsplit("/", 1)[-1], f"{one.what} {one.fix}") for one in caught.value.problems]
 
 
@@ -49,7 +49,7 @@ def cfg():
 
 @pytest.fixture(scope="module")
 def upstream():
-    """DeepSpeed's own names: section -> fields, as its config classes spell them in a file, without deprecated ones."""
+    """DeepSpeed's own names: section -> fields of its config classes as a file spells them, without deprecated ones."""
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -78,7 +78,7 @@ def upstream():
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_file_is_accepted_for_a_run_of_its_stage(path, cfg):
     stage = int(next(iter(re.findall(r"zero(\d)", path.stem)), 2))
-    values = read_deepspeed(path, wishes_of(cfg, world_size=2, stage=stage))
+    values = read_deepspeed(path, run_values(cfg, world_size=2, stage=stage))
     assert values["zero_optimization"]["stage"] == stage
 
 
@@ -137,7 +137,7 @@ def test_auto_is_accepted_only_where_transformers_or_accelerate_fill_it_in():
     from transformers.integrations import deepspeed
 
     sources = inspect.getsource(deepspeed) + inspect.getsource(DeepSpeedPlugin)
-    assert [name for name in FILLED_IN.split() if f'"{name}"' not in sources] == []
+    assert [name for name in AUTO_NAMES.split() if f'"{name}"' not in sources] == []
 
 
 def test_a_comment_inside_a_string_is_no_comment(tmp_path):
@@ -146,16 +146,16 @@ def test_a_comment_inside_a_string_is_no_comment(tmp_path):
     assert read_deepspeed(file_of(tmp_path, text))["tensorboard"] == {"output_path": "s3://x"}
 
 
-def test_a_misspelt_name_is_told_with_its_line_and_the_nearest(tmp_path):
+def test_a_misspelt_name_is_reported_with_its_line_and_the_nearest(tmp_path):
     found = problems(tmp_path, '{\n  "zero_optimization": {\n    "stage": 2,\n    "overlap_com": true\n  }\n}')
     assert found[0][0] == "own.json:4 zero_optimization.overlap_com"
     assert "did you mean 'overlap_comm'" in found[0][1]
 
 
-def test_a_name_in_the_wrong_section_is_sent_home(tmp_path):
+def test_a_name_in_the_wrong_section_is_refused_with_its_section(tmp_path):
     found = problems(tmp_path, '{"zero_optimization": {"stage": 2, "gradient_clipping": 1.0},\n "stage": 2}')
     assert [where for where, _ in found] == ["own.json:1 zero_optimization.gradient_clipping", "own.json:2 stage"]
-    assert "at the top" in found[0][1]
+    assert "to the top" in found[0][1]
     assert "zero_optimization" in found[1][1]
 
 
@@ -175,7 +175,7 @@ def test_an_outdated_name_is_refused_with_todays_spelling(tmp_path, old, new):
     assert new in found[0][1]
 
 
-def test_every_contradiction_with_the_run_is_told_at_once(tmp_path, cfg):
+def test_all_contradictions_with_the_run_are_reported_at_once(tmp_path, cfg):
     text = """{
   "train_batch_size": 64,
   "train_micro_batch_size_per_gpu": 4,
@@ -186,7 +186,7 @@ def test_every_contradiction_with_the_run_is_told_at_once(tmp_path, cfg):
   "scheduler": {"type": "OneCycle", "params": {"warmup_type": "linear"}},
   "zero_optimization": {"stage": 3}
 }"""
-    found = problems(tmp_path, text, wishes_of(cfg, world_size=2, stage=2))
+    found = problems(tmp_path, text, run_values(cfg, world_size=2, stage=2))
     assert [where.split(":")[1] for where, _ in found] == [
         "2 train_batch_size",
         "4 gradient_accumulation_steps",
@@ -201,7 +201,7 @@ def test_every_contradiction_with_the_run_is_told_at_once(tmp_path, cfg):
 def test_a_file_that_says_what_the_run_says_is_accepted(tmp_path, cfg):
     text = '{"train_batch_size": 32, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},'
     text += '"zero_optimization": {"stage": 2}}'
-    assert read_deepspeed(file_of(tmp_path, text), wishes_of(cfg, world_size=2, stage=2))["train_batch_size"] == 32
+    assert read_deepspeed(file_of(tmp_path, text), run_values(cfg, world_size=2, stage=2))["train_batch_size"] == 32
 
 
 def test_auto_where_nobody_fills_it_in_is_refused(tmp_path):
@@ -210,7 +210,7 @@ def test_auto_where_nobody_fills_it_in_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("text", "message"),
     [
         ('{"zero_optimization": {"stage": 2}\n "fp16": {}}', ":2"),
         ('{"fp16": {}, "fp16": {}, "zero_optimization": {"stage": 2}}', "twice"),
@@ -218,10 +218,10 @@ def test_auto_where_nobody_fills_it_in_is_refused(tmp_path):
         ("", "no JSON"),
     ],
 )
-def test_what_is_no_object_of_json_is_refused(tmp_path, text, word):
-    with pytest.raises(ConfigError, match=word) as caught:
+def test_what_is_no_object_of_json_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
         read_deepspeed(file_of(tmp_path, text))
-    assert word in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
@@ -233,7 +233,7 @@ def test_a_file_without_sharing_is_refused(tmp_path):
     assert problems(tmp_path, "{}")[0][0] == "own.json:1 zero_optimization"
 
 
-def test_a_writer_that_goes_on_behind_the_end_of_a_save_is_refused(tmp_path):
+def test_a_writer_that_continues_after_the_end_of_a_save_is_refused(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(
         '{"zero_optimization": {"stage": 2},\n"checkpoint": {"writer": {"type": "FAST", "decoupled": true}}}'

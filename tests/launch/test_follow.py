@@ -1,4 +1,4 @@
-"""The parent of a launch: gives back the run's own code, keeps what launchers say, passes signals on, leaves nobody."""
+"""The parent of a launch: gives the run's own code, logs the launcher's lines, forwards signals, leaves no process."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay import log
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.follow import follow
+from sftplay.launch.supervise.follow import FolderGone, follow, watch_folder
 from sftplay.launch.supervise.processes import parent_of
 from sftplay.log import LINE, STATUS
 from sftplay.signals import STOP_SIGNALS, catch_signals
 
 ROOT = Path(__file__).resolve().parents[2]
+
+CONFIG = "model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n"
 
 PRELUDE = """
 import os, signal, sys, time
@@ -55,10 +57,10 @@ def status_of(folder):
     return folder.read_json("status.json")
 
 
-@pytest.mark.parametrize(("told", "ended"), [(4, 1), (0, 1), (143, 0)])
-def test_the_code_in_status_goes_before_the_launchers_code(folder, told, ended):
-    body = f"folder.update_status(exit_code={told}, state='told'); os._exit({ended})"
-    assert follow(worker(folder, body), folder) == told
+@pytest.mark.parametrize(("recorded", "launcher_code"), [(4, 1), (0, 1), (143, 0)])
+def test_the_code_in_status_goes_before_the_launchers_code(folder, recorded, launcher_code):
+    body = f"folder.update_status(exit_code={recorded}, state='told'); os._exit({launcher_code})"
+    assert follow(worker(folder, body), folder) == recorded
     assert status_of(folder)["state"] == "told"
 
 
@@ -96,7 +98,7 @@ def test_a_worker_killed_from_outside_is_a_failed_run_with_5(folder, capsys):
     assert "fix: look at" in error
 
 
-def test_a_worker_that_ends_without_a_word_is_a_bug_with_its_traceback_shown(folder, capsys):
+def test_a_worker_that_ends_without_a_report_is_a_bug_with_its_traceback_shown(folder, capsys):
     assert follow(worker(folder, "import sftplay.nowhere"), folder) == 1
     assert status_of(folder)["state"] == "failed"
     assert "ModuleNotFoundError" in capsys.readouterr().err
@@ -106,6 +108,44 @@ def test_a_launcher_that_ends_with_1_after_the_ranks_had_met_has_lost_one_of_the
     assert follow(worker(folder, "folder.update_status(ranks=[{'pid': 1}]); sys.exit(1)"), folder) == 5
     assert status_of(folder)["exit_code"] == 5
     assert "ended with code 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["shutil.rmtree(folder.path)", "folder.path.rename(folder.path.with_name('moved'))"])
+@pytest.mark.parametrize(
+    "then", ["folder.update_status(exit_code=0)", "log.say('result: ' + str(folder.path))", "time.sleep(60)"]
+)
+def test_a_run_whose_folder_goes_away_ends_with_5_and_says_what_is_gone(folder, how, then):
+    folder.resolved.write_text(CONFIG)
+    body = f"import shutil; {how}; {then}; time.sleep(0.02)"
+    with pytest.raises(FolderGone, match="removed or moved while the run was going on") as caught:
+        follow(worker(folder, body), folder)
+    assert caught.value.exit_code == 5
+    if "update" in then:  # a worker may have made a part of it anew
+        assert "config.resolved.yaml, logs" in caught.value.what
+    else:
+        assert "the whole folder" in caught.value.what
+        assert not folder.path.exists()
+
+
+def test_a_folder_that_is_not_seen_for_a_moment_ends_no_run(folder, monkeypatch):
+    folder.resolved.write_text(CONFIG)
+    look, real, seen = watch_folder(folder), Path.exists, []
+
+    def exists(path, **options):
+        if path == folder.resolved and len(seen) < 1:
+            seen.append(path)
+            return False
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    look()
+    assert seen
+
+    def busy(path, **options):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "exists", busy)
+    look()
 
 
 def test_signal_handlers_are_given_back_afterwards(folder):
@@ -155,14 +195,14 @@ def test_a_stop_signal_reaches_the_worker_and_its_code_comes_back(folder, follow
     body = "n = wait_for_signal(); folder.update_status(got=n, exit_code=128 + n); sys.exit(1)"
     driver = followed(body)
     driver.send_signal(getattr(signal, name))
-    assert driver.wait(240) == code
+    assert driver.wait(HANG_S) == code
     assert status_of(folder)["got"] == getattr(signal, name)
 
 
 def test_a_worker_that_dies_of_the_signal_itself_is_noted_as_stopped(folder, followed):
     driver = followed("folder.update_status(ready=True); time.sleep(60)")
     driver.send_signal(signal.SIGTERM)
-    assert driver.wait(240) == 143
+    assert driver.wait(HANG_S) == 143
     status = status_of(folder)
     assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
 
@@ -173,26 +213,26 @@ def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed, mon
     driver.send_signal(signal.SIGTERM)
     wait_until(lambda: status_of(folder).get("saving"))
     driver.send_signal(signal.SIGTERM)
-    assert driver.wait(240) == 143
+    assert driver.wait(HANG_S) == 143
     assert status_of(folder)["state"] == "stopped"
 
 
 def test_sigterm_that_make_passes_on_is_no_second_signal(folder, followed, monkeypatch):
-    # Who signals make's process group reaches the command directly and once more through make.
+    # A signal to make's process group reaches the command directly, and a second time through make.
     monkeypatch.setenv("MAKELEVEL", "1")
     driver = followed("n = wait_for_signal(); folder.update_status(saving=True); time.sleep(1)\n"
                       "folder.update_status(exit_code=128 + n, saved=True)")  # fmt: skip
     driver.send_signal(signal.SIGTERM)
     wait_until(lambda: status_of(folder).get("saving"))
     driver.send_signal(signal.SIGTERM)
-    assert driver.wait(240) == 143
+    assert driver.wait(HANG_S) == 143
     assert status_of(folder)["saved"]
 
 
 def test_hang_up_stops_a_run_with_129(folder, followed):
     driver = followed("folder.update_status(ready=True); time.sleep(60)")
     driver.send_signal(signal.SIGHUP)
-    assert driver.wait(240) == 129
+    assert driver.wait(HANG_S) == 129
     assert (status_of(folder)["state"], status_of(folder)["signal"]) == ("stopped", "SIGHUP")
 
 
@@ -208,7 +248,7 @@ def test_hang_up_that_nohup_switched_off_stays_so():
 
 
 def test_ranks_of_another_node_get_no_signal_here(folder, followed):
-    # Another node lists its ranks too; on this one such a pid belongs to somebody else.
+    # The list includes another node's ranks. On this node such a pid is another process.
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         body = (
@@ -218,7 +258,7 @@ def test_ranks_of_another_node_get_no_signal_here(folder, followed):
         )
         driver = followed(body)
         driver.send_signal(signal.SIGTERM)
-        assert driver.wait(240) == 143
+        assert driver.wait(HANG_S) == 143
         assert stranger.poll() is None
     finally:
         stranger.kill()
@@ -238,6 +278,6 @@ def test_the_run_goes_on_when_its_screen_is_gone(folder, followed):
     driver = followed(body + "folder.update_status(exit_code=0, finished=True)")
     driver.stdout.close()
     driver.stdout = None
-    assert driver.wait(240) == 0
+    assert driver.wait(HANG_S) == 0
     assert status_of(folder)["finished"]
     assert driver.stderr.read() == ""

@@ -1,4 +1,4 @@
-"""What each launcher is told, as its own parser reads it; words of the user's for it; processes below it."""
+"""The options of each launcher as its own parser reads them; the user's options for it; the processes it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from torch.distributed.run import get_args_parser
 
 from sftplay.cli import main, parse
@@ -47,21 +47,21 @@ def launch(launcher: str, scale: Scale = TWO, *, strategy: str = "ddp", has_gpu:
 
 
 def read_as_accelerate(command: Launch, folder: Path) -> Namespace:
-    """The command as accelerate takes it, its config file included."""
+    """The command as accelerate reads it, with its config file."""
     assert command.argv[1:3] == ("-m", "accelerate.commands.launch")
     ((path, text),) = command.files.items()
     written = folder / "config.yaml"
     written.write_text(text)
-    words = [str(written) if word == path else word for word in command.argv[3:]]
-    return _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    arguments = [str(written) if word == path else word for word in command.argv[3:]]
+    return _validate_launch_command(launch_command_parser().parse_args(arguments))[0]
 
 
 def read_as_deepspeed(command: Launch) -> dict[str, Any]:
     assert command.argv[1:3] == ("-m", "sftplay.launch.command.deepspeed_runner")
     argv = [sys.executable, "-c", READ_AS_DEEPSPEED, *command.argv[3:]]
     env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    said = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=300).stdout
-    read: dict[str, Any] = json.loads(said.rsplit("READ ", 1)[1])
+    output = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
+    read: dict[str, Any] = json.loads(output.rsplit("READ ", 1)[1])
     return read
 
 
@@ -99,12 +99,12 @@ def test_accelerate_is_told_processes_nodes_and_where_they_meet(tmp_path: Path):
 def test_workers_of_accelerate_find_the_environment_they_need(
     strategy: str, more: dict[str, Any], has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """accelerate hands on what it found, and writes some of it anew."""
+    """accelerate passes its environment on and changes some of it."""
     command = launch("accelerate", Scale(4, master_port=4711), strategy=strategy, has_gpu=has_gpu, **more)
     for key, value in command.env.items():
         monkeypatch.setenv(key, value)
     read = read_as_accelerate(command, tmp_path)
-    # Only so are as many processes started as it is told, and no options of its own written over the strategy.
+    # Otherwise it would start another number of processes or overwrite the strategy with its own options.
     assert (read.multi_gpu, read.use_deepspeed, read.use_fsdp, read.cpu) == (True, False, False, False)
     found = prepare_multi_gpu_env(read)
     assert {key: found.get(key) for key in command.env} == command.env
@@ -141,7 +141,7 @@ def test_deepspeed_starts_on_the_gpus_that_are_visible_not_on_the_first_ones(mon
 @pytest.mark.parametrize("launcher", ["auto", "torchrun", "accelerate", "deepspeed"])
 def test_single_process_is_started_directly_whatever_the_launcher(launcher: str):
     assert launch(launcher, Scale(1)).argv == (sys.executable, "-m", "sftplay.tasks.worker", "outputs/x")
-    with pytest.raises(ConfigError, match="could take --log-dir here: the run has one process"):
+    with pytest.raises(ConfigError, match="the run has one process and no launcher that could take --log-dir here"):
         launch(launcher, Scale(1, launcher_args=("--log-dir", "here")))
 
 
@@ -160,21 +160,21 @@ def test_deepspeed_is_refused_for_a_strategy_that_is_not_its_own(strategy: str, 
         launch("deepspeed", Scale(4), strategy=strategy)
 
 
-def test_launcher_that_has_nothing_to_start_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_a_launcher_without_effect_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.chdir(ROOT)
-    words = ["train", "--config", DEMO, "run_name=launched", "--dry-run", "cluster.launcher=accelerate"]
-    assert main(words) == 0
+    arguments = ["train", "--config", DEMO, "run_name=launched", "--dry-run", "cluster.launcher=accelerate"]
+    assert main(arguments) == 0
     assert "note: cluster.launcher accelerate has no effect" in capsys.readouterr().out
-    assert main([*words, "--nproc", "2"]) == 0
+    assert main([*arguments, "--nproc", "2"]) == 0
     assert "note" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_words_behind_two_dashes_go_to_the_launcher_as_they_are(
+def test_options_after_two_dashes_go_to_the_launcher_unchanged(
     launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(ROOT)
-    words = [
+    arguments = [
         "train",
         "--config",
         DEMO,
@@ -184,16 +184,16 @@ def test_words_behind_two_dashes_go_to_the_launcher_as_they_are(
         f"cluster.launcher={launcher}",
         "--dry-run",
     ]
-    assert main([*words, "--", "--log-dir", "a b", "--json", "--", "seed=1"]) == 0
+    assert main([*arguments, "--", "--log-dir", "a b", "--json", "--", "seed=1"]) == 0
     typed = capsys.readouterr().out
     assert " --log-dir 'a b' --json -- seed=1 -" in typed
-    assert main([*words, "--json", "--", "--log-dir", "a b"]) == 0
+    assert main([*arguments, "--json", "--", "--log-dir", "a b"]) == 0
     argv = json.loads(capsys.readouterr().out)["argv"]
     assert argv[argv.index("--log-dir") + 1] == "a b"
     assert argv.index("--log-dir") < argv.index("sftplay.tasks.worker")
 
 
-def test_words_of_the_kit_end_at_the_first_two_dashes():
+def test_options_of_the_kit_end_at_the_first_two_dashes():
     args = parse(["train", "--config", DEMO, "seed=1", "--", "seed=2", "--tb"])
     assert (args.overrides, args.launcher_args, args.tb) == (["seed=1"], ["seed=2", "--tb"], False)
     assert parse(["train", "--config", DEMO, "--"]).launcher_args == []
@@ -203,24 +203,24 @@ def test_words_of_the_kit_end_at_the_first_two_dashes():
 
 
 @pytest.mark.parametrize("verb", ["plan", "validate", "eval"])
-def test_words_for_a_launcher_are_refused_by_a_verb_that_starts_none(verb: str):
+def test_options_for_a_launcher_are_refused_by_a_command_that_starts_none(verb: str):
     with pytest.raises(ConfigError, match=f"{verb} starts no launcher that could take --log-dir"):
         parse([verb, "--config", DEMO, "--", "--log-dir", "x"])
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """A run whose launch begins."""
+    """A run whose launch has just begun."""
     run = RunFolder(tmp_path / "run")
     run.create()
     run.update_status(state="running", exit_code=None, pid=None, ranks=[], error=None, attempts=[])
     return run
 
 
-def test_what_a_launcher_says_of_words_it_does_not_know_reaches_the_user(folder: RunFolder, capsys: Any):
+def test_a_launchers_message_about_an_unknown_option_reaches_the_user(folder: RunFolder, capsys: Any):
     command = Launch((sys.executable, "-m", "torch.distributed.run", "--no-such-flag", "-m", "nothing"), {})
     assert follow(command, folder) == 2
-    assert "error: unrecognized arguments: --no-such-flag\n  fix: change what" in capsys.readouterr().err
+    assert "error: unrecognized arguments: --no-such-flag\n  fix: change the options" in capsys.readouterr().err
     status = folder.read_json("status.json")
     assert (status["state"], status["error"]["code"]) == ("failed", "config")
 
@@ -232,12 +232,12 @@ def test_files_of_a_launch_are_there_when_it_starts(folder: RunFolder, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("code", "found"), [(-9, "a rank was killed by SIGKILL"), (17, "a rank ended with code 17 without a word")]
+    ("code", "found"), [(-9, "a rank was killed by SIGKILL"), (17, "a rank ended with code 17 and no message")]
 )
-def test_death_is_read_from_what_deepspeed_says(folder: RunFolder, code: int, found: str):
+def test_a_death_is_read_from_the_lines_of_deepspeed(folder: RunFolder, code: int, found: str):
     begin = "[2026-11-21 22:05:10,123]"
-    said = f"{begin} [ERROR] [launch.py:330:sigkill_handler] ['python', 'x'] exits with return code = {code}"
-    lines = [f"{begin} [INFO] [launch.py:325:sigkill_handler] Killing subprocess 77", said]
+    error = f"{begin} [ERROR] [launch.py:330:sigkill_handler] ['python', 'x'] exits with return code = {code}"
+    lines = [f"{begin} [INFO] [launch.py:325:sigkill_handler] Killing subprocess 77", error]
     assert find_death(lines) == found
     # The other rank was stopped by the launcher.
     folder.update_status(state="stopped", exit_code=143, signal="SIGTERM", ranks=[{"pid": 1}, {"pid": 2}])
@@ -246,7 +246,7 @@ def test_death_is_read_from_what_deepspeed_says(folder: RunFolder, code: int, fo
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 130, 138, 143, -15])
-def test_rank_of_deepspeed_that_had_a_word_to_say_is_no_death(code: int):
+def test_rank_of_deepspeed_that_reported_its_end_is_no_death(code: int):
     assert find_death([f"[x] [ERROR] [launch.py:330:sigkill_handler] ['python'] exits with return code = {code}"]) == ""
 
 
@@ -261,7 +261,7 @@ time.sleep(600)
 
 @pytest.fixture
 def chain() -> Iterator[list[int]]:
-    """Pids of a process, its child, that one's child and that one's, two of them leading groups of their own."""
+    """Pids of a process and three generations of descendants. Two of them lead process groups."""
     first = subprocess.Popen([sys.executable, "-c", CHAIN, "3", CHAIN])
     top = psutil.Process(first.pid)
     wait_until(lambda: len(top.children(recursive=True)) == 3)
@@ -273,7 +273,7 @@ def chain() -> Iterator[list[int]]:
     first.wait()
 
 
-def test_process_descends_from_itself_its_parent_and_all_above_and_from_nobody_else(chain: list[int]):
+def test_process_descends_from_itself_its_ancestors_and_no_other_process(chain: list[int]):
     for place, pid in enumerate(chain):
         assert [descends_from(pid, above) for above in chain] == [n <= place for n in range(len(chain))]
         assert descends_from(pid, os.getpid())

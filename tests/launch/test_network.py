@@ -1,4 +1,4 @@
-"""`cluster.nccl` in the environment of several processes: what is set, what is refused, and where there is nothing."""
+"""`cluster.nccl` in the environment of several processes: what is set, what is refused, and where nothing is."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def no_network_of_our_own(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def environment(*words: str, has_gpu: bool = True, **given: str) -> dict[str, str]:
-    cfg = load_config("configs/run_demo.yaml", [f"cluster.nccl.{word}" for word in words])
-    return nccl_environment(cfg, LOGS, has_gpu=has_gpu, given=given, interfaces=INTERFACES)
+def environment(*overrides: str, has_gpu: bool = True, **environ: str) -> dict[str, str]:
+    cfg = load_config("configs/run_demo.yaml", [f"cluster.nccl.{override}" for override in overrides])
+    return nccl_environment(cfg, LOGS, has_gpu=has_gpu, environ=environ, interfaces=INTERFACES)
 
 
-def refused(*words: str, **given: str) -> list[Any]:
+def problems_of(*overrides: str, **environ: str) -> list[Any]:
     with pytest.raises(ConfigErrors) as caught:
-        environment(*words, **given)
+        environment(*overrides, **environ)
     return caught.value.problems
 
 
@@ -49,7 +49,7 @@ def test_nothing_is_set_by_default_but_the_place_of_torchs_own_records():
 
 
 @pytest.mark.parametrize(
-    ("word", "expected"),
+    ("override", "expected"),
     [
         ("debug=INFO", {"NCCL_DEBUG": "INFO"}),
         ("ib_disable=true", {"NCCL_IB_DISABLE": "1"}),
@@ -62,13 +62,13 @@ def test_nothing_is_set_by_default_but_the_place_of_torchs_own_records():
         ("flight_recorder=9000", {"TORCH_FR_BUFFER_SIZE": "9000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
     ],
 )
-def test_each_key_sets_the_variable_that_the_library_documents(word: str, expected: dict[str, str]):
-    assert environment(word).items() - environment().items() == expected.items()
-    assert environment(word, has_gpu=False) == {}
+def test_each_key_sets_the_variable_that_the_library_documents(override: str, expected: dict[str, str]):
+    assert environment(override).items() - environment().items() == expected.items()
+    assert environment(override, has_gpu=False) == {}
 
 
 def test_an_interface_is_named_to_both_libraries_each_in_its_own_spelling():
-    # NCCL's manual: a bare name is a beginning of names, "=" makes it exact and goes before the whole list.
+    # NCCL's manual: a name alone is a prefix. "=" before the whole list makes all names exact.
     env = environment("socket_ifname=eth0, eth1")
     assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"]) == ("=eth0,eth1", "eth0,eth1")
     assert environment("socket_ifname=eth0", has_gpu=False) == {"GLOO_SOCKET_IFNAME": "eth0"}
@@ -76,14 +76,14 @@ def test_an_interface_is_named_to_both_libraries_each_in_its_own_spelling():
 
 @pytest.mark.parametrize("name", ["eth2", "=eth0", "^docker", "eth0,"])
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are(name: str):
-    (problem,) = refused(f"socket_ifname={name}")
+    (problem,) = problems_of(f"socket_ifname={name}")
     assert problem.where == "command line cluster.nccl.socket_ifname"
     assert "this machine has no network interface" in problem.what
     assert "choose from lo, eth0, eth1" in problem.fix
 
 
 def test_a_variable_of_the_shell_that_says_otherwise_is_refused_and_never_overridden():
-    problems = refused("debug=INFO", "ib_disable=true", NCCL_DEBUG="WARN", NCCL_IB_DISABLE="0")
+    problems = problems_of("debug=INFO", "ib_disable=true", NCCL_DEBUG="WARN", NCCL_IB_DISABLE="0")
     assert [problem.where for problem in problems] == [
         "command line cluster.nccl.debug",
         "command line cluster.nccl.ib_disable",
@@ -98,7 +98,7 @@ def test_a_variable_of_the_shell_that_says_the_same_is_no_contradiction():
 
 
 @pytest.mark.parametrize("name", DUMPS)
-def test_a_place_for_the_records_that_the_user_named_stays(name: str):
+def test_the_users_own_place_for_the_records_stays(name: str):
     assert environment(**{name: "/elsewhere/rank"}) == {}
 
 
@@ -107,25 +107,25 @@ def test_the_interfaces_are_those_the_system_lists():
     assert "lo" in list_interfaces()
 
 
-def launched(processes: int, *words: str, gpus: int = 0) -> dict[str, str]:
+def launched(processes: int, *overrides: str, gpus: int = 0) -> dict[str, str]:
     machine = Machine((CARD,) * gpus, "" if gpus else "none in this test", 2**34, 2, "3.11", "Linux", {})
-    cfg = load_config("configs/run_demo.yaml", ["train.effective_batch_size=8", *words])
+    cfg = load_config("configs/run_demo.yaml", ["train.effective_batch_size=8", *overrides])
     sized = size_run(cfg, machine, world_size=processes)
     return dict(build_command(sized.cfg, RunFolder(LOGS.parent), scale=Scale(processes), machine=machine).env)
 
 
 def test_workers_of_several_processes_get_them_and_a_single_process_none():
-    word = "cluster.nccl.socket_ifname=lo"
-    assert launched(2, word)["GLOO_SOCKET_IFNAME"] == "lo"
+    override = "cluster.nccl.socket_ifname=lo"
+    assert launched(2, override)["GLOO_SOCKET_IFNAME"] == "lo"
     assert launched(2, "cluster.nccl.debug=WARN", gpus=2)["NCCL_DEBUG"] == "WARN"
-    alone = launched(1, word, "cluster.nccl.debug=WARN", gpus=1)
+    alone = launched(1, override, "cluster.nccl.debug=WARN", gpus=1)
     assert not any(name.startswith(("NCCL_", "GLOO_", "TORCH_FR_")) for name in alone)
 
 
 def test_keys_that_only_nccl_reads_are_noted_as_without_effect_where_no_gpu_is():
-    words = ["cluster.nccl.debug=WARN", "cluster.nccl.socket_ifname=lo"]
+    overrides = ["cluster.nccl.debug=WARN", "cluster.nccl.socket_ifname=lo"]
     machine = Machine((), "none in this test", 2**34, 2, "3.11", "Linux", {})
-    notes = size_run(load_config("configs/run_demo.yaml", words), machine, world_size=2).notes
+    notes = size_run(load_config("configs/run_demo.yaml", overrides), machine, world_size=2).notes
     assert "cluster.nccl.debug has no effect without a GPU" in notes
     assert not any("socket_ifname" in note for note in notes)
 

@@ -1,5 +1,5 @@
-"""Two clones of the kit on one machine play two nodes: an odd one is named on both before anything starts, and a run of
-both is the run of one node with as many processes.
+"""Two clones of the kit on one machine play two nodes. Both name a node that differs before the start, and their run
+equals one of a single node with as many processes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 
-from sftplay.launch.command.ports import free_port
+from sftplay.machine.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ def listen(event, args):
 if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
     sys.addaudithook(listen)
 """
-"""Holds rank 0 behind its second step."""
+"""Holds rank 0 after its second step."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class Cluster(Outputs):
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(
-        self, name: str, node: int, port: int, *words: str, verb: str = "train", **environment: str
+        self, name: str, node: int, port: int, *arguments: str, verb: str = "train", **environment: str
     ) -> subprocess.Popen[bytes]:
         place = self.root / f"node{node}"
-        argv = [sys.executable, "-m", "sftplay", verb, "--config", "run.yaml", f"run_name={name}", *words]
+        argv = [sys.executable, "-m", "sftplay", verb, "--config", "run.yaml", f"run_name={name}", *arguments]
         if port:
             argv += ["--nnodes", "2", "--nproc", "1", "--node-rank", str(node), "--master-port", str(port)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place / "packages"), **environment}
@@ -60,14 +60,14 @@ class Cluster(Outputs):
         self.started.append(process)
         return process
 
-    def both(self, name: str, *words: str, verb: str = "train") -> list[tuple[int, str]]:
+    def both(self, name: str, *arguments: str, verb: str = "train") -> list[tuple[int, str]]:
         """Exit code and lines of each node."""
         port = free_port(0)
-        pair = [self.start(name, node, port, *words, verb=verb) for node in (0, 1)]
-        codes = [process.wait(240) for process in pair]
-        return [(code, self.said(name, node)) for node, code in enumerate(codes)]
+        pair = [self.start(name, node, port, *arguments, verb=verb) for node in (0, 1)]
+        codes = [process.wait(HANG_S) for process in pair]
+        return [(code, self.output(name, node)) for node, code in enumerate(codes)]
 
-    def said(self, name: str, node: int) -> str:
+    def output(self, name: str, node: int) -> str:
         return (self.root / f"{name}{node}.txt").read_text()
 
 
@@ -127,41 +127,41 @@ def remove_rows(node: Path) -> None:
 
 
 ODD = [
-    (add_library, 3, "trl is 9.9, on node 0 1."),
+    (add_library, 3, "trl is 9.9, on node 0 it is 1."),
     (change_kit, 3, "sftplay is "),
-    (change_config, 2, "seed is 7, on node 0 42"),
+    (change_config, 2, "seed is 7, on node 0 it is 42"),
     (break_config, 2, "run.yaml"),
-    (change_row, 4, "what data.train_path names has another content than on node 0"),
+    (change_row, 4, "the path in data.train_path has other content than on node 0"),
     (remove_rows, 4, "rows.jsonl: there is no such file"),
 ]
-"""What is done to node 1, the exit code on both nodes, what both say of it."""
+"""The change on node 1, the exit code of both nodes, the error of both."""
 
 
-@pytest.mark.parametrize(("spoil", "code", "words"), ODD)
-def test_odd_node_is_named_on_both_before_anything_is_made(cluster: Cluster, spoil: Any, code: int, words: str):
+@pytest.mark.parametrize(("spoil", "code", "message"), ODD)
+def test_odd_node_is_named_on_both_before_anything_is_made(cluster: Cluster, spoil: Any, code: int, message: str):
     spoil(cluster.root / "node1")
-    for ended, said in cluster.both("odd"):
-        assert ended == code, said
-        assert "nodes: node 1 (" in said
-        assert words in said
-        assert "fix: " in said
+    for ended, output in cluster.both("odd"):
+        assert ended == code, output
+        assert "nodes: node 1 (" in output
+        assert message in output
+        assert "fix: " in output
     assert not cluster.folder("odd").path.exists()
 
 
 def test_node_0_that_cannot_begin_says_why_on_the_other_node_too(cluster: Cluster):
     cluster.folder("taken").path.mkdir(parents=True)
     (cluster.folder("taken").path / "config.resolved.yaml").write_text("")
-    for code, said in cluster.both("taken"):
-        assert code == 2, said
-        assert "a run called 'taken' exists" in said
+    for code, output in cluster.both("taken"):
+        assert code == 2, output
+        assert "a run called 'taken' exists" in output
 
 
 @pytest.mark.slow
 def test_node_that_does_not_share_the_runs_folder_is_named_before_a_step_is_made(cluster: Cluster):
-    for code, said in cluster.both("apart", "output_dir=outputs"):
-        assert code == 3, said
-        assert "node 1 (" in said
-        assert "is not the folder that node 0 has made" in said
+    for code, output in cluster.both("apart", "output_dir=outputs"):
+        assert code == 3, output
+        assert "node 1 (" in output
+        assert "is not the folder that node 0 has created" in output
     assert not (cluster.root / "node0" / "outputs" / "apart" / "metrics.jsonl").exists()
 
 
@@ -172,10 +172,10 @@ def weights(cluster: Cluster, name: str) -> bytes:
 @pytest.mark.slow
 def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_not(cluster: Cluster):
     alone = cluster.start("alone", 0, 0, "--nproc", "2")
-    assert alone.wait(240) == 0, cluster.said("alone", 0)
-    for node, (code, said) in enumerate(cluster.both("whole")):
-        assert code == 0, said
-        assert ("trained to step 6" in said) == (node == 0)
+    assert alone.wait(HANG_S) == 0, cluster.output("alone", 0)
+    for node, (code, output) in enumerate(cluster.both("whole")):
+        assert code == 0, output
+        assert ("trained to step 6" in output) == (node == 0)
     assert weights(cluster, "whole") == weights(cluster, "alone")
     assert [(rank["world_size"], rank["is_main"]) for rank in cluster.status("whole")["ranks"]] == [
         (2, True),
@@ -188,30 +188,30 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
     pair = [cluster.start("stopped", node, port, "train.max_steps=6", **env) for node in (0, 1)]
     wait_until(lambda: held.exists() or pair[0].poll() is not None)
     pair[1].send_signal(signal.SIGTERM)
-    time.sleep(2)  # until node 1 has passed it on: its rank waits for the held one and shows nothing of it
+    time.sleep(2)  # node 1 forwards it in this time; nothing shows that, because its rank waits for the held one
     (cluster.root / "held.go").touch()
-    assert [process.wait(120) for process in pair] == [143, 143], cluster.said("stopped", 0)
+    assert [process.wait(120) for process in pair] == [143, 143], cluster.output("stopped", 0)
     assert cluster.status("stopped")["state"] == "stopped"
     pids = [rank["pid"] for rank in cluster.status("stopped")["ranks"]]
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
-    assert [code for code, _said in cluster.both("stopped", verb="resume")] == [0, 0]
+    assert [code for code, _output in cluster.both("stopped", verb="resume")] == [0, 0]
     assert weights(cluster, "stopped") == weights(cluster, "alone")
-    # A job that is queued again although its run is done has nothing to do, on any node.
-    for code, said in cluster.both("stopped", verb="resume"):
-        assert code == 0, said
-    assert "is finished: nothing to do" in cluster.said("stopped", 0)
+    # A job that is queued again after its run is done has nothing to do on any node.
+    for code, output in cluster.both("stopped", verb="resume"):
+        assert code == 0, output
+    assert "is finished: nothing to do" in cluster.output("stopped", 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_rank_that_fails_before_the_ranks_meet_ends_the_run_on_both_nodes_with_its_code(cluster: Cluster, odd: int):
-    # What only this node's ranks see: its cache of rows cannot be made.
+    # Only this node's ranks notice that their cache of rows cannot be created.
     (cluster.root / f"node{odd}" / "processed").write_text("a file")
-    codes = [code for code, _said in cluster.both("unready")]
-    assert codes == [2, 2], cluster.said("unready", 0)
+    codes = [code for code, _output in cluster.both("unready")]
+    assert codes == [2, 2], cluster.output("unready", 0)
     assert cluster.status("unready")["exit_code"] == 2
     assert not cluster.status("unready").get("ranks")
-    assert "Traceback" not in cluster.said("unready", 0) + cluster.said("unready", 1)
+    assert "Traceback" not in cluster.output("unready", 0) + cluster.output("unready", 1)
 
 
 @pytest.mark.slow
@@ -220,10 +220,10 @@ def test_lost_node_ends_the_run_on_the_other_one(cluster: Cluster):
     pair = [cluster.start("lost", node, port, "train.max_steps=100000") for node in (0, 1)]
     wait_until(lambda: cluster.status("lost").get("ranks") or pair[0].poll() is not None)
     pair[1].kill()
-    assert pair[0].wait(120) == 5, cluster.said("lost", 0)
+    assert pair[0].wait(120) == 5, cluster.output("lost", 0)
     status = cluster.status("lost")
     assert (status["state"], status["exit_code"]) == ("failed", 5)
     assert "a process on another node has gone" in status["error"]["what"]
-    assert "node 1: has gone" in cluster.said("lost", 0)
-    assert "Traceback" not in cluster.said("lost", 0)
+    assert "node 1: has gone" in cluster.output("lost", 0)
+    assert "Traceback" not in cluster.output("lost", 0)
     assert not any(is_alive(rank["pid"]) for rank in status["ranks"])

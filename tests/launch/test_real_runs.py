@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.launch.run_folder import RunFolder
 
@@ -21,17 +21,17 @@ STEPS, ROWS_A_STEP = 40, 8
 
 
 @dataclass
-class Workshop:
-    """A place with a config in it, from which runs are started like a user does."""
+class Project:
+    """A folder with a config, in which the tests start runs like a user."""
 
     config: Path
     outputs: Path
     started: list = field(default_factory=list)
 
-    def start(self, verb, name, *words):
-        argv = [sys.executable, "-m", "sftplay", verb, "--config", self.config, f"run_name={name}", *words]
+    def start(self, verb, name, *overrides):
+        argv = [sys.executable, "-m", "sftplay", verb, "--config", self.config, f"run_name={name}", *overrides]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        # Pipes would have to be read; what is said is looked at afterwards.
+        # A file, because a pipe would have to be read during the run.
         with (self.outputs / f"{name}.txt").open("a") as out:
             process = subprocess.Popen(
                 [str(word) for word in argv], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
@@ -39,12 +39,12 @@ class Workshop:
         self.started.append(process)
         return process
 
-    def run(self, verb, name, *words):
-        """Run to the end: (exit code, what was said)."""
-        code = self.start(verb, name, *words).wait(240)
-        return code, self.said(name)
+    def run(self, verb, name, *overrides):
+        """Run to the end: (exit code, output)."""
+        code = self.start(verb, name, *overrides).wait(HANG_S)
+        return code, self.output(name)
 
-    def said(self, name):
+    def output(self, name):
         return (self.outputs / f"{name}.txt").read_text()
 
     def folder(self, name):
@@ -56,17 +56,17 @@ class Workshop:
     def metrics(self, name):
         return [json.loads(line) for line in self.folder(name).metrics.read_text().splitlines()]
 
-    def start_training(self, name, *words):
+    def start_training(self, name, *overrides):
         """Start a run and return when its ranks have met, with the process and the ranks' pids."""
-        process = self.start("train", name, *words)
+        process = self.start("train", name, *overrides)
         wait_until(lambda: self.status(name).get("ranks") or process.poll() is not None)
-        assert process.poll() is None, self.said(name)
+        assert process.poll() is None, self.output(name)
         return process, [rank["pid"] for rank in self.status(name)["ranks"]]
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory, tiny_llama, chat_rows):
-    root = tmp_path_factory.mktemp("shop with space")
+def project(tmp_path_factory, tiny_llama, chat_rows):
+    root = tmp_path_factory.mktemp("project with space")
     values = {
         "output_dir": str(root / "outputs"),
         "model": {"name": str(tiny_llama), "max_seq_len": 64},
@@ -80,46 +80,46 @@ def shop(tmp_path_factory, tiny_llama, chat_rows):
     }  # fmt: skip
     (root / "outputs").mkdir()
     (root / "run.yaml").write_text(json.dumps(values))
-    workshop = Workshop(root / "run.yaml", root / "outputs")
-    yield workshop
-    for process in workshop.started:  # a failed test must not leave a run that goes on training
+    project = Project(root / "run.yaml", root / "outputs")
+    yield project
+    for process in project.started:  # a failed test must not leave a run that goes on training
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
 @pytest.fixture(scope="module")
-def whole(shop):
-    """A run from start to end: (exit code, what was said)."""
-    return shop.run("train", "whole")
+def whole(project):
+    """A run from start to end: (exit code, output)."""
+    return project.run("train", "whole")
 
 
 @pytest.fixture(scope="module")
-def stopped(shop):
-    """A run that got SIGTERM while it trained, as it lay there afterwards."""
-    process, pids = shop.start_training("stopped")
+def stopped(project):
+    """The state of a run after SIGTERM during its training."""
+    process, pids = project.start_training("stopped")
     process.send_signal(signal.SIGTERM)
-    code = process.wait(240)
-    return {"code": code, "pids": pids, "status": shop.status("stopped"), "said": shop.said("stopped")}
+    code = process.wait(HANG_S)
+    return {"code": code, "pids": pids, "status": project.status("stopped"), "output": project.output("stopped")}
 
 
 @pytest.fixture(scope="module")
-def resumed(shop, stopped):
-    """The same run continued to its end: (exit code, what was said)."""
-    return shop.run("resume", "stopped")
+def resumed(project, stopped):
+    """The same run continued to its end: (exit code, output)."""
+    return project.run("resume", "stopped")
 
 
-def test_a_run_ends_with_0_and_says_so_in_its_status(shop, whole):
-    code, said = whole
-    assert code == 0, said
-    status = shop.status("whole")
+def test_a_run_ends_with_0_and_says_so_in_its_status(project, whole):
+    code, output = whole
+    assert code == 0, output
+    status = project.status("whole")
     assert (status["state"], status["exit_code"], status["step"], status["signal"]) == ("done", 0, STEPS, None)
     assert status["attempts"] == [{"from_step": 0, "to_step": STEPS, "cause": "done"}]
     assert [rank["world_size"] for rank in status["ranks"]] == [1]
 
 
-def test_a_run_keeps_every_promised_file(shop, whole):
-    path = shop.folder("whole").path
+def test_a_run_keeps_every_promised_file(project, whole):
+    path = project.folder("whole").path
     for name in ("config.resolved.yaml", "plan.json", "manifest.json", "launch.txt", "logs/rank0.log", "metrics.jsonl"):
         assert (path / name).is_file(), name
     assert "sftplay.tasks.worker" in (path / "launch.txt").read_text()
@@ -134,32 +134,32 @@ def test_nothing_but_our_own_lines_reaches_the_screen(whole):
     assert any(line.startswith("[train] Effective batch size: 8") for line in lines)
 
 
-def test_metrics_hold_each_step_once_and_no_row_twice_an_epoch(shop, whole):
-    metrics = shop.metrics("whole")
+def test_metrics_hold_each_step_once_and_no_row_twice_an_epoch(project, whole):
+    metrics = project.metrics("whole")
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     rows = [row for line in metrics for row in line["row_ids"][0]]
     assert len(rows) == STEPS * ROWS_A_STEP
     assert sorted(rows[:70]) == sorted(rows[70:140]) == list(range(70))
 
 
-def test_a_name_that_is_taken_is_refused_and_the_run_untouched(shop, whole):
-    before = shop.folder("whole").metrics.read_bytes()
-    code, said = shop.run("train", "whole")
+def test_a_name_that_is_taken_is_refused_and_the_run_untouched(project, whole):
+    before = project.folder("whole").metrics.read_bytes()
+    code, output = project.run("train", "whole")
     assert code == 2
-    assert "command line run_name: a run called 'whole' exists\n  fix: continue it with `make resume`" in said
-    assert shop.folder("whole").metrics.read_bytes() == before
+    assert "command line run_name: a run called 'whole' exists\n  fix: continue it with `make resume`" in output
+    assert project.folder("whole").metrics.read_bytes() == before
 
 
-def test_a_finished_run_has_nothing_to_resume(shop, whole):
-    code, said = shop.run("resume", "whole", "--json")
+def test_a_finished_run_has_nothing_to_resume(project, whole):
+    code, output = project.run("resume", "whole", "--json")
     assert code == 0
-    assert "is finished: nothing to do" in said
-    told = json.loads(said.splitlines()[-1])
-    assert (told["state"], told["run"]) == ("done", str(shop.folder("whole").path))
+    assert "is finished: nothing to do" in output
+    answer = json.loads(output.splitlines()[-1])
+    assert (answer["state"], answer["run"]) == ("done", str(project.folder("whole").path))
 
 
-def test_sigterm_ends_a_run_with_143_and_a_complete_checkpoint(shop, stopped):
-    assert stopped["code"] == 143, stopped["said"]
+def test_sigterm_ends_a_run_with_143_and_a_complete_checkpoint(project, stopped):
+    assert stopped["code"] == 143, stopped["output"]
     status = stopped["status"]
     assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 143, "SIGTERM")
     step = status["step"]
@@ -169,13 +169,13 @@ def test_sigterm_ends_a_run_with_143_and_a_complete_checkpoint(shop, stopped):
     assert not any(is_alive(pid) for pid in stopped["pids"])
 
 
-def test_resume_continues_from_that_checkpoint_to_the_end(shop, stopped, resumed):
-    code, said = resumed
-    assert code == 0, said
+def test_resume_continues_from_that_checkpoint_to_the_end(project, stopped, resumed):
+    code, output = resumed
+    assert code == 0, output
     step = stopped["status"]["step"]
-    assert f"continuing from {stopped['status']['last_checkpoint']}" in said
+    assert f"continuing from {stopped['status']['last_checkpoint']}" in output
     assert (Path(stopped["status"]["last_checkpoint"]) / "COMPLETE.json").is_file()
-    status = shop.status("stopped")
+    status = project.status("stopped")
     assert (status["state"], status["exit_code"]) == ("done", 0)
     assert [(a["from_step"], a["to_step"], a["cause"]) for a in status["attempts"]] == [
         (0, step, "SIGTERM"),
@@ -183,9 +183,9 @@ def test_resume_continues_from_that_checkpoint_to_the_end(shop, stopped, resumed
     ]
 
 
-def test_a_resumed_run_ends_as_the_uninterrupted_one_each_step_once(shop, whole, stopped, resumed):
+def test_a_resumed_run_ends_as_the_uninterrupted_one_each_step_once(project, whole, stopped, resumed):
     step = stopped["status"]["step"]
-    ours, reference = shop.metrics("stopped"), shop.metrics("whole")
+    ours, reference = project.metrics("stopped"), project.metrics("whole")
     assert [line["step"] for line in ours] == list(range(1, STEPS + 1))
     assert [line["attempt"] for line in ours] == [1] * step + [2] * (STEPS - step)
     for key in ("loss", "row_ids", "learning_rate", "grad_norm"):
@@ -193,15 +193,15 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one_each_step_once(shop, whole,
 
 
 @pytest.fixture(scope="module")
-def pair(shop):
-    """The same run on two processes: (exit code, what was said)."""
-    return shop.run("train", "pair", "--nproc", "2")
+def pair(project):
+    """The same run on two processes: (exit code, output)."""
+    return project.run("train", "pair", "--nproc", "2")
 
 
-def test_two_processes_are_one_training_on_two_cpus(shop, pair):
-    code, said = pair
-    assert code == 0, said
-    ranks = shop.status("pair")["ranks"]
+def test_two_processes_are_one_training_on_two_cpus(project, pair):
+    code, output = pair
+    assert code == 0, output
+    ranks = project.status("pair")["ranks"]
     assert [(r["distributed_type"], r["world_size"], r["model_class"]) for r in ranks] == [
         ("MULTI_CPU", 2, "DistributedDataParallel")
     ] * 2
@@ -210,8 +210,8 @@ def test_two_processes_are_one_training_on_two_cpus(shop, pair):
     assert len({rank["pid"] for rank in ranks}) == 2
 
 
-def test_two_processes_learn_from_the_same_rows_with_the_same_losses_as_one(shop, whole, pair):
-    alone, together = shop.metrics("whole"), shop.metrics("pair")
+def test_two_processes_learn_from_the_same_rows_with_the_same_losses_as_one(project, whole, pair):
+    alone, together = project.metrics("whole"), project.metrics("pair")
     assert len(alone) == len(together) == STEPS
     for one, two in zip(alone, together, strict=True):
         assert [len(rows) for rows in two["row_ids"]] == [ROWS_A_STEP // 2] * 2
@@ -221,52 +221,52 @@ def test_two_processes_learn_from_the_same_rows_with_the_same_losses_as_one(shop
 
 
 @pytest.mark.long
-def test_the_draws_of_dropout_go_on_where_a_stopped_run_left_them(shop):
+def test_the_draws_of_dropout_go_on_where_a_stopped_run_left_them(project):
     word = "tuning.lora.dropout=0.1"
-    assert shop.run("train", "dropout", word)[0] == 0
-    process, _ = shop.start_training("dropout-stopped", word)
+    assert project.run("train", "dropout", word)[0] == 0
+    process, _ = project.start_training("dropout-stopped", word)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(240) == 143
-    assert shop.run("resume", "dropout-stopped", word)[0] == 0
-    ours, reference = shop.metrics("dropout-stopped"), shop.metrics("dropout")
+    assert process.wait(HANG_S) == 143
+    assert project.run("resume", "dropout-stopped", word)[0] == 0
+    ours, reference = project.metrics("dropout-stopped"), project.metrics("dropout")
     assert [line["loss"] for line in ours] == [line["loss"] for line in reference]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_two_signals_end_a_run_at_once(shop, processes):
+def test_two_signals_end_a_run_at_once(project, processes):
     run = f"twice-{processes}"
-    process, pids = shop.start_training(run, "--nproc", processes, "train.max_steps=100000")
+    process, pids = project.start_training(run, "--nproc", processes, "train.max_steps=100000")
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(240) == 143
+    assert process.wait(HANG_S) == 143
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
 @pytest.mark.parametrize("processes", [1, 2])
-def test_no_worker_outlives_a_command_that_is_killed(shop, processes):
+def test_no_worker_outlives_a_command_that_is_killed(project, processes):
     run = f"killed-{processes}"
-    process, pids = shop.start_training(run, "--nproc", processes, "train.max_steps=100000")
+    process, pids = project.start_training(run, "--nproc", processes, "train.max_steps=100000")
     process.kill()
     process.wait()
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
-    # What was killed can be continued at once: the kernel has freed the run.
+    # A killed run can be resumed at once: the kernel has released its lock.
     again, pids = None, []
     with contextlib.suppress(AssertionError):
-        again = shop.start("resume", run, "train.max_steps=100000")
-        wait_until(lambda: len(shop.status(run).get("attempts", [])) == 2)
+        again = project.start("resume", run, "train.max_steps=100000")
+        wait_until(lambda: len(project.status(run).get("attempts", [])) == 2)
     again.terminate()
-    assert again.wait(240) == 143, shop.said(run)
+    assert again.wait(HANG_S) == 143, project.output(run)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_run_with_5_and_leaves_no_process(shop):
-    process, pids = shop.start_training("lost", "--nproc", "2", "train.max_steps=100000")
+def test_a_rank_that_is_killed_ends_the_run_with_5_and_leaves_no_process(project):
+    process, pids = project.start_training("lost", "--nproc", "2", "train.max_steps=100000")
     os.kill(pids[1], signal.SIGKILL)
-    assert process.wait(120) == 5, shop.said("lost")
-    status = shop.status("lost")
+    assert process.wait(120) == 5, project.output("lost")
+    status = project.status("lost")
     assert (status["state"], status["exit_code"]) == ("failed", 5)
     assert not any(is_alive(pid) for pid in pids)
 
@@ -283,20 +283,20 @@ if os.environ.get("RANK") == "0":
 
 
 @pytest.mark.slow
-def test_ranks_that_have_nothing_to_write_wait_for_the_one_that_has(shop, tmp_path, monkeypatch):
-    # torchrun ends all ranks when one has ended with a code, also one that is still writing its checkpoint.
+def test_ranks_that_have_nothing_to_write_wait_for_the_one_that_has(project, tmp_path, monkeypatch):
+    # When a rank ends with an error, torchrun ends all ranks, even one that still writes its checkpoint.
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK_OF_RANK_0)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    process, _ = shop.start_training("slow-disk", "--nproc", "2", "train.max_steps=100000")
+    process, _ = project.start_training("slow-disk", "--nproc", "2", "train.max_steps=100000")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 143, shop.said("slow-disk")
-    status = shop.status("slow-disk")
+    assert process.wait(120) == 143, project.output("slow-disk")
+    status = project.status("slow-disk")
     assert (status["state"], status["signal"]) == ("stopped", "SIGTERM")
     assert (Path(status["last_checkpoint"]) / "COMPLETE.json").is_file()
 
 
 @pytest.mark.slow
-def test_two_runs_of_two_processes_go_on_side_by_side(shop):
-    runs = [shop.start("train", f"side-{n}", "--nproc", "2", "train.max_steps=4") for n in (1, 2)]
-    assert [process.wait(240) for process in runs] == [0, 0]
-    assert all(len(shop.status(f"side-{n}")["ranks"]) == 2 for n in (1, 2))
+def test_two_runs_of_two_processes_go_on_side_by_side(project):
+    runs = [project.start("train", f"side-{n}", "--nproc", "2", "train.max_steps=4") for n in (1, 2)]
+    assert [process.wait(HANG_S) for process in runs] == [0, 0]
+    assert all(len(project.status(f"side-{n}")["ranks"]) == 2 for n in (1, 2))

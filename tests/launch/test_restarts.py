@@ -1,4 +1,4 @@
-"""Processes that die: which deaths are seen, what is started again, and that the run ends as one nobody disturbed."""
+"""Dead processes: which deaths are noticed, when a run restarts, and that it ends like an undisturbed run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -40,19 +40,19 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS = 24, 5
 
 
-def account(*codes: tuple[int, int]) -> list[str]:
-    """What torchrun writes of ranks that ended with these codes, each (rank, code), the first one first."""
+def failure_list(*codes: tuple[int, int]) -> list[str]:
+    """torchrun's lines about ranks that ended with these codes; `codes` are (rank, code), the first to end first."""
     failures = {rank: ProcessFailure(rank, 4000 + rank, code, "<N/A>") for rank, code in codes}
     return str(ChildFailedError("sftplay.tasks.worker", failures)).splitlines()
 
 
 @pytest.mark.parametrize(
-    ("codes", "found"),
+    ("codes", "expected"),
     [
         ([(1, -9)], "rank 1 was killed by SIGKILL"),
         ([(1, -9), (0, -15)], "rank 1 was killed by SIGKILL"),
         ([(0, -11), (1, -9)], "rank 0 was killed by SIGSEGV"),
-        ([(2, 17), (0, 143)], "rank 2 ended with code 17 without a word"),
+        ([(2, 17), (0, 143)], "rank 2 ended with code 17 and no message"),
         ([(1, -9), (0, 5)], "rank 1 was killed by SIGKILL"),
         # A bug on rank 0; rank 1 waited for it, and torchrun killed it in the end.
         ([(0, 1), (1, -9)], ""),
@@ -60,8 +60,8 @@ def account(*codes: tuple[int, int]) -> list[str]:
         *(([(0, code), (1, -9)], "") for code in (2, 3, 4, 5, 129, 130, 138, 143)),
     ],
 )
-def test_rank_that_died_first_is_named_from_what_torchrun_says(codes: list[tuple[int, int]], found: str):
-    assert find_death(["a warning", *account(*codes), "last words"]) == found
+def test_rank_that_died_first_is_named_from_what_torchrun_says(codes: list[tuple[int, int]], expected: str):
+    assert find_death(["a warning", *failure_list(*codes), "last words"]) == expected
 
 
 def test_lines_that_no_torchrun_wrote_name_no_death():
@@ -70,7 +70,7 @@ def test_lines_that_no_torchrun_wrote_name_no_death():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """A run with one attempt, which goes on."""
+    """A run in its first attempt."""
     run = RunFolder(tmp_path / "run")
     run.create()
     attempts = [{"from_step": 0, "to_step": None, "cause": None}]
@@ -78,7 +78,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return run
 
 
-def told(folder: RunFolder, code: int, cause: str, **more: Any) -> None:
+def record_end(folder: RunFolder, code: int, cause: str, **more: Any) -> None:
     folder.update_status(exit_code=code, **more)
     folder.close_attempt(cause)
 
@@ -88,8 +88,8 @@ def test_rank_that_lost_another_and_the_launcher_agree_on_the_death(folder: RunF
     lost = Death("rank 1 (process 7) has gone").as_json()
     endings = [(1, "RuntimeError", None), (5, "rank 1 (process 7) has gone", lost), (143, "SIGTERM", None)]
     for code, cause, error in endings:
-        told(folder, code, cause, error=error, signal="SIGTERM" if code == 143 else None)
-        assert final_exit_code(folder, 1, received=0, unmarked=account((1, -9), (0, code))) == 5
+        record_end(folder, code, cause, error=error, signal="SIGTERM" if code == 143 else None)
+        assert final_exit_code(folder, 1, received=0, unmarked=failure_list((1, -9), (0, code))) == 5
         status = folder.read_json("status.json")
         assert (status["state"], status["exit_code"], status["signal"]) == ("failed", 5, None)
         assert status["attempts"] == [{"from_step": 0, "to_step": 3, "cause": "rank 1 was killed by SIGKILL"}]
@@ -97,38 +97,38 @@ def test_rank_that_lost_another_and_the_launcher_agree_on_the_death(folder: RunF
 
 
 def test_death_before_the_launch_had_an_attempt_leaves_the_earlier_ones_as_they_were(folder: RunFolder):
-    told(folder, 0, "rank 0 was killed by SIGKILL")
+    record_end(folder, 0, "rank 0 was killed by SIGKILL")
     folder.update_status(exit_code=None, ranks=[])
-    assert final_exit_code(folder, 1, received=0, unmarked=account((1, -11)), attempts_before=1) == 5
+    assert final_exit_code(folder, 1, received=0, unmarked=failure_list((1, -11)), attempts_before=1) == 5
     assert [each["cause"] for each in folder.read_json("status.json")["attempts"]] == ["rank 0 was killed by SIGKILL"]
     assert cause_of_death(folder) == "rank 1 was killed by SIGSEGV"
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, "config"), (3, "machine"), (3, "memory"), (4, "data"), (5, "run")])
-def test_error_of_our_own_stays_the_runs_whoever_died_with_it(folder: RunFolder, code: int, kind: str):
-    told(folder, code, "it said why", error={"code": kind, "what": "it said why"})
-    assert final_exit_code(folder, 1, received=0, unmarked=account((1, -9), (0, code))) == code
+def test_an_error_of_our_own_stays_the_runs_error_even_if_a_rank_died(folder: RunFolder, code: int, kind: str):
+    record_end(folder, code, "it said why", error={"code": kind, "what": "it said why"})
+    assert final_exit_code(folder, 1, received=0, unmarked=failure_list((1, -9), (0, code))) == code
     assert cause_of_death(folder) == ""
 
 
 def test_stop_signal_and_a_finished_run_are_no_deaths(folder: RunFolder):
-    told(folder, 143, "SIGTERM", signal="SIGTERM")
-    assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=account((1, -9), (0, 143))) == 143
+    record_end(folder, 143, "SIGTERM", signal="SIGTERM")
+    assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=failure_list((1, -9), (0, 143))) == 143
     assert cause_of_death(folder) == ""
     folder.update_status(exit_code=0)
-    assert final_exit_code(folder, 1, received=0, unmarked=account((1, -9))) == 0
+    assert final_exit_code(folder, 1, received=0, unmarked=failure_list((1, -9))) == 0
     assert cause_of_death(folder) == ""
 
 
-def test_rank_that_was_lost_behind_a_stop_signal_is_no_death_to_outlive(folder: RunFolder):
-    told(folder, 5, "rank 1 (process 7) has gone", error=Death("rank 1 (process 7) has gone").as_json())
-    assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=account((1, -9), (0, 5))) == 143
+def test_a_rank_lost_after_a_stop_signal_is_no_death_to_restart_from(folder: RunFolder):
+    record_end(folder, 5, "rank 1 (process 7) has gone", error=Death("rank 1 (process 7) has gone").as_json())
+    assert final_exit_code(folder, 1, received=signal.SIGTERM, unmarked=failure_list((1, -9), (0, 5))) == 143
     status = folder.read_json("status.json")
     assert (status["state"], status["signal"], status["attempts"][0]["cause"]) == ("stopped", "SIGTERM", "SIGTERM")
     assert cause_of_death(folder) == ""
 
 
-def test_launcher_that_ends_without_a_word_is_a_death_only_when_it_was_killed_or_the_ranks_had_met(folder: RunFolder):
+def test_launcher_that_ends_without_a_report_is_a_death_only_when_it_was_killed_or_the_ranks_had_met(folder: RunFolder):
     for code, ranks, expected in ((-9, [], "killed by SIGKILL"), (1, [{"pid": 1}], "ended with code 1"), (1, [], "")):
         folder.update_status(exit_code=None, error=None, ranks=ranks)
         final_exit_code(folder, code, received=0, unmarked=[])
@@ -137,7 +137,7 @@ def test_launcher_that_ends_without_a_word_is_a_death_only_when_it_was_killed_or
 
 
 class Deaths:
-    """In place of a launch: ends as the list says, a death for a text, else with the exit code."""
+    """Replaces a launch. It ends as the list says: a text is a death, a number an exit code."""
 
     def __init__(self, *endings: str | int) -> None:
         self.endings, self.resumes = list(endings), []
@@ -154,26 +154,29 @@ class Deaths:
 def run_with(
     write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, Deaths, RunFolder]]:
-    """Runs the endings of `Deaths` with so many restarts: (exit code, the deaths, the folder)."""
+    """Runs the endings of `Deaths` with this many restarts: (exit code, the deaths, the folder)."""
 
     def run(most: int, *endings: str | int, **changes: Any) -> tuple[int, Deaths, RunFolder]:
         sized = size_run(load_config(write_config(cluster__max_restarts=most, **changes)), probe(), vocab_size=400)
         folder, deaths = RunFolder(tmp_path / "run"), Deaths(*endings)
         write_text(folder.resolved, dump_resolved(sized.cfg))
         monkeypatch.setattr(launching, "follow", deaths)
-        monkeypatch.setattr(launching, "leave_report", lambda _: None)
+        monkeypatch.setattr(launching, "report_at_end", lambda _: None)
         args = Namespace(tb=False, json=False, verb="train", node_rank=0, nnodes=1, deepspeed=False)
         return launching.run_workers(Launch(("python",), {}), folder, cfg=sized.cfg, args=args), deaths, folder
 
     return run
 
 
-def test_death_is_outlived_as_often_as_the_config_says(run_with: Callable[..., Any], capsys: Any):
+def test_a_death_is_followed_by_as_many_restarts_as_the_config_allows(run_with: Callable[..., Any], capsys: Any):
     code, deaths, _ = run_with(2, "rank 1 was killed by SIGKILL", "killed by SIGSEGV", 0)
     assert (code, deaths.endings) == (0, [])
     assert deaths.resumes == ["never", "auto", "auto"]
-    said = [line for line in capsys.readouterr().out.splitlines() if "restart" in line]
-    assert said == ["[train] restart 1 of 2: rank 1 was killed by SIGKILL", "[train] restart 2 of 2: killed by SIGSEGV"]
+    output = [line for line in capsys.readouterr().out.splitlines() if "restart" in line]
+    assert output == [
+        "[train] restart 1 of 2: rank 1 was killed by SIGKILL",
+        "[train] restart 2 of 2: killed by SIGSEGV",
+    ]
 
 
 def test_death_ends_the_run_when_no_restart_is_left(run_with: Callable[..., Any]):
@@ -183,22 +186,22 @@ def test_death_ends_the_run_when_no_restart_is_left(run_with: Callable[..., Any]
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 129, 130, 138, 143])
-def test_what_would_come_again_and_a_stop_are_not_restarted(run_with: Callable[..., Any], code: int):
+def test_stops_and_errors_that_would_come_again_are_not_restarted(run_with: Callable[..., Any], code: int):
     ended, deaths, _ = run_with(3, code, 0)
     assert (ended, deaths.endings) == (code, [0])
 
 
-def test_restart_begins_with_the_checkpoint_the_run_was_told_until_it_has_one_of_its_own(
+def test_restart_begins_with_the_configured_checkpoint_until_the_run_has_its_own(
     run_with: Callable[..., Any], tmp_path: Path
 ):
-    told_path = str(tmp_path / "another" / "checkpoint-7")
-    _, deaths, folder = run_with(1, "killed by SIGKILL", 0, train__resume=told_path)
-    assert deaths.resumes == [told_path, told_path]
+    configured = str(tmp_path / "another" / "checkpoint-7")
+    _, deaths, folder = run_with(1, "killed by SIGKILL", 0, train__resume=configured)
+    assert deaths.resumes == [configured, configured]
     own = folder.checkpoints / "checkpoint-9"
     own.mkdir(parents=True)
     (own / "optimizer.pt").write_bytes(b"state")
     mark_complete(own, {})
-    assert run_with(1, "killed by SIGKILL", 0, train__resume=told_path)[1].resumes == [told_path, "auto"]
+    assert run_with(1, "killed by SIGKILL", 0, train__resume=configured)[1].resumes == [configured, "auto"]
 
 
 def test_run_of_several_nodes_that_shall_restart_by_itself_is_refused(write_config: Callable[..., Path]):
@@ -207,18 +210,18 @@ def test_run_of_several_nodes_that_shall_restart_by_itself_is_refused(write_conf
         launching.build_command(sized.cfg, RunFolder(Path("run")), scale=Scale(1, nnodes=2), machine=probe())
 
 
-@pytest.mark.parametrize("told", [None, 4])
-def test_rank_that_loses_another_ends_with_the_reason_that_one_left_or_calls_it_a_death(
-    folder: RunFolder, told: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("recorded", [None, 4])
+def test_rank_that_loses_another_ends_with_the_reason_of_that_one_or_calls_it_a_death(
+    folder: RunFolder, recorded: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
-    folder.update_status(ranks=[{"pid": os.getpid()}, {"pid": ended.pid}], exit_code=told)
-    gone = worker.gone_rank(folder)
+    folder.update_status(ranks=[{"pid": os.getpid()}, {"pid": ended.pid}], exit_code=recorded)
+    gone = worker.lost_rank(folder)
     assert gone == f"rank 1 (process {ended.pid}) has gone"
-    assert worker.end_after_lost_rank(folder, gone) == (told or 5)
-    assert cause_of_death(folder) == ("" if told else gone)
+    assert worker.end_after_lost_rank(folder, gone) == (recorded or 5)
+    assert cause_of_death(folder) == ("" if recorded else gone)
 
 
 def test_rank_of_another_node_is_not_looked_for_on_this_one(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
@@ -227,8 +230,8 @@ def test_rank_of_another_node_is_not_looked_for_on_this_one(folder: RunFolder, m
     folder.update_status(ranks=[{"pid": ended.pid}, {"pid": os.getpid()}], exit_code=None)
     for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
-    assert worker.gone_rank(folder) == ""
-    # What torch's gloo says on a rank whose neighbour was killed (torch 2.13).
+    assert worker.lost_rank(folder) == ""
+    # The error of torch's gloo on a rank whose neighbour was killed (torch 2.13).
     broken = RuntimeError("[pair.cc:537] Read error [10.0.0.7]:10949: Connection reset by peer. This is typically")
     assert worker.lost_node(broken) == "a process on another node has gone"
     assert worker.lost_node(RuntimeError("shape mismatch")) == ""
@@ -242,7 +245,7 @@ def test_worker_whose_launch_died_before_it_looked_does_no_work(folder: RunFolde
     ended.wait()
     argv = [sys.executable, "-m", "sftplay.tasks.worker", str(folder.path)]
     before = folder.read_json("status.json")
-    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, PARENT: str(ended.pid)}, timeout=60, check=False)
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, PARENT: str(ended.pid)}, timeout=HANG_S, check=False)
     assert done.returncode == 5
     assert folder.read_json("status.json") == before
 
@@ -265,7 +268,7 @@ def listen(event, args):
 if moments and os.environ.get("RANK", "0") == "0" and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
     sys.addaudithook(listen)
 """
-"""Holds rank 0 at one moment after the other, each once in a run, found by Python's own audit events."""
+"""Holds rank 0 at each moment once in a run. Python's audit events show the moments."""
 
 METRICS = r"/metrics\.jsonl$"
 MOMENTS = [
@@ -274,30 +277,30 @@ MOMENTS = [
     ("between two checkpoints", "open", METRICS, 8),
     ("the result is saved", "os.mkdir", r"\.adapter\.part$", 1),
 ]
-"""Name, event, file, and how many of them it takes in an attempt: a line of metrics is written a step."""
+"""Name, event, file, and at which occurrence in an attempt. Each step writes one line of metrics."""
 
 
 @dataclass
-class Shop(Outputs):
-    """A config from which runs are started as a user does, and looked at from outside."""
+class Project(Outputs):
+    """A folder with a config, in which the tests start runs like a user, and the files of these runs."""
 
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, verb: str, name: str, *words: Any, **environment: str) -> subprocess.Popen[bytes]:
+    def start(self, verb: str, name: str, *overrides: Any, **environment: str) -> subprocess.Popen[bytes]:
         config = str(self.root / "run.yaml")
-        argv = [sys.executable, "-m", "sftplay", verb, "--config", config, f"run_name={name}", *map(str, words)]
+        argv = [sys.executable, "-m", "sftplay", verb, "--config", config, f"run_name={name}", *map(str, overrides)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         with (self.root / f"{name}.txt").open("ab") as out:
             process = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self.started.append(process)
         return process
 
-    def said(self, name: str) -> str:
+    def output(self, name: str) -> str:
         return (self.root / f"{name}.txt").read_text()
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Iterator[Shop]:
+def project(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Iterator[Project]:
     root = tmp_path_factory.mktemp("restarts")
     write_small_run(
         root, inputs, model__max_seq_len=64, tuning__lora__dropout=0.1, train__max_steps=STEPS, train__batch_size=2,
@@ -305,122 +308,122 @@ def shop(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Iterator[S
     )  # fmt: skip
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(HOOK)
-    workshop = Shop(root)
-    yield workshop
-    for process in workshop.started:
+    project = Project(root)
+    yield project
+    for process in project.started:
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shop: Shop) -> str:
-    """Name of a run on two processes that nobody disturbed."""
-    assert shop.start("train", "whole", "--nproc", 2).wait(240) == 0, shop.said("whole")
+def undisturbed(project: Project) -> str:
+    """Name of an undisturbed run on two processes."""
+    assert project.start("train", "whole", "--nproc", 2).wait(HANG_S) == 0, project.output("whole")
     return "whole"
 
 
-def hold(shop: Shop, name: str) -> dict[str, str]:
+def hold(project: Project, name: str) -> dict[str, str]:
     """Environment in which a run is held at each of `MOMENTS`."""
     wanted = [
-        {"event": event, "name": path, "nth": nth, "held": str(shop.root / f"{name} {key}")}
+        {"event": event, "name": path, "nth": nth, "held": str(project.root / f"{name} {key}")}
         for key, event, path, nth in MOMENTS
     ]
-    return {"PYTHONPATH": str(shop.root / "hook"), "HOLD_AT": json.dumps(wanted)}
+    return {"PYTHONPATH": str(project.root / "hook"), "HOLD_AT": json.dumps(wanted)}
 
 
-def assert_same_run(shop: Shop, name: str, whole: str) -> None:
-    """Weights, rows and losses are the undisturbed run's to the bit, and each step stands there once."""
-    ours, theirs = shop.weights(name), shop.weights(whole)
+def assert_same_run(project: Project, name: str, whole: str) -> None:
+    """Weights, rows and losses equal those of the undisturbed run bit by bit, and each step is there once."""
+    ours, theirs = project.weights(name), project.weights(whole)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    found, expected = shop.metrics(name), shop.metrics(whole)
-    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    metrics, expected = project.metrics(name), project.metrics(whole)
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     for key in ("loss", "row_ids", "learning_rate", "grad_norm"):
-        assert [line[key] for line in found] == [line[key] for line in expected], key
+        assert [line[key] for line in metrics] == [line[key] for line in expected], key
 
 
-def kill_rank(shop: Shop, name: str, rank: int) -> None:
-    os.kill(shop.status(name)["ranks"][rank]["pid"], signal.SIGKILL)
+def kill_rank(project: Project, name: str, rank: int) -> None:
+    os.kill(project.status(name)["ranks"][rank]["pid"], signal.SIGKILL)
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], said: Callable[[], str]) -> None:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], output: Callable[[], str]) -> None:
     wait_until(lambda: condition() or process.poll() is not None)
-    assert process.poll() is None, said()
+    assert process.poll() is None, output()
 
 
 @pytest.mark.slow
-def test_ranks_killed_at_every_kind_of_moment_are_started_again_and_nothing_is_lost(shop: Shop, undisturbed: str):
+def test_ranks_killed_at_every_kind_of_moment_are_started_again_and_nothing_is_lost(project: Project, undisturbed: str):
     name, kills = "killed", [1, 0, 1, 0]  # the one that is held, and the one that waits for it
-    process = shop.start("train", name, "--nproc", 2, "cluster.max_restarts=5", **hold(shop, name))
+    process = project.start("train", name, "--nproc", 2, "cluster.max_restarts=5", **hold(project, name))
     for (key, *_), rank in zip(MOMENTS, kills, strict=True):
-        wait_for((shop.root / f"{name} {key}").exists, process, lambda: shop.said(name))
-        kill_rank(shop, name, rank)
-        (shop.root / f"{name} {key}.go").touch()
+        wait_for((project.root / f"{name} {key}").exists, process, lambda: project.output(name))
+        kill_rank(project, name, rank)
+        (project.root / f"{name} {key}.go").touch()
         if key == "the first step":  # the next one is killed wherever in a step it is
-            wait_for(lambda: len(shop.status(name)["attempts"]) == 2, process, lambda: shop.said(name))
-            wait_for(lambda: len(shop.metrics(name)) >= 2, process, lambda: shop.said(name))
-            kill_rank(shop, name, 1)
-    assert process.wait(240) == 0, shop.said(name)
-    attempts = shop.status(name)["attempts"]
+            wait_for(lambda: len(project.status(name)["attempts"]) == 2, process, lambda: project.output(name))
+            wait_for(lambda: len(project.metrics(name)) >= 2, process, lambda: project.output(name))
+            kill_rank(project, name, 1)
+    assert process.wait(HANG_S) == 0, project.output(name)
+    attempts = project.status(name)["attempts"]
     dead = [1, *kills]
     assert [each["cause"] for each in attempts] == [*(f"rank {n} was killed by SIGKILL" for n in dead), "done"]
     begun = [each["from_step"] for each in attempts]
-    assert begun[2] in (0, 5)  # the kill inside a step may have come behind the first checkpoint
+    assert begun[2] in (0, 5)  # the kill inside a step may have come after the first checkpoint
     assert [*begun[:2], *begun[3:]] == [0, 0, 5, 10, STEPS]
-    said = shop.said(name)
+    output = project.output(name)
     for number, rank in enumerate(dead, 1):
-        assert f"[train] restart {number} of 5: rank {rank} was killed by SIGKILL\n" in said
-    assert re.search(r"continuing from .*checkpoint-10\b", said)
-    assert_same_run(shop, name, undisturbed)
+        assert f"[train] restart {number} of 5: rank {rank} was killed by SIGKILL\n" in output
+    assert re.search(r"continuing from .*checkpoint-10\b", output)
+    assert_same_run(project, name, undisturbed)
 
 
 @pytest.mark.slow
-def test_single_process_that_is_killed_is_started_again_by_its_parent(shop: Shop):
-    assert shop.start("train", "alone").wait(240) == 0, shop.said("alone")
+def test_single_process_that_is_killed_is_started_again_by_its_parent(project: Project):
+    assert project.start("train", "alone").wait(HANG_S) == 0, project.output("alone")
     name, key = "alone-killed", MOMENTS[2][0]
-    wanted = [{"event": "open", "name": METRICS, "nth": 8, "held": str(shop.root / f"{name} {key}")}]
-    env = {"PYTHONPATH": str(shop.root / "hook"), "HOLD_AT": json.dumps(wanted)}
-    process = shop.start("train", name, "cluster.max_restarts=1", **env)
-    wait_for((shop.root / f"{name} {key}").exists, process, lambda: shop.said(name))
-    kill_rank(shop, name, 0)
-    assert process.wait(240) == 0, shop.said(name)
-    attempts = [(each["from_step"], each["cause"]) for each in shop.status(name)["attempts"]]
+    wanted = [{"event": "open", "name": METRICS, "nth": 8, "held": str(project.root / f"{name} {key}")}]
+    env = {"PYTHONPATH": str(project.root / "hook"), "HOLD_AT": json.dumps(wanted)}
+    process = project.start("train", name, "cluster.max_restarts=1", **env)
+    wait_for((project.root / f"{name} {key}").exists, process, lambda: project.output(name))
+    kill_rank(project, name, 0)
+    assert process.wait(HANG_S) == 0, project.output(name)
+    attempts = [(each["from_step"], each["cause"]) for each in project.status(name)["attempts"]]
     assert attempts == [(0, "killed by SIGKILL"), (5, "done")]
-    assert_same_run(shop, name, "alone")
+    assert_same_run(project, name, "alone")
 
 
 def processes_of(folder: RunFolder) -> list[psutil.Process]:
     """All processes of this machine that were started for this run."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if str(folder.path) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
 @pytest.mark.parametrize("processes_seen", [1, 2, 3])
-def test_launcher_that_is_killed_while_its_launch_begins_leaves_nobody(shop: Shop, processes_seen: int):
-    """The launch is torchrun first, then its ranks one after the other, which look after themselves a little later."""
+def test_launcher_that_is_killed_while_its_launch_begins_leaves_nobody(project: Project, processes_seen: int):
+    """A launch starts torchrun, then its ranks one after the other. A rank is tied to its parent a little later."""
     name = f"begun-{processes_seen}"
-    process = shop.start("train", name, "--nproc", 2, "cluster.max_restarts=5")
-    wait_for(lambda: len(processes_of(shop.folder(name))) >= processes_seen, process, lambda: shop.said(name))
+    process = project.start("train", name, "--nproc", 2, "cluster.max_restarts=5")
+    wait_for(lambda: len(processes_of(project.folder(name))) >= processes_seen, process, lambda: project.output(name))
     process.kill()
     process.wait()
-    wait_until(lambda: not processes_of(shop.folder(name)))
+    wait_until(lambda: not processes_of(project.folder(name)))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
-def test_launcher_that_is_killed_while_its_ranks_train_leaves_nobody_and_nothing_starts_again(shop: Shop):
+def test_launcher_that_is_killed_while_its_ranks_train_leaves_nobody_and_nothing_starts_again(project: Project):
     name = "left"
-    words = ["--nproc", 2, "cluster.max_restarts=5", "train.max_steps=100000", "train.dataloader_num_workers=1"]
-    process = shop.start("train", name, *words)
-    wait_for(lambda: shop.metrics(name), process, lambda: shop.said(name))
+    overrides = ["--nproc", 2, "cluster.max_restarts=5", "train.max_steps=100000", "train.dataloader_num_workers=1"]
+    process = project.start("train", name, *overrides)
+    wait_for(lambda: project.metrics(name), process, lambda: project.output(name))
     everybody = psutil.Process(process.pid).children(recursive=True)
     assert len(everybody) >= 5  # torchrun, two ranks, a loader of rows each
     process.kill()
     process.wait()
-    wait_until(lambda: not any(is_alive(each.pid) for each in everybody) and not processes_of(shop.folder(name)))
+    wait_until(lambda: not any(is_alive(each.pid) for each in everybody) and not processes_of(project.folder(name)))

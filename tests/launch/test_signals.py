@@ -1,4 +1,4 @@
-"""Stop signals to the command and to `make train`, at every moment of a run: what is due is saved, nobody is left.
+"""Stop signals to the command and to `make train`, at every moment of a run: it saves its state and leaves no process.
 
 A hook on PYTHONPATH holds the worker at a chosen moment, found by Python's own audit events, until it is let go.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from holding import HOOK
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +36,12 @@ MOMENTS = {
 
 
 @dataclass
-class Shop(Outputs):
-    """A config from which runs are started by the command or by make, like from a terminal."""
+class Project(Outputs):
+    """A folder with a config, in which the command or make starts runs as from a terminal."""
 
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def said(self, name: str) -> str:
+    def output(self, name: str) -> str:
         return (self.root / f"{name}.txt").read_text()
 
     def start(self, by: str, name: str, moment: str | None = None, verb: str = "train") -> subprocess.Popen[bytes]:
@@ -61,19 +61,19 @@ class Shop(Outputs):
         return process
 
     def _argv(self, by: str, name: str, verb: str) -> list[str]:
-        config, words = str(self.root / "run.yaml"), [f"run_name={name}"]
+        config, overrides = str(self.root / "run.yaml"), [f"run_name={name}"]
         if "prepared" in name:
-            words.append(f"data.processed_dir={self.root / name / 'processed'}")
+            overrides.append(f"data.processed_dir={self.root / name / 'processed'}")
         if by == "command":
-            return [sys.executable, "-m", "sftplay", verb, "--config", config, *words]
+            return [sys.executable, "-m", "sftplay", verb, "--config", config, *overrides]
         ready = [f"READY={self.root / 'stamp'}", f"PY={sys.executable}"]
-        return ["make", "--no-print-directory", *ready, verb, f"CONFIG={config}", f"ARGS={' '.join(words)}"]
+        return ["make", "--no-print-directory", *ready, verb, f"CONFIG={config}", f"ARGS={' '.join(overrides)}"]
 
     def hold(self, by: str, name: str, moment: str) -> tuple[subprocess.Popen[bytes], list[int]]:
         """Start a run and return when it is held there, with the pids of all its processes."""
         process = self.start(by, name, moment)
         wait_until(lambda: (self.root / f"{name}.held").exists() or process.poll() is not None)
-        assert process.poll() is None, self.said(name)
+        assert process.poll() is None, self.output(name)
         return process, [process.pid, *(each.pid for each in psutil.Process(process.pid).children(recursive=True))]
 
     def let_go(self, name: str) -> None:
@@ -81,7 +81,7 @@ class Shop(Outputs):
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Shop]:
+def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Project]:
     root = tmp_path_factory.mktemp("signals")
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(HOOK)
@@ -98,7 +98,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
         "logging": {"steps": 1, "backend": "none"},
     }  # fmt: skip
     (root / "run.yaml").write_text(json.dumps(values))
-    place = Shop(root)
+    place = Project(root)
     yield place
     for process in place.started:  # a failed test must not leave a run that goes on
         if process.poll() is None:
@@ -107,10 +107,10 @@ def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
 
 
 @pytest.fixture(scope="module")
-def whole(shop: Shop) -> bytes:
-    """The weights of a run that nobody stopped."""
-    assert shop.start("command", "whole").wait(120) == 0, shop.said("whole")
-    return (shop.folder("whole").path / "adapter" / "adapter_model.safetensors").read_bytes()
+def whole(project: Project) -> bytes:
+    """The weights of a run without a stop."""
+    assert project.start("command", "whole").wait(120) == 0, project.output("whole")
+    return (project.folder("whole").path / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 CASES = [
@@ -125,34 +125,34 @@ CASES = [
     ("command", "held-out rows are measured", "SIGHUP", [3, 6]),
     ("command", "the result is saved", "SIGTERM", [6, 9]),
 ]
-"""By whom started, the moment, the signal, the complete checkpoints afterwards."""
+"""What starts the run, the moment, the signal, the complete checkpoints afterwards."""
 
 
 @pytest.mark.parametrize(("by", "moment", "name", "complete"), CASES)
 def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
-    shop: Shop, whole: bytes, by: str, moment: str, name: str, complete: list[int]
+    project: Project, whole: bytes, by: str, moment: str, name: str, complete: list[int]
 ):
     run, number = f"{by} {moment} {name}".replace(" ", "-"), getattr(signal, name)
-    process, pids = shop.hold(by, run, moment)
+    process, pids = project.hold(by, run, moment)
     os.killpg(process.pid, number)
-    shop.let_go(run)
-    code = process.wait(240)
-    assert code == expected_code(by, number), shop.said(run)
+    project.let_go(run)
+    code = process.wait(HANG_S)
+    assert code == expected_code(by, number), project.output(run)
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
-    status = shop.status(run)
+    status = project.status(run)
     assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, name)
-    assert shop.complete(run) == complete
-    assert "Traceback" not in shop.said(run)
-    if not complete:  # it would start anew, as is shown elsewhere
+    assert project.complete(run) == complete
+    assert "Traceback" not in project.output(run)
+    if not complete:  # the run would start anew, which another test shows
         return
-    assert shop.start("command", run, verb="resume").wait(120) == 0, shop.said(run)
-    assert (shop.folder(run).path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+    assert project.start("command", run, verb="resume").wait(120) == 0, project.output(run)
+    assert (project.folder(run).path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
 
 
 def expected_code(by: str, number: int) -> int:
     if by == "command":
         return 128 + number
-    # make passes SIGTERM on and then ends by the signal itself; SIGUSR1 only makes it talk more.
+    # make forwards SIGTERM and then dies of it. SIGUSR1 only makes it print more.
     return 2 if number == signal.SIGUSR1 else -number
 
 
@@ -164,40 +164,45 @@ def expected_code(by: str, number: int) -> int:
         ("make", "data are prepared", "SIGINT"),
     ],
 )
-def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_stays(shop: Shop, by: str, moment: str, name: str):
+def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_stays(
+    project: Project, by: str, moment: str, name: str
+):
     run, number = f"twice {by} {moment}".replace(" ", "-"), getattr(signal, name)
-    process, pids = shop.hold(by, run, moment)
-    before = shop.complete(run)
+    process, pids = project.hold(by, run, moment)
+    before = project.complete(run)
     os.killpg(process.pid, number)
     if "checkpoint" in moment:
-        wait_until(lambda: f"{name}: the step is finished" in shop.said(run))
+        wait_until(lambda: f"{name}: the step is finished" in project.output(run))
     os.killpg(process.pid, number)
-    assert process.wait(20) == expected_code(by, number), shop.said(run)
+    assert process.wait(20) == expected_code(by, number), project.output(run)
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
-    assert (shop.status(run)["state"], shop.status(run)["exit_code"]) == ("stopped", 128 + number)
-    assert shop.complete(run) == before
+    assert (project.status(run)["state"], project.status(run)["exit_code"]) == ("stopped", 128 + number)
+    assert project.complete(run) == before
 
 
 def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed(
-    shop: Shop, whole: bytes, sftplay: Callable[..., subprocess.CompletedProcess[str]]
+    project: Project, whole: bytes, sftplay: Callable[..., subprocess.CompletedProcess[str]]
 ):
-    process, _pids = shop.hold("command", "one-name", "a checkpoint is written")
-    before = {path: path.read_bytes() for path in shop.folder("one-name").path.rglob("*") if path.is_file()}
-    config = shop.root / "run.yaml"
-    for verb, told in (("train", "a run called 'one-name' exists"), ("resume", "run 'one-name' is running (process")):
+    process, _pids = project.hold("command", "one-name", "a checkpoint is written")
+    before = {path: path.read_bytes() for path in project.folder("one-name").path.rglob("*") if path.is_file()}
+    config = project.root / "run.yaml"
+    for verb, message in (
+        ("train", "a run called 'one-name' exists"),
+        ("resume", "run 'one-name' is running (process"),
+    ):
         second = sftplay(verb, "--config", config, "run_name=one-name")
         assert second.returncode == 2, second.stderr
-        assert told in second.stderr
-    assert {path: path.read_bytes() for path in shop.folder("one-name").path.rglob("*") if path.is_file()} == before
-    shop.let_go("one-name")
-    assert process.wait(240) == 0, shop.said("one-name")
-    assert (shop.folder("one-name").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
-    status = shop.status("one-name")
+        assert message in second.stderr
+    assert {path: path.read_bytes() for path in project.folder("one-name").path.rglob("*") if path.is_file()} == before
+    project.let_go("one-name")
+    assert process.wait(HANG_S) == 0, project.output("one-name")
+    assert (project.folder("one-name").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+    status = project.status("one-name")
     assert [(each["from_step"], each["cause"]) for each in status["attempts"]] == [(0, "done")]
 
 
-def test_of_two_runs_started_at_the_same_moment_under_one_name_one_trains(shop: Shop, whole: bytes):
-    pair = [shop.start("command", "same-moment") for _ in range(2)]
-    assert sorted(process.wait(120) for process in pair) == [0, 2], shop.said("same-moment")
-    assert (shop.folder("same-moment").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
-    assert len(shop.status("same-moment")["attempts"]) == 1
+def test_of_two_runs_started_at_the_same_moment_under_one_name_one_trains(project: Project, whole: bytes):
+    pair = [project.start("command", "same-moment") for _ in range(2)]
+    assert sorted(process.wait(120) for process in pair) == [0, 2], project.output("same-moment")
+    assert (project.folder("same-moment").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+    assert len(project.status("same-moment")["attempts"]) == 1

@@ -1,5 +1,5 @@
-"""Real runs under each launcher: it starts the ranks it shall, a stop signal to the command saves what is due and
-leaves nobody, and so does an end by force.
+"""Real runs under each launcher: it starts the right ranks, and a stop signal to the command saves a checkpoint.
+No process is left, even after a kill.
 
 A hook on PYTHONPATH holds rank 0 between two steps, found by Python's own audit events, until it is let go.
 """
@@ -47,7 +47,7 @@ if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
     sys.addaudithook(listen)
 """
 
-WORDS = {
+OPTIONS = {
     "python": [],
     "torchrun": ["--nproc", "2", "cluster.launcher=torchrun"],
     "accelerate": ["--nproc", "2", "cluster.launcher=accelerate"],
@@ -64,37 +64,37 @@ STARTED = {
 
 
 @dataclass
-class Shop(Outputs):
-    """A config from which runs are started as a user does, and looked at from outside."""
+class Project(Outputs):
+    """A folder with a config, in which the tests start runs like a user, and the files of these runs."""
 
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def said(self, name: str) -> str:
+    def output(self, name: str) -> str:
         logs = [path.read_text(errors="replace")[-4000:] for path in self.folder(name).path.glob("logs/launch.log")]
         return "\n".join([(self.root / f"{name}.txt").read_text(), *logs])
 
     def adapter(self, name: str) -> bytes:
         return (self.folder(name).path / "adapter" / "adapter_model.safetensors").read_bytes()
 
-    def start(self, name: str, *words: str, **environment: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *options: str, **environment: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "sftplay", "train", "--config", str(self.root / "run.yaml"), f"run_name={name}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         env.pop("MAKELEVEL", None)
         with (self.root / f"{name}.txt").open("ab") as out:
             process = subprocess.Popen(
-                [*argv, *words], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                [*argv, *options], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,
             )  # fmt: skip
         self.started.append(process)
         return process
 
     def hold(self, name: str, launcher: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
-        """Start a run and return when it is held behind its second step, with all its processes."""
+        """Start a run and return when it is held after its second step, with all its processes."""
         held = self.root / f"{name}.held"
         env = {"PYTHONPATH": str(self.root / "hook"), "HOLD_AT": json.dumps({"lines": 2, "held": str(held)})}
-        process = self.start(name, *WORDS[launcher], **env)
+        process = self.start(name, *OPTIONS[launcher], **env)
         wait_until(lambda: held.exists() or process.poll() is not None, LIMIT_S)
-        assert process.poll() is None, self.said(name)
+        assert process.poll() is None, self.output(name)
         command = psutil.Process(process.pid)
         return process, [command, *command.children(recursive=True)]
 
@@ -103,14 +103,14 @@ class Shop(Outputs):
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Shop]:
+def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Project]:
     root = tmp_path_factory.mktemp("all launchers")
     (root / "hook").mkdir()
     (root / "hook" / "sitecustomize.py").write_text(HOOK)
-    # What a user once made for other purposes must not take over.
+    # The user's config for other runs must have no effect.
     (root / "hf" / "accelerate").mkdir(parents=True)
-    mine = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
-    (root / "hf" / "accelerate" / "default_config.yaml").write_text(mine + "mixed_precision: bf16\n")
+    user_config = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
+    (root / "hf" / "accelerate" / "default_config.yaml").write_text(user_config + "mixed_precision: bf16\n")
     values = {
         "output_dir": str(root / "outputs"),
         "model": {"name": str(tiny_llama), "max_seq_len": 64},
@@ -123,7 +123,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
         "logging": {"steps": 1, "backend": "none"},
     }  # fmt: skip
     (root / "run.yaml").write_text(json.dumps(values))
-    place = Shop(root)
+    place = Project(root)
     yield place
     for process in place.started:  # a failed test must not leave a run that goes on
         if process.poll() is None:
@@ -133,7 +133,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
 
 def modules_of(processes: list[psutil.Process]) -> list[str]:
     lines = [each.cmdline() for each in processes]
-    return [words[words.index("-m") + 1] for words in lines if "-m" in words]
+    return [argv[argv.index("-m") + 1] for argv in lines if "-m" in argv]
 
 
 PLAIN = [
@@ -146,20 +146,20 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize(("launcher", "words", "kind", "processes"), PLAIN)
+@pytest.mark.parametrize(("launcher", "options", "kind", "processes"), PLAIN)
 def test_run_has_the_ranks_and_the_strategy_that_were_asked_for(
-    shop: Shop, launcher: str, words: list[str], kind: str, processes: int
+    project: Project, launcher: str, options: list[str], kind: str, processes: int
 ):
     name = f"plain-{launcher}-{kind}"
-    # With the config that lies there accelerate would start a single process.
-    env = {"HF_HOME": str(shop.root / "hf")} | ({"PYTHONPATH": str(CPU_FSDP)} if kind == "FSDP" else {})
-    assert shop.start(name, *WORDS[launcher], *words, **env).wait(LIMIT_S) == 0, shop.said(name)
-    status = shop.status(name)
+    # With the config in this folder accelerate would start a single process.
+    env = {"HF_HOME": str(project.root / "hf")} | ({"PYTHONPATH": str(CPU_FSDP)} if kind == "FSDP" else {})
+    assert project.start(name, *OPTIONS[launcher], *options, **env).wait(LIMIT_S) == 0, project.output(name)
+    status = project.status(name)
     assert (status["state"], status["step"]) == ("done", STEPS)
     ranks = [(rank["distributed_type"], rank["world_size"], rank["is_main"]) for rank in status["ranks"]]
     assert ranks == [(kind, processes, place == 0) for place in range(processes)]
     if (launcher, kind) == ("accelerate", "MULTI_CPU"):
-        assert shop.adapter(name) == shop.adapter("plain-torchrun-MULTI_CPU")
+        assert project.adapter(name) == project.adapter("plain-torchrun-MULTI_CPU")
 
 
 STOPS = [
@@ -174,48 +174,48 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("launcher", "name"), STOPS)
-def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(shop: Shop, launcher: str, name: str):
+def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(
+    project: Project, launcher: str, name: str
+):
     run, number = f"{launcher}-{name}", getattr(signal, name)
-    process, everybody = shop.hold(run, launcher)
-    ranks = [rank["pid"] for rank in shop.status(run)["ranks"]]
+    process, processes_of_run = project.hold(run, launcher)
+    ranks = [rank["pid"] for rank in project.status(run)["ranks"]]
     assert len(ranks) == (1 if launcher == "python" else 2)
-    assert modules_of(everybody)[1 : len(STARTED[launcher]) + 1] == STARTED[launcher]
-    assert {each.pid for each in everybody} >= set(ranks)
+    assert modules_of(processes_of_run)[1 : len(STARTED[launcher]) + 1] == STARTED[launcher]
+    assert {each.pid for each in processes_of_run} >= set(ranks)
     process.send_signal(number)
-    shop.let_go(run)
-    assert process.wait(LIMIT_S) == 128 + number, shop.said(run)
-    wait_until(lambda: not any(is_alive(each.pid) for each in everybody))
-    status = shop.status(run)
+    project.let_go(run)
+    assert process.wait(LIMIT_S) == 128 + number, project.output(run)
+    wait_until(lambda: not any(is_alive(each.pid) for each in processes_of_run))
+    status = project.status(run)
     assert (status["state"], status["exit_code"], status["signal"]) == ("stopped", 128 + number, name)
-    assert shop.complete(run) == [status["step"]]
-    assert status["last_checkpoint"] == str(shop.folder(run).path / "checkpoints" / f"checkpoint-{status['step']}")
+    assert project.complete(run) == [status["step"]]
+    assert status["last_checkpoint"] == str(project.folder(run).path / "checkpoints" / f"checkpoint-{status['step']}")
     assert 2 <= status["step"] < STEPS
-    assert "Traceback" not in (shop.root / f"{run}.txt").read_text()
+    assert "Traceback" not in (project.root / f"{run}.txt").read_text()
 
 
 @needs_linux
 @pytest.mark.parametrize("place", [0, 1], ids=["command", "runner"])
-def test_whoever_is_killed_between_the_command_and_the_ranks_of_deepspeed_takes_all_others_along(
-    shop: Shop, place: int
-):
+def test_a_process_killed_between_the_command_and_the_ranks_of_deepspeed_ends_all_others(project: Project, place: int):
     run = f"killed-{place}"
-    process, everybody = shop.hold(run, "deepspeed")
-    assert modules_of(everybody)[:3] == ["sftplay", *STARTED["deepspeed"]]
-    [each for each in everybody if "-m" in each.cmdline()][place].kill()
+    process, processes_of_run = project.hold(run, "deepspeed")
+    assert modules_of(processes_of_run)[:3] == ["sftplay", *STARTED["deepspeed"]]
+    [each for each in processes_of_run if "-m" in each.cmdline()][place].kill()
     code = process.wait(LIMIT_S)
-    assert code == (-signal.SIGKILL if place == 0 else 5), shop.said(run)
-    wait_until(lambda: not any(is_alive(each.pid) for each in everybody))
+    assert code == (-signal.SIGKILL if place == 0 else 5), project.output(run)
+    wait_until(lambda: not any(is_alive(each.pid) for each in processes_of_run))
 
 
-def test_rank_of_deepspeed_that_is_killed_is_a_death(shop: Shop):
+def test_rank_of_deepspeed_that_is_killed_is_a_death(project: Project):
     run = "dead"
-    process, everybody = shop.hold(run, "deepspeed")
-    pid = shop.status(run)["ranks"][1]["pid"]
+    process, processes_of_run = project.hold(run, "deepspeed")
+    pid = project.status(run)["ranks"][1]["pid"]
     os.kill(pid, signal.SIGKILL)
-    shop.let_go(run)
-    assert process.wait(LIMIT_S) == 5, shop.said(run)
-    wait_until(lambda: not any(is_alive(each.pid) for each in everybody))
-    status = shop.status(run)
+    project.let_go(run)
+    assert process.wait(LIMIT_S) == 5, project.output(run)
+    wait_until(lambda: not any(is_alive(each.pid) for each in processes_of_run))
+    status = project.status(run)
     assert (status["state"], status["error"]["code"]) == ("failed", "death")
-    # DeepSpeed looks once a second who has ended: at the killed rank, or at the other one, which has noticed before.
+    # DeepSpeed checks once a second which rank has ended: the killed one, or the other one that noticed it first.
     assert status["error"]["what"] in ("a rank was killed by SIGKILL", f"rank 1 (process {pid}) has gone")

@@ -1,22 +1,22 @@
-"""What the stacks of a rank are read for: where its main thread stands, and whether ranks meet there."""
+"""The stack of a rank's main thread, and whether it is in a collective."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-from sftplay.launch.supervise.stacks import COLLECTIVES, MEETINGS_BELOW, Stack, main_stack
+from sftplay.launch.supervise.stacks import COLLECTIVES, NATIVE_COLLECTIVES, Stack, main_stack
 
 
-def test_the_files_of_torch_in_which_ranks_meet_are_where_they_are_looked_for():
+def test_torch_has_the_files_in_which_collectives_start():
     site = Path(importlib.util.find_spec("torch").origin).parents[1]
     assert "def all_gather_object(" in (site / COLLECTIVES).read_text()
-    assert all("broadcast_coalesced(" in (site / name).read_text() for name in MEETINGS_BELOW[:2])
-    assert "def _engine_run_backward(" in (site / MEETINGS_BELOW[2]).read_text()
+    assert all("broadcast_coalesced(" in (site / name).read_text() for name in NATIVE_COLLECTIVES[:2])
+    assert "def _engine_run_backward(" in (site / NATIVE_COLLECTIVES[2]).read_text()
 
 
-def test_the_last_thread_of_an_answer_is_the_main_one_and_behind_too_many_none_is():
-    # As CPython 3.11 and 3.14 head the threads.
+def test_the_last_thread_of_an_answer_is_the_main_one_and_after_too_many_threads_none_is():
+    # The headings of threads in CPython 3.11 and 3.14.
     text = (
         'Thread 0x01 (most recent call first):\n  File "a.py", line 1 in a\n\n'
         'Current thread 0x02 [python] (most recent call first):\n  File "b.py", line 2 in b\n'

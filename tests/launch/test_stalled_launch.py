@@ -1,4 +1,4 @@
-"""The end of a launch that stands still: all its processes go, and the run's folder says why."""
+"""The end of a stalled launch: all its processes end, and the run's folder has the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import read_heartbeats
 from sftplay.launch.command.command import Launch
@@ -37,22 +37,22 @@ time.sleep(600)
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc to find the processes")
 def test_a_launch_that_stands_still_is_ended_with_all_its_processes_and_noted(folder, capfd):
     folder.resolved.write_text(CONFIG)
-    told = json.dumps({"logs": str(folder.logs)})
-    launch = Launch((sys.executable, "-c", LAUNCHER, RANK, told), {"PYTHONPATH": str(ROOT)})
+    settings = json.dumps({"logs": str(folder.logs)})
+    launch = Launch((sys.executable, "-c", LAUNCHER, RANK, settings), {"PYTHONPATH": str(ROOT)})
     assert follow(launch, folder) == 5
-    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if is_of(path, told)] == []
+    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if has_argument(path, settings)] == []
     status = folder.read_json("status.json")
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert (status["state"], status["exit_code"], status["error"]["code"]) == ("failed", 5, "run")
     assert status["attempts"] == [{"from_step": 0, "to_step": 4, "cause": status["error"]["what"]}]
     assert re.match(r"ranks? .* been in data for \d+ s at step 5", status["error"]["what"])
-    assert f"{folder.path}: {status['error']['what']}\n  fix: look at " in said
-    assert " in nobody_feeds_me" in said
+    assert f"{folder.path}: {status['error']['what']}\n  fix: look at " in output
+    assert " in nobody_feeds_me" in output
 
 
-def is_of(path, told):
+def has_argument(path, settings):
     try:
-        return told.encode() in path.read_bytes()
+        return settings.encode() in path.read_bytes()
     except OSError:
         return False
 
@@ -70,8 +70,8 @@ sys.exit(follow(Launch(tuple(sys.argv[2:]), {}), RunFolder(Path(sys.argv[1]))))
 def test_a_second_stop_signal_ends_a_run_that_stands_still_and_is_given_time(folder, monkeypatch):
     monkeypatch.delenv("MAKELEVEL", raising=False)  # the suite may have been started by make
     folder.resolved.write_text(CONFIG.replace("1}", "600}"))
-    told = json.dumps({"logs": str(folder.logs), "place": "notes_signals"})
-    argv = [sys.executable, "-c", FOLLOW, str(folder.path), sys.executable, RANK, told]
+    settings = json.dumps({"logs": str(folder.logs), "place": "notes_signals"})
+    argv = [sys.executable, "-c", FOLLOW, str(folder.path), sys.executable, RANK, settings]
     follower = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         wait_until((folder.logs / "ready").exists)
@@ -79,7 +79,7 @@ def test_a_second_stop_signal_ends_a_run_that_stands_still_and_is_given_time(fol
         wait_until((folder.logs / "noted").exists)
         assert follower.poll() is None
         follower.send_signal(signal.SIGTERM)
-        assert follower.wait(240) == 143
+        assert follower.wait(HANG_S) == 143
     finally:
         follower.kill()
         follower.wait()
@@ -88,11 +88,11 @@ def test_a_second_stop_signal_ends_a_run_that_stands_still_and_is_given_time(fol
     assert not is_alive(read_heartbeats(folder.logs)[0].pid)
 
 
-def test_a_rank_that_stalls_behind_an_end_that_was_told_leaves_it_as_it_is(folder, capfd):
+def test_a_rank_that_stalls_after_a_recorded_end_does_not_change_it(folder, capfd):
     folder.resolved.write_text(CONFIG)
     folder.update_status(state="failed", exit_code=4)
-    told = json.dumps({"logs": str(folder.logs)})
-    assert follow(Launch((sys.executable, RANK, told), {"PYTHONPATH": str(ROOT)}), folder) == 4
+    settings = json.dumps({"logs": str(folder.logs)})
+    assert follow(Launch((sys.executable, RANK, settings), {"PYTHONPATH": str(ROOT)}), folder) == 4
     assert folder.read_json("status.json")["exit_code"] == 4
     assert "rank 0 has been in data" in capfd.readouterr().out
 

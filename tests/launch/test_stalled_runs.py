@@ -1,4 +1,4 @@
-"""Real runs in which one rank falls asleep: each ends by itself and says which rank sleeps and where.
+"""Real runs in which one rank falls asleep: each ends by itself and names the rank and the place in the code.
 
 A hook on PYTHONPATH lays the sleep into a function of the worker, all runs side by side.
 """
@@ -38,40 +38,40 @@ def lay_sleep(owner, name, call):
             nobody_knows_why()
         return whole(*args, **more)
     setattr(owner, name, counted)
-    for module in list(sys.modules.values()):  # that have taken it by its name, where they are imported already
+    for module in list(sys.modules.values()):  # modules that have imported the function by its name
         for key in [key for key, value in getattr(module, "__dict__", {}).items() if value is whole]:
             setattr(module, key, counted)
 
-told = json.loads(os.environ.get("SLEEP", "null"))
+sleep = json.loads(os.environ.get("SLEEP", "null"))
 in_worker = "sftplay.tasks.worker" in " ".join(sys.orig_argv)
-if told and in_worker and os.environ.get("RANK", "alone") == told["rank"]:
-    *owner, name = told["function"].split(".")
-    target = importlib.import_module(told["module"])
+if sleep and in_worker and os.environ.get("RANK", "alone") == sleep["rank"]:
+    *owner, name = sleep["function"].split(".")
+    target = importlib.import_module(sleep["module"])
     for each in owner:
         target = getattr(target, each)
-    lay_sleep(target, name, told["call"])
+    lay_sleep(target, name, sleep["call"])
 """
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """Where a rank falls asleep, and what is to be said then."""
+    """Where a rank falls asleep, and the error that is expected then."""
 
     rank: str
     module: str
     function: str
     call: int
-    said: str
+    output: str
 
 
 SLEEPS = {
-    # The loader fetches two windows before the first step, then one behind each: the fourth behind the second. The
-    # other rank has its window already, and waits with it to add up the labels of all.
+    # The loader fetches two windows before the first step and one after each: the fourth after the second. The
+    # other rank already has its window and waits to add up the labels of all ranks.
     "data": Sleep(
         "1", "sftplay.tasks.step.micro_batches", "Collator.__call__", 4,
         r"rank 1 has been in data for \d+ s at step 3; rank 0 waits for it \(data\)",
     ),
-    # Two passes try the label head, then come two pieces a step: the seventh is the third step's first.
+    # Two passes try the label head, then each step has two micro-batches: the seventh pass is the third step's first.
     "forward": Sleep(
         "0", "transformers.models.llama.modeling_llama", "LlamaForCausalLM.forward", 7,
         r"rank 0 has been in forward for \d+ s at step 3; rank 1 waits for it \(communication\)",
@@ -89,15 +89,15 @@ SLEEPS = {
 
 @dataclass
 class Ended:
-    """A run that has ended, as it lies there."""
+    """A run that has ended, and its files."""
 
     code: int
-    said: str
+    output: str
     folder: RunFolder
     mark: str
 
     def processes(self):
-        """The command lines of its processes that are still there."""
+        """The command lines of its processes that are still alive."""
         return [
             path.with_name("cmdline").read_bytes()
             for path in Path("/proc").glob("[0-9]*/environ")
@@ -153,30 +153,30 @@ def ended(root):
     running = {name: start(root, name, sleep) for name, sleep in SLEEPS.items()}
     try:
         codes = {name: process.wait(150) for name, process in running.items()}
-    finally:  # a run that was not ended must not sleep on
+    finally:  # a run that did not end must not stay
         for process in running.values():
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    return {name: look_at(root, name, code) for name, code in codes.items()}
+    return {name: read_run(root, name, code) for name, code in codes.items()}
 
 
-def look_at(root, name, code):
-    said = (root / f"{name}.txt").read_text()
-    return Ended(code, said, RunFolder(root / "outputs" / name), mark_of(root, name))
+def read_run(root, name, code):
+    output = (root / f"{name}.txt").read_text()
+    return Ended(code, output, RunFolder(root / "outputs" / name), mark_of(root, name))
 
 
 @pytest.mark.parametrize("name", SLEEPS)
 def test_a_run_with_a_rank_asleep_ends_with_5_and_names_rank_phase_and_code(ended, name):
     run, sleep = ended[name], SLEEPS[name]
-    assert run.code == 5, run.said
-    told = re.search(rf"^{re.escape(str(run.folder.path))}: ({sleep.said})\n  fix: look at ", run.said, re.M)
-    assert told, run.said
-    assert " in nobody_knows_why\n" in run.said
-    assert "Traceback" not in run.said
+    assert run.code == 5, run.output
+    match = re.search(rf"^{re.escape(str(run.folder.path))}: ({sleep.output})\n  fix: look at ", run.output, re.M)
+    assert match, run.output
+    assert " in nobody_knows_why\n" in run.output
+    assert "Traceback" not in run.output
     status = run.folder.read_json("status.json")
-    assert (status["state"], status["exit_code"], status["error"]["what"]) == ("failed", 5, told[1])
-    assert [attempt["cause"] for attempt in status["attempts"]] == [told[1]]
+    assert (status["state"], status["exit_code"], status["error"]["what"]) == ("failed", 5, match[1])
+    assert [attempt["cause"] for attempt in status["attempts"]] == [match[1]]
 
 
 @pytest.mark.parametrize("name", SLEEPS)

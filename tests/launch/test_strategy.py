@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.errors import ConfigError
 from sftplay.launch.command.strategy import SHARDED, ZERO_STAGES, strategy_environment
@@ -64,9 +65,9 @@ def test_fsdp_has_the_environment_of_accelerate_launch(strategy):
 
 
 def in_a_worker(env, code):
-    """What a fresh process under an environment prints."""
+    """The output of a new process with this environment."""
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -82,8 +83,8 @@ print(*plugin.transformer_cls_names_to_wrap, plugin.cpu_ram_efficient_loading, p
 print(mesh.dp_replicate_size, mesh.dp_shard_size)
 """
     env = strategy_environment("hsdp", **GPUS | {"world_size": 6}, layer_class="LlamaDecoderLayer")
-    said = ["2", "True", "FULL_STATE_DICT", "LlamaDecoderLayer", "False", "False", "2", "3"]
-    assert in_a_worker(env, code) == said
+    expected = ["2", "True", "FULL_STATE_DICT", "LlamaDecoderLayer", "False", "False", "2", "3"]
+    assert in_a_worker(env, code) == expected
 
 
 def test_accelerate_takes_up_the_zero_environment_on_a_cpu():

@@ -1,4 +1,4 @@
-"""The watchdog over a launch names the rank that does not go on, and nobody else. Real processes, a clock by hand."""
+"""The watchdog of a launch names the rank without progress and no other. Real processes, a clock set by hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Clock:
         end = self.ahead_s + seconds
         while self.ahead_s < end:
             self.ahead_s = min(self.ahead_s + GAP_S / 2, end)
-            watchdog.look()
+            watchdog.check()
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def clock():
 
 @pytest.fixture
 def watchdog(folder, clock):
-    """One whose launcher is this process."""
+    """A watchdog whose launcher is this process."""
     dog = Watchdog(folder, TIMEOUT_S, clock=clock)
     dog.attach(os.getpid())
     return dog
@@ -60,15 +60,15 @@ def watchdog(folder, clock):
 
 @pytest.fixture
 def start(folder, watchdog):
-    """Starts a rank that stays where it is told to; returned when it is there."""
+    """Starts a rank that stays in the given phase, and returns it when it is there."""
     started = []
 
-    def start(number, *, by=(), **told):
-        argv = [*by, sys.executable, RANK, json.dumps({"logs": str(folder.logs), **told})]
+    def start(number, *, by=(), **settings):
+        argv = [*by, sys.executable, RANK, json.dumps({"logs": str(folder.logs), **settings})]
         env = {**os.environ, "RANK": str(number), "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(argv, env=env, start_new_session=True)
         started.append(process)
-        phase = told.get("phase", "data")
+        phase = settings.get("phase", "data")
         wait_until(lambda: any((beat.rank, beat.phase) == (number, phase) for beat in read_heartbeats(folder.logs)))
         return process
 
@@ -84,15 +84,15 @@ def stall_of(watchdog, clock, seconds):
     return caught.value
 
 
-def test_the_rank_that_does_not_go_on_is_named_with_phase_step_and_code_and_those_that_wait_for_it(
+def test_the_rank_without_progress_is_named_with_phase_step_and_code_and_those_that_wait_for_it(
     folder, watchdog, clock, start
 ):
-    start(0, phase="communication", place="meets")
+    start(0, phase="communication", place="waits_in_collective")
     start(1)
     clock.pass_by(TIMEOUT_S - 15, watchdog)
     stall = stall_of(watchdog, clock, 20)
-    said = r"rank 1 has been in data for 6\d s at step 5; rank 0 waits for it \(communication\)"
-    assert re.fullmatch(said, stall.what)
+    expected = r"rank 1 has been in data for 6\d s at step 5; rank 0 waits for it \(communication\)"
+    assert re.fullmatch(expected, stall.what)
     assert (stall.where, stall.exit_code) == (str(folder.path), 5)
     for part in (str(folder.logs / "rank1.stacks"), "train.stall_timeout (60 s)", "`make resume`"):
         assert part in stall.fix
@@ -116,7 +116,7 @@ def test_a_rank_between_steps_may_take_as_long_as_it_likes(folder, watchdog, clo
 
 
 def test_a_rank_that_meets_others_is_not_blamed_though_it_is_behind(watchdog, clock, start):
-    start(0, phase="save", step=4, place="meets")
+    start(0, phase="save", step=4, place="waits_in_collective")
     start(1, phase="communication", step=4)
     start(2, phase="forward")
     assert re.match(
@@ -125,7 +125,7 @@ def test_a_rank_that_meets_others_is_not_blamed_though_it_is_behind(watchdog, cl
     )
 
 
-def test_where_all_wait_that_is_said_and_a_little_later(watchdog, clock, start):
+def test_when_all_ranks_wait_it_is_reported_a_little_later(watchdog, clock, start):
     start(0, phase="communication")
     start(1, phase="communication")
     clock.pass_by(TIMEOUT_S + 2, watchdog)
@@ -136,14 +136,14 @@ def test_where_all_wait_that_is_said_and_a_little_later(watchdog, clock, start):
     assert "network" in stall.fix
 
 
-def test_who_waits_for_a_rank_that_is_at_work_for_less_than_the_timeout_waits_on(watchdog, clock, start):
+def test_a_wait_for_a_rank_that_works_for_less_than_the_timeout_is_no_stall(watchdog, clock, start):
     start(0, phase="communication")
     start(1, phase="evaluation", later_s=TIMEOUT_S - 10)
     clock.pass_by(TIMEOUT_S + 20, watchdog)
     assert stall_of(watchdog, clock, TIMEOUT_S).what.startswith("rank 1 has been in evaluation")
 
 
-def test_who_goes_on_while_the_stacks_are_written_is_no_culprit(folder, watchdog, clock, start):
+def test_a_rank_that_makes_progress_while_the_stacks_are_written_is_no_culprit(folder, watchdog, clock, start):
     start(0, place="goes_on")
     clock.pass_by(TIMEOUT_S + 5, watchdog)
     assert "goes_on" in (folder.logs / "rank0.stacks").read_text()
@@ -152,29 +152,29 @@ def test_who_goes_on_while_the_stacks_are_written_is_no_culprit(folder, watchdog
 def test_a_rank_that_has_died_is_left_to_the_launcher(watchdog, clock, start):
     start(0, phase="communication")
     lost = start(1)
-    watchdog.look()
+    watchdog.check()
     clock.pass_by(5, watchdog)
     lost.kill()
     wait_until(lambda: not is_alive(lost.pid))
     clock.pass_by(TIMEOUT_S + 5, watchdog)
 
 
-def test_a_rank_that_another_process_of_the_launch_has_started_is_looked_at_too(watchdog, clock, start):
+def test_a_rank_that_another_process_of_the_launch_has_started_is_watched_too(watchdog, clock, start):
     start(3, by=(sys.executable, "-c", THROUGH_ANOTHER))
     assert "rank 3 has been in data" in str(stall_of(watchdog, clock, TIMEOUT_S + 5))
 
 
-def test_pulses_of_another_node_mean_nothing_here(folder, watchdog, clock, start):
-    foreign, mine = start(3), start(0, phase="idle")
-    watchdog.attach(mine.pid)
-    # In containers another node's processes may have the pids of ours.
-    Heartbeat(heartbeat_path(folder.logs, 4), pid=mine.pid).enter("save", step=1)
+def test_heartbeats_of_another_node_are_ignored(folder, watchdog, clock, start):
+    other_node, own = start(3), start(0, phase="idle")
+    watchdog.attach(own.pid)
+    # In containers, processes of two nodes may have the same pid.
+    Heartbeat(heartbeat_path(folder.logs, 4), pid=own.pid).enter("save", step=1)
     clock.pass_by(2 * TIMEOUT_S, watchdog)
-    assert is_alive(foreign.pid)
+    assert is_alive(other_node.pid)
     assert (folder.logs / "rank3.stacks").read_text() == ""
 
 
-def test_a_pulse_that_an_earlier_launch_has_left_is_not_looked_at(folder, clock, start):
+def test_a_heartbeat_of_an_earlier_launch_is_ignored(folder, clock, start):
     start(0)
     later = Watchdog(folder, TIMEOUT_S, clock=clock)
     later.attach(os.getpid())
@@ -185,7 +185,7 @@ def test_a_parent_that_was_away_gives_all_ranks_the_full_time_again(watchdog, cl
     start(0)
     clock.pass_by(TIMEOUT_S - 15, watchdog)
     clock.ahead_s += 1000
-    watchdog.look()
+    watchdog.check()
     clock.pass_by(TIMEOUT_S - 15, watchdog)
     stall_of(watchdog, clock, 20)
 
@@ -215,26 +215,26 @@ def test_a_process_that_does_not_listen_yet_gets_no_signal_which_would_kill_it(w
     assert is_alive(process.pid)
 
 
-# Who is behind
+# Which rank is behind
 
 OWN = Stack(('  File "rows.py", line 7 in read',))
 MEETING = Stack(('  File "/x/torch/distributed/distributed_c10d.py", line 7 in barrier', *OWN.lines))
 BELOW = Stack(('  File "/x/torch/autograd/graph.py", line 7 in _engine_run_backward', *OWN.lines))
 
 
-def blamed(*ranks):
+def culprits_of(*ranks):
     beats = [Beat(rank, 100 + rank, step, phase, 0.0) for rank, (step, phase, _) in enumerate(ranks)]
     return [beat.rank for beat in find_culprits(beats, {rank: each[2] for rank, each in enumerate(ranks)})]
 
 
-def test_who_is_furthest_behind_by_step_and_phase_is_blamed():
-    assert blamed((5, "backward", BELOW), (5, "data", OWN)) == [1]
-    assert blamed((5, "save", OWN), (6, "data", OWN)) == [0]
-    assert blamed((5, "optimizer", OWN), (5, "forward", OWN), (5, "forward", OWN)) == [1, 2]
+def test_the_rank_furthest_behind_by_step_and_phase_is_blamed():
+    assert culprits_of((5, "backward", BELOW), (5, "data", OWN)) == [1]
+    assert culprits_of((5, "save", OWN), (6, "data", OWN)) == [0]
+    assert culprits_of((5, "optimizer", OWN), (5, "forward", OWN), (5, "forward", OWN)) == [1, 2]
 
 
-def test_in_the_same_phase_who_may_wait_in_native_code_is_blamed_only_where_all_may():
-    assert blamed((5, "backward", BELOW), (5, "backward", OWN)) == [1]
-    assert blamed((5, "backward", BELOW), (5, "backward", BELOW)) == [0, 1]
-    assert blamed((5, "backward", BELOW), (5, "optimizer", MEETING)) == [0]
-    assert blamed((5, "backward", MEETING), (5, "communication", OWN)) == []
+def test_in_the_same_phase_a_rank_that_may_wait_in_native_code_is_blamed_only_if_all_may():
+    assert culprits_of((5, "backward", BELOW), (5, "backward", OWN)) == [1]
+    assert culprits_of((5, "backward", BELOW), (5, "backward", BELOW)) == [0, 1]
+    assert culprits_of((5, "backward", BELOW), (5, "optimizer", MEETING)) == [0]
+    assert culprits_of((5, "backward", MEETING), (5, "communication", OWN)) == []

@@ -289,7 +289,7 @@ def test_the_hub_is_asked_once_and_the_token_is_never_shown(tmp_path, monkeypatc
     assert "secret" not in " ".join(each.as_text() for each in findings)
 
 
-def test_a_hub_that_does_not_answer_matters_only_for_what_is_not_cached(tmp_path):
+def test_a_hub_that_does_not_answer_matters_only_for_models_that_are_not_cached(tmp_path):
     with socket.socket() as closed:  # bound and not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         environ = {"HF_ENDPOINT": f"http://127.0.0.1:{closed.getsockname()[1]}", "HF_HOME": str(tmp_path)}

@@ -255,11 +255,11 @@ def test_memory_is_the_machines_or_the_lowest_limit_of_its_groups(kernel, files,
         "less on the machine than in the group",
     ],
 )
-def test_free_memory_is_what_machine_and_group_both_leave(kernel, files, free):
+def test_free_memory_is_the_lower_of_machine_and_group(kernel, files, free):
     assert ram.ram_free_bytes(kernel(files)) == free
 
 
-def test_resident_memory_of_this_process_is_what_the_kernel_counts():
+def test_resident_memory_of_this_process_is_the_count_of_the_kernel():
     import resource
 
     now, peak = ram.resident_bytes(os.getpid())
@@ -286,7 +286,7 @@ def test_the_whole_machine_can_be_written_as_json(nvml):
     assert content["gpus"][0]["processes"] == []  # a manifest does not list what others run
 
 
-def test_memory_a_run_may_count_on_is_what_is_free():
+def test_a_run_may_count_on_the_free_memory():
     plain = {"gpus": (), "gpu_reason": "", "ram_bytes": 8, "cores": 1, "python": "", "system": "", "libraries": {}}
     assert probes.Machine(**plain).ram_available == 8
     assert probes.Machine(**plain, ram_free_bytes=5).ram_available == 5

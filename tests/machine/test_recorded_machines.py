@@ -112,7 +112,7 @@ def test_a_mig_instance_is_chosen_by_its_uuid(monkeypatch, capsys):
     assert gpu.capability == (8, 0)
 
 
-def test_a_shared_card_counts_for_what_is_free_on_it(monkeypatch):
+def test_a_shared_card_counts_with_its_free_memory(monkeypatch):
     driver.install(monkeypatch, driver.recorded("shared"))
     assert [gpu.plannable_bytes // 2**20 for gpu in probe.probe().gpus] == [338, 8386, 11424]
 

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from huggingface_hub import snapshot_download
 from in_process import Inputs, sized, written_config
+from processes import HANG_S
 
 from sftplay.config.schema.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError
@@ -222,7 +223,7 @@ def test_weights_are_fetched_once_however_they_are_cut_and_nothing_else(
         (handler.folder / "model.safetensors.index.json").write_text(json.dumps(index))
     env = {**os.environ, **hub_environment(address, tmp_path / "hf")}
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", FETCH], env=env, cwd=ROOT, check=True, timeout=240)
+        subprocess.run([sys.executable, "-c", FETCH], env=env, cwd=ROOT, check=True, timeout=HANG_S)
     read = [path.rsplit("/", 1)[-1] for command, path in handler.asked if command == "GET" and "/resolve/" in path]
     wanted = [path.name for path in weights] + ["model.safetensors.index.json"] * (parts == 2)
     assert sorted(read) == sorted(wanted)

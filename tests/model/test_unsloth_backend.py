@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from in_process import Inputs, sized, written_config
+from processes import HANG_S
 from safetensors.torch import load_file, save_file
 from unsloth_stand_in import FastLanguageModel, as_module
 
@@ -156,7 +157,7 @@ def imported(folder: Path, text: str) -> str:
     (folder / "unsloth").mkdir()
     (folder / "unsloth" / "__init__.py").write_text(text)
     argv = [sys.executable, "-c", IMPORT, str(folder)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stderr == ""
     return done.stdout
 

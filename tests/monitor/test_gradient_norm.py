@@ -1,4 +1,4 @@
-"""The length of a gradient beside the same in fp64, where torch's own in fp32 goes wrong."""
+"""The norm of a gradient compared with fp64, in cases where torch's own norm in fp32 is inexact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_norm_is_that_of_fp64(sizes: tuple[int, ...]):
     assert float(gradient_norm(parameters)) == pytest.approx(exact, rel=1e-6)
 
 
-def test_it_is_finer_than_torchs_own_on_a_large_tensor():
+def test_torchs_own_norm_is_less_exact_on_a_large_tensor():
     parameters = with_gradients(2_000_000)
     exact = float(parameters[0].grad.double().norm())
     assert abs(float(torch.nn.utils.get_total_norm([parameters[0].grad])) / exact - 1) > 1e-5

@@ -1,4 +1,4 @@
-"""How gradients travel between two real ranks, plain and compressed, and what part of a step only waits for them."""
+"""How two real ranks exchange gradients, plain and compressed, and the share of a step that only waits for them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from forking import START
 from in_process import Inputs, written_config
+from processes import HANG_S
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.cluster import CommConfig
 from sftplay.heartbeat import Heartbeat
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.monitor import gradient_sync
 from sftplay.monitor.gradient_sync import GradientSync, choose_hook, exposed_s
@@ -33,7 +34,7 @@ from sftplay.tasks.step import gradient_average
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 
-# Libraries are imported once, by the parent; forked in front of any work, none of them has started a thread.
+# The parent imports the libraries once. It forks before any work, so no library has started a thread.
 FORK_RUNS = (
     START
     + """
@@ -43,13 +44,13 @@ from sftplay.tasks.run.train_run import TrainRun
 
 train = TrainRun.train
 
-def train_and_tell(self, trainer):
+def train_and_log(self, trainer):
     outcome = train(self, trainer)
-    told = trainer.model_wrapped._get_ddp_logging_data()
-    (self.folder.path / f"ddp-{os.environ['RANK']}.json").write_text(json.dumps(told))
+    ddp_log = trainer.model_wrapped._get_ddp_logging_data()
+    (self.folder.path / f"ddp-{os.environ['RANK']}.json").write_text(json.dumps(ddp_log))
     return outcome
 
-TrainRun.train = train_and_tell
+TrainRun.train = train_and_log
 for folder, port in zip(sys.argv[1::2], sys.argv[2::2]):
     children = [start(folder, port, rank) for rank in range(2)]
     if any(os.waitpid(child, 0)[1] for child in children):
@@ -58,8 +59,8 @@ for folder, port in zip(sys.argv[1::2], sys.argv[2::2]):
 )
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "behind": {},
-    "within": {"train__oom_recovery": False},
+    "after": {},
+    "during": {"train__oom_recovery": False},
     "fp16": {"cluster__comm__hook": "fp16"},
     "powersgd": {"cluster__comm__hook": "powersgd"},
     "static": {
@@ -70,29 +71,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a run of two ranks left."""
+class TwoRanks:
+    """The files of a run of two ranks."""
 
     losses: list[float]
     lines: list[dict[str, Any]]
     ddp: list[dict[str, Any]]
-    said: str
+    output: str
 
 
 @pytest.fixture(scope="module")
 def runs(
     tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Ran]:
-    home = tmp_path_factory.mktemp("traffic")
+) -> dict[str, TwoRanks]:
+    home = tmp_path_factory.mktemp("sync")
     inputs = Inputs(tiny_llama, chat_rows, held_out_rows)
     folders = {name: _prepared(home / name, inputs, changes) for name, changes in VARIANTS.items()}
-    words = [word for folder in folders.values() for word in (str(folder.path), str(free_port(0)))]
+    arguments = [each for folder in folders.values() for each in (str(folder.path), str(free_port(0)))]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORK_RUNS, *words],
-        cwd=ROOT, env=env, timeout=300, capture_output=True, text=True, check=False,
+    process = subprocess.run(
+        [sys.executable, "-c", FORK_RUNS, *arguments],
+        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     return {name: _read(folder) for name, folder in folders.items()}
 
 
@@ -110,62 +111,62 @@ def _prepared(home: Path, inputs: Inputs, changes: dict[str, Any]) -> RunFolder:
     return folder
 
 
-def _read(folder: RunFolder) -> Ran:
+def _read(folder: RunFolder) -> TwoRanks:
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     ddp = [json.loads((folder.path / f"ddp-{rank}.json").read_text()) for rank in (0, 1)]
-    return Ran([line["loss"] for line in lines], lines, ddp, (folder.logs / "rank0.log").read_text())
+    return TwoRanks([line["loss"] for line in lines], lines, ddp, (folder.logs / "rank0.log").read_text())
 
 
 @pytest.mark.slow
-def test_ddps_own_exchange_gives_the_losses_of_the_one_behind_the_window(runs: dict[str, Ran]):
-    assert len(runs["behind"].losses) == STEPS
-    assert runs["within"].losses == pytest.approx(runs["behind"].losses, rel=1e-5)
-    assert runs["static"].losses == pytest.approx(runs["behind"].losses, rel=1e-5)
+def test_ddps_own_exchange_gives_the_losses_of_the_exchange_after_the_window(runs: dict[str, TwoRanks]):
+    assert len(runs["after"].losses) == STEPS
+    assert runs["during"].losses == pytest.approx(runs["after"].losses, rel=1e-5)
+    assert runs["static"].losses == pytest.approx(runs["after"].losses, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_an_fp16_hook_trains_close_to_whole_gradients_and_not_the_same(runs: dict[str, Ran]):
+def test_an_fp16_hook_trains_close_to_whole_gradients_and_not_the_same(runs: dict[str, TwoRanks]):
     # fp16 keeps 11 bits: a gradient is off by 2**-12 of itself at most, a loss by far less than a hundredth.
-    plain, compressed = runs["behind"].losses, runs["fp16"].losses
+    plain, compressed = runs["after"].losses, runs["fp16"].losses
     assert compressed == pytest.approx(plain, rel=0.01)
     assert compressed != plain
-    assert [told["comm_hook"] for told in runs["fp16"].ddp] == ["fp16_compress_hook"] * 2
+    assert [ddp_log["comm_hook"] for ddp_log in runs["fp16"].ddp] == ["fp16_compress_hook"] * 2
 
 
 @pytest.mark.slow
-def test_powersgd_trains_on_a_compressed_gradient(runs: dict[str, Ran]):
-    plain, compressed = runs["behind"].losses, runs["powersgd"].losses
-    # Steps before the third are not compressed, and a step's loss shows what the step before it did.
+def test_powersgd_trains_on_a_compressed_gradient(runs: dict[str, TwoRanks]):
+    plain, compressed = runs["after"].losses, runs["powersgd"].losses
+    # The first two steps are not compressed, and the loss of a step shows the effect of the step before it.
     assert compressed[:3] == pytest.approx(plain[:3], rel=1e-5)
     assert compressed[4:] != pytest.approx(plain[4:], rel=1e-5)
     assert compressed[-1] < compressed[0]
-    assert [told["comm_hook"] for told in runs["powersgd"].ddp] == ["powerSGD_hook"] * 2
-    assert "PowerSGD is lossy" in runs["powersgd"].said
+    assert [ddp_log["comm_hook"] for ddp_log in runs["powersgd"].ddp] == ["powerSGD_hook"] * 2
+    assert "PowerSGD is lossy" in runs["powersgd"].output
 
 
 @pytest.mark.slow
-def test_the_keys_of_ddp_reach_ddp(runs: dict[str, Ran]):
-    assert [told["bucket_cap_bytes"] for told in runs["behind"].ddp] == [25 * 2**20] * 2
-    assert [told["bucket_cap_bytes"] for told in runs["static"].ddp] == [2**20] * 2
+def test_the_keys_of_ddp_reach_ddp(runs: dict[str, TwoRanks]):
+    assert [ddp_log["bucket_cap_bytes"] for ddp_log in runs["after"].ddp] == [25 * 2**20] * 2
+    assert [ddp_log["bucket_cap_bytes"] for ddp_log in runs["static"].ddp] == [2**20] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_line_of_metrics_says_what_share_of_a_step_is_exposed_communication(runs: dict[str, Ran], name: str):
+def test_a_line_of_metrics_has_the_share_of_a_step_that_is_exposed_communication(runs: dict[str, TwoRanks], name: str):
     for line in runs[name].lines:
         share = line["step_split"]["communication_s"] / line["step_s"]
         assert line["exposed_communication_share"] == pytest.approx(share, abs=1e-3)
         assert 0 < share < 1
-    assert "went to exchanging gradients" in runs[name].said
+    assert "went to exchanging gradients" in runs[name].output
 
 
 @pytest.mark.slow
-def test_what_a_hook_costs_is_said_at_the_start(runs: dict[str, Ran]):
-    assert "running out of memory in that micro-batch restarts the run" in runs["fp16"].said
-    assert "restarts the run" not in runs["behind"].said
+def test_the_costs_of_a_hook_are_printed_at_the_start(runs: dict[str, TwoRanks]):
+    assert "running out of memory in that micro-batch restarts the run" in runs["fp16"].output
+    assert "restarts the run" not in runs["after"].output
 
 
-def test_exposed_time_is_what_sending_took_beyond_what_computing_covered():
+def test_exposed_time_is_the_time_of_sending_that_computing_did_not_cover():
     assert exposed_s({"backward_comm_time": 5_000_000, "backward_compute_comm_overlap_time": 2_000_000}) == 0.003
     assert exposed_s({"backward_comm_time": 5_000_000, "backward_compute_comm_overlap_time": 6_000_000}) == 0
     assert exposed_s({"iteration": 0}) == 0
@@ -205,25 +206,25 @@ def test_the_hook_of_the_config_is_accelerates(hook: str, kind: DDPCommunication
     assert bool(handler.comm_state_option) == (hook == "powersgd")
 
 
-def test_the_line_at_the_end_weighs_each_stretch_by_its_time(monkeypatch: pytest.MonkeyPatch):
+def test_the_line_at_the_end_weighs_each_interval_by_its_time(monkeypatch: pytest.MonkeyPatch):
     # 2 steps of 1 s, half of it exposed, then 1 step of 2 s without any: 1 s of 4.
-    said: list[str] = []
-    monkeypatch.setattr(gradient_sync.log, "say", said.append)
+    printed: list[str] = []
+    monkeypatch.setattr(gradient_sync.log, "say", printed.append)
     monkeypatch.setattr(gradient_sync.log, "world_size", lambda: 2)
-    watcher = GradientSync(SimpleNamespace(cluster=SimpleNamespace(comm=CommConfig(), strategy="ddp")), Heartbeat())
-    behind = SimpleNamespace(sends_afterwards=True)
-    watcher.attach(SimpleNamespace(replay=behind, accelerator=SimpleNamespace(ddp_handler=None)))
-    watcher.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    sync = GradientSync(SimpleNamespace(cluster=SimpleNamespace(comm=CommConfig(), strategy="ddp")), Heartbeat())
+    replay = SimpleNamespace(sends_afterwards=True)
+    sync.attach(SimpleNamespace(replay=replay, accelerator=SimpleNamespace(ddp_handler=None)))
+    sync.on_train_begin(None, SimpleNamespace(global_step=0), None)
     for step, step_s, share in ((2, 1.0, 0.5), (3, 2.0, 0.0)):
         figures = {"step_s": step_s, "exposed_communication_share": share}
-        watcher.on_log(None, SimpleNamespace(global_step=step), None, logs=figures)
-    watcher.on_log(None, SimpleNamespace(global_step=3), None, logs={"train_runtime": 9.0})
-    watcher.on_train_end(None, None, None)
-    assert len(said) == 1
-    assert "25.0% of the time" in said[0]
+        sync.on_log(None, SimpleNamespace(global_step=step), None, logs=figures)
+    sync.on_log(None, SimpleNamespace(global_step=3), None, logs={"train_runtime": 9.0})
+    sync.on_train_end(None, None, None)
+    assert len(printed) == 1
+    assert "25.0% of the time" in printed[0]
 
 
-def test_gradients_behind_the_window_travel_in_buckets_of_the_size_that_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_gradients_after_the_window_are_sent_in_buckets_of_the_size_in_the_config(monkeypatch: pytest.MonkeyPatch):
     sent: list[int] = []
     monkeypatch.setattr(gradient_average.torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(gradient_average.torch.distributed, "all_reduce", lambda flat: sent.append(flat.nbytes))

@@ -1,4 +1,4 @@
-"""A run ends in good order: at a signal after its step, at a number that is not finite before the weights change."""
+"""A run ends in good order: after the step in which a signal came, and before a step that is not finite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model_with_gradient(value: float) -> Any:
     return model
 
 
-def look(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = False) -> None:
+def check(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = False) -> None:
     guard.attach(
         SimpleNamespace(
             last_loss=torch.tensor(loss), heartbeat=Heartbeat(), last_rows=[8, 5, 2], rows_not_finite=lambda: [5]
@@ -38,15 +38,15 @@ def look(guard: StopOnBadStep, loss: float, gradient: float, *, fp16: bool = Fal
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_loss_or_gradient_that_is_not_finite_ends_the_run_and_is_named_with_its_rows(bad: float, tmp_path: Path):
+def test_loss_or_gradient_that_is_not_finite_ends_the_run_and_names_the_rows(bad: float, tmp_path: Path):
     path = tmp_path / "bad_step.json"
     guard = StopOnBadStep(path)
-    look(guard, 2.0, 1.0)
+    check(guard, 2.0, 1.0)
     assert not path.exists()
-    with pytest.raises(RunError, match="the loss of step 7 is not finite on rank 0; alone, too, not finite: rows 5"):
-        look(guard, bad, 1.0)
+    with pytest.raises(RunError, match="the loss of step 7 is not finite on rank 0; rows that are not finite alone: 5"):
+        check(guard, bad, 1.0)
     with pytest.raises(RunError, match="the gradient of step 7 is not finite"):
-        look(guard, 2.0, bad)
+        check(guard, 2.0, bad)
     written = json.loads(path.read_text())
     assert written["step"] == 7
     assert [(each["rank"], each["row_ids"], each["rows_not_finite"]) for each in written["ranks"]] == [
@@ -54,18 +54,18 @@ def test_loss_or_gradient_that_is_not_finite_ends_the_run_and_is_named_with_its_
     ]
 
 
-def test_fp16_run_may_skip_steps_until_no_scale_can_cure_them(tmp_path: Path):
+def test_fp16_run_may_skip_as_many_steps_as_its_scale_can_be_halved(tmp_path: Path):
     guard = StopOnBadStep(tmp_path / "bad_step.json")
     for _ in range(FP16_PATIENCE):
-        look(guard, 2.0, math.inf, fp16=True)
-    look(guard, 2.0, 1.0, fp16=True)  # one good step and the count starts again
+        check(guard, 2.0, math.inf, fp16=True)
+    check(guard, 2.0, 1.0, fp16=True)  # one good step and the count starts again
     for _ in range(FP16_PATIENCE):
-        look(guard, math.nan, 1.0, fp16=True)
+        check(guard, math.nan, 1.0, fp16=True)
     with pytest.raises(RunError, match="the loss of step 7"):
-        look(guard, math.nan, 1.0, fp16=True)
+        check(guard, math.nan, 1.0, fp16=True)
 
 
-def listening() -> StopOnSignal:
+def attached_stop() -> StopOnSignal:
     """A guard with a trainer."""
     stop = StopOnSignal()
     stop.attach(SimpleNamespace(heartbeat=Heartbeat()))
@@ -76,11 +76,11 @@ def listening() -> StopOnSignal:
 def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Signals):
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        stop = listening()
+        stop = attached_stop()
         stop.install()
-        calm = stop.on_step_end(None, None, TrainerControl())
-        assert not calm.should_save
-        assert not calm.should_training_stop
+        before_signal = stop.on_step_end(None, None, TrainerControl())
+        assert not before_signal.should_save
+        assert not before_signal.should_training_stop
         signal.raise_signal(number)
         control = stop.on_step_end(None, None, TrainerControl())
         assert stop.received == number
@@ -93,33 +93,33 @@ def test_signal_lets_the_step_finish_then_logs_saves_and_stops(number: signal.Si
 
 
 def stopping_while_ranks_agree(monkeypatch: pytest.MonkeyPatch, others: list[list[int]]) -> tuple[StopOnSignal, list]:
-    """A guard whose ranks answer with `others`, and in whose first agreement SIGTERM arrives."""
-    stop, asked = listening(), []
+    """A guard and the numbers it sends. The other ranks answer with `others`; SIGTERM comes during the first answer."""
+    stop, sent = attached_stop(), []
 
-    def gather(mine: int, _heartbeat: Any) -> list[int]:
-        asked.append(mine)
-        if len(asked) == 1:
+    def gather(received: int, _heartbeat: Any) -> list[int]:
+        sent.append(received)
+        if len(sent) == 1:
             stop._on_signal(signal.SIGTERM, None)
-        return [mine, *others[len(asked) - 1]]
+        return [received, *others[len(sent) - 1]]
 
     monkeypatch.setattr("sftplay.monitor.guards.gather_objects", gather)
-    return stop, asked
+    return stop, sent
 
 
-def test_a_signal_that_comes_while_the_ranks_agree_is_heard_at_the_next_step(monkeypatch: pytest.MonkeyPatch):
-    stop, asked = stopping_while_ranks_agree(monkeypatch, [[0], [0]])
+def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch: pytest.MonkeyPatch):
+    stop, sent = stopping_while_ranks_agree(monkeypatch, [[0], [0]])
     control = stop.on_step_end(None, TrainerState(), TrainerControl())
     assert not control.should_training_stop
     control = stop.on_step_end(None, TrainerState(), TrainerControl())
     assert control.should_training_stop
-    assert asked == [0, signal.SIGTERM]
+    assert sent == [0, signal.SIGTERM]
 
 
-def test_the_first_signal_is_not_taken_for_a_second_when_another_rank_told_of_it_before(
+def test_the_first_signal_does_not_count_as_a_second_when_another_rank_reported_it_before(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    stop = listening()
-    monkeypatch.setattr("sftplay.monitor.guards.gather_objects", lambda mine, _: [mine, int(signal.SIGTERM)])
+    stop = attached_stop()
+    monkeypatch.setattr("sftplay.monitor.guards.gather_objects", lambda received, _: [received, int(signal.SIGTERM)])
     stop.on_step_end(None, TrainerState(), TrainerControl())
     assert stop.received == signal.SIGTERM
     stop._on_signal(signal.SIGTERM, None)  # a second one would end this very process

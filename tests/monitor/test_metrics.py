@@ -1,4 +1,4 @@
-"""Every figure of a line of metrics against counts by hand, plain torch losses and the rows the line names."""
+"""Every figure of a line of metrics compared with counts by hand, plain torch losses and the rows it names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ROWS = [
     {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, -100, 8, 9], "row": 1},
     {"input_ids": [5, 6], "labels": [5, 6], "row": 9},
 ]
-"""3 + 5 + 2 tokens, 2 + 2 + 1 of them learned: the first one of a row is never predicted."""
+"""3 + 5 + 2 tokens; 2 + 2 + 1 of them are learned, because the first token of a row is never predicted."""
 
 LLAMA_LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
 """Weights of the linears in a layer of the tiny Llama: queries and output, keys and values, the MLP."""
 
 
 class Clock:
-    """A clock that stands still until it is told to move."""
+    """A clock that moves only when a test sets `now`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -46,9 +46,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr("sftplay.heartbeat.time", made)
-    return made
+    fake = Clock()
+    monkeypatch.setattr("sftplay.heartbeat.time", fake)
+    return fake
 
 
 def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
@@ -60,7 +60,7 @@ def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:
 
 
 def writer_at(path: Path, trainer: Any, state: Any, costs: CostModel | None = None) -> MetricsWriter:
-    """One that has seen training begin."""
+    """A writer after the begin of training."""
     writer = MetricsWriter(path, attempt=1, keep_row_ids=True, costs=costs or CostModel())
     writer.attach(trainer)
     writer.on_train_begin(None, state, TrainerControl())
@@ -68,7 +68,7 @@ def writer_at(path: Path, trainer: Any, state: Any, costs: CostModel | None = No
 
 
 def line_of(writer: MetricsWriter, state: Any, loss: float = 9.0) -> tuple[dict[str, Any], dict[str, float]]:
-    """The line of metrics that a log event leaves, and what trackers are shown."""
+    """The line of metrics that a log event writes, and the figures for trackers."""
     logs = {"loss": loss, "learning_rate": 0.1}
     writer.on_log(None, state, TrainerControl(), logs)
     return json.loads(writer.path.read_text().splitlines()[-1]), logs
@@ -104,7 +104,7 @@ def test_counts_rates_and_loss_of_known_rows_by_hand(inputs: Inputs, tmp_path: P
     assert shown["rank0/loss"] == line["loss"]
 
 
-def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path: Path, clock: Clock):
+def test_parts_of_a_step_follow_the_clock_and_add_up_to_the_whole_step(tmp_path: Path, clock: Clock):
     heartbeat = Heartbeat()
     window = SimpleNamespace(
         heartbeat=heartbeat, take_counts=lambda: StepCounts(tokens=3, padded_tokens=3, label_tokens=1)
@@ -146,12 +146,12 @@ def test_parts_of_a_step_are_those_of_the_clock_and_add_up_to_all_of_it(tmp_path
 
 
 def share(**values: Any) -> RankShare:
-    given = {"tokens": 0, "padded_tokens": 0, "label_tokens": 0, "samples": 0, "loss_sum": 0.0, "flops": None,
+    defaults = {"tokens": 0, "padded_tokens": 0, "label_tokens": 0, "samples": 0, "loss_sum": 0.0, "flops": None,
              "peak_flops": None, "seconds": {"forward": 2.0}}  # fmt: skip
-    return RankShare(**(given | values))
+    return RankShare(**(defaults | values))
 
 
-def test_ranks_have_losses_of_their_own_which_weigh_as_many_labels_as_they_have():
+def test_each_rank_has_its_own_loss_and_weighs_by_its_labels():
     shares = [
         share(tokens=40, padded_tokens=50, label_tokens=10, loss_sum=20.0, samples=4, flops=3e12, peak_flops=4e12),
         share(tokens=20, padded_tokens=20, label_tokens=30, loss_sum=30.0, samples=4, flops=1e12, peak_flops=4e12,
@@ -171,7 +171,7 @@ def test_ranks_have_losses_of_their_own_which_weigh_as_many_labels_as_they_have(
     assert speed["communication_max_s"] == 0.25
 
 
-def test_what_is_not_known_is_null_and_not_shown_as_a_curve():
+def test_unknown_figures_are_null_and_not_shown_as_a_curve():
     shares = [share(label_tokens=3, loss_sum=6.0, flops=1e12, peak_flops=1e12), share(flops=1e12)]
     assert describe_ranks(shares)[1]["loss"] is None
     assert mean_loss(shares) == 2.0
@@ -187,7 +187,7 @@ def test_what_is_not_known_is_null_and_not_shown_as_a_curve():
     assert (shown["rank0/loss"], shown["rank0/peak_bytes"]) == (2.0, 7)
 
 
-def test_planned_and_held_memory_are_told_like_beside_like():
+def test_planned_and_held_memory_are_compared_by_the_same_measure():
     on_cpu = {"peak_rss_bytes": GIB, "predicted_peak_bytes": 2 * GIB, "predicted_allocated_bytes": GIB // 4}
     assert compare_memory(on_cpu) == "memory: planned at most 2.00 GiB with its margin, most held 1.00 GiB"
     on_gpu = {"allocated_bytes": GIB, "reserved_bytes": 5 * GIB, "peak_bytes": 4 * GIB,
@@ -223,13 +223,13 @@ def test_each_line_counts_exactly_the_rows_since_the_line_before_over_a_signal_a
     assert [(line["step"], line["attempt"], len(line["row_ids"][0])) for line in lines] == [
         (2, 1, 16), (3, 2, 8), (5, 2, 16),
     ]  # fmt: skip
-    seen = 0
+    tokens_seen = 0
     for line in lines:
         trained = [rows[n] for n in line["row_ids"][0]]
         lengths = [len(row["input_ids"]) for row in trained]
         labels = sum(label != -100 for row in trained for label in row["labels"][1:])
-        seen += sum(lengths)
-        assert (line["label_tokens"], line["tokens_seen"]) == (labels, seen)
+        tokens_seen += sum(lengths)
+        assert (line["label_tokens"], line["tokens_seen"]) == (labels, tokens_seen)
         wall_s = line["step_s"] * (len(lengths) // 8)
         assert line["tokens_per_s"] * wall_s == pytest.approx(sum(lengths), rel=0.01)
         assert line["samples_per_s"] * wall_s == pytest.approx(len(lengths), rel=0.01)
@@ -238,7 +238,7 @@ def test_each_line_counts_exactly_the_rows_since_the_line_before_over_a_signal_a
         pairs = sum(n * (n + 1) // 2 for n in lengths)
         flops = 6 * 2 * LLAMA_LAYER * sum(lengths) + 6 * 32 * 400 * labels + 12 * 2 * 32 * pairs
         assert line["model_tflops_per_s"] * 1e12 * wall_s == pytest.approx(flops, rel=0.01)
-        assert line["mfu"] is None  # nobody knows a CPU's peak
+        assert line["mfu"] is None  # the peak of a CPU is not known
 
 
 def test_loss_of_a_line_is_the_mean_over_its_label_tokens(inputs: Inputs, tmp_path: Path):
@@ -256,28 +256,26 @@ def test_loss_of_a_line_is_the_mean_over_its_label_tokens(inputs: Inputs, tmp_pa
     assert line["ranks"][0]["loss"] == line["loss"]
 
 
-def test_planned_peak_stands_beside_what_was_held_and_is_compared_once_at_the_end(
+def test_planned_peak_is_in_each_line_and_is_compared_with_the_held_memory_at_the_end(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     cfg, folder = new_run(tmp_path, inputs, train__max_steps=2)
     folder.write_json("plan.json", {"peak_bytes": 5 * GIB, "allocated_bytes": GIB})
     lines = train_in(cfg, folder).metrics
-    held = lines[-1]["ranks_memory"][0]
-    assert (held["predicted_peak_bytes"], held["predicted_allocated_bytes"]) == (5 * GIB, GIB)
-    said = [line for line in capsys.readouterr().out.splitlines() if "memory: planned" in line]
-    assert len(said) == 1
+    memory = lines[-1]["ranks_memory"][0]
+    assert (memory["predicted_peak_bytes"], memory["predicted_allocated_bytes"]) == (5 * GIB, GIB)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "memory: planned" in line]
+    assert len(printed) == 1
     if not torch.cuda.is_available():
-        assert held["peak_rss_bytes"] > 0
-        assert "planned at most 5.00 GiB with its margin, most held" in said[0]
+        assert memory["peak_rss_bytes"] > 0
+        assert "planned at most 5.00 GiB with its margin, most held" in printed[0]
 
 
-@pytest.mark.parametrize(("system", "kernel_says"), [("linux", 3 * 2**10), ("darwin", 3 * 2**20)])
-def test_what_a_process_holds_is_told_in_bytes_on_every_system(
-    system: str, kernel_says: int, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize(("system", "ru_maxrss"), [("linux", 3 * 2**10), ("darwin", 3 * 2**20)])
+def test_memory_of_a_process_is_in_bytes_on_every_system(system: str, ru_maxrss: int, monkeypatch: pytest.MonkeyPatch):
     """3 MiB: getrusage(2) counts KiB on Linux and bytes on macOS."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("sys.platform", system)
-    monkeypatch.setattr("resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=kernel_says))
+    monkeypatch.setattr("resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=ru_maxrss))
     assert memory_fields() == {"peak_rss_bytes": 3 * 2**20}
     assert held_bytes() == 3 * 2**20

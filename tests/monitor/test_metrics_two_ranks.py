@@ -1,4 +1,4 @@
-"""Two real ranks over gloo: each has figures of its own, in metrics.jsonl and on TensorBoard, and they add up."""
+"""Two real ranks over gloo. Each has its own figures in metrics.jsonl and on TensorBoard, and they add up."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Inputs, written_config
+from processes import HANG_S
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -20,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.data.pipeline import load_examples
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.sizing.size_run import size_run
@@ -29,7 +30,7 @@ from sftplay.plan.sizing.size_run import size_run
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
 
-# Libraries are imported once, by the parent; forked in front of any work, none of them has started a thread.
+# The parent imports the libraries once. It forks before any work, so no library has started a thread.
 FORK_RANKS = """
 import os, sys
 import sftplay.tasks.sft
@@ -53,7 +54,7 @@ sys.exit(max(codes, key=abs))
 
 @dataclass(frozen=True)
 class TwoRanks:
-    """What a run of two ranks left."""
+    """The files of a run of two ranks."""
 
     lines: list[dict[str, Any]]
     board: EventAccumulator
@@ -76,11 +77,11 @@ def two_ranks(
     write_text(folder.resolved, dump_resolved(cfg))
     folder.write_json("plan.json", {"peak_bytes": 3 * 2**30, "world_size": 2})
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(0))}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", FORK_RANKS, str(folder.path)],
-        cwd=ROOT, env=env, timeout=240, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr + (folder.logs / "rank1.log").read_text()
+    assert process.returncode == 0, process.stdout + process.stderr + (folder.logs / "rank1.log").read_text()
     board = EventAccumulator(str(folder.path / "tb"), size_guidance={"scalars": 0})
     board.Reload()
     rows = load_examples(cfg, load_tokenizer(cfg.model)).train
@@ -126,10 +127,10 @@ def test_the_boards_curves_are_those_of_both_ranks(two_ranks: TwoRanks):
     assert "train/step_split/forward_backward_s" in tags
 
 
-def test_memory_of_each_rank_stands_beside_the_plan(two_ranks: TwoRanks):
-    held = two_ranks.lines[-1]["ranks_memory"]
-    assert [rank["predicted_peak_bytes"] for rank in held] == [3 * 2**30] * 2
-    assert all(rank.get("peak_rss_bytes") or rank.get("peak_bytes") for rank in held)
+def test_memory_of_each_rank_comes_with_the_plan(two_ranks: TwoRanks):
+    memory = two_ranks.lines[-1]["ranks_memory"]
+    assert [rank["predicted_peak_bytes"] for rank in memory] == [3 * 2**30] * 2
+    assert all(rank.get("peak_rss_bytes") or rank.get("peak_bytes") for rank in memory)
 
 
 def losses_of(model: Any, row: dict[str, Any]) -> torch.Tensor:

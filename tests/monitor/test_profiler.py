@@ -1,4 +1,4 @@
-"""A profile of chosen steps: a trace that viewers read, a summary that a person reads, and the same weights."""
+"""A profile of chosen steps: a trace for viewers, a summary for people, and unchanged weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ START, STEPS = 2, 2
 
 
 @pytest.fixture(scope="module")
-def said() -> list[str]:
-    """What the profiled run said."""
+def printed() -> list[str]:
+    """The log lines of the profiled run."""
     return []
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs, said: list[str]) -> Finished:
+def run(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs, printed: list[str]) -> Finished:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sftplay.log.say", lambda text, tag="train": said.append(f"[{tag}] {text}"))
+        patch.setattr("sftplay.log.say", lambda text, tag="train": printed.append(f"[{tag}] {text}"))
         return train(
             tmp_path_factory.mktemp("profiled"), inputs, train__profile={"start": START, "steps": STEPS},
             train__batch_size=4,
@@ -44,8 +44,8 @@ def trace_of(run: Finished) -> dict[str, Any]:
 
 def spans(trace: dict[str, Any], start: str) -> list[dict[str, Any]]:
     """Complete events (`"ph": "X"` in the Chrome trace format) whose name begins with `start`, in order."""
-    found = [each for each in trace["traceEvents"] if each["ph"] == "X" and each["name"].startswith(start)]
-    return sorted(found, key=lambda each: each["ts"])
+    events = [each for each in trace["traceEvents"] if each["ph"] == "X" and each["name"].startswith(start)]
+    return sorted(events, key=lambda each: each["ts"])
 
 
 def test_trace_has_the_form_of_a_chrome_trace(run: Finished):
@@ -57,7 +57,7 @@ def test_trace_has_the_form_of_a_chrome_trace(run: Finished):
     assert all({"ts", "dur", "pid", "tid"} <= each.keys() and each["dur"] >= 0 for each in complete)
 
 
-def test_trace_holds_exactly_the_wished_steps_with_their_operators(run: Finished):
+def test_trace_holds_exactly_the_chosen_steps_with_their_operators(run: Finished):
     trace = trace_of(run)
     steps = spans(trace, "ProfilerStep#")
     assert [each["name"] for each in steps] == ["ProfilerStep#2", "ProfilerStep#3"]
@@ -90,13 +90,13 @@ def test_matrix_products_of_the_backward_pass_lie_in_its_phase(run: Finished):
         assert [name for begin, end, name in phases if begin <= step["ts"] <= end] == ["phase: optimizer"]
 
 
-def test_summary_is_at_most_ten_lines_and_names_time_memory_and_file(run: Finished, said: list[str]):
-    lines = "\n".join(text for text in said if text.startswith("[profile]")).splitlines()
+def test_summary_is_at_most_ten_lines_and_names_time_memory_and_file(run: Finished, printed: list[str]):
+    lines = "\n".join(text for text in printed if text.startswith("[profile]")).splitlines()
     assert 3 < len(lines) <= 10
     text = "\n".join(lines)
     assert lines[0] == "[profile] steps 2 to 3:"
-    for word in ("forward", "backward", "aten::", "memory", str(run.folder.path / "profile" / "rank0.trace.json.gz")):
-        assert word in text
+    for part in ("forward", "backward", "aten::", "memory", str(run.folder.path / "profile" / "rank0.trace.json.gz")):
+        assert part in text
     model = run.trainer.model
     # Adapters r 4 train by AdamW, which keeps two fp32 numbers and a step count (4 bytes) for each weight's tensor.
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -105,16 +105,16 @@ def test_summary_is_at_most_ten_lines_and_names_time_memory_and_file(run: Finish
     assert f"gradients reach {sum(4 * p.numel() for p in trained) / 1024:.1f} KiB" in text
 
 
-def test_highest_memory_is_that_of_torchs_own_running_count(run: Finished, said: list[str]):
-    found = [each for each in trace_of(run)["traceEvents"] if each["name"] == "[memory]"]
-    counts = [each["args"]["Total Allocated"] for each in sorted(found, key=lambda each: each["args"]["Ev Idx"])]
-    first = min(found, key=lambda each: each["args"]["Ev Idx"])["args"]
+def test_highest_memory_is_that_of_torchs_own_running_count(run: Finished, printed: list[str]):
+    events = [each for each in trace_of(run)["traceEvents"] if each["name"] == "[memory]"]
+    counts = [each["args"]["Total Allocated"] for each in sorted(events, key=lambda each: each["args"]["Ev Idx"])]
+    first = min(events, key=lambda each: each["args"]["Ev Idx"])["args"]
     above = max(counts) - (first["Total Allocated"] - first["Bytes"])
     assert above > 2**20  # scores of 400 words alone
-    assert f"activations and all else {above / 2**20:.1f} MiB" in "\n".join(said)
+    assert f"activations and the rest {above / 2**20:.1f} MiB" in "\n".join(printed)
 
 
-def test_profile_leaves_nothing_half_written_behind(run: Finished):
+def test_profile_leaves_no_half_written_file(run: Finished):
     assert [path.name for path in (run.folder.path / "profile").iterdir()] == ["rank0.trace.json.gz"]
     assert run.trainer.heartbeat.listener is None
 
@@ -129,7 +129,7 @@ def test_weights_and_losses_are_the_same_with_and_without_a_profile(run: Finishe
 
 
 @pytest.mark.slow
-def test_every_process_writes_a_trace_and_shows_its_meetings(write_config: Any, sftplay: Any, tmp_path: Path):
+def test_every_process_writes_a_trace_with_its_communication(write_config: Any, sftplay: Any, tmp_path: Path):
     config = write_config(train__profile={"start": 2, "steps": 1}, train__batch_size=4)
     done = sftplay("train", "--config", config, "--nproc", "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -144,21 +144,21 @@ def test_every_process_writes_a_trace_and_shows_its_meetings(write_config: Any, 
 
 
 def test_resumed_run_profiles_only_a_start_that_lies_ahead(tmp_path: Path, inputs: Inputs, capsys: Any):
-    wish = {"train__profile": {"start": 2, "steps": 1}, "train__save_steps": 1, "train__save_total_limit": 4}
-    cfg, folder = new_run(tmp_path, inputs, **wish)
+    changes = {"train__profile": {"start": 2, "steps": 1}, "train__save_steps": 1, "train__save_total_limit": 4}
+    cfg, folder = new_run(tmp_path, inputs, **changes)
     train_in(cfg, folder, StopAfter(1))
     assert not (folder.path / "profile").exists()
-    go_on = cfg.with_values({"train.resume": "auto"}, "test")
-    train_in(go_on, folder, StopAfter(3))
+    resumed = cfg.with_values({"train.resume": "auto"}, "test")
+    train_in(resumed, folder, StopAfter(3))
     trace = folder.path / "profile" / "rank0.trace.json.gz"
     assert [each["name"] for each in spans(json.loads(gzip.decompress(trace.read_bytes())), "ProfilerStep#")] == [
         "ProfilerStep#2"
     ]
     trace.unlink()
     capsys.readouterr()
-    train_in(go_on, folder)
+    train_in(resumed, folder)
     assert not trace.exists()
-    assert capsys.readouterr().out.count("nothing is profiled: the run goes on behind step 2") == 1
+    assert capsys.readouterr().out.count("nothing is profiled: the run continues after step 2") == 1
 
 
 def test_profile_ends_before_an_evaluation_that_falls_between_its_steps(tmp_path: Path, inputs: Inputs):
@@ -168,7 +168,7 @@ def test_profile_ends_before_an_evaluation_that_falls_between_its_steps(tmp_path
     assert not spans(trace, "phase: evaluation")
 
 
-def test_start_behind_the_last_step_is_said(capsys: Any):
+def test_start_after_the_last_step_is_reported(capsys: Any):
     heartbeat = Heartbeat()
     profile = ProfileSteps(ProfileConfig(start=9, steps=1), Path("nowhere"), heartbeat=heartbeat)
     profile.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=4), None)
@@ -244,9 +244,9 @@ def test_profile_on_a_gpu_shows_kernels_idle_share_and_a_snapshot(tmp_path: Path
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     done = train(tmp_path, inputs, train__profile={"start": 2, "steps": 2})
-    said = capsys.readouterr().out
-    assert "the GPU was idle for" in said
+    output = capsys.readouterr().out
+    assert "the GPU was idle for" in output
     assert (done.folder.path / "profile" / "rank0.memory.pickle").stat().st_size > 1000
     assert {each.get("cat") for each in trace_of(done)["traceEvents"]} >= {"kernel", "cpu_op", "user_annotation"}
-    lines = [line for line in said.splitlines() if line.startswith("[profile]")]
+    lines = [line for line in output.splitlines() if line.startswith("[profile]")]
     assert 5 < len(lines) <= 10

@@ -32,7 +32,7 @@ def test_the_median_step_counts_and_the_first_two_do_not():
     assert measure(2, 16, lines) == Measured(2, 16, 60.0, 2 / 60, 0.1)
 
 
-def test_what_processes_share_is_said():
+def test_cores_that_processes_share_are_reported():
     assert "4 processes share 2 cores" in describe_sharing([1, 4], 2, 0)[0]
     assert "each has 2 of 4 cores" in describe_sharing([1, 2], 4, 0)[0]
     assert describe_sharing([1, 2], 2, 2) == []

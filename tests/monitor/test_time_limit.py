@@ -1,5 +1,4 @@
-"""A run that may take only so long stops early enough for its checkpoint, and says so; one that has no time begins
-nothing."""
+"""A run with a time limit stops early enough for its checkpoint and says so. With no time left it does not begin."""
 
 from __future__ import annotations
 
@@ -28,28 +27,28 @@ NOW = 1_000_000.0
 
 
 def test_limit_counts_from_the_start_of_the_process():
-    found = find_deadline("2h", {}, started_s=NOW - 600, now_s=NOW)
-    assert found == Deadline(NOW - 600 + 7200, "train.time_limit 2h")
+    deadline = find_deadline("2h", {}, started_s=NOW - 600, now_s=NOW)
+    assert deadline == Deadline(NOW - 600 + 7200, "train.time_limit 2h")
 
 
-def test_end_of_the_slurm_job_is_the_limit_where_none_is_written():
-    found = find_deadline(None, {"SLURM_JOB_END_TIME": "1003600"}, started_s=NOW, now_s=NOW)
-    assert found is not None
-    assert found.at_s == 1_003_600
-    assert "SLURM" in found.origin
+def test_end_of_the_slurm_job_is_the_limit_when_the_config_has_none():
+    deadline = find_deadline(None, {"SLURM_JOB_END_TIME": "1003600"}, started_s=NOW, now_s=NOW)
+    assert deadline is not None
+    assert deadline.at_s == 1_003_600
+    assert "SLURM" in deadline.origin
     assert find_deadline(None, {}, started_s=NOW, now_s=NOW) is None
 
 
 @pytest.mark.parametrize(("limit", "at_s"), [("30m", NOW + 1800), ("2h", NOW + 3600)])
 def test_the_earlier_end_counts(limit: str, at_s: float):
-    found = find_deadline(limit, {"SLURM_JOB_END_TIME": "1003600"}, started_s=NOW, now_s=NOW)
-    assert found is not None
-    assert found.at_s == at_s
+    deadline = find_deadline(limit, {"SLURM_JOB_END_TIME": "1003600"}, started_s=NOW, now_s=NOW)
+    assert deadline is not None
+    assert deadline.at_s == at_s
 
 
-def test_job_end_that_is_no_number_is_said(capsys: Any):
+def test_job_end_that_is_not_a_number_is_reported(capsys: Any):
     assert find_deadline(None, {"SLURM_JOB_END_TIME": "Unknown"}, started_s=NOW, now_s=NOW) is None
-    assert "'Unknown' is no number" in capsys.readouterr().out
+    assert "'Unknown' is not a number" in capsys.readouterr().out
 
 
 def test_limit_that_is_over_before_the_first_step_is_an_error():
@@ -61,7 +60,7 @@ def test_limit_that_is_over_before_the_first_step_is_an_error():
     assert "unset SLURM_JOB_END_TIME" in caught.value.fix
 
 
-def test_process_began_when_the_system_says():
+def test_start_of_the_process_is_that_of_psutil():
     assert process_start_s() == pytest.approx(psutil.Process().create_time(), abs=1.5)  # psutil rounds the boot time
 
 
@@ -86,7 +85,7 @@ class Timed:
         self.guard.on_train_begin(self.args, self.state, None)
 
     def step(self, seconds: float, *, save_s: float | None = None, evaluation_s: float | None = None) -> bool:
-        """True when the run ends at this step's edge."""
+        """True when the run ends with this step."""
         self.clock.now += seconds
         self.guard.on_optimizer_step(self.args, self.state, control=None, model=self.model, optimizer=self.optimizer)
         self.state.global_step += 1
@@ -110,7 +109,7 @@ def test_run_stops_while_twice_the_longest_step_and_save_are_left(tmp_path: Path
     timed = Timed(tmp_path, 3600.0)
     timed.step(30.0, save_s=50.0)
     timed.step(20.0)
-    # Going on needs 2 x (30 + 50) = 160 s: of 3600 - 100 the last edge that has them, in steps of 20 s, is at 160.
+    # Another step needs 2 x (30 + 50) = 160 s. In steps of 20 s the last end of a step with so much left is at 160.
     assert timed.run_until_it_stops(20.0) == 140.0
     assert timed.stop.received == signal.SIGUSR1
 
@@ -120,7 +119,7 @@ def test_a_minute_is_kept_free_for_fast_steps_and_a_tenth_of_short_times(tmp_pat
     assert Timed(tmp_path, 100.0).run_until_it_stops(1.0) == 9.0
 
 
-def test_checkpoint_that_was_never_timed_is_reckoned_by_its_bytes(tmp_path: Path):
+def test_time_of_the_first_checkpoint_is_estimated_from_its_bytes(tmp_path: Path):
     timed = Timed(tmp_path, 3600.0)
     # 20 GB at 100 MB/s are 200 s; with a step of 5 s, doubled: 410 s.
     timed.optimizer.state = {0: {"moment": SimpleNamespace(nbytes=20 * 10**9 - 400)}}
@@ -133,22 +132,22 @@ def test_time_for_an_evaluation_and_a_save_that_are_due_is_kept_as_well(tmp_path
     for _ in range(4):
         timed.step(10.0)
     timed.guard.deadline = Deadline(timed.clock.now + 330.0, "the end")
-    # No evaluation is near: 2 x (10 + 40) = 100 are needed, and 310 left behind step 7.
+    # No evaluation is near: 2 x (10 + 40) = 100 are needed, and 310 are left after step 7.
     assert not timed.step(10.0)
     assert not timed.step(10.0)
     timed.guard.deadline = Deadline(timed.clock.now + 309.0, "the end")
-    # An evaluation is due behind step 10: 2 x (10 + 40 + 100) = 300 are needed behind step 9, and 289 left.
+    # An evaluation is due after step 10: 2 x (10 + 40 + 100) = 300 are needed after step 9, and 289 are left.
     assert not timed.step(10.0)
     assert timed.step(10.0)
 
 
-def test_time_for_a_checkpoint_due_at_this_edge_is_kept_beside_the_next_one(tmp_path: Path):
+def test_time_for_a_checkpoint_due_after_this_step_is_kept_beside_the_next_one(tmp_path: Path):
     for save_steps, stops in ((100, False), (2, True)):
         timed = Timed(tmp_path, 3600.0)
         timed.step(10.0, save_s=40.0)
         timed.state.save_steps = save_steps
         timed.guard.deadline = Deadline(timed.clock.now + 10.0 + 150.0, "the end")
-        # 2 x (10 + 40) = 100 without, 2 x (10 + 2 x 40) = 180 with the one that is due.
+        # 2 x (10 + 40) = 100 without the one that is due, 2 x (10 + 2 x 40) = 180 with it.
         assert timed.step(10.0) is stops
 
 
@@ -179,7 +178,7 @@ def test_run_in_a_slurm_job_that_ends_stops_with_a_checkpoint_and_goes_on_later(
 ):
     cfg, folder = new_run(tmp_path, inputs)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 40))
-    monkeypatch.setattr("sftplay.monitor.time_limit.LEAST_SHARE", 1.0)  # so that the first edge comes too late
+    monkeypatch.setattr("sftplay.monitor.time_limit.LEAST_SHARE", 1.0)  # the first step ends too late
     done = train_in(cfg, folder)
     assert (done.outcome.step, done.outcome.stop_signal) == (1, signal.SIGUSR1)
     assert (folder.checkpoints / "checkpoint-1" / "COMPLETE.json").exists()
@@ -210,9 +209,9 @@ def test_command_with_a_time_limit_returns_138_and_its_resume_goes_on(
     first = status["step"]
     assert [path.parent.name for path in folder.glob("checkpoints/*/COMPLETE.json")] == [f"checkpoint-{first}"]
     argv = [sys.executable, "-m", "sftplay", "resume", "--config", str(config)]
-    with (tmp_path / "said.txt").open("w") as out:
+    with (tmp_path / "output.txt").open("w") as out:
         again = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     wait_until(lambda: status_step(folder) > first or again.poll() is not None)
     again.terminate()
-    assert again.wait(120) == 143, (tmp_path / "said.txt").read_text()
+    assert again.wait(120) == 143, (tmp_path / "output.txt").read_text()
     assert status_step(folder) > first

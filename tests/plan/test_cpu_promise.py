@@ -155,6 +155,6 @@ def test_a_run_of_which_not_even_one_row_fits_is_refused_with_what_would_fit(
     told = capsys.readouterr().err
     assert "does not fit: even one row at a time takes" in told
     assert "tuning.mode=lora (" in told
-    assert "train.batch_size=1 tries it all the same" in told
+    assert "train.batch_size=1 tries it anyway" in told
     assert not (path.parent / "outputs" / "run" / "plan.json").exists()
     assert main([*words, "tuning.mode=lora", "--dry-run"]) == 0

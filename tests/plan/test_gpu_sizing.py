@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG_S
 
 from benchmarks import gpu_sizing
 from benchmarks.gpu_sizing import CPU_CASES, GPU_CASES, Place, measure_case
@@ -26,7 +27,7 @@ GIB = 2**30
 @pytest.mark.slow
 def test_benchmark_runs_from_end_to_end_and_the_plan_meets_the_live_tensors(tmp_path: Path):
     argv = [sys.executable, "benchmarks/gpu_sizing.py", "--quick", "--configs", "1", "--out", str(tmp_path)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "gpu_sizing.json").read_text())
     (row,) = report["rows"]

@@ -71,19 +71,19 @@ def test_modules_to_save_train_whole_and_lie_in_the_adapter(inputs: Inputs, tmp_
 
 
 def test_neftune_adds_noise_of_the_published_size_only_while_training(inputs: Inputs, tmp_path: Path):
-    seen: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
     cases = {}
     for alpha in (None, 5.0):
         run = built(tmp_path / str(alpha), inputs, train__neftune_alpha=alpha, tuning__mode="full")
         trainer = run.trainer
         hook = trainer.model.model.layers[0].register_forward_pre_hook(
-            lambda _module, args, kwargs: seen.append(args[0].detach().clone()), with_kwargs=True
+            lambda _module, args, kwargs: captured.append(args[0].detach().clone()), with_kwargs=True
         )
         trainer.args.max_steps = 1
         trainer.train()
         hook.remove()
-        cases[alpha] = seen[0]
-        seen.clear()
+        cases[alpha] = captured[0]
+        captured.clear()
     noise = (cases[5.0] - cases[None]).abs()
     tokens, width = noise.shape[1:]
     bound = 5.0 / (tokens * width) ** 0.5  # Jain et al. 2023: uniform within alpha / sqrt(tokens * width)
@@ -117,7 +117,7 @@ RANK = {
         ({"world_size": 1}, "rank 1 sees 1 processes instead of 2"),
         ({"model_class": "LlamaForCausalLM"}, "rank 1 wraps the model in LlamaForCausalLM instead of Distributed"),
         ({"distributed_type": "NO"}, "rank 1 is NO where cluster.strategy is ddp"),
-        ({"is_main": True}, "2 ranks believe to be the main one"),
+        ({"is_main": True}, "2 ranks take themselves for the main one"),
         ({"fingerprint": "z"}, "ranks read different configs"),
         ({"parameters": "z"}, "ranks start from different weights"),
         ({"base": "z"}, "ranks start from different files of weights"),
@@ -129,5 +129,5 @@ def test_preflight_names_what_differs_from_the_plan(
     change: dict[str, Any], problem: str, inputs: Inputs, tmp_path: Path
 ):
     cfg = built(tmp_path, inputs).cfg
-    found = find_problems([RANK, {**RANK, "is_main": False, **change}], cfg, world_size=2)
-    assert [problem in line for line in found] == [True] * bool(problem)
+    problems = find_problems([RANK, {**RANK, "is_main": False, **change}], cfg, world_size=2)
+    assert [problem in line for line in problems] == [True] * bool(problem)

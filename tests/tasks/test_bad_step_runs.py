@@ -9,6 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from out_of_memory import hooked
+from processes import HANG_S
 from safetensors.torch import load_file
 
 
@@ -22,7 +23,7 @@ def test_no_rank_takes_the_step_and_its_rows_are_written_down(
     assert sftplay("train", "--config", whole, "--nproc", 2, **hooked(tmp_path, [])).returncode == 0
     config = write_config(**keys)
     options = hooked(tmp_path, [(1, 3, 2, f"bad {what}")])
-    done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=120)
+    done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=HANG_S)
     assert done.returncode == 5, done.stdout + done.stderr
     assert f"the {what} of step 3 is not finite" + (" on rank 1" if what == "loss" else "") in done.stdout
     run, undisturbed = tmp_path / "outputs" / "run", tmp_path / "outputs" / "whole"

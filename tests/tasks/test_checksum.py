@@ -71,19 +71,19 @@ def test_weights_are_summed_only_where_another_rank_has_some(
     world_size: int, model: torch.nn.Module, write_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    found = Preflight(load_config(str(write_config())), RunFolder(tmp_path), rows="", base="")
-    found.attach(SimpleNamespace(model=model))
-    assert found.parameters == ("" if world_size == 1 else checksum(model))
+    checked = Preflight(load_config(str(write_config())), RunFolder(tmp_path), rows="", base="")
+    checked.attach(SimpleNamespace(model=model))
+    assert checked.parameters == ("" if world_size == 1 else checksum(model))
 
 
 def test_a_run_notes_the_weights_it_loaded(tmp_path: Path, inputs: Inputs, monkeypatch: pytest.MonkeyPatch):
-    seen: list[Any] = []
+    attached: list[Any] = []
     real = preflight.Preflight.attach
 
     def attach(self: Preflight, trainer: Any) -> None:
-        seen.append(trainer)
+        attached.append(trainer)
         real(self, trainer)
 
     monkeypatch.setattr(preflight.Preflight, "attach", attach)
     run = train_in(*new_run(tmp_path, inputs, train__max_steps=1))
-    assert seen == [run.trainer]
+    assert attached == [run.trainer]

@@ -80,8 +80,8 @@ class Disk:
         return json.loads((self.folder / "status.json").read_text())
 
     def complete(self) -> list[int]:
-        found = self.folder.glob("checkpoints/checkpoint-*/COMPLETE.json")
-        return sorted(int(path.parent.name.rpartition("-")[2]) for path in found)
+        markers = self.folder.glob("checkpoints/checkpoint-*/COMPLETE.json")
+        return sorted(int(path.parent.name.rpartition("-")[2]) for path in markers)
 
     def result(self) -> tuple[bytes, list[float]]:
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
@@ -121,9 +121,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
 @pytest.fixture(scope="module")
 def undisturbed(disk: Disk) -> tuple[bytes, list[float]]:
     assert disk.start("train").wait(120) == 0, disk.said()
-    found = disk.result()
+    result = disk.result()
     shutil.rmtree(disk.folder)
-    return found
+    return result
 
 
 @pytest.fixture

@@ -76,6 +76,6 @@ def test_a_bug_on_the_main_rank_behind_anothers_failure_is_its_consequence(
     folder.update_status(state="failed", exit_code=4, error={"code": "data", "what": "no rows"})
     assert worker._fail(folder, 1, cause="RuntimeError: nobody came", text="Traceback: nobody came") == 4
     assert folder.read_json("status.json")["error"] == {"code": "data", "what": "no rows"}
-    said = capsys.readouterr()
-    assert "nobody came" in said.err  # the rank's log
-    assert "nobody came" not in said.out
+    output = capsys.readouterr()
+    assert "nobody came" in output.err  # the rank's log
+    assert "nobody came" not in output.out

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import wait_until
+from processes import HANG_S, wait_until
 
 from sftplay.data.order import training_order
 
@@ -59,7 +59,7 @@ class Shop:
             )
 
     def run(self, verb: str, mode: str, name: str, **environment: str) -> int:
-        return self.start(verb, mode, name, **environment).wait(240)
+        return self.start(verb, mode, name, **environment).wait(HANG_S)
 
     def said(self, name: str) -> str:
         return (self.root / f"{name}.txt").read_text()
@@ -78,8 +78,8 @@ class Shop:
         return file.read_bytes()
 
     def complete(self, name: str) -> list[int]:
-        found = self.folder(name).glob("checkpoints/checkpoint-*/COMPLETE.json")
-        return sorted(int(path.parent.name.rpartition("-")[2]) for path in found)
+        markers = self.folder(name).glob("checkpoints/checkpoint-*/COMPLETE.json")
+        return sorted(int(path.parent.name.rpartition("-")[2]) for path in markers)
 
 
 @pytest.fixture(scope="module")
@@ -128,34 +128,34 @@ def kill_tree_at_step(shop: Shop, mode: str, name: str, step: int) -> None:
     tree = [parent.pid, *(each.pid for each in psutil.Process(parent.pid).children(recursive=True))]
     for pid in tree:
         os.kill(pid, signal.SIGKILL)
-    assert parent.wait(240) == -signal.SIGKILL
+    assert parent.wait(HANG_S) == -signal.SIGKILL
     wait_until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in tree))
 
 
 def assert_same_run(shop: Shop, name: str, whole: str) -> None:
     """The run ended with the undisturbed one's weights, metrics and rows."""
     assert shop.weights(name) == shop.weights(whole)
-    found, expected = shop.metrics(name), shop.metrics(whole)
-    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-    for line, other in zip(found, expected, strict=True):
+    actual, expected = shop.metrics(name), shop.metrics(whole)
+    assert [line["step"] for line in actual] == list(range(1, STEPS + 1))
+    for line, other in zip(actual, expected, strict=True):
         for key in ("loss", "learning_rate", "grad_norm", "label_tokens", "row_ids"):
             assert line[key] == other[key], (line["step"], key)
     order = training_order(ROWS, STEPS * STEP_ROWS, seed=SEED)
-    for place, line in enumerate(found):
+    for place, line in enumerate(actual):
         assert sorted(line["row_ids"][0]) == sorted(order[place * STEP_ROWS : (place + 1) * STEP_ROWS])
 
 
 def resume_and_compare(shop: Shop, mode: str, name: str, whole: str) -> None:
-    """Continue a killed run: from its newest complete checkpoint, said aloud, to the undisturbed run's end."""
+    """Continue a killed run: from its newest complete checkpoint, with a message, to the undisturbed run's end."""
     newest = max(shop.complete(name), default=None)
     assert not list(shop.folder(name).glob("adapter")) + list(shop.folder(name).glob("model"))
     before = len(shop.said(name))
     assert shop.run("resume", mode, name) == 0, shop.said(name)
-    said = shop.said(name)[before:]
+    output = shop.said(name)[before:]
     if newest is None:
-        assert "no complete checkpoint: starting from the beginning" in said
+        assert "no complete checkpoint: starting from the beginning" in output
     else:
-        assert re.search(rf"continuing from .*checkpoint-{newest}\b", said), said
+        assert re.search(rf"continuing from .*checkpoint-{newest}\b", output), output
     assert_same_run(shop, name, whole)
 
 
@@ -213,7 +213,7 @@ def test_flipped_byte_in_a_complete_checkpoint_is_named_and_the_one_before_is_us
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert shop.run("resume", "lora", name) == 0, shop.said(name)
-    said = shop.said(name)
-    assert "checkpoint-10 is passed over: optimizer.pt has changed (sha256)" in said
-    assert re.search(r"continuing from .*checkpoint-5\b", said)
+    output = shop.said(name)
+    assert "checkpoint-10 is passed over: optimizer.pt has changed (sha256)" in output
+    assert re.search(r"continuing from .*checkpoint-5\b", output)
     assert_same_run(shop, name, whole)

@@ -1,4 +1,4 @@
-"""A run goes on on another number of processes: with the same rows, the same effective batch and the same curve."""
+"""A run continues on another number of processes with the same rows, effective batch and curve."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG_S
 from run_outputs import Outputs
 from small_run import Inputs, write_small_run
 
@@ -97,7 +98,7 @@ class Shop(Outputs):
         argv = [sys.executable, "-m", "sftplay", verb, "--config", str(self.root / "run.yaml"), f"run_name={name}"]
         done = subprocess.run(
             [*argv, "--nproc", str(processes), *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=240, check=False,
+            capture_output=True, text=True, timeout=HANG_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -125,19 +126,19 @@ def test_run_moves_from_two_processes_to_one_and_back_on_the_same_curve(shop: Sh
     shutil.copytree(shop.folder("whole").path, shop.folder(name).path)
     for at, before, now in ((4, 2, 1), (8, 1, 2)):
         shop.cut_off(name, at)
-        said = shop.run("resume", name, now, *OF_TWO)
-        assert f"begun on {before} process(es), goes on on {now} with" in said
-        assert "drawn otherwise" not in said
+        output = shop.run("resume", name, now, *OF_TWO)
+        assert f"began on {before} process(es) and continues on {now}, each with" in output
+        assert "draw other numbers" not in output
         plan = shop.folder(name).read_json("plan.json")
         assert shop.folder(name).is_resized
         assert (plan["world_size"], plan["effective_batch_size"]) == (now, STEP_ROWS)
         assert plan["batch_size"] * plan["grad_accum"] * now == STEP_ROWS
     ours, whole = shop.metrics(name), shop.metrics("whole")
     assert [len(line["row_ids"]) for line in ours] == [2] * 4 + [1] * 4 + [2] * 4
-    for mine, other in zip(ours, whole, strict=True):
-        assert (mine["step"], mine["learning_rate"]) == (other["step"], other["learning_rate"])
-        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-5)
-        rows, others = ([row for rank in line["row_ids"] for row in rank] for line in (mine, other))
+    for moved, other in zip(ours, whole, strict=True):
+        assert (moved["step"], moved["learning_rate"]) == (other["step"], other["learning_rate"])
+        assert moved["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        rows, others = ([row for rank in line["row_ids"] for row in rank] for line in (moved, other))
         assert rows == others
     ends = zip(shop.weights(name).values(), shop.weights("whole").values(), strict=True)
     assert max(float((one - two).abs().max()) for one, two in ends) < 1e-4
@@ -148,8 +149,8 @@ def test_run_with_dropout_moves_too_and_says_that_it_is_drawn_otherwise(shop: Sh
     word, name = "tuning.lora.dropout=0.1", "dropout"
     shop.run("train", name, 2, word, *OF_TWO)
     shop.cut_off(name, 4)
-    said = shop.run("resume", name, 1, word, *OF_TWO)
-    assert "dropout and noise are drawn otherwise" in said
+    output = shop.run("resume", name, 1, word, *OF_TWO)
+    assert "dropout and noise draw other numbers" in output
     assert [line["step"] for line in shop.metrics(name)] == list(range(1, STEPS + 1))
     # Once more on the same number, with the sizes of two processes still in the command.
     shop.cut_off(name, STEPS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from out_of_memory import ROOT, hooked
+from processes import HANG_S
 from safetensors.torch import load_file
 
 from sftplay.launch.run_folder import RunFolder
@@ -70,7 +71,7 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_r
 
     def run(name: str, failures: list[Any], **changes: Any) -> Path:
         config = write_config(f"{name}.yaml", run_name=name, train__batch_size=8, **ROWS, **changes)
-        done = sftplay("train", "--config", config, "--nproc", processes, **hooked(tmp_path, failures), timeout=120)
+        done = sftplay("train", "--config", config, "--nproc", processes, **hooked(tmp_path, failures), timeout=HANG_S)
         assert done.returncode == 0, done.stderr + done.stdout
         assert done.stdout.count("the same rows again") == len({step for _, step, _, _ in failures})
         return runs / name
@@ -83,8 +84,8 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_r
             name = f"rank-{rank}-{wheres[0]}"
             failures = [(rank, step, micro, where) for (step, micro), where in zip(places, wheres, strict=True)]
             check_same(run(name, failures), undisturbed)
-            told = [(each["step"], each["batch_size_before"], each["batch_size"]) for each in events(runs / name)]
-            assert told == [(1, 8, 4), (2, 4, 2), (3, 2, 1)]
+            sizes = [(each["step"], each["batch_size_before"], each["batch_size"]) for each in events(runs / name)]
+            assert sizes == [(1, 8, 4), (2, 4, 2), (3, 2, 1)]
     dropped = run("dropped", [(0, 2, 2, "forward")], tuning__lora__dropout=0.3)
     assert [line["row_ids"] for line in lines(dropped)] == [line["row_ids"] for line in lines(undisturbed)]
 
@@ -93,7 +94,7 @@ def test_memory_that_runs_out_anywhere_in_a_window_changes_neither_weights_nor_r
 def test_without_recovery_the_run_dies_of_it_with_a_reason(write_config: Write, sftplay: Sftplay, tmp_path: Path):
     config = write_config(train__batch_size=8, train__oom_recovery=False, **ROWS)
     options = hooked(tmp_path, [(0, 2, 2, "backward")])
-    done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=120)
+    done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=HANG_S)
     assert done.returncode == 3
     assert "training: out of memory in backward of step 2" in done.stdout
     assert "`make plan` lists" in done.stdout
@@ -113,7 +114,7 @@ def test_memory_that_runs_out_in_the_optimizer_restarts_the_run_from_its_last_ch
     assert sftplay("train", "--config", undisturbed, **own_place(tmp_path)).returncode == 0
     planned = plan(tmp_path / "outputs" / "undisturbed")["batch_size"]
     options = hooked(tmp_path, [(0, 3, 0, "optimizer")])
-    done = sftplay("train", "--config", config, **options, timeout=120)
+    done = sftplay("train", "--config", config, **options, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "outputs" / "restarted"
     attempts = json.loads((run / "status.json").read_text())["attempts"]
@@ -133,7 +134,7 @@ def test_a_run_that_was_interrupted_behind_a_shortage_goes_on_with_the_smaller_m
     assert sftplay("train", "--config", undisturbed, **own_place(tmp_path)).returncode == 0
     config = write_config("resumed.yaml", run_name="resumed", **{**ROWS, "train__save_steps": 1})
     failures = [(0, 2, 1, "forward"), (0, 4, 0, "kill")]
-    assert sftplay("train", "--config", config, **hooked(tmp_path, failures), timeout=120).returncode == 5
+    assert sftplay("train", "--config", config, **hooked(tmp_path, failures), timeout=HANG_S).returncode == 5
     run = tmp_path / "outputs" / "resumed"
     after = events(run)[-1]["batch_size"]
     done = sftplay("resume", "--config", config, **own_place(tmp_path))
@@ -149,13 +150,13 @@ def test_evaluation_that_runs_out_of_memory_shrinks_only_itself(write_config: Wr
     runs = {}
     for name, limit in (("plain", {}), ("short", {"OUT_OF_MEMORY_EVAL_ROWS": "2"})):
         config = write_config(f"{name}.yaml", run_name=name, **changes)
-        done = sftplay("train", "--config", config, "--nproc", 2, **hooked(tmp_path, [], **limit), timeout=120)
+        done = sftplay("train", "--config", config, "--nproc", 2, **hooked(tmp_path, [], **limit), timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr
         runs[name] = (tmp_path / "outputs" / name, done.stdout)
-    (plain, _), (short, said) = runs["plain"], runs["short"]
+    (plain, _), (short, output) = runs["plain"], runs["short"]
     for what in ("the evaluation", "the held-out loss", "answering"):
-        assert f"out of memory in {what}: it goes on with" in said
-    assert "the same rows again" not in said
+        assert f"out of memory in {what}: it goes on with" in output
+    assert "the same rows again" not in output
     assert events(short) == []
     for measured in ("step-2.json", "step-4.json", "after.json"):
         figures, expected = (json.loads((run / "eval" / measured).read_text()) for run in (short, plain))
@@ -176,11 +177,11 @@ def test_where_gradients_travel_within_the_last_micro_batch_the_run_restarts_wit
     for name, failures in (("undisturbed", []), ("restarted", [(1, 2, 1, "forward"), (1, 3, 4, "backward")])):
         config = write_config(f"{name}.yaml", run_name=name, **changes)
         options = hooked(tmp_path, failures, OUT_OF_MEMORY_OVERLAPS="1")
-        done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=120)
+        done = sftplay("train", "--config", config, "--nproc", 2, **options, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr
         runs[name] = tmp_path / "outputs" / name
     assert "step 2: out of memory in forward on rank 1" in done.stdout
-    assert "goes on from its last checkpoint with 2 rows at a time in place of 8" in done.stdout
+    assert "continues from its last checkpoint with 2 rows at a time instead of 8" in done.stdout
     attempts = json.loads((runs["restarted"] / "status.json").read_text())["attempts"]
     assert [each["from_step"] for each in attempts] == [0, 2]
     check_same(runs["restarted"], runs["undisturbed"])

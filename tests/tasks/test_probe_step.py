@@ -27,19 +27,19 @@ def measured(
 ) -> dict[str, Any]:
     cfg, folder = new_run(home, inputs, train__gradient_checkpointing=True, **changes)
     torch.set_num_threads(1)
-    found = measure_steps(cfg, folder, request=request, gauge=gauge or TensorGauge())
+    measurement = measure_steps(cfg, folder, request=request, gauge=gauge or TensorGauge())
     assert not list(folder.checkpoints.glob("*/*"))
-    return {**found, "points": [Point(**point) for point in found["points"]]}
+    return {**measurement, "points": [Point(**point) for point in measurement["points"]]}
 
 
 @pytest.fixture(scope="module")
-def found(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measurement(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return measured(tmp_path_factory.mktemp("found"), inputs, Request(rows=(2, 4, 8)))
 
 
-def test_bytes_of_live_tensors_lie_on_one_line_in_each_phase(found: dict[str, Any]):
-    two, four, eight = found["points"]
-    assert [point.tokens for point in found["points"]] == [2 * 128, 4 * 128, 8 * 128]
+def test_bytes_of_live_tensors_lie_on_one_line_in_each_phase(measurement: dict[str, Any]):
+    two, four, eight = measurement["points"]
+    assert [point.tokens for point in measurement["points"]] == [2 * 128, 4 * 128, 8 * 128]
     assert set(eight.peaks_bytes) == {"head", "layer", "step"}
     for phase in eight.peaks_bytes:
         rise = four.peaks_bytes[phase] - two.peaks_bytes[phase]
@@ -49,8 +49,8 @@ def test_bytes_of_live_tensors_lie_on_one_line_in_each_phase(found: dict[str, An
     assert line.at(four.tokens) == pytest.approx(four.peak_bytes, rel=1e-9)
 
 
-def test_every_pass_ends_with_the_scores_in_the_loss_and_the_stream_of_both_layers_kept(found: dict[str, Any]):
-    line = fit(found["points"])
+def test_every_pass_ends_with_the_scores_in_the_loss_and_the_stream_of_both_layers_kept(measurement: dict[str, Any]):
+    line = fit(measurement["points"])
     assert isinstance(line, Fit)
     # fp32 scores and their gradient over 400 words, and the checkpointed stream of 32 values before each of 2 layers
     assert line.lines["head"].bytes_per_token >= 2 * 400 * 4 + 2 * 32 * 4
@@ -60,11 +60,11 @@ def test_every_pass_ends_with_the_scores_in_the_loss_and_the_stream_of_both_laye
 
 
 def test_the_step_holds_weight_gradient_and_two_moments_of_what_trains(
-    found: dict[str, Any], inputs: Inputs, tmp_path: Path
+    measurement: dict[str, Any], inputs: Inputs, tmp_path: Path
 ):
     wider = measured(tmp_path, inputs, Request(rows=(2,), if_bent=8), tuning__lora__r=6)
     assert [point.rows for point in wider["points"]] == [2, 8]  # one point is no line
-    more = wider["points"][0].peaks_bytes["step"] - found["points"][0].peaks_bytes["step"]
+    more = wider["points"][0].peaks_bytes["step"] - measurement["points"][0].peaks_bytes["step"]
     assert more == (6 - 4) * PAIR_WEIGHTS * 16
 
 

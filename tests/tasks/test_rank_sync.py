@@ -15,14 +15,15 @@ import pytest
 import torch
 from forking import START
 from in_process import Inputs, written_config
+from processes import HANG_S
 from transformers import TrainerCallback
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.launch.command.command import PARENT
-from sftplay.launch.command.ports import free_port
 from sftplay.launch.run_folder import RunFolder
 from sftplay.log import LINE
+from sftplay.machine.ports import free_port
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks import worker
@@ -132,7 +133,7 @@ def runs(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
         [sys.executable, "-c", FORK_RUNS, *words],
-        cwd=ROOT, env=env, timeout=400, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=env, timeout=HANG_S, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     screens = done.stdout.split("END ")
@@ -220,11 +221,11 @@ def test_an_error_that_every_rank_meets_is_shown_once(runs: dict[str, Ran]):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """The folder of a run of two nodes, seen by the second rank of the second one."""
-    found = RunFolder(tmp_path / "run")
-    found.logs.mkdir(parents=True)
+    run_folder = RunFolder(tmp_path / "run")
+    run_folder.logs.mkdir(parents=True)
     for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    return found
+    return run_folder
 
 
 def test_each_node_has_a_first_rank_of_its_own(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
@@ -297,10 +298,10 @@ def test_a_rank_that_is_stopped_because_another_has_failed_leaves_the_reason_as_
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, rank: str, code: int
 ):
     monkeypatch.setenv("RANK", rank)
-    told = {"state": "failed", "exit_code": 4, "error": {"code": "data", "what": "row 7 is bad"}}
-    folder.write_json("status.json", told)
+    written = {"state": "failed", "exit_code": 4, "error": {"code": "data", "what": "row 7 is bad"}}
+    folder.write_json("status.json", written)
     assert worker._stop(folder, signal.SIGTERM) == code
-    assert folder.read_json("status.json") == told
+    assert folder.read_json("status.json") == written
 
 
 @pytest.mark.parametrize("is_bug", [False, True])
@@ -314,9 +315,9 @@ def test_two_ranks_that_fail_alike_are_told_of_once_and_others_each(
         monkeypatch.setenv("RANK", rank)
         text = "row 7 is bad\n  fix: mend it"
         assert worker._fail(folder, 4, cause="row 7 is bad", text=text, error=error) == 4
-    said = capsys.readouterr()
-    assert said.out == f"{LINE}row 7 is bad\n{LINE}  fix: mend it\n"
-    assert said.err.count("row 7 is bad") == 2  # the log of each rank
+    output = capsys.readouterr()
+    assert output.out == f"{LINE}row 7 is bad\n{LINE}  fix: mend it\n"
+    assert output.err.count("row 7 is bad") == 2  # the log of each rank
     worker._fail(folder, 5, cause="disk full", text="disk full", error={"code": "run", "what": "disk full"})
     assert f"{LINE}disk full" in capsys.readouterr().out
     assert folder.read_json("status.json")["exit_code"] == 5

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.run.rank_sync import first_of_node, wait_for_nodes
@@ -28,7 +29,7 @@ def test_the_first_rank_of_a_node_waits_for_the_other_nodes(folder: RunFolder):
     thread.join(1)
     assert thread.is_alive()
     (folder.logs / ".ready-0").touch()
-    thread.join(240)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     assert (folder.logs / ".ready-2").exists()
 

@@ -31,11 +31,11 @@ class SameAgain(MicroBatcher):
 
 def failing(error: BaseException, calls: set[int], after: Callable[[], None] = lambda: None) -> Any:
     """A hook on the model that raises in those forward passes of training; `after` runs before it."""
-    seen = [0]
+    n_calls = [0]
 
     def hook(model: Any, *_: Any) -> None:
-        seen[0] += bool(model.training and torch.is_grad_enabled())
-        if model.training and seen[0] in calls:
+        n_calls[0] += bool(model.training and torch.is_grad_enabled())
+        if model.training and n_calls[0] in calls:
             after()
             raise error
 
@@ -67,10 +67,10 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 
 def test_an_attempt_that_failed_leaves_nothing_behind(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With dropout and the same micro-batches, random numbers, gradients and counts are those of a step never tried."""
-    how = {"micro_batcher": SameAgain(4), "tuning__lora__dropout": 0.3, "train__batch_size": 4}
+    setup = {"micro_batcher": SameAgain(4), "tuning__lora__dropout": 0.3, "train__batch_size": 4}
     spoil = failing(NO_MEMORY, {2, 6}, after=lambda: torch.rand(7))
-    plain = train_failing(tmp_path / "plain", inputs, monkeypatch, None, **how)
-    tried = train_failing(tmp_path / "tried", inputs, monkeypatch, spoil, **how)
+    plain = train_failing(tmp_path / "plain", inputs, monkeypatch, None, **setup)
+    tried = train_failing(tmp_path / "tried", inputs, monkeypatch, spoil, **setup)
     ours, theirs = weights(tried), weights(plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     same = ("loss", "row_ids", "label_tokens", "padding_share", "learning_rate", "tokens_seen")

@@ -105,11 +105,11 @@ def test_damaged_newest_checkpoint_is_named_and_set_aside_and_the_one_before_is_
     (folder.checkpoints / "checkpoint-4" / "COMPLETE.json").unlink()
     capsys.readouterr()
     resumed = train_in(cfg.with_values({"train.resume": "auto", "train.save_total_limit": 1}, "test"), folder)
-    said = capsys.readouterr().out
-    assert "checkpoint-5 is passed over: optimizer.pt has changed (sha256)" in said
-    assert "checkpoint-4 is passed over: no readable COMPLETE.json" in said
-    assert "checkpoint-4 is not continued: moved to" in said
-    assert f"continuing from {folder.checkpoints / 'checkpoint-2'}" in said
+    output = capsys.readouterr().out
+    assert "checkpoint-5 is passed over: optimizer.pt has changed (sha256)" in output
+    assert "checkpoint-4 is passed over: no readable COMPLETE.json" in output
+    assert "checkpoint-4 is not continued: moved to" in output
+    assert f"continuing from {folder.checkpoints / 'checkpoint-2'}" in output
     assert sorted(p.name for p in (folder.checkpoints / "incomplete").iterdir()) == ["checkpoint-4", "checkpoint-5"]
     assert sorted(p.name for p in folder.checkpoints.glob("checkpoint-*")) == ["checkpoint-6"]
     assert_equal(whole, resumed)
@@ -209,8 +209,8 @@ def test_counts_of_tokens_go_on_after_a_resume(inputs: Inputs, tmp_path: Path):
     labels = sum(sum(label != -100 for label in rows[n]["labels"][1:]) for n in order)
     last, status = resumed.metrics[-1], resumed.folder.read_json("status.json")
     marked = json.loads((resumed.folder.checkpoints / "checkpoint-6" / "COMPLETE.json").read_text())["counters"]
-    for found in (last, status, marked):
-        assert (found["tokens_seen"], found["label_tokens_seen"]) == (tokens, labels)
+    for counts in (last, status, marked):
+        assert (counts["tokens_seen"], counts["label_tokens_seen"]) == (tokens, labels)
 
 
 def test_patience_of_early_stopping_is_not_renewed_by_a_resume(
@@ -240,7 +240,7 @@ def test_checkpoint_behind_a_skipped_step_does_not_count(inputs: Inputs, tmp_pat
         """As if fp16 had skipped step 2: its numbers were not finite."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-            bad_step.in_a_row = int(state.global_step == 2)
+            bad_step.skipped_in_a_row = int(state.global_step == 2)
             return super().on_step_end(args, state, control)
 
     cfg, folder = new_run(tmp_path, inputs, train__save_steps=1, train__save_total_limit=9)

@@ -98,8 +98,8 @@ def test_plain_libraries_find_the_same_held_out_loss_in_the_result(
     run = runs[mode]
     result = run.folder.result
     assert result is not None
-    found = plain_loss(plain_model(run), AutoTokenizer.from_pretrained(result), inputs.held_out)
-    assert found == pytest.approx(figures(run, "after")["loss"], abs=1e-3)
+    actual = plain_loss(plain_model(run), AutoTokenizer.from_pretrained(result), inputs.held_out)
+    assert actual == pytest.approx(figures(run, "after")["loss"], abs=1e-3)
     assert figures(run, "after")["loss"] == pytest.approx(run.trainer.evaluate()["eval_loss"], abs=1e-4)
 
 
@@ -207,8 +207,8 @@ def test_full_16_bit_run_trains_fp32_weights_and_saves_16_bits(inputs: Inputs, t
     assert manifest["model"]["trainable_dtypes"] == ["float32"]
     plain = AutoModelForCausalLM.from_pretrained(run.folder.path / "model")
     assert plain.dtype == torch.bfloat16
-    found = plain_loss(plain, AutoTokenizer.from_pretrained(run.folder.path / "model"), inputs.held_out)
-    assert found == pytest.approx(figures(run, "after")["loss"], abs=0.02)
+    actual = plain_loss(plain, AutoTokenizer.from_pretrained(run.folder.path / "model"), inputs.held_out)
+    assert actual == pytest.approx(figures(run, "after")["loss"], abs=0.02)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # what is wanted here
@@ -230,8 +230,8 @@ def test_tied_head_trained_in_full_is_saved_apart_from_its_embedding(inputs: Inp
     head = head.modules_to_save["default"].weight
     assert torch.equal(embedding, base.model.embed_tokens.weight)
     assert not torch.equal(head, embedding)
-    found = plain_loss(plain, AutoTokenizer.from_pretrained(run.folder.path / "adapter"), inputs.held_out)
-    assert found == pytest.approx(figures(run, "after")["loss"], abs=1e-3)
+    actual = plain_loss(plain, AutoTokenizer.from_pretrained(run.folder.path / "adapter"), inputs.held_out)
+    assert actual == pytest.approx(figures(run, "after")["loss"], abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_builtin_base_lies_beside_the_adapter_so_that_plain_peft_finds_it(
     plain = AutoPeftModelForCausalLM.from_pretrained(run.folder.path / "adapter")
     kept, original = (load_file(folder / "model.safetensors") for folder in (run.folder.path / "base", builtin_tiny))
     assert all(torch.equal(kept[name], value) for name, value in original.items())
-    found = plain_loss(plain, AutoTokenizer.from_pretrained(run.folder.path / "adapter"), inputs.held_out)
-    assert found == pytest.approx(figures(run, "after")["loss"], abs=1e-3)
+    actual = plain_loss(plain, AutoTokenizer.from_pretrained(run.folder.path / "adapter"), inputs.held_out)
+    assert actual == pytest.approx(figures(run, "after")["loss"], abs=1e-3)
 
 
 def test_result_of_an_earlier_attempt_is_replaced_whole(inputs: Inputs, tmp_path: Path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import HANG_S
 from run_outputs import Outputs
 from safetensors.torch import load_file
 
@@ -58,14 +59,14 @@ def train(
     write_config: Callable[..., Path], sftplay: Callable[..., CompletedProcess[str]], rows: Path, tmp_path: Path
 ) -> Train:
     def run(name: str, processes: int, *, shim: bool = True, **keys: Any) -> tuple[Path, str]:
-        how = {
+        changes = {
             "train__max_steps": 12, "train__effective_batch_size": 8, "train__batch_size": 2,
             "train__learning_rate": 0.005, "train__warmup_ratio": 0.0, "train__optim": "adamw_torch",
             "model__max_seq_len": 256, "data__train_path": str(rows), "eval__after": True, "eval__max_new_tokens": 4,
         }  # fmt: skip
-        config = write_config(f"{name}.yaml", run_name=name, **{**how, **keys})
+        config = write_config(f"{name}.yaml", run_name=name, **{**changes, **keys})
         env = {"PYTHONPATH": str(CPU_FSDP)} if shim else {}
-        done = sftplay("train", "--config", config, "--nproc", processes, env=env, timeout=240)
+        done = sftplay("train", "--config", config, "--nproc", processes, env=env, timeout=HANG_S)
         return tmp_path / "outputs" / name, done.stdout + done.stderr
 
     return run
@@ -89,12 +90,12 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 )
 def test_a_sharded_run_has_the_curve_of_one_process(strategy: str, mode: str, train: Train, alone: dict[str, Path]):
     if mode not in alone:
-        alone[mode], said = train(f"alone-{mode}", 1, tuning__mode=mode)
-        assert len(losses(alone[mode])) == 12, said
+        alone[mode], output = train(f"alone-{mode}", 1, tuning__mode=mode)
+        assert len(losses(alone[mode])) == 12, output
         assert losses(alone[mode])[-1] < losses(alone[mode])[0] * (0.9 if mode == "full" else 1.0)
-    run, said = train(f"{strategy}-{mode}", 2, tuning__mode=mode, cluster__strategy=strategy)
+    run, output = train(f"{strategy}-{mode}", 2, tuning__mode=mode, cluster__strategy=strategy)
     status = json.loads((run / "status.json").read_text())
-    assert status["state"] == "done", said
+    assert status["state"] == "done", output
     assert losses(run) == pytest.approx(losses(alone[mode]), abs=1e-4)
     ours, theirs = weights(run), weights(alone[mode])
     assert ours.keys() == theirs.keys()
@@ -110,9 +111,9 @@ def test_a_sharded_run_has_the_curve_of_one_process(strategy: str, mode: str, tr
 @pytest.mark.slow
 def test_a_launch_that_accelerate_turns_into_something_else_is_stopped_before_the_first_step(train: Train):
     """FSDP on CPUs becomes two trainings that never meet, each with exit code 0."""
-    run, said = train("wrong", 2, cluster__strategy="fsdp", shim=False)
-    assert json.loads((run / "status.json").read_text())["exit_code"] == 5, said
-    assert "instead of FSDP" in said or "where cluster.strategy is fsdp" in said
+    run, output = train("wrong", 2, cluster__strategy="fsdp", shim=False)
+    assert json.loads((run / "status.json").read_text())["exit_code"] == 5, output
+    assert "instead of FSDP" in output or "where cluster.strategy is fsdp" in output
     assert not (run / "metrics.jsonl").exists() or not losses(run)
 
 
@@ -121,21 +122,21 @@ def test_a_run_split_by_fsdp_goes_on_on_other_numbers_of_processes(
     train: Train, sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
 ):
     """Twelve rows a step on 2, then 3, then 4 processes, the adapter's optimizer with them."""
-    how = {
+    changes = {
         "tuning__mode": "lora", "tuning__lora__dropout": 0.0, "cluster__strategy": "fsdp", "train__max_steps": 9,
         "train__effective_batch_size": 12, "train__batch_size": "auto", "train__save_steps": 3,
         "train__save_total_limit": 9, "eval__after": False, "data__val_path": None, "data__split": 0,
     }  # fmt: skip
-    whole, said = train("whole", 2, **how)
-    assert len(losses(whole)) == 9, said
+    whole, output = train("whole", 2, **changes)
+    assert len(losses(whole)) == 9, output
     runs, before = Outputs(tmp_path), 2
     shutil.copytree(whole, whole.with_name("moved"))
     for last, now in ((3, 3), (6, 4)):
         runs.cut_off("moved", last)
         words = ["--config", tmp_path / "whole.yaml", "--nproc", now, "run_name=moved"]
-        done = sftplay("resume", *words, env={"PYTHONPATH": str(CPU_FSDP)}, timeout=600)
+        done = sftplay("resume", *words, env={"PYTHONPATH": str(CPU_FSDP)}, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert f"begun on {before} process(es), goes on on {now} with" in done.stdout
+        assert f"began on {before} process(es) and continues on {now}, each with" in done.stdout
         assert [rank["distributed_type"] for rank in runs.status("moved")["ranks"]] == ["FSDP"] * now
         before = now
     assert [line["attempt"] for line in runs.metrics("moved")] == [1] * 3 + [2] * 3 + [3] * 3
@@ -153,9 +154,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "before", "now", "said"), REFUSED)
+@pytest.mark.parametrize(("strategy", "before", "now", "message"), REFUSED)
 def test_a_move_that_no_checkpoint_survives_is_refused_with_its_reason(
-    strategy: str, before: int, now: int, said: str, write_config: Callable[..., Path],
+    strategy: str, before: int, now: int, message: str, write_config: Callable[..., Path],
     sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path,
 ):  # fmt: skip
     config = write_config(cluster__strategy=strategy, train__batch_size="auto", data__val_path=None)
@@ -167,5 +168,5 @@ def test_a_move_that_no_checkpoint_survives_is_refused_with_its_reason(
     shutil.copy(config, folder.resolved)
     done = sftplay("resume", "--config", config, "--nproc", now, "--dry-run")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert f"NPROC={before}" in done.stderr

@@ -1,4 +1,4 @@
-"""A run that starts from an earlier run's adapter goes on where that one ended, or trains on the merged model."""
+"""A run that starts from an earlier run's adapter continues where that one ended, or trains on the merged model."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_first_loss_of_the_second_run_is_that_of_the_first_runs_result_on_its_ro
 def test_result_is_one_adapter_on_the_same_base_that_plain_peft_loads(first: Any, other: Inputs, tmp_path: Path):
     start = first().folder
     run = second(tmp_path, other, model__adapter=str(start.path / "adapter"))
-    told = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
-    assert told["base_model_name_or_path"] == str(other.model.resolve())
+    adapter_config = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str(other.model.resolve())
     before, after = (
         load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (start.path, run.folder.path)
     )
@@ -125,8 +125,8 @@ def test_run_as_model_name_means_its_base_and_its_adapter(first: Any, other: Inp
 def test_full_run_as_model_name_means_its_model(inputs: Inputs, other: Inputs, tmp_path: Path):
     start = train(tmp_path / "full", inputs, tuning__mode="full", train__max_steps=1)
     run = second(tmp_path / "second", other, model__name=str(start.folder.path))
-    told = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
-    assert told["base_model_name_or_path"] == str((start.folder.path / "model").resolve())
+    adapter_config = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str((start.folder.path / "model").resolve())
     with pytest.raises(ConfigError, match="trained every weight") as caught:
         second(tmp_path / "third", other, model__adapter=str(start.folder.path))
     assert f"model.name: {start.folder.path}" in caught.value.fix
@@ -136,22 +136,22 @@ def test_full_run_as_model_name_means_its_model(inputs: Inputs, other: Inputs, t
 def test_merged_start_has_the_logits_of_base_and_adapter(mode: str, first: Any, other: Inputs, tmp_path: Path):
     start = first().folder
     cfg, folder = new_run(tmp_path, other, tuning__mode=mode, model__adapter=str(start.path), model__merge_adapter=True)
-    apart = logits(PeftModel.from_pretrained(plain_base(other.model), str(start.path / "adapter")))
+    beside = logits(PeftModel.from_pretrained(plain_base(other.model), str(start.path / "adapter")))
     if mode == "full":
-        assert (logits(load_base(cfg)) - apart).abs().max() < 1e-5
+        assert (logits(load_base(cfg)) - beside).abs().max() < 1e-5
         return
     run = train_in(cfg, folder)
     base = plain_base(folder.path / "base")
-    assert (logits(base) - apart).abs().max() < 1e-5
+    assert (logits(base) - beside).abs().max() < 1e-5
     # The run and `eval` start from that base, in 4 bits where the mode says so.
     begun = plain_base(folder.path / "base", mode)
     assert torch.equal(logits(load_base(cfg)), logits(begun))
-    told = json.loads((folder.path / "adapter" / "adapter_config.json").read_text())
-    assert told["base_model_name_or_path"] == str((folder.path / "base").resolve())
+    adapter_config = json.loads((folder.path / "adapter" / "adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str((folder.path / "base").resolve())
     plain = PeftModel.from_pretrained(begun, str(folder.path / "adapter"))
     assert torch.equal(logits(plain), logits(load_result(cfg, folder.path)))
     assert torch.equal(logits(plain), logits(run.trainer.model.eval()))
-    assert AutoTokenizer.from_pretrained(told["base_model_name_or_path"]).chat_template
+    assert AutoTokenizer.from_pretrained(adapter_config["base_model_name_or_path"]).chat_template
 
 
 @pytest.mark.parametrize("merges", [False, True])
@@ -165,8 +165,8 @@ def test_run_from_a_run_of_a_builtin_model_keeps_a_base_of_its_own(
     options = {"model__adapter": folder, "model__name": "builtin:tiny"} if merges else {"model__name": folder}
     run = second(tmp_path / "second", other, model__merge_adapter=merges, **options)
     own = run.folder.path / "base"
-    told = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
-    assert told["base_model_name_or_path"] == str(own.resolve())
+    adapter_config = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str(own.resolve())
     kept, given = (load_file(path / "model.safetensors") for path in (own, other.model))
     assert torch.equal(*(weights["model.layers.0.mlp.up_proj.weight"] for weights in (kept, given))) != merges
     plain = PeftModel.from_pretrained(plain_base(own), str(run.folder.path / "adapter"))
@@ -202,9 +202,9 @@ def test_infer_batch_answers_from_the_right_base(merges: bool, first: Any, other
     words = ["--config", str(tmp_path / "run.yaml"), "--in", str(asked), "--out", str(out)]
     assert main(["infer-batch", *words]) == 0
     tokenizer = AutoTokenizer.from_pretrained(run.folder.path / "adapter")
-    told = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
+    adapter_config = json.loads((run.folder.path / "adapter" / "adapter_config.json").read_text())
     plain = PeftModel.from_pretrained(
-        plain_base(told["base_model_name_or_path"]), str(run.folder.path / "adapter")
+        plain_base(adapter_config["base_model_name_or_path"]), str(run.folder.path / "adapter")
     ).eval()
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "why salt"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -260,7 +260,7 @@ def test_adapter_in_mode_full_needs_merging(first: Any, other: Inputs, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model__merge_adapter": True}, "no adapter to merge"),
         ({"model__adapter": "nowhere"}, "no run or adapter 'nowhere'"),
@@ -268,12 +268,12 @@ def test_adapter_in_mode_full_needs_merging(first: Any, other: Inputs, tmp_path:
         ({"model__name": "unfinished"}, "has no result yet"),
     ],
 )
-def test_start_that_is_not_there_is_refused(changes: dict[str, Any], said: str, other: Inputs, tmp_path: Path):
+def test_start_that_is_not_there_is_refused(changes: dict[str, Any], message: str, other: Inputs, tmp_path: Path):
     unfinished = tmp_path / "outputs" / "unfinished"
     unfinished.mkdir(parents=True)
     (unfinished / "config.resolved.yaml").write_text("seed: 1\n")
     cfg, _ = new_run(tmp_path, other, **changes)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_inputs(cfg)
 
 

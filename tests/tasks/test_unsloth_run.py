@@ -50,10 +50,10 @@ def mean_loss(model: Any, tokenizer: Any, rows: Path) -> float:
     """Per token of the assistant's turns, as the template marks them: by transformers alone."""
     total, count = 0.0, 0
     for line in rows.read_text().splitlines():
-        told = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             json.loads(line)["messages"], return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
         )
-        ids, mask = told["input_ids"], torch.as_tensor(told["assistant_masks"]).reshape(1, -1).bool()
+        ids, mask = encoded["input_ids"], torch.as_tensor(encoded["assistant_masks"]).reshape(1, -1).bool()
         with torch.no_grad():
             scores = model(input_ids=ids).logits[0, :-1]
         wanted = ids[0, 1:][mask[0, 1:]]
@@ -64,22 +64,22 @@ def mean_loss(model: Any, tokenizer: Any, rows: Path) -> float:
 
 def test_lora_by_unsloth_learns_and_plain_peft_loads_what_it_learned(run: Any, tiny_llama: Path, chat_rows: Path):
     folder = run("unsloth")
-    seen = losses(folder)
-    assert len(seen) == STEPS
-    assert sum(seen[-4:]) / 4 < 0.75 * seen[0]
-    said = (folder.logs / "rank0.log").read_text()
-    assert "Starting new unsloth run" in said
-    assert said.count("Unsloth 2026") == 1  # it names itself when it is imported
+    trained_losses = losses(folder)
+    assert len(trained_losses) == STEPS
+    assert sum(trained_losses[-4:]) / 4 < 0.75 * trained_losses[0]
+    log_text = (folder.logs / "rank0.log").read_text()
+    assert "Starting new LoRA (unsloth) run" in log_text
+    assert log_text.count("Unsloth 2026") == 1  # it names itself when it is imported
     assert "unsloth" in folder.read_json("manifest.json")["machine"]["libraries"]
     tokenizer = AutoTokenizer.from_pretrained(folder.path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     before = mean_loss(base, tokenizer, chat_rows)
     tuned = PeftModel.from_pretrained(base, str(folder.path / "adapter")).eval()
     after = mean_loss(tuned, tokenizer, chat_rows)
-    print(f"\nloss by step: {' '.join(f'{loss:.3f}' for loss in seen)}")
+    print(f"\nloss by step: {' '.join(f'{loss:.3f}' for loss in trained_losses)}")
     print(f"plain PEFT, tokens of the answers: base {before:.3f}, with the adapter {after:.3f}")
-    assert before == pytest.approx(seen[0], rel=0.05)
-    assert after == pytest.approx(sum(seen[-4:]) / 4, rel=0.05)
+    assert before == pytest.approx(trained_losses[0], rel=0.05)
+    assert after == pytest.approx(sum(trained_losses[-4:]) / 4, rel=0.05)
 
 
 def test_both_backends_begin_with_the_same_loss(run: Any):
@@ -91,11 +91,11 @@ def test_both_backends_begin_with_the_same_loss(run: Any):
 
 def test_qlora_by_unsloth_holds_the_base_in_4_bits_and_learns(run: Any):
     folder = run("unsloth", "tuning.mode=qlora", "train.gradient_checkpointing=true")
-    model, seen = folder.read_json("manifest.json")["model"], losses(folder)
-    print(f"\nloss by step: {' '.join(f'{loss:.3f}' for loss in seen)}; {model}")
+    model, trained_losses = folder.read_json("manifest.json")["model"], losses(folder)
+    print(f"\nloss by step: {' '.join(f'{loss:.3f}' for loss in trained_losses)}; {model}")
     assert model["four_bit_layers"] == 14
     assert model["trainable_dtypes"] == ["float32"]
-    assert sum(seen[-4:]) / 4 < 0.8 * seen[0]
+    assert sum(trained_losses[-4:]) / 4 < 0.8 * trained_losses[0]
 
 
 def test_run_that_was_stopped_goes_on_by_unsloth_and_ends_with_the_same_weights(

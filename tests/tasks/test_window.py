@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sftplay.errors import RunError
-from sftplay.tasks.run.train_run import TrainRun, even_out
+from sftplay.tasks.run.train_run import TrainRun, pad_to_multiple
 from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher, first_fit
 
@@ -47,9 +47,9 @@ def gradients(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.grad is not None])
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    assert found.shape == expected.shape
-    return float((found - expected).norm() / expected.norm())
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ def step(trainer: Any, micro_batcher: MicroBatcher, rows: list[dict[str, Any]]) 
 def test_gradients_of_a_window_are_those_of_all_its_label_tokens_however_it_is_cut(
     micro_batcher: MicroBatcher, head: str, trainers: dict[str, Any], reference: tuple[float, torch.Tensor]
 ):
-    loss, found = step(trainers[head], micro_batcher, make_rows())
+    loss, actual = step(trainers[head], micro_batcher, make_rows())
     assert loss == pytest.approx(reference[0], rel=1e-6)
-    assert difference(found, reference[1]) <= 1e-6
+    assert difference(actual, reference[1]) <= 1e-6
 
 
 def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(trainers: dict[str, Any], tiny_llama: Path):
@@ -111,16 +111,16 @@ def test_loss_of_a_first_token_counts_neither_alone_nor_behind_another_row(train
     assert len(losses) == sum(len(row["input_ids"]) - 1 for row in rows)
     losses.mean().backward()
     for micro_batcher in (MicroBatcher(3), MicroBatcher(1, packs=True, max_tokens=128)):
-        loss, found = step(trainers["standard"], micro_batcher, rows)
+        loss, actual = step(trainers["standard"], micro_batcher, rows)
         assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
-        assert difference(found, gradients(model)) <= 1e-6
+        assert difference(actual, gradients(model)) <= 1e-6
 
 
 def test_each_packed_row_has_the_losses_it_has_alone(tiny_llama: Path):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
     rows = make_rows()
     window = Collator(PAD)(rows)
-    seen = 0
+    n_rows = 0
     with torch.no_grad():
         for micro_batch in MicroBatcher(2, packs=True, max_tokens=100).cut(window):
             assert micro_batch["input_ids"].shape[1] <= 100
@@ -137,8 +137,8 @@ def test_each_packed_row_has_the_losses_it_has_alone(tiny_llama: Path):
                         losses = functional.cross_entropy(packed[start : start + n - 1], targets, reduction="none")
                         alone = token_losses(model, row)
                         assert losses[targets != -100] == pytest.approx(alone.tolist(), abs=1e-5)
-                        seen += 1
-    assert seen == len(rows)
+                        n_rows += 1
+    assert n_rows == len(rows)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -175,8 +175,8 @@ def fewest_groups(lengths: list[int], room: int) -> int:
 def test_packing_stays_within_johnsons_bound_of_the_minimum(seed: int):
     rng = random.Random(seed)
     lengths = sorted((rng.randint(1, 10) for _ in range(7)), reverse=True)
-    found = len(first_fit(lengths, range(len(lengths)), room=10))
-    assert found <= 11 / 9 * fewest_groups(lengths, 10) + 1
+    actual = len(first_fit(lengths, range(len(lengths)), room=10))
+    assert actual <= 11 / 9 * fewest_groups(lengths, 10) + 1
 
 
 def test_row_longer_than_the_room_gets_a_group_of_its_own():
@@ -273,7 +273,7 @@ def test_held_out_loss_in_training_is_the_mean_over_label_tokens(
     monkeypatch.setattr(trainer.args, "per_device_eval_batch_size", 8)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
     # Rows without a label, which make the batches of several processes even, weigh nothing.
-    padded = even_out(trainer.eval_dataset, 16)
+    padded = pad_to_multiple(trainer.eval_dataset, 16)
     assert len(padded) == 16
     monkeypatch.setattr(trainer, "held_out_labels_per_row", len(losses) / 16)
     assert trainer.evaluate(padded)["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-6)

@@ -1,4 +1,4 @@
-"""The verbs that prepare data and show it: with the same checks as training, without a model."""
+"""The verbs that prepare data and show it, with the same checks as training and without a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from sftplay import log
 from sftplay.atomic import check_new_file
-from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.inputs import check_inputs, needs_no_hub
+from sftplay.control.inputs import load_checked, needs_no_hub
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.model.start_point import resolve_names
+from sftplay.terminal import has_colours
 
 if TYPE_CHECKING:
     from sftplay.data.pipeline import Examples
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def process(args: Namespace) -> int:
     """`process`: read, render and cache the rows; the data report as a table or as JSON."""
-    examples = _load(load_config(args.config, args.overrides))
+    examples = _load(load_checked(args.config, args.overrides))
     if args.json:
         print(json.dumps(examples.report))
     else:
@@ -32,8 +33,8 @@ def process(args: Namespace) -> int:
 
 def inspect(args: Namespace) -> int:
     """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
-    examples = _load(load_config(args.config, args.overrides))
-    from sftplay.data.inspect.display import decoded, has_colours, legend, mark_learned
+    examples = _load(load_checked(args.config, args.overrides))
+    from sftplay.data.inspect.display import decoded, legend, mark_learned
     from sftplay.data.inspect.rows import n_learned, spread_rows
 
     tokenizer, rows = examples.renderer.tokenizer, list(spread_rows(examples, args.n))
@@ -56,7 +57,7 @@ def inspect(args: Namespace) -> int:
 def render(args: Namespace) -> int:
     """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
     out = None if args.out is None else Path(args.out)
-    cfg = load_config(args.config, args.overrides)
+    cfg = load_checked(args.config, args.overrides)
     if out is not None:
         check_new_file(out)
     examples = _load(cfg)
@@ -80,23 +81,23 @@ def render(args: Namespace) -> int:
 
 def _load(cfg: RunConfig) -> Examples:
     """The rows as training gets them. Problems that need no heavy library are found first."""
-    cfg = check_inputs(cfg)
+    cfg = resolve_names(cfg)
     os.environ.update(quiet_environment() | cache_environment())
     if needs_no_hub(cfg):
         os.environ.update(offline_environment())
     log.say(f"reading {cfg.data.train_path}", "data")
-    before = _seals(cfg)
+    before = _seal_times(cfg)
     from sftplay.data.pipeline import load_examples
     from sftplay.model.tokenizer import load_tokenizer
 
     examples = load_examples(cfg, load_tokenizer(cfg.model))
     name = examples.report["fingerprint"]
-    outcome = "found in" if before.get(name) == _seals(cfg).get(name) else "written to"
+    outcome = "found in" if before.get(name) == _seal_times(cfg).get(name) else "written to"
     log.say(f"token rows {outcome} {Path(cfg.data.processed_dir) / name}", "data")
     return examples
 
 
-def _seals(cfg: RunConfig) -> dict[str, int]:
+def _seal_times(cfg: RunConfig) -> dict[str, int]:
     """Name of a cache folder -> when it was made."""
     from sftplay.data.cache import SEAL
 

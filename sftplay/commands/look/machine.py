@@ -78,7 +78,7 @@ def doctor(args: Namespace) -> int:
 
 
 def check(args: Namespace) -> int:
-    """`check`: ruff's lint and format and mypy over this repository; the first failure's code, 0 for none."""
+    """`check`: ruff's lint and format and mypy over this repository; 1 when one of them fails, else 0."""
     root = Path(__file__).resolve().parents[3]
     failed = [" ".join(argv) for argv in CHECKS if subprocess.call([sys.executable, "-m", *argv], cwd=root)]
     if failed:
@@ -118,7 +118,7 @@ def _ram(machine: Machine) -> str:
 
 
 def _output_folder(args: Namespace) -> Path:
-    """The folder of the runs: the config's output_dir; without a config an override of it, else the default."""
+    """The config's output_dir. Without a config: the override of it, or the default."""
     if args.config:
         from sftplay.config.load import load_config
 

@@ -7,7 +7,8 @@ from argparse import Namespace
 from dataclasses import replace
 
 from sftplay import log
-from sftplay.config.load import load_config
+from sftplay.control.inputs import load_checked
+from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import require_shape
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine, probe
@@ -34,31 +35,31 @@ DOES_NOT_FIT = 3
 
 def plan(args: Namespace) -> int:
     """`plan`: bytes of every component, the sizes, the verdict, and what would fit; exit code 3 when it does not."""
-    cfg = resolve_names(load_config(args.config, args.overrides))
+    cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False))
     shape = require_shape(cfg)
-    machine, world_size = _where(args)
-    sized = size_run(cfg, machine, world_size=world_size, shape=shape)
+    machine, world_size = _planned_machine(args)
+    lengths = known_lengths(cfg)
+    sized = size_run(cfg, machine, world_size=world_size, shape=shape, lengths=lengths)
+    place = Place(device_of(machine, world_size), world_size, lengths)
     if args.compare:
-        return _compare(args, sized, shape=shape, machine=machine)
-    seen = sized.forecast
-    assert seen is not None
-    work = workload_of(sized.cfg, seen.setting)
-    suggestions = (
-        [] if seen.verdict == "fits" else suggest(sized.cfg, shape, place=Place(seen.setting.device, world_size))
-    )
+        return _compare(args, sized, shape=shape, place=place)
+    forecast = sized.forecast
+    assert forecast is not None
+    work = workload_of(sized.cfg, forecast.setting, lengths=lengths)
+    suggestions = [] if forecast.verdict == "fits" else suggest(sized.cfg, shape, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
-        return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
+        return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
     train = sized.cfg.train
     sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
     lines = [
-        *describe_model(seen),
-        f"tuning      {sized.cfg.tuning.mode}, {train.precision}, rows of {sized.cfg.model.max_seq_len} tokens",
+        *describe_model(forecast),
+        f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {_rows(sized)}",
         f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
-        *describe_memory(seen),
+        *describe_memory(forecast),
         *describe_workload(work),
         *(["what would fit:" if suggestions and suggestions[0].fits else "what comes nearest:"] if suggestions else []),
         *describe_suggestions(suggestions),
@@ -66,11 +67,19 @@ def plan(args: Namespace) -> int:
     ]
     for line in lines:
         log.show(line)
-    return DOES_NOT_FIT if seen.verdict == "does_not_fit" else 0
+    return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
 
 
-def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, machine: Machine) -> int:
-    rows = compare(sized.cfg, shape, place=Place(device_of(machine, sized.world_size), sized.world_size))
+def _rows(sized: SizedRun) -> str:
+    """The rows that memory is planned for."""
+    limit = sized.cfg.model.max_seq_len
+    planned = sized.forecast.size.seq if sized.forecast else limit
+    shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
+    return f"rows of {planned} tokens{shorter}"
+
+
+def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, place: Place) -> int:
+    rows = compare(sized.cfg, shape, place=place)
     if args.json:
         print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
         return 0
@@ -80,16 +89,16 @@ def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, machine: Ma
     return 0
 
 
-def _where(args: Namespace) -> tuple[Machine, int]:
+def _planned_machine(args: Namespace) -> tuple[Machine, int]:
     """The machine to plan for, and the number of processes."""
     if args.gpus and args.vram:
         raise ConfigError("--gpus and --vram do not go together", where="command line", fix="leave one out")
     machine = probe()
     if args.gpus:
         count, card = parse_fleet(args.gpus, "--gpus (GPUS=)")
-        machine = _pretend(machine, count, card=card)
+        machine = _with_gpus(machine, count, card=card)
     elif args.vram:
-        machine = _pretend(machine, 1, card=_card_of_size(args.vram))
+        machine = _with_gpus(machine, 1, card=_card_of_size(args.vram))
     world_size = args.nproc or max(1, len(machine.gpus))
     if 0 < len(machine.gpus) < world_size:
         raise MachineError(
@@ -108,6 +117,6 @@ def _card_of_size(text: str) -> Card:
     return replace(find_card("A10") or Card("", 0, (8, 0), 0), name=f"GPU of {text}", total_mib=size >> 20, tflops=0)
 
 
-def _pretend(machine: Machine, count: int, *, card: Card) -> Machine:
+def _with_gpus(machine: Machine, count: int, *, card: Card) -> Machine:
     gpus = tuple(Gpu(i, card.name, card.total_bytes, card.total_bytes, card.capability) for i in range(count))
     return replace(machine, gpus=gpus, gpu_reason="")

@@ -42,8 +42,8 @@ def compare(args: Namespace) -> int:
 def _run_at(name: str, flag: str, *, output: Path) -> RunFolder:
     if not name:
         raise ConfigError("no run is named", where=flag, fix="make compare RUN_A=name RUN_B=name")
-    found = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)
-    if found is None:
+    folder = next((path for path in (Path(name), output / name) if (path / RESOLVED).is_file()), None)
+    if folder is None:
         places = f"neither {name} nor {output / name} holds a {RESOLVED}"
         raise ConfigError(f"no run {name!r} ({places})", where=flag, fix="give a run's folder, or its name")
-    return RunFolder(found)
+    return RunFolder(folder)

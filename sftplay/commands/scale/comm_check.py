@@ -1,4 +1,4 @@
-"""The verb `comm-check`: starts processes as a run would, measures how they exchange, and prints the table."""
+"""The verb `comm-check`: starts processes as a run would, measures their exchange, and prints the table."""
 
 from __future__ import annotations
 

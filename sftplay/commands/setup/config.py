@@ -7,13 +7,13 @@ from argparse import Namespace
 
 from sftplay import log
 from sftplay.config.explain.manual import manual_text, schema_text
-from sftplay.config.load import load_config
 from sftplay.config.rules.general import notes
+from sftplay.control.inputs import load_checked
 
 
 def validate(args: Namespace) -> int:
-    """`validate`: every problem of the config, or every value that is not a default and where it comes from."""
-    cfg = load_config(args.config, args.overrides)
+    """`validate`: every problem of config, files and model name, or each value that is no default and its origin."""
+    cfg = load_checked(args.config, args.overrides, asks_hub=False)
     if args.json:
         print(json.dumps({"valid": True, "config": cfg.model_dump(), "origins": cfg.origins, "notes": notes(cfg)}))
         return 0

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
+from sftplay.control.inputs import ask_hub
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import cache_environment, quiet_environment
-from sftplay.model.hub import CONNECT_S, check_reachable, first_line, unreachable
+from sftplay.model.hub import CONNECT_S, first_line, unreachable
 from sftplay.model.source import PICKLE_FIX, is_hub_shaped, is_local
 from sftplay.units import format_bytes
 
@@ -32,7 +33,7 @@ def download_model(args: Namespace) -> int:
         raise ConfigError(f"{name!r} is no hub name", where="--model", fix="write org/model, without an address")
     os.environ.update(quiet_environment() | cache_environment())
     where = f"hub model {name}"
-    if not check_reachable(name, revision, where=where):
+    if not ask_hub(name, revision, where=where):
         raise unreachable(name, ConnectionError("no answer; some of it lies in the cache here"), where=where)
     commit, sizes = _needed(name, revision, where=where)
     total = sum(sizes.values())
@@ -89,5 +90,6 @@ def _fetch(name: str, revision: str | None, *, sizes: dict[str, int], where: str
             done += size
     except (httpx.HTTPError, OSError) as error:
         what = f"{file} could not be fetched ({first_line(error)})"
-        raise MachineError(what, where=where, fix="the same command again goes on where this one stopped") from error
+        fix = "run the same command again; it continues where this one stopped"
+        raise MachineError(what, where=where, fix=fix) from error
     return folder

@@ -50,7 +50,7 @@ def demo(args: Namespace) -> int:
     result = read_result(folder, is_control=args.control)
     folder.write_json("demo.json", result)
     show_samples(folder, 3)
-    log.say(f"everything is in {folder.path}; all in all {time.monotonic() - started:.0f} s", "demo")
+    log.say(f"everything is in {folder.path}; the demo took {time.monotonic() - started:.0f} s", "demo")
     log.show(
         f"demo: exact match {result['exact_match_before']:.3f} -> {result['exact_match_after']:.3f} "
         f"on {result['n']} held-out prompts in {result['train_seconds']:.0f} s"

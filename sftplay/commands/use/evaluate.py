@@ -10,7 +10,7 @@ from typing import Any, get_args
 from sftplay import log
 from sftplay.config.schema.data import Metric
 from sftplay.config.schema.run import RunConfig
-from sftplay.control.finished_run import leave_report, open_run, prepare_environment, stored_template
+from sftplay.control.finished_run import open_run, prepare_environment, report_at_end, stored_template
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 
@@ -46,7 +46,7 @@ def evaluate(args: Namespace) -> int:
         raise ConfigError("there is no test set", where="data.test_path", fix="name one: ARGS=data.test_path=FILE")
     prepare_environment(cfg)
     figures = _measure(cfg, folder, measure=measure)
-    leave_report(folder)
+    report_at_end(folder)
     if args.json:
         print(json.dumps(figures))
     else:
@@ -55,7 +55,7 @@ def evaluate(args: Namespace) -> int:
 
 
 def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str, dict[str, Any]]:
-    """Figures of the base, where the measure has it, and of the result."""
+    """Figures of the base (if the measure has it) and of the result."""
     from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
     from sftplay.model.load import load_base, load_result
 

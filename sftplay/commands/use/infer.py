@@ -1,9 +1,8 @@
-"""The verbs by which a finished run answers: `infer` line by line, `infer-batch` a whole file."""
+"""The verbs that ask a finished run for answers: `infer` line by line, `infer-batch` a whole file."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -18,29 +17,29 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import load_renderer, open_run, prepare_environment
-from sftplay.data.read.sources import content_digest
+from sftplay.data.layouts.convert import reading_of
+from sftplay.data.read.sources import dialect_of
 from sftplay.deliver.infer.partial_answers import PartialAnswers, fingerprint_run
 from sftplay.deliver.infer.prompts import PromptFile
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.console import Console, Screen
 
 
 def infer(args: Namespace) -> int:
-    """`infer`: a dialogue on standard input and output, one line a turn. An empty line or the end of input ends it."""
+    """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends."""
     cfg, folder = open_run(args)
     generator, renderer = _open_generator(cfg, folder, args=args)
     from sftplay.deliver.infer.chat import Conversation, run_command
 
     model = f"{'the base of ' if args.base else ''}{folder.path}"
     log.say(f"talking to {model}; an empty line ends it, /help lists commands", "infer")
-    dialogue = Conversation(generator, renderer, cfg.data.system)
+    conversation = Conversation(generator, renderer, cfg.data.system)
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while line := _next_line():
         if not line.startswith("/"):
-            _answer(dialogue, line.strip())
-        elif (reply := run_command(dialogue, line)) is not None:
+            _answer(conversation, line.strip())
+        elif (reply := run_command(conversation, line)) is not None:
             log.say(reply, "infer")
         else:
             return 0
@@ -48,7 +47,7 @@ def infer(args: Namespace) -> int:
 
 
 def _next_line() -> str:
-    """The next line without its end; empty at the end of the dialogue."""
+    """The next line without its end; empty at the end of the conversation."""
     is_typed = sys.stdin.isatty()
     sys.stdout.write("> " if is_typed else "")
     sys.stdout.flush()
@@ -61,10 +60,10 @@ def _next_line() -> str:
     return line.rstrip() if line.strip() else ""
 
 
-def _answer(dialogue: Any, question: str) -> None:
+def _answer(conversation: Any, question: str) -> None:
     with _interruptible() as stop:
         try:
-            for piece in dialogue.ask(question, stop, note=lambda text: log.say(f"note: {text}", "infer")):
+            for piece in conversation.ask(question, stop, note=lambda text: log.say(f"note: {text}", "infer")):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         except DataError as error:
@@ -91,22 +90,22 @@ def _interruptible() -> Iterator[Event]:
 
 
 def infer_batch(args: Namespace) -> int:
-    """`infer-batch`: the rows of a file (`messages` or `prompt`), in order, each with a `response`.
+    """`infer-batch`: the rows of a file in any layout that training reads, in order, each with a `response`.
 
     Answers are kept beside OUT as they come. The same command continues from there after an interruption.
     """
     cfg, folder = open_run(args)
     out = _check_paths(args)
-    questions = PromptFile(args.input, cfg.data.system)
+    questions = PromptFile(args.input, reading_of(cfg.data), dialect_of(cfg.data))
     n = sum(1 for _ in questions)
-    digest = content_digest(args.input)
+    digest = questions.digest()
     partial = PartialAnswers(out, {"input": digest, "run": fingerprint_run(folder), **_settings(args, cfg)})
     with partial.held():
         if n_kept := partial.n_answers:
-            log.say(f"{partial.path} holds {n_kept} of {n} answers: going on from there", "infer")
+            log.say(f"{partial.path} holds {n_kept} of {n} answers: continuing from there", "infer")
         if n_kept < n:
             _answer_file(args, cfg, folder=folder, questions=questions, partial=partial, n=n)
-        if content_digest(args.input) != digest:
+        if questions.digest() != digest:
             fix = f"put it back as it was, or remove {partial.path}"
             raise DataError("has changed while it was being answered", where=args.input, fix=fix)
         from sftplay.deliver.infer.batch import write_answered
@@ -132,13 +131,13 @@ def _answer_file(
             generator, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter
         )
     except KeyboardInterrupt:
-        log.say(f"stopped; {partial.n_answers} answers are kept, the same command goes on from there", "infer")
+        log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
         raise
 
 
 def _progress_line() -> Callable[[str], None]:
     """A function that prints progress: one changing line on a terminal, elsewhere a line from time to time."""
-    console = Console(Screen(), is_tty=log.screen().isatty() and "NO_COLOR" not in os.environ)
+    console = log.new_console()
 
     def show(text: str) -> None:
         console.status(f"[infer] {text}")
@@ -167,7 +166,7 @@ def _check_paths(args: Namespace) -> Path:
 
 
 def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
-    """The settings that shape the answers, beside run and rows."""
+    """The settings that change the answers, besides the run and the rows."""
     fixed = {"batch_size": cfg.eval.batch_size, "max_new_tokens": _longest(args, cfg), "temperature": args.temperature}
     return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
 

@@ -15,7 +15,7 @@ from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.config.read.yaml12 import KeyPath, scalar
 from sftplay.config.schema.describe import accepts, choices_of, described
 from sftplay.config.schema.keys import all_keys, all_sections, homes_of, node_at, required_below, section_at
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
@@ -32,10 +32,10 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
     """One problem for each key that pydantic refuses; `file` is named for keys that are missing."""
     refused = _by_key(error.errors(include_url=False), merged.values)
     problems = [
-        _problem(path, merged.places[path], refusal=_unknown(path))
+        _problem(path, merged.place_within(path) or Place(0, 0, file), refusal=_unknown(path))
         for path, kind in refused.items()
         if kind == "extra_forbidden"
-    ]
+    ][:MOST_PROBLEMS]
     guessed = {name for problem in problems for name in problem.error.nearest}
     for path, kind in refused.items():
         if kind == "missing":
@@ -45,7 +45,7 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
                     inner = tuple(key.split("."))
                     problems.append(_problem(inner, merged.place_of(inner) or Place(0, 0, file), refusal=_missing(key)))
         elif kind != "extra_forbidden":
-            place = merged.place_of(path) or Place(0, 0, "config")
+            place = merged.place_within(path) or merged.place_of(path) or Place(0, 0, file)
             problems.append(_problem(path, place, refusal=_wrong_value(path, merged.values)))
     return problems
 

@@ -17,27 +17,56 @@ _SOURCES = (
 )
 
 
-@cache
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "text"),
+    "dict": ((dict,), "keys with values"),
+    "list": ((list,), "a list"),
+    "None": ((type(None),), "null"),
+}
+"""Word of an annotation -> the types it stands for, and how they are called."""
+
+
 def sft_config_fields() -> frozenset[str] | None:
     """The names SFTConfig takes, inherited ones included; None where its source cannot be found or followed.
 
     None leaves the check to the run, where the library itself refuses what it does not know.
     """
+    kinds = sft_config_kinds()
+    return None if kinds is None else frozenset(kinds)
+
+
+def unfit(name: str, value: object) -> str:
+    """What the field `name` takes, in words, where `value` is no such thing; empty where it may be right."""
+    words = (sft_config_kinds() or {}).get(name, ())
+    if not words or any(word not in _KINDS for word in words):
+        return ""
+    for word in words:
+        if isinstance(value, _KINDS[word][0]) and (word == "bool" or not isinstance(value, bool)):
+            return ""
+    return " or ".join(_KINDS[word][1] for word in words)
+
+
+@cache
+def sft_config_kinds() -> dict[str, tuple[str, ...]] | None:
+    """Field -> the words of its annotation, `dict[str, Any] | None` as dict and None."""
     classes: dict[str, ast.ClassDef] = {}
     for package, file in _SOURCES:
         source = _source(package, file)
         if source is None:
             return None
         classes |= {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    fields: set[str] = set()
+    fields: dict[str, tuple[str, ...]] = {}
     waiting = ["SFTConfig"]
     while waiting:
         found = classes.get(waiting.pop())
         if found is None:
             return None
-        fields |= _fields_of(found)
+        fields = _fields_of(found) | fields
         waiting += [base.id for base in found.bases if isinstance(base, ast.Name)]
-    return frozenset(fields)
+    return fields
 
 
 def _source(package: str, file: str) -> str | None:
@@ -52,10 +81,10 @@ def _source(package: str, file: str) -> str | None:
     return None
 
 
-def _fields_of(node: ast.ClassDef) -> set[str]:
+def _fields_of(node: ast.ClassDef) -> dict[str, tuple[str, ...]]:
     """The annotated names in a dataclass body that its constructor takes."""
     return {
-        line.target.id
+        line.target.id: tuple(word.partition("[")[0] for word in ast.unparse(line.annotation).split(" | "))
         for line in node.body
         if isinstance(line, ast.AnnAssign)
         and isinstance(line.target, ast.Name)

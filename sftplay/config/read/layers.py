@@ -49,6 +49,12 @@ class Layer:
         sections = (path[:length] for length in range(len(path), 0, -1))
         return next((self.places[section] for section in sections if section in self.places), None)
 
+    def place_within(self, path: KeyPath) -> Place | None:
+        """The place of a key, or of the first one below it: an override names no section by itself."""
+        return self.places.get(path) or next(
+            (at for known, at in self.places.items() if known[: len(path)] == path), None
+        )
+
 
 def read_layers(path: str | Path) -> list[Layer]:
     """The layers of a file: its includes, lowest first, and then the file itself.
@@ -119,7 +125,7 @@ def _read_files(path: Path, name: str, *, including: list[Path]) -> Iterator[tup
     opened = [*including, path.resolve()]
     for order, included in enumerate(_include_list(document, name)):
         line = document.lines.get(("include", order), document.lines["include",])
-        inner = path.parent / included
+        inner = path.parent / os.path.expanduser(included)  # noqa: PTH111 - an unknown user's `~` stays as it is
         _check_include(inner, included, opened=opened, where=f"{name}:{line} include")
         yield from _read_files(inner, _display_name(inner), including=opened)
     yield name, document

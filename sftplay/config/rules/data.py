@@ -70,7 +70,7 @@ def _columns(data: DataConfig) -> Iterator[Violation]:
 
 
 def _encoding(name: str) -> Iterator[Violation]:
-    if name == "auto" or not name.strip():
+    if name == "auto" or not name.strip() or "\0" in name:
         return
     near = _near_encodings(name)
     try:

@@ -5,17 +5,22 @@ Single values are the schema's business. Nothing here looks at the machine: whet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from sftplay.config.explain.other_kits import kit_answer
-from sftplay.config.explain.trl_arguments import sft_config_fields
+from sftplay.config.explain.trl_arguments import sft_config_fields, unfit
+from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.keys import all_keys
+from sftplay.config.schema.keys import all_keys, path_keys
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.units import parse_seconds
+
+LONGEST_NAME_BYTES, LONGEST_PATH = 255, 4000
+"""What file systems take: bytes of one name, and less than the characters of a whole path."""
 
 _WORDS = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
 """Key -> the words it takes beside a path. A near miss of a word would be taken for a path."""
@@ -178,7 +183,7 @@ def _limits(cfg: RunConfig) -> Iterator[Violation]:
 
 def _extra(cfg: RunConfig) -> Iterator[Violation]:
     fields = sft_config_fields() if cfg.train.extra else None
-    for name in cfg.train.extra:
+    for name, value in cfg.train.extra.items():
         key = f"train.extra.{name}"
         if answer := kit_answer(name):
             yield Violation((key,), answer.what, fix=answer.fix, nearest=(answer.key,) if answer.key else ())
@@ -186,6 +191,47 @@ def _extra(cfg: RunConfig) -> Iterator[Violation]:
             near = [known for known in nearest_names(name, sorted(fields)) if not kit_answer(known)]
             fix = f"did you mean {near[0]!r}?" if near else "remove it; see the fields of trl.SFTConfig"
             yield Violation((key,), f"TRL's SFTConfig has no field {name!r}", fix=fix, nearest=tuple(near))
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield Violation((key,), f"{flow(value)} is no number to train with", fix="write a finite number")
+        elif wanted := unfit(name, value):
+            yield Violation((key,), f"{flow(value)} is not {wanted}", fix=f"write {wanted}")
+
+
+def _characters(cfg: RunConfig) -> Iterator[Violation]:
+    """No path, name or text can hold a NUL or half of a character: files, processes and tokenizers refuse both."""
+    for key in all_keys():
+        for place, text in _texts_in(cfg.value_of(key), key):
+            if "\0" in text:
+                yield Violation((place,), "holds a NUL character", fix="remove it")
+            elif not _is_unicode(text):
+                yield Violation((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
+            elif key != "data.system" and _is_overlong(text):
+                yield Violation(
+                    (place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it"
+                )
+
+
+def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts_in(inner, key)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _texts_in(inner, f"{key}.{name}")
+
+
+def _is_overlong(text: str) -> bool:
+    return max(map(len, text.encode().split(b"/"))) > LONGEST_NAME_BYTES or len(text) > LONGEST_PATH
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _texts(cfg: RunConfig) -> Iterator[Violation]:
@@ -209,6 +255,14 @@ def _texts(cfg: RunConfig) -> Iterator[Violation]:
             yield Violation((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
 
 
+def _homes(cfg: RunConfig) -> Iterator[Violation]:
+    for key in path_keys():
+        value = cfg.value_of(key)
+        if isinstance(value, str) and value.startswith("~"):
+            what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
+            yield Violation((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
+
+
 def _lists(cfg: RunConfig) -> Iterator[Violation]:
     backend, lora = cfg.logging.backend, cfg.tuning.lora
     if backend == []:
@@ -228,7 +282,9 @@ def _lists(cfg: RunConfig) -> Iterator[Violation]:
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
+    _characters,
     _texts,
+    _homes,
     _batch_is_exact,
     _token_batches,
     _held_out,

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from sftplay.data.encode.labels import Placed, Rendered, labelled
 from sftplay.data.encode.proof import Proven, prove_masks
 from sftplay.data.encode.vocabulary import SpecialTokens, Vocabulary
-from sftplay.data.encode.writer import Writer
+from sftplay.data.encode.writer import NOWHERE, Writer
 from sftplay.data.records import Chat, Message, Record, Text
 from sftplay.data.template.masks import Method, TurnFinder
 from sftplay.data.template.sentinels import Unproven
@@ -134,6 +134,17 @@ class Renderer:
             return self._writer.prompt_ids(self._asked(), messages, tools=tools)
         except Unproven as error:
             raise DataError(str(error), where="the prompt", fix="leave it out there") from error
+
+    def beginning_ids(self, text: str) -> list[int]:
+        """The tokens of a plain text that the model shall go on writing: as in training, but without an end.
+
+        Raises:
+            DataError: the text types what cannot be kept apart from control.
+        """
+        (found,) = self.render([Text(text, NOWHERE)])
+        if found.problem:
+            raise DataError(found.problem, where="the text", fix="leave it out there")
+        return found.input_ids[:-1]
 
     def answer_text(self, chat: Chat) -> str:
         """What the template writes for the last assistant turn, calls included, without its end token.

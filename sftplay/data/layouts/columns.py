@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
 Names = tuple[str, ...]
 """A field's own name, then others under which it is found in files; the first that a row has is taken."""
 
+MESSAGES: Names = ("messages",)
+INSTRUCTION: Names = ("instruction",)
+USER: Names = ("user",)
+PROMPT: Names = ("prompt",)
 TURNS: Names = ("conversations", "conversation", "dialogue")
 OUTPUT: Names = ("output", "response")
 COMPLETION: Names = ("completion", "response")
@@ -45,6 +49,12 @@ class Shape:
     may: tuple[Names, ...] = ()
     body: Callable[[Row], Body] | None = None
     """None: plain text."""
+
+    asked: Names = ()
+    """The column of the question; empty for plain text."""
+
+    ask: Callable[[Row], tuple[Message, ...]] | None = None
+    """The turns up to the question, and perhaps its answer, of a row that need not have an answer."""
 
     @property
     def fields(self) -> set[str]:
@@ -94,12 +104,15 @@ def _from_sharegpt(row: Row) -> Body:
 
 
 def _from_alpaca(row: Row) -> Body:
+    return Body((*_ask_alpaca(row), Message("assistant", needed_text(row, OUTPUT))))
+
+
+def _ask_alpaca(row: Row) -> tuple[Message, ...]:
     instruction = needed_text(row, ("instruction",))
     more = row.get("input")
     extra = "" if more is None else text_of(more, "input")
     asked = "\n\n".join(text for text in (instruction, extra) if text and not text.isspace())
-    turns = (*_history(row.get("history")), Message("user", asked), Message("assistant", needed_text(row, OUTPUT)))
-    return Body(turns)
+    return (*_history(row.get("history")), Message("user", asked))
 
 
 def _history(value: object) -> Iterable[Message]:
@@ -135,16 +148,40 @@ def _from_prompt(row: Row) -> Body:
     return Body((*before, *after), len(before))
 
 
+def _turns_of(body: Callable[[Row], Body]) -> Callable[[Row], tuple[Message, ...]]:
+    return lambda row: body(row).turns
+
+
+def _text_in(names: Names) -> Callable[[Row], tuple[Message, ...]]:
+    return lambda row: (Message("user", needed_text(row, names)),)
+
+
+def _ask_prompt(row: Row) -> tuple[Message, ...]:
+    return prompt_turns(row["prompt"], "prompt", role="user")
+
+
 SHAPES: Mapping[Layout, Shape] = {
-    "messages": Shape((("messages",),), (SYSTEM, TOOLS), _from_messages),
-    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt),
-    "alpaca": Shape((("instruction",), OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca),
-    "system_user_assistant": Shape((("user",), ("assistant",)), (SYSTEM,), _from_user),
-    "prompt_completion": Shape((("prompt",), COMPLETION), (SYSTEM, TOOLS), _from_prompt),
-    "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_question),
+    "messages": Shape((MESSAGES,), (SYSTEM, TOOLS), _from_messages, MESSAGES, _turns_of(_from_messages)),
+    "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, TURNS, _turns_of(_from_sharegpt)),
+    "alpaca": Shape(
+        (INSTRUCTION, OUTPUT), (("input",), ("history",), SYSTEM, TOOLS), _from_alpaca, INSTRUCTION, _ask_alpaca
+    ),
+    "system_user_assistant": Shape((USER, ("assistant",)), (SYSTEM,), _from_user, USER, _text_in(USER)),
+    "prompt_completion": Shape((PROMPT, COMPLETION), (SYSTEM, TOOLS), _from_prompt, PROMPT, _ask_prompt),
+    "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_question, QUESTION, _text_in(QUESTION)),
     "text": Shape((("text",),), (), None),
 }
 """In the order in which a row's keys are compared with them."""
+
+QUESTIONS: tuple[Layout, ...] = (
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "alpaca",
+    "system_user_assistant",
+    "question_answer",
+)
+"""In the order in which a row's keys are searched for a question: an answer beside it tells no layout."""
 
 FIX_LAYOUT = (
     f"name its columns with data.columns, or the layout with data.format ({', '.join(SHAPES)});"

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Literal
 
 from sftplay.data.layouts.columns import (
     FIX_LAYOUT,
+    QUESTIONS,
     SHAPES,
     SYSTEM,
     TOOLS,
-    TURNS,
     needed_text,
     optional,
     picked,
 )
 from sftplay.data.layouts.fields import Row, is_blank, listed, refuse, text_of
 from sftplay.data.layouts.tool_calls import tie_results, tools_text
-from sftplay.data.layouts.turns import check_answered, check_order, openai_turns, prompt_turns, sharegpt_turns
+from sftplay.data.layouts.turns import check_answered, check_order
 from sftplay.data.records import Chat, Message, Record, Source, Text
 from sftplay.errors import DataError
 
 if TYPE_CHECKING:
-    from sftplay.config.schema.data import Layout
+    from sftplay.config.schema.data import DataConfig, Layout
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Reading:
 
     system: str | None = None
     """System prompt of every chat that has none of its own."""
+
+
+def reading_of(data: DataConfig) -> Reading:
+    """How the config wants rows to be understood."""
+    return Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
 
 
 def to_record(row: Row, source: Source, *, reading: Reading = Reading()) -> Record:
@@ -68,28 +73,43 @@ def to_record(row: Row, source: Source, *, reading: Reading = Reading()) -> Reco
 def read_prompt(row: Row, source: Source, *, reading: Reading = Reading()) -> tuple[tuple[Message, ...], str]:
     """The messages of a row that the assistant shall answer, and its tools as JSON text.
 
-    The row has `messages` (or `conversations`) or `prompt`, and the assistant does not have the last word.
+    It is read from every layout of a chat. An answer in the row is left out: it is the one to be given anew.
 
     Raises:
-        DataError: it has neither, or breaks a rule.
+        DataError: it has no question, or breaks a rule.
     """
     try:
         row = _mapped(row, reading, is_partial=True)
-        if optional(row, ("messages",)) is not None:
-            turns = openai_turns(row["messages"], "messages")
-        elif name := picked(row, TURNS):
-            turns = sharegpt_turns(row[name], name)
-        elif optional(row, ("prompt",)) is not None:
-            turns = prompt_turns(row["prompt"], "prompt", role="user")
-        else:
-            refuse(f"has neither 'messages' nor 'prompt'; its keys are {listed(row)}", "add one of the two")
-        turns = tie_results(turns)
+        turns = tie_results(_question(row, reading))
         check_order(turns)
+        if len(turns) > 1 and turns[-1].role == "assistant":
+            turns = turns[:-1]
         if not turns or turns[-1].role in ("assistant", "system"):
             refuse("does not end with a turn that can be answered", "end it with a user turn or a tool's result")
         return (*_lead(row, turns, reading=reading), *turns), tools_text(optional(row, TOOLS))
     except DataError as error:
         raise DataError(error.what, where=str(source), fix=error.fix) from None
+
+
+def read_beginning(row: Row, *, reading: Reading = Reading()) -> str:
+    """The text of a row that is plain text, which a model goes on writing; empty for every other row."""
+    view = _mapped(row, reading, is_partial=True)
+    is_asked = any(optional(view, SHAPES[layout].asked) is not None for layout in QUESTIONS)
+    text = None if is_asked and reading.format != "text" else optional(view, ("text",))
+    return text if isinstance(text, str) else ""
+
+
+def _question(row: Row, reading: Reading) -> tuple[Message, ...]:
+    first = (reading.format,) if reading.format in QUESTIONS else ()
+    for layout in (*first, *QUESTIONS):
+        ask = SHAPES[layout].ask
+        if ask is not None and optional(row, SHAPES[layout].asked) is not None:
+            break
+    else:
+        columns = ", ".join(repr(SHAPES[layout].asked[0]) for layout in QUESTIONS)
+        fix = f"name the question with one of {columns}; or map its column with data.columns"
+        refuse(f"has no question; its keys are {listed(row)}", fix)
+    return ask(row)
 
 
 def unused_columns(row: Row, reading: Reading = Reading()) -> tuple[str, ...]:

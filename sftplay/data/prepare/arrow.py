@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from sftplay.data.prepare.batch import Example
+from sftplay.data.records import Source
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int64())), ("labels", pa.list_(pa.int64())), ("row", pa.int64())])
-PLACES = pa.schema([("path", pa.string()), ("line", pa.int64())])
+PLACES = pa.schema([("path", pa.string()), ("line", pa.int64()), ("record", pa.int64())])
 """A second stream beside each row stream: where its examples came from."""
 
 
@@ -30,14 +31,15 @@ class RowWriter:
         self._rows.close()
         self._places.close()
 
-    def write(self, examples: Sequence[Example], rows: Sequence[int], *, places: Sequence[tuple[str, int]]) -> None:
-        """Append the examples; `rows` and `places` (path, line) are those of their records."""
+    def write(self, examples: Sequence[Example], rows: Sequence[int], *, places: Sequence[Source]) -> None:
+        """Append the examples; `rows` and `places` are those of their records."""
         if not examples:
             return
         columns = [_column([example.ids for example in examples]), _column([example.labels for example in examples])]
         self._rows.write_batch(pa.record_batch([*columns, pa.array(rows, pa.int64())], schema=SCHEMA))
-        paths, lines = zip(*places, strict=True)
-        self._places.write_batch(pa.record_batch([pa.array(paths), pa.array(lines, pa.int64())], schema=PLACES))
+        paths = pa.array([place.path for place in places])
+        numbers = [pa.array([getattr(place, name) for place in places], pa.int64()) for name in ("line", "record")]
+        self._places.write_batch(pa.record_batch([paths, *numbers], schema=PLACES))
 
 
 def _column(lists: Sequence[bytes]) -> pa.ListArray:

@@ -22,6 +22,9 @@ from sftplay.errors import DataError
 
 TooLong = Literal["truncate", "drop", "error"]
 
+CUT_AWAY = "no_trainable_token_after_cut"
+"""Why a row is dropped of which only the prompt is left."""
+
 KEY_BYTES = 8
 """Bytes of each digest. The chance that two of ten million different records share them is 3 in a million."""
 
@@ -62,6 +65,9 @@ class RowOutcome:
     refused: str = ""
     """Why it cannot be read or rendered."""
 
+    fix: str = ""
+    """What to do about that, where it is known."""
+
     held_out: bool = False
     is_chat: bool = True
     keys: tuple[int, int, int] = (0, 0, 0)
@@ -70,6 +76,9 @@ class RowOutcome:
     examples: list[Example] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Tokens of each example before cutting; also of examples that are not kept."""
+
+    learnable: int = 0
+    """Tokens of all its examples that would be learned if nothing was cut."""
 
     dropped: str = ""
     """Why an example of it was left out."""
@@ -132,7 +141,7 @@ class RowProcessor:
         try:
             record = to_record(row, raw_row.source, reading=self._options.reading)
         except DataError as error:
-            outcome.refused = error.what
+            outcome.refused, outcome.fix = error.what, error.fix
             return None
         outcome.unused = unused_columns(row, self._options.reading)
         return record
@@ -155,6 +164,7 @@ class RowProcessor:
         for example in group:
             outcome.typed_specials += example.typed_specials
             outcome.lengths.append(len(example.input_ids))
+            outcome.learnable += _n_learned(example.labels)
             fitted = self._fitted(example)
             if isinstance(fitted, Example):
                 outcome.examples.append(fitted)
@@ -170,11 +180,15 @@ class RowProcessor:
         ids, labels = example.input_ids, example.labels
         if is_long:
             ids, labels = ids[:limit], labels[:limit]
-        n_labels = len(labels) - labels.count(IGNORE_INDEX)
+        n_labels = _n_learned(labels)
         if not n_labels:
-            return "no_trainable_token_after_cut" if is_long else "no_trainable_token"
+            return CUT_AWAY if is_long else "no_trainable_token"
         last = next(label for label in reversed(labels) if label != IGNORE_INDEX)
         return Example(array("i", ids).tobytes(), array("i", labels).tobytes(), n_labels, is_long, last in self._ends)
+
+
+def _n_learned(labels: Sequence[int]) -> int:
+    return len(labels) - labels.count(IGNORE_INDEX)
 
 
 def short(key: bytes) -> int:

@@ -10,26 +10,31 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
 from sftplay.config.schema.run import DataConfig
 from sftplay.data.encode.render import Renderer
-from sftplay.data.layouts.convert import Reading, to_record
+from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.prepare.arrow import RowWriter
-from sftplay.data.prepare.batch import Example, RawRow, RowOptions, RowOutcome, short
+from sftplay.data.prepare.batch import CUT_AWAY, Example, RawRow, RowOptions, RowOutcome, short
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.prepare.workers import Work, n_workers, process_all
+from sftplay.data.read.count import count_rows
 from sftplay.data.read.files import other_files
-from sftplay.data.read.sources import Dialect, read_raw, read_rows
+from sftplay.data.read.sources import dialect_of, read_raw, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.errors import DataError
+from sftplay.units import format_seconds
 
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 19
 SECONDS_BETWEEN_LINES = 1.0
+
+KEPT_WHOLE = 0.99
+"""Share of the rows that is not cut where cutting is worth no word."""
 
 CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.json"
 
@@ -42,16 +47,6 @@ class Input:
     share: float
 
 
-def reading_of(data: DataConfig) -> Reading:
-    """How the config wants rows to be understood."""
-    return Reading(format=data.format, columns=tuple(data.columns.items()), system=data.system)
-
-
-def dialect_of(data: DataConfig) -> Dialect:
-    """How the config wants files to be read."""
-    return Dialect(encoding=data.encoding, delimiter=data.delimiter)
-
-
 class Preparation:
     """Fills a folder with token rows and their places, the held-out chats, the refused rows and the report."""
 
@@ -61,6 +56,7 @@ class Preparation:
         self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out)
         self._policies = RowPolicies(data, max_tokens)
         self._began = self._said = time.monotonic()
+        self._n_rows: int | None = None
 
     def run(self, inputs: Sequence[Input], folder: Path, *, guarded: Sequence[str] = ()) -> None:
         """Read `inputs`, training rows first, and write everything into `folder`.
@@ -74,6 +70,7 @@ class Preparation:
         for path in guarded:
             self._guard(path)
         self._began = self._said = time.monotonic()
+        self._n_rows = count_rows([given.path for given in inputs])
         with ExitStack() as files:
             self._open(folder, files)
             processes = n_workers([given.path for given in inputs])
@@ -86,6 +83,8 @@ class Preparation:
                 n_read += len(outcomes)
                 self._take(outcomes)
                 self._show_progress(n_read)
+        now = time.monotonic()
+        log.say(f"{n_read:,} rows read in {format_seconds(now - self._began)}, {self._rate(n_read, now)}", "data")
         self._policies.check()
         self._check_ends(inputs[0].path)
         (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
@@ -132,12 +131,12 @@ class Preparation:
             examples = self._policies.keep(outcome, side)
             kept[side] += [(outcome, example) for example in examples]
             if outcome.refused:
-                line = {"path": outcome.source.path, "line": outcome.source.line, "reason": outcome.refused}
+                line = {**asdict(outcome.source), "reason": outcome.refused}
                 self._refused_file.write(json.dumps(line) + "\n")
             elif examples and outcome.chat:
                 self._chats_file.write(outcome.chat + "\n")
         for side, pairs in kept.items():
-            places = [(outcome.source.path, outcome.source.line) for outcome, _ in pairs]
+            places = [outcome.source for outcome, _ in pairs]
             self._writers[side].write(
                 [example for _, example in pairs], [outcome.row for outcome, _ in pairs], places=places
             )
@@ -150,7 +149,8 @@ class Preparation:
                 f"the end-of-turn token is in the loss of none of {counts.chat_examples:,} examples: all are cut at"
                 f" {self._max_tokens:,} tokens, the longest has {counts.longest:,}",
                 where=path,
-                fix="raise model.max_seq_len, or leave longer rows out with data.too_long: drop",
+                fix=f"write model.max_seq_len: {counts.length_that_keeps(KEPT_WHOLE)}, which keeps 99 % of the rows"
+                " whole, or leave longer rows out with data.too_long: drop",
             )
 
     def _report(self, inputs: Sequence[Input]) -> dict[str, Any]:
@@ -163,8 +163,24 @@ class Preparation:
             "template_hash": self._renderer.template_hash,
             "max_seq_len": self._max_tokens,
             "sources": {side: {"path": paths[side], **counts[side].as_json()} for side in used},
+            "warnings": self._warnings(inputs),
             "notes": self._notes(inputs),
         }
+
+    def _warnings(self, inputs: Sequence[Input]) -> list[str]:
+        """One line for each source of which more is cut than a few rows."""
+        paths: dict[Side, str] = {"train": inputs[0].path, "held_out": inputs[-1].path}
+        found = []
+        for side, path in paths.items():
+            counts = self._policies.counts[side]
+            n_cut = counts.cut + counts.dropped[CUT_AWAY]
+            if n_cut > (1 - KEPT_WHOLE) * counts.read:
+                found.append(
+                    f"{path}: {n_cut:,} of {counts.read:,} rows are cut at {self._max_tokens:,} tokens, which loses"
+                    f" {counts.lost_share:.0%} of what they teach; the longest has {counts.longest:,};"
+                    f" model.max_seq_len: {counts.length_that_keeps(KEPT_WHOLE)} keeps 99 % of them whole"
+                )
+        return found
 
     def _notes(self, inputs: Sequence[Input]) -> list[str]:
         notes = []
@@ -186,7 +202,10 @@ class Preparation:
         now = time.monotonic()
         if now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
-            log.status(f"{n_read:,} rows read, {n_read / (now - self._began):,.0f} a second", tag="data")
+            log.progress(n_read, self._n_rows, what="rows", text=self._rate(n_read, now), tag="data")
+
+    def _rate(self, n_read: int, now: float) -> str:
+        return f"{n_read / max(now - self._began, 1e-3):,.0f} rows/s"
 
 
 def _size(value: Any) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from sftplay.config.schema.run import DataConfig
-from sftplay.data.prepare.batch import Example, RowOutcome
+from sftplay.data.layouts.fields import FIX_ROW
+from sftplay.data.prepare.batch import CUT_AWAY, Example, RowOutcome
 from sftplay.data.prepare.report import RowCounts
 from sftplay.data.records import Source
 from sftplay.errors import DataError
@@ -17,6 +18,9 @@ from sftplay.errors import DataError
 Side = Literal["train", "held_out"]
 SIDES: tuple[Side, Side] = ("train", "held_out")
 NAMED_ROWS = 5
+FIX_LONG = "raise model.max_seq_len; or cut such rows with data.too_long: truncate, or leave them out with drop"
+FIX_CUT = "raise model.max_seq_len, or leave such rows out with data.too_long: drop"
+FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.leaks: drop"
 NAMED_COLUMNS, OTHERS = 100, "(others)"
 """Every row may have other keys; the report names only so many columns."""
 
@@ -29,6 +33,9 @@ class RowPolicies:
         self.counts: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
         self.n_bad = 0
         self._bad: list[str] = []
+        self._remedies: dict[str, None] = {}
+        """In the order in which their causes came up."""
+
         self._exact: dict[Side, set[int]] = {side: set() for side in SIDES}
         self._normal: dict[Side, set[int]] = {side: set() for side in SIDES}
         self._answers: dict[int, int] = {}
@@ -52,12 +59,13 @@ class RowPolicies:
         counts = self.counts[side]
         if outcome.refused:
             counts.refused += 1
-            self._note_bad(outcome, outcome.refused)
+            self._note_bad(outcome, outcome.refused, fix=outcome.fix or FIX_ROW)
             return []
         is_seen = self._count_content(outcome, side, counts=counts)
         reason = self._reason_to_leave(outcome, side, is_seen=is_seen)
         if reason:
             counts.dropped[reason] += 1
+            counts.learnable_tokens += outcome.learnable * (reason == CUT_AWAY)
             return []
         counts.add_record(outcome)
         return outcome.examples
@@ -71,8 +79,7 @@ class RowPolicies:
         raise DataError(
             f"{self.n_bad:,} {'row' if self.n_bad == 1 else 'rows'} cannot be trained on\n  {shown}",
             where="data",
-            fix="correct them, or leave them out: data.on_bad_row: skip, for length data.too_long: drop,"
-            " for rows of the held-out set data.leaks: drop",
+            fix="; ".join(self._remedies),
         )
 
     def _count_content(self, outcome: RowOutcome, side: Side, *, counts: RowCounts) -> bool:
@@ -104,22 +111,27 @@ class RowPolicies:
         twin = self._guarded.get(outcome.keys[1], "") if side == "train" else ""
         if twin:
             if self._data.leaks == "error":
-                self._add_bad(f"{outcome.source} is held out as well, at {twin}")
+                self._add_bad(f"{outcome.source} is held out as well, at {twin}", fix=FIX_LEAK)
             return "leak"
         if is_seen and self._data.duplicates == "drop":
             return "duplicate"
         if outcome.dropped == "too_long" and self._data.too_long == "error":
-            self._add_bad(f"{outcome.source} has {max(outcome.lengths):,} tokens; max_seq_len is {self._max_tokens:,}")
+            n_tokens = max(outcome.lengths)
+            what = f"{outcome.source} has {n_tokens:,} tokens; max_seq_len is {self._max_tokens:,}"
+            self._add_bad(what, fix=FIX_LONG)
         elif not outcome.examples and outcome.dropped != "too_long":
-            after = f" in its first {self._max_tokens:,} tokens" if outcome.dropped.endswith("cut") else ""
-            self._note_bad(outcome, f"has nothing to learn{after}")
+            is_cut = outcome.dropped == CUT_AWAY
+            after = f" in its first {self._max_tokens:,} of {max(outcome.lengths):,} tokens" if is_cut else ""
+            self._note_bad(outcome, f"has nothing to learn{after}", fix=FIX_CUT if is_cut else FIX_ROW)
         return "" if outcome.examples else outcome.dropped
 
-    def _note_bad(self, outcome: RowOutcome, reason: str) -> None:
+    def _note_bad(self, outcome: RowOutcome, reason: str, *, fix: str) -> None:
         if self._data.on_bad_row == "error":
-            self._add_bad(f"{outcome.source} {reason}")
+            self._add_bad(f"{outcome.source} {reason}", fix=fix)
 
-    def _add_bad(self, line: str) -> None:
+    def _add_bad(self, line: str, *, fix: str) -> None:
         self.n_bad += 1
+        if len(self._remedies) < NAMED_ROWS:
+            self._remedies[fix] = None
         if len(self._bad) < NAMED_ROWS:
             self._bad.append(line)

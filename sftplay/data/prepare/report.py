@@ -12,6 +12,9 @@ from typing import Any
 
 from sftplay.data.prepare.batch import RowOutcome
 
+STEP = 8
+"""Lengths are counted in steps of so many tokens."""
+
 BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Upper edges of the length histogram, in tokens."""
 
@@ -58,16 +61,29 @@ class RowCounts:
     """Tokens of the longest example before cutting."""
 
     lengths: Counter[int] = field(default_factory=Counter)
-    """Upper edge of a bin -> examples, by their length before cutting; 0 stands for longer than the last edge."""
+    """Tokens of an example before cutting, rounded up to a multiple of STEP -> examples."""
+
+    learnable_tokens: int = 0
+    """Tokens that would be learned if no example was cut."""
 
     def add_length(self, n_tokens: int) -> None:
         """Count an example of `n_tokens`, before it is cut."""
         self.longest = max(self.longest, n_tokens)
-        self.lengths[next((edge for edge in BINS if n_tokens <= edge), 0)] += 1
+        self.lengths[-(-n_tokens // STEP) * STEP] += 1
+
+    def length_that_keeps(self, share: float) -> int:
+        """The smallest multiple of STEP that `share` of all examples are not longer than."""
+        seen, wanted = 0, share * self.lengths.total()
+        for length in sorted(self.lengths):
+            seen += self.lengths[length]
+            if seen >= wanted:
+                return length
+        return 0
 
     def add_record(self, outcome: RowOutcome) -> None:
         """Count a record that is kept, whole or in part."""
         examples = outcome.examples
+        self.learnable_tokens += outcome.learnable
         is_cut = bool(outcome.dropped) or any(example.is_cut for example in examples)
         self.cut += is_cut
         self.kept += not is_cut
@@ -78,6 +94,11 @@ class RowCounts:
             self.tokens += len(example.ids) // 4
             self.trainable_tokens += example.n_labels
             self.ends_learned += example.ends_learned
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the tokens to learn that lies behind the cut."""
+        return 1 - _share(self.trainable_tokens, self.learnable_tokens) if self.learnable_tokens else 0.0
 
     @property
     def read(self) -> int:
@@ -104,8 +125,10 @@ class RowCounts:
             "trainable_tokens": self.trainable_tokens,
             "trainable_token_share": _share(self.trainable_tokens, self.tokens),
             "eos_in_loss_share": _share(self.ends_learned, self.examples),
+            "lost_to_cut_share": self.lost_share,
             "longest_tokens": self.longest,
-            "length_histogram": {_edge_name(edge): self.lengths[edge] for edge in (*BINS, 0) if self.lengths[edge]},
+            "tokens_that_keep_99_percent": self.length_that_keeps(0.99),
+            "length_histogram": _histogram(self.lengths),
         }
 
 
@@ -136,6 +159,7 @@ def report_table(report: Mapping[str, Any]) -> str:
         f"  mask           by {report['mask_method']}, template {report['template_hash'][:12]}",
         f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_seq_len']:,}",
     ]
+    lines += [f"  warning        {warning}" for warning in report["warnings"]]
     room = 25 - len(lines) - len(report["notes"])
     lines += _histogram_lines(report["length_histogram"])[: max(room, 0)]
     lines += [f"  note           {note}" for note in report["notes"]]
@@ -175,6 +199,13 @@ def _histogram_lines(histogram: Mapping[str, int]) -> list[str]:
         f"  {name:>14} {'#' * max(1, round(BAR_WIDTH * count / most)):<{BAR_WIDTH}} {count:,}"
         for name, count in histogram.items()
     ]
+
+
+def _histogram(lengths: Counter[int]) -> dict[str, int]:
+    bins: Counter[int] = Counter()
+    for length, n in lengths.items():
+        bins[next((edge for edge in BINS if length <= edge), 0)] += n
+    return {_edge_name(edge): bins[edge] for edge in (*BINS, 0) if bins[edge]}
 
 
 def _edge_name(edge: int) -> str:

@@ -29,7 +29,7 @@ FIX = "correct the file there; jsonl, one row a line, survives a broken row"
 
 
 def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
-    """Every row of the document, numbered from 1.
+    """Every row of the document: the line at which it begins, and in an array its number from 1.
 
     Raises:
         DataError: it is not JSON as a whole.
@@ -48,11 +48,12 @@ def document_rows(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
 class _Text:
     """A document and a place in it. It holds the unread rest of one block or of one row."""
 
-    def __init__(self, charset: Charset, stream: TextIO) -> None:
+    def __init__(self, charset: Charset, stream: TextIO, *, line: int = 1) -> None:
+        """`line` is that of the document's first character."""
         self.charset = charset
         self._stream = stream
         self._held, self._at = "", 0
-        self._lines_gone = 0
+        self._line, self._counted = line, 0  # the line of the character at _counted
         self.most = LONGEST
 
     def next_character(self) -> str:
@@ -69,6 +70,13 @@ class _Text:
         """Go on by one character, if it is this one."""
         if self.next_character() == character:
             self._at += 1
+
+    @property
+    def line(self) -> int:
+        """The line of the next character."""
+        self._line += self._held.count("\n", self._counted, self._at)
+        self._counted = self._at
+        return self._line
 
     def next_value(self) -> str:
         """The text of the next JSON value; the place is then after it."""
@@ -92,8 +100,8 @@ class _Text:
 
     def broken(self, what: str, at: int | None = None) -> DataError:
         """The error about a character, by default the next one."""
-        n_lines = self._lines_gone + self._held.count("\n", 0, self._at if at is None else at)
-        return DataError(what, where=f"{self.charset.file}:{n_lines + 1}", fix=FIX)
+        line = self.line + (0 if at is None else self._held.count("\n", self._at, at))
+        return DataError(what, where=f"{self.charset.file}:{line}", fix=FIX)
 
     def _grow(self) -> bool:
         """Read more, at least as much as is held: all attempts to decode one value together then take linear time."""
@@ -102,7 +110,7 @@ class _Text:
             raise self.broken(f"has a value of more than {self.most:,} characters, or one that never ends")
         more = self._stream.read(max(BLOCK, len(kept)))
         if more:
-            self._lines_gone += self._held.count("\n", 0, self._at)
+            self._line, self._counted = self.line, 0
             self._held, self._at = kept + more, 0
         return bool(more)
 
@@ -114,8 +122,10 @@ def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
     more = text.next_character() != "]"
     while more:
         number += 1
+        text.next_character()
+        source = Source(path, text.line, number)
         value = text.next_value()
-        yield Source(path, number), text.charset.refused() if text.charset.refuses(value) else value
+        yield source, text.charset.refused() if text.charset.refuses(value) else value
         more = text.next_character() == ","
         if more:
             text.skip(",")
@@ -127,19 +137,22 @@ def _array_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
 def _object_rows(text: _Text) -> Iterator[tuple[Source, str | Refused]]:
     charset = text.charset
     text.most = MOST_OF_OBJECT
+    text.next_character()
+    first = text.line
     whole = text.next_value()
     text.expect_end()
-    members = list(_members(charset, whole))
-    lists = [value for _, value in members if value.startswith("[")]
-    if layout_of(name for name, _ in members) is None and len(lists) == 1:
-        yield from _array_rows(_Text(charset, io.StringIO(lists[0])))
+    members = list(_members(charset, whole, line=first))
+    lists = [(value, line) for _, value, line in members if value.startswith("[")]
+    if layout_of(name for name, *_ in members) is None and len(lists) == 1:
+        rows, line = lists[0]
+        yield from _array_rows(_Text(charset, io.StringIO(rows, newline=""), line=line))
     else:
-        yield Source(str(charset.file), 1), charset.refused() if charset.refuses(whole) else whole
+        yield Source(str(charset.file), first), charset.refused() if charset.refuses(whole) else whole
 
 
-def _members(charset: Charset, whole: str) -> Iterator[tuple[str, str]]:
-    """Name and value, as text, of each member of an object; nothing when the text is no object."""
-    text = _Text(charset, io.StringIO(whole))
+def _members(charset: Charset, whole: str, *, line: int) -> Iterator[tuple[str, str, int]]:
+    """Name, value as text, and the value's line of each member of an object; nothing when the text is no object."""
+    text = _Text(charset, io.StringIO(whole, newline=""), line=line)
     text.most = MOST_OF_OBJECT
     if text.next_character() != "{":
         return
@@ -147,7 +160,9 @@ def _members(charset: Charset, whole: str) -> Iterator[tuple[str, str]]:
     while text.next_character() != "}":
         name = json.loads(text.next_value())
         text.skip(":")
-        yield name, text.next_value()
+        text.next_character()
+        line = text.line
+        yield name, text.next_value(), line
         text.skip(",")
 
 

@@ -22,7 +22,7 @@ BOM_BYTES = BOM.encode()
 
 def line_rows(charset: Charset) -> Iterator[tuple[Source, bytes | str | Refused]]:
     """Every line that is not blank, not parsed yet: bytes of UTF-8, or text where the file is in another encoding."""
-    return _byte_lines(charset) if charset.is_utf8 else _text_lines(charset)
+    return _byte_lines(charset) if charset.is_utf8 else text_lines(charset)
 
 
 def parsed(raw: Raw) -> Row | Refused:
@@ -64,7 +64,8 @@ def _byte_lines(charset: Charset) -> Iterator[tuple[Source, bytes | Refused]]:
                 yield Source(path, number), charset.refused()
 
 
-def _text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
+def text_lines(charset: Charset) -> Iterator[tuple[Source, str | Refused]]:
+    """Every line that is not blank, as text in the file's encoding."""
     path, number = str(charset.file), 0
     with charset.open(newline="\n") as stream:
         while line := stream.readline(LONGEST):

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import files_of, suffix_of
@@ -22,7 +23,10 @@ from sftplay.data.read.tables import csv_rows, parquet_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
+    from sftplay.config.schema.data import DataConfig
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 LONGEST_NAME = 96
 """The hub's own limit."""
 
@@ -40,6 +44,11 @@ class Dialect:
 
     delimiter: str = "auto"
     """Character between the cells of csv and tsv; auto finds it in the header."""
+
+
+def dialect_of(data: DataConfig) -> Dialect:
+    """How the config wants files to be read."""
+    return Dialect(encoding=data.encoding, delimiter=data.delimiter)
 
 
 def read_rows(path: str, dialect: Dialect = Dialect()) -> Iterator[tuple[Source, Row | Refused]]:
@@ -82,13 +91,21 @@ def content_digest(path: str) -> str:
         return hub_digest(path)
     digest = hashlib.blake2b()
     for file in files_of(path):
-        try:
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "blake2b").digest()
-        except OSError as error:
-            raise _unreadable(file, 0, error=error) from error
-        digest.update(str(file.relative_to(path)).encode() + b"\0" + content)
+        digest.update(str(file.relative_to(path)).encode() + b"\0" + file_digest(file))
     return digest.hexdigest()[:32]
+
+
+def file_digest(file: Path) -> bytes:
+    """Digest of all bytes of a file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "blake2b").digest()
+    except OSError as error:
+        raise _unreadable(file, 0, error=error) from error
 
 
 def _file_rows(file: Path, dialect: Dialect) -> Iterator[tuple[Source, Raw]]:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import EvalConfig, RunConfig
+from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX, Chat
@@ -48,10 +48,13 @@ def evaluate(model: Any, examples: Examples, *, cfg: RunConfig, path: Path) -> d
         loss = held_out_loss(model, examples.held_out, pad_token_id=tokenizer.pad_token_id)
         chats = spread(examples.held_out_chats, cfg.eval.limit)
         generator = Generator(model, tokenizer, examples.renderer.end_token_ids, cfg.eval.max_new_tokens)
-        answers = answer_chats(generator, examples.renderer, chats=chats, how=cfg.eval) if chats else []
+        answers = (
+            answer_chats(generator, examples.renderer, chats=chats, batch_size=cfg.eval.batch_size) if chats else []
+        )
     references = [reference_of(chat, examples.renderer) for chat in chats]
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
-    figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": _exp(loss), **means}
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": perplexity, **means}
     write_text(path, json.dumps(figures, indent=1) + "\n")
     rows = (
         {
@@ -64,8 +67,8 @@ def evaluate(model: Any, examples: Examples, *, cfg: RunConfig, path: Path) -> d
         for n, chat in enumerate(chats)
     )
     write_text(path.with_suffix(".jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    shown = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
-    log.say(f"{tag}: {shown}  (n {figures['n']})", "eval")
+    summary = "  ".join(f"{key} {value:.4f}" for key, value in figures.items() if key != "n")
+    log.say(f"{tag}: {summary}  (n {figures['n']})", "eval")
     return figures
 
 
@@ -88,14 +91,14 @@ def spread(chats: Sequence[Chat], limit: int | None) -> list[Chat]:
     return [chats[i * len(chats) // limit] for i in range(limit)]
 
 
-def answer_chats(generator: Generator, renderer: Renderer, *, chats: Sequence[Chat], how: EvalConfig) -> list[str]:
+def answer_chats(generator: Generator, renderer: Renderer, *, chats: Sequence[Chat], batch_size: int) -> list[str]:
     """The model's greedy answer in place of each row's last turn."""
     prompts = [renderer.prompt_ids(chat.prompt, chat.tools) for chat in chats]
     return answer_all(
         generator,
         prompts,
-        batch_size=how.batch_size,
-        progress=lambda done: log.status(f"answered {done}/{len(prompts)}", "eval"),
+        batch_size=batch_size,
+        progress=lambda done: log.progress(done, len(prompts), what="answered", tag="eval"),
     )
 
 
@@ -104,9 +107,9 @@ def held_out_loss(model: Any, rows: Any, *, pad_token_id: int) -> float:
     """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
     total, count = 0.0, 0
     room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
-    portions = AdaptiveBatches(len(rows), "the held-out loss")
+    batches = AdaptiveBatches(len(rows), "the held-out loss")
     for batch in _by_length(rows["input_ids"], rows["labels"], room=room):
-        for loss, labels in portions.each(
+        for loss, labels in batches.each(
             len(batch), partial(_summed_loss, model, batch=batch, pad_token_id=pad_token_id)
         ):
             total, count = total + loss, count + labels
@@ -166,7 +169,3 @@ def ready_to_answer(model: Any) -> Iterator[None]:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.config.use_cache = had_cache
         model.train(was_training)
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

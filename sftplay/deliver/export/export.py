@@ -1,6 +1,6 @@
 """A finished run as a folder that stands alone: weights, tokenizer, card, config and figures, for plain libraries.
 
-What leaves the machine names none of its folders and holds no secret and no row of the data. It uploads nothing.
+The folder holds no path of this machine, no secret and no row of the data. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.export.merge import (
     SHARD_BYTES,
     Dtype,
-    carry_processor,
-    end_where_training_ended,
+    copy_processor,
     file_of_base,
     merged_model,
     save_whole,
+    set_end_tokens,
     size_bytes,
 )
 from sftplay.deliver.export.model_card import PublicRun, write_card
 from sftplay.deliver.export.scratch import check_target, write_folder
 from sftplay.errors import MachineError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.model.hub import first_line
 from sftplay.model.source import BUILTIN, is_local
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import DTYPES
@@ -41,7 +42,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 REMOVED = "(removed)"
 
 _PATH = re.compile(r"(?<![\w./:~-])~?/(?:[^\s/:\"'`<>|,;()]+/)+([^\s/:\"'`<>|,;()]*)")
-"""An absolute path of two parts or more inside a text; its last part is kept. `https://...` is none."""
+"""An absolute path of two parts or more inside a text; its last part is kept. `https://...` does not match."""
 
 _SECRET_NAME = re.compile(r"(hub|api|access|auth)_?(token|key)|secret|password|passwd|credential", re.IGNORECASE)
 _SECRET = re.compile(r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|AKIA[0-9A-Z]{16}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
@@ -71,7 +72,7 @@ def export(
     def fill(scratch: Path) -> None:
         log.status("writing", "export")
         save_whole(model, tokenizer, target=scratch, shard_bytes=shard_bytes)
-        carry_processor(cfg, folder, target=scratch)
+        copy_processor(cfg, folder, target=scratch)
         if run.has_adapter:
             _add_adapter(folder, scratch / "adapter", run=run)
         _add_figures(run, scratch)
@@ -92,35 +93,33 @@ def _whole_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> t
             result, dtype=DTYPES[dtype] if dtype else "auto", trust_remote_code=cfg.model.trust_remote_code
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise MachineError(
-            f"the result cannot be loaded ({first})", where=str(result), fix="check its files"
-        ) from error
-    end_where_training_ended(model.generation_config, tokenizer)
+        what = f"the result cannot be loaded ({first_line(error)})"
+        raise MachineError(what, where=str(result), fix="check its files") from error
+    set_end_tokens(model.generation_config, tokenizer)
     return model, tokenizer
 
 
 def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
-    """What of the run may be published: its files without paths of this machine and without secrets."""
-    # Those of step-N are of weights on the way, not of the result.
+    """The part of the run that may be published: its files without paths of this machine and without secrets."""
+    # step-N.json measures the weights at a step of the training, not the result.
     measured = sorted(path for path in folder.eval.glob("*.json") if not path.stem.startswith("step-"))
     figures = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in measured}
     clean = Cleaner([*_strings(cfg.model_dump()), str(folder.path.resolve())])
     public_cfg = RunConfig.model_validate(clean(cfg.model_dump()))
     public_cfg.origins.update(clean(cfg.origins))
     is_named = not (is_local(cfg.model.name) or PurePosixPath(cfg.model.name).is_absolute())
-    own = cfg.model.name.startswith(BUILTIN)
-    card = None if own else file_of_base(cfg, folder, name="README.md")
+    is_builtin = cfg.model.name.startswith(BUILTIN)
+    card = None if is_builtin else file_of_base(cfg, folder, name="README.md")
     return PublicRun(
         name=folder.path.resolve().name,
         cfg=public_cfg,
         hub_base=cfg.model.name if is_named else None,
         # The builtin models are made from this kit's own text.
-        licence="apache-2.0" if own else read_licence(card.read_text(encoding="utf-8") if card else ""),
+        licence="apache-2.0" if is_builtin else read_licence(card.read_text(encoding="utf-8") if card else ""),
         data_report=clean(folder.read_json("data_report.json")),
         manifest=clean(folder.read_json("manifest.json")),
         figures=clean(figures),
-        # An adapter on a base that was made by merging another one fits no model that others can get.
+        # With merge_adapter the base is a merged model that others cannot get, so the adapter alone is of no use.
         has_adapter=(folder.path / "adapter").is_dir() and not cfg.model.merge_adapter,
     )
 
@@ -128,8 +127,8 @@ def public_run(cfg: RunConfig, folder: RunFolder) -> PublicRun:
 def read_licence(card: str) -> str | None:
     """The licence that a model card's front matter names, None where it names none."""
     front = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
-    found = re.search(r"^license:\s*[\"']?([\w.-]+)[\"']?\s*$", front[1], re.MULTILINE) if front else None
-    return found[1] if found and found[1] != "unknown" else None
+    licence = re.search(r"^license:\s*[\"']?([\w.-]+)[\"']?\s*$", front[1], re.MULTILINE) if front else None
+    return licence[1] if licence and licence[1] != "unknown" else None
 
 
 def _add_adapter(folder: RunFolder, target: Path, *, run: PublicRun) -> None:
@@ -153,11 +152,11 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 class Cleaner:
-    """Takes paths of this machine and secrets out of JSON values; some of the strings in `known` are such paths."""
+    """Removes paths of this machine and secrets from JSON values. Some of the strings in `known` are such paths."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
-        places = {place for place in known if _is_place(place) and place.strip("/")}
-        self.known = sorted(places, key=len, reverse=True)  # the longer of two with the same beginning goes first
+        paths = {path for path in known if _is_path(path) and path.strip("/")}
+        self.known = sorted(paths, key=len, reverse=True)  # the longer of two with the same beginning goes first
 
     def __call__(self, value: Any) -> Any:
         """A copy in which absolute paths are cut to their last part, and secrets are gone."""
@@ -172,14 +171,14 @@ class Cleaner:
 
     def _text(self, text: str) -> str:
         text = _SECRET.sub(REMOVED, text)
-        if _is_place(text):
+        if _is_path(text):
             return text.rstrip("/").rsplit("/", 1)[-1]
-        for place in self.known:
-            text = text.replace(place, place.rstrip("/").rsplit("/", 1)[-1])
+        for path in self.known:
+            text = text.replace(path, path.rstrip("/").rsplit("/", 1)[-1])
         return _PATH.sub(lambda match: match[1] or REMOVED, text)
 
 
-def _is_place(text: str) -> bool:
+def _is_path(text: str) -> bool:
     return PurePosixPath(text).is_absolute() and "\n" not in text
 
 

@@ -1,6 +1,6 @@
 """Merges a run's adapter into its full-precision base, and writes the whole model as plain libraries read it.
 
-Never into 4-bit weights: the base of a qlora run is opened again unquantised. `merge_check` judges the outcome.
+It never merges into 4-bit weights: the base of a qlora run is opened unquantised. `merge_check` judges the result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from sftplay.model.weights import DTYPES
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 RECORD = "merge.json"
-"""Beside merged weights: which adapter went into them."""
+"""The file beside merged weights that says which adapter is in them."""
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of one weight file, unless a single tensor is larger; the hub refuses files of 50 GB."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What a model that sees needs beside its tokenizer; it goes unchanged from the base into the merged model."""
+"""What a vision model needs beside its tokenizer. The merged model gets the base's files unchanged."""
 
 
 def merge(cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None = None) -> Path:
@@ -59,7 +59,7 @@ def merge(cfg: RunConfig, folder: RunFolder, *, out: Path, dtype: Dtype | None =
 
     def fill(scratch: Path) -> None:
         save_whole(model, tokenizer, target=scratch)
-        carry_processor(cfg, folder, target=scratch)
+        copy_processor(cfg, folder, target=scratch)
         (scratch / RECORD).write_text(json.dumps({**record, "kit": __version__}, indent=1) + "\n", encoding="utf-8")
 
     return write_folder(out, size_bytes(model), fill=fill)
@@ -82,7 +82,7 @@ def merged_model(cfg: RunConfig, folder: RunFolder, *, dtype: Dtype | None) -> t
     whole, is_untied = merge_adapter(base, adapter_of(cfg, folder), dtype=DTYPES[dtype] if dtype else None, fix=fix)
     if is_untied:
         log.say("note: head and input embedding were one weight and are two now; the merged model holds both", "merge")
-    end_where_training_ended(whole.generation_config, tokenizer)
+    set_end_tokens(whole.generation_config, tokenizer)
     return whole.eval(), tokenizer
 
 
@@ -90,7 +90,7 @@ def adapter_of(cfg: RunConfig, folder: RunFolder) -> Path:
     """The run's adapter folder.
 
     Raises:
-        ConfigError: it has none, with what to do.
+        ConfigError: it has none; the message says what to do.
     """
     adapter = folder.path / "adapter"
     if adapter.is_dir():
@@ -116,15 +116,15 @@ def load_unquantised(cfg: RunConfig, folder: RunFolder, *, dtype: torch.dtype | 
     try:
         config = AutoConfig.from_pretrained(name, **source)
         _check_not_quantised(config, where)
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype or "auto", output_loading_info=True,
             use_safetensors=None if cfg.model.allow_pickle else True, **source,
         )  # fmt: skip
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         fix = f"check the name, the connection and the files, {FOLDER_FIX}"
         raise MachineError(f"the base cannot be loaded ({first_line(error)})", where=where, fix=fix) from error
-    if found["missing_keys"]:
-        what = f"the base lacks {len(found['missing_keys'])} weights, {min(found['missing_keys'])} for one"
+    if missing := loading["missing_keys"]:
+        what = f"the base lacks {len(missing)} weights, {min(missing)} for one"
         raise MachineError(what, where=where, fix="check its files")
     return model
 
@@ -137,7 +137,7 @@ def _check_not_quantised(config: Any, where: str) -> None:
 
 
 def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
-    """Name or folder of the base, and its revision: the run's own copy where it keeps one, as of a merged start."""
+    """Name or folder of the base, and its revision. A run that starts from merged weights keeps its own copy."""
     own = folder.path / "base"
     if own.is_dir():
         return str(own), None
@@ -145,7 +145,7 @@ def base_of(cfg: RunConfig, folder: RunFolder) -> tuple[str, str | None]:
     return locate(model.name), model.revision
 
 
-def end_where_training_ended(config: GenerationConfig, tokenizer: Any) -> None:
+def set_end_tokens(config: GenerationConfig, tokenizer: Any) -> None:
     """Add the chat template's end tokens to those at which generation with plain transformers stops."""
     shipped = config.eos_token_id if config.eos_token_id is not None else []
     ends = {*end_token_ids(tokenizer), *([shipped] if isinstance(shipped, int) else shipped)}
@@ -172,24 +172,24 @@ def save_whole(model: Any, tokenizer: Any, *, target: Path, shard_bytes: int = S
     tokenizer.save_pretrained(target)
 
 
-def carry_processor(cfg: RunConfig, folder: RunFolder, *, target: Path) -> None:
+def copy_processor(cfg: RunConfig, folder: RunFolder, *, target: Path) -> None:
     """Copy the base's files for reading pictures, where it has any."""
     for name in PROCESSOR_FILES:
-        if found := file_of_base(cfg, folder, name=name):
-            shutil.copyfile(found, target / name)
+        if file := file_of_base(cfg, folder, name=name):
+            shutil.copyfile(file, target / name)
 
 
 def file_of_base(cfg: RunConfig, folder: RunFolder, *, name: str) -> Path | None:
     """A file beside the base's weights, None when it is not there or cannot be fetched."""
     base, revision = base_of(cfg, folder)
     try:
-        found = cached_file(
+        file = cached_file(
             base, name, revision=revision, _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
         )  # fmt: skip
     except OSError:  # a folder that is gone
         return None
-    return Path(found) if found else None
+    return Path(file) if file else None
 
 
 def size_bytes(model: nn.Module) -> int:

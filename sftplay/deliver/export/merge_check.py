@@ -27,13 +27,14 @@ from sftplay.deliver.export.merge import adapter_of, end_token_ids, load_unquant
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.model.hub import first_line
 from sftplay.model.load import load_result
 from sftplay.model.merged_start import attach_for_merging
 from sftplay.model.tokenizer import load_tokenizer
 
 PROMPTS = 8
 PROMPT_TOKENS = 256
-"""Of a longer prompt the end is taken."""
+"""Only the end of a longer prompt is used."""
 
 ANSWER_TOKENS = 32
 
@@ -49,11 +50,11 @@ UNITS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 """Largest relative error of one rounding: half a unit in the last place."""
 
 ROUNDINGS = {torch.float32: 2.0**10, torch.bfloat16: 32.0, torch.float16: 32.0}
-"""How many such errors, of the largest score, two scores may be apart. 16-bit weights are each rounded once, and these
-errors mostly cancel (up to 9 were seen on `builtin:tiny`); in fp32 the sums differ, being added in another order."""
+"""Largest distance of two scores, in such errors of the largest score. 16-bit weights are each rounded once, and these
+errors mostly cancel (up to 9 were seen on `builtin:tiny`). In fp32 the order of adding changes the sums."""
 
 WEIGHT_NOISE = 1e-5
-"""Of a tensor's largest value: two machines may add the products of an update in another order."""
+"""Relative to a tensor's largest value. Two machines may add the products of an update in another order."""
 
 
 @dataclass
@@ -66,9 +67,9 @@ class Outputs:
 
 
 def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, Any]:
-    """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and what else there is to say.
+    """The figures of the comparison: `max_abs_logit_diff`, `texts_equal`, `n` and others.
 
-    Two texts also count as equal when, at their first difference, the reference scores both tokens alike within the
+    Two texts also count as equal when, at the first difference, the reference scores both tokens the same within the
     tolerance (`parted_at_ties`). For a qlora run, `quantised` is the distance of the 4-bit base with the adapter from
     the merged model; that is information, not an error.
 
@@ -81,7 +82,7 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
     if not merged.is_dir():
         raise ConfigError("no merged model here", where=str(merged), fix="make merge")
     tokenizer = load_tokenizer(cfg.model, str(adapter))
-    prompts, origin = _choose_prompts(cfg, tokenizer)
+    prompts, origin = _choose_prompts(cfg, folder, tokenizer=tokenizer)
     log.say(f"comparing on {len(prompts)} {origin} prompts, in fp32", "merge")
     reference = attach_for_merging(load_unquantised(cfg, folder, dtype=torch.float32), adapter)
     expected = _outputs_of(Generator(reference, tokenizer, end_token_ids(tokenizer), ANSWER_TOKENS), prompts)
@@ -90,20 +91,22 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
     del reference
     gc.collect()
     dtype = whole.dtype
-    found = _outputs_of(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
-    figures = _compare(expected, found, dtype=dtype) | {"prompts": origin, "altered": problems}
+    actual = _outputs_of(Generator(whole.float(), tokenizer, [], ANSWER_TOKENS), prompts, given=expected.answers)
+    figures = _compare(expected, actual, dtype=dtype) | {"prompts": origin, "altered": problems}
     if AutoTokenizer.from_pretrained(merged).chat_template != tokenizer.chat_template:
         problems.append("the chat template is not the one of the run")
     if cfg.tuning.mode == "qlora":
-        figures["quantised"] = _quantisation(cfg, folder, prompts=prompts, expected=expected, whole=found)
+        figures["quantised"] = _quantisation(cfg, folder, prompts=prompts, expected=expected, merged=actual)
     _judge(figures, problems, merged=merged)
     return figures
 
 
-def _choose_prompts(cfg: RunConfig, tokenizer: Any) -> tuple[list[list[int]], str]:
+def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
     """Token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
+    checked = folder.read_json("data_report.json").get("files")
     try:
-        held_out = load_examples(cfg, tokenizer, renderer_template=tokenizer.chat_template).held_out
+        examples = load_examples(cfg, tokenizer, renderer_template=tokenizer.chat_template, checked=checked)
+        held_out = examples.held_out
     except DataError as error:
         log.say(f"note: the run's rows cannot be read any more ({error.what})", "merge")
         held_out = None
@@ -122,7 +125,7 @@ def _built_in(tokenizer: Any) -> list[list[int]]:
 
 def _prompt_of(ids: list[int], labels: list[int]) -> list[int]:
     first = next((place for place, label in enumerate(labels) if label != IGNORE_INDEX), len(ids))
-    return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # of plain text, all of it learned, one half
+    return ids[:first] if first > 1 else ids[: max(1, len(ids) // 2)]  # plain text is learned as a whole: half of it
 
 
 @torch.no_grad()
@@ -140,22 +143,21 @@ def _outputs_of(
         outputs.answers.append(answer)
         sequence = torch.tensor([prompt + (given[n] if given else answer)], device=device)
         outputs.scores.append(model(input_ids=sequence).logits[0, len(prompt) - 1 :].float().cpu())
-        log.status(f"answered {n + 1}/{len(prompts)}", "merge")
+        log.progress(n + 1, len(prompts), what="answered", tag="merge")
     model.to("cpu")
     return outputs
 
 
 def _open_merged(cfg: RunConfig, merged: Path) -> Any:
     try:
-        whole, found = AutoModelForCausalLM.from_pretrained(
+        whole, loading = AutoModelForCausalLM.from_pretrained(
             merged, dtype="auto", output_loading_info=True, trust_remote_code=cfg.model.trust_remote_code
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise RunError(f"cannot be opened ({first})", where=str(merged), fix="remove it, and merge again") from error
-    lost = sorted(found["missing_keys"])
-    if lost:
-        raise RunError(f"lacks {len(lost)} weights, {lost[0]} for one", where=str(merged), fix="merge again")
+        what = f"cannot be opened ({first_line(error)})"
+        raise RunError(what, where=str(merged), fix="remove it, and merge again") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise RunError(f"lacks {len(missing)} weights, {missing[0]} for one", where=str(merged), fix="merge again")
     return whole.eval()
 
 
@@ -169,9 +171,9 @@ def _merged_by_peft(reference: Any) -> nn.Module:
 def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
     """Names of the tensors that differ from PEFT's own fp32 merge by more than one rounding of each value."""
     altered = []
-    theirs = dict(expected.named_parameters(remove_duplicate=False))
+    left = dict(expected.named_parameters(remove_duplicate=False))
     for name, parameter in whole.named_parameters(remove_duplicate=False):
-        value = theirs.pop(name, torch.empty(0)).detach()
+        value = left.pop(name, torch.empty(0)).detach()
         if value.shape != parameter.shape:
             altered.append(name)
             continue
@@ -179,42 +181,42 @@ def _find_altered(expected: nn.Module, whole: nn.Module) -> list[str]:
         # Written so that a NaN counts as altered.
         if not bool(((parameter.detach().float() - value).abs() <= limit).all()):
             altered.append(name)
-    return altered + sorted(theirs)
+    return altered + sorted(left)
 
 
-def _compare(expected: Outputs, found: Outputs, *, dtype: torch.dtype) -> dict[str, Any]:
+def _compare(expected: Outputs, actual: Outputs, *, dtype: torch.dtype) -> dict[str, Any]:
     scale = max(float(scores.abs().max()) for scores in expected.scores)
     tolerance = ROUNDINGS[dtype] * UNITS[dtype] * scale
-    fates = [compare_answers(expected, found, n=n, tolerance=tolerance) for n in range(len(expected.answers))]
-    pairs = zip(expected.scores, found.scores, strict=True)
+    verdicts = [compare_answers(expected, actual, n=n, tolerance=tolerance) for n in range(len(expected.answers))]
+    pairs = zip(expected.scores, actual.scores, strict=True)
     return {
         "max_abs_logit_diff": max(float((a - b).abs().max()) for a, b in pairs),
         "tolerance": tolerance,
         "dtype": str(dtype).removeprefix("torch."),
-        "texts_equal": "apart" not in fates,
-        "parted_at_ties": fates.count("tie"),
-        "n": len(fates),
+        "texts_equal": "different" not in verdicts,
+        "parted_at_ties": verdicts.count("tie"),
+        "n": len(verdicts),
     }
 
 
-def compare_answers(expected: Outputs, found: Outputs, *, n: int, tolerance: float) -> str:
-    """`same`, `tie` (the reference scores both tokens the same where the answers first differ) or `apart`."""
-    ours, theirs = expected.answers[n], found.answers[n]
-    place = next((k for k, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+def compare_answers(expected: Outputs, actual: Outputs, *, n: int, tolerance: float) -> str:
+    """`same`, `tie` (the reference scores both tokens the same where the answers first differ) or `different`."""
+    wanted, answer = expected.answers[n], actual.answers[n]
+    place = next((k for k, (a, b) in enumerate(zip(wanted, answer)) if a != b), None)
     if place is None:
-        return "same" if len(ours) == len(theirs) else "apart"
+        return "same" if len(wanted) == len(answer) else "different"
     scores = expected.scores[n][place]
-    return "tie" if float(scores[ours[place]] - scores[theirs[place]]) <= 2 * tolerance else "apart"
+    return "tie" if float(scores[wanted[place]] - scores[answer[place]]) <= 2 * tolerance else "different"
 
 
 def _quantisation(
-    cfg: RunConfig, folder: RunFolder, *, prompts: Sequence[list[int]], expected: Outputs, whole: Outputs
+    cfg: RunConfig, folder: RunFolder, *, prompts: Sequence[list[int]], expected: Outputs, merged: Outputs
 ) -> dict[str, float]:
-    """How far the model as it was trained, its base in 4 bits, is from the merged one, at the same places."""
+    """How far the merged model is from the trained one (the adapter on the 4-bit base), at the same places."""
     four_bit = load_result(cfg, folder.path)
     device = next(four_bit.parameters()).device
     gaps, same = [], []
-    for prompt, answer, scores in zip(prompts, expected.answers, whole.scores, strict=True):
+    for prompt, answer, scores in zip(prompts, expected.answers, merged.scores, strict=True):
         with torch.no_grad():
             out = four_bit(input_ids=torch.tensor([prompt + answer], device=device))
         trained = out.logits[0, len(prompt) - 1 :].float().cpu()
@@ -222,9 +224,9 @@ def _quantisation(
         same.append(trained.argmax(-1) == scores.argmax(-1))
     gap, share = torch.cat(gaps), float(torch.cat(same).float().mean())
     log.say(
-        f"for information: the 4-bit base with the adapter, as trained, is up to {float(gap.max()):.3g} (mean "
-        f"{float(gap.mean()):.3g}) away in its scores and prefers the same next token at {share:.0%} of the places; "
-        "that is the rounding of the base to 4 bits, which merging leaves behind, and no error of merging",
+        f"for information: the scores of the trained model (the adapter on the 4-bit base) differ by up to "
+        f"{float(gap.max()):.3g} (mean {float(gap.mean()):.3g}); its likeliest next token is the same at {share:.0%} "
+        "of the places. The rounding of the base to 4 bits causes this; it is no error of merging",
         "merge",
     )
     return {
@@ -236,13 +238,13 @@ def _quantisation(
 
 def _judge(figures: dict[str, Any], problems: list[str], *, merged: Path) -> None:
     diff, tolerance = figures["max_abs_logit_diff"], figures["tolerance"]
-    found = [f"altered: {', '.join(problems[:5])}"] if problems else []
+    faults = [f"altered: {', '.join(problems[:5])}"] if problems else []
     if not diff <= tolerance:
-        found.append(f"scores differ by {diff:.3g}, {tolerance:.3g} is what {figures['dtype']} explains")
+        faults.append(f"scores differ by {diff:.3g}; {figures['dtype']} explains {tolerance:.3g}")
     if not figures["texts_equal"]:
-        found.append("greedy texts differ")
-    if found:
-        what = f"the merged model is not the adapter on its base ({'; '.join(found)}; n {figures['n']})"
+        faults.append("greedy texts differ")
+    if faults:
+        what = f"the merged model differs from the adapter on its base ({'; '.join(faults)}; n {figures['n']})"
         raise RunError(what, where=str(merged), fix="remove it, and merge again")
     log.say(
         f"agree: scores within {diff:.3g} (tolerance {tolerance:.3g} for {figures['dtype']}), "

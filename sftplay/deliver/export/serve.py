@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.export.merge import RECORD, adapter_digest, adapter_of, end_where_training_ended, merge
+from sftplay.deliver.export.merge import RECORD, adapter_digest, adapter_of, merge, set_end_tokens
 from sftplay.deliver.export.server import Server, build_server, choose_port, run_server
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
@@ -29,7 +29,7 @@ GENERATION = "generation_config.json"
 def serve(cfg: RunConfig, folder: RunFolder, *, server: Server, port: int) -> int:
     """Serve the run until a signal stops it; the exit code. An adapter is merged first, once, into `merged/`.
 
-    The model is known to clients by the run's name. As with OpenAI's own service, an answer is sampled at the
+    Clients ask for the model by the run's name. As with OpenAI's own service, an answer is sampled at the
     temperature the client asks for, 1 if it asks for none; `temperature: 0` gives the greedy answer.
 
     Raises:
@@ -86,7 +86,7 @@ def server_config(cfg: RunConfig, model: Path) -> GenerationConfig:
     never switches sampling on (5.17, `BaseHandler._build_generation_config`).
     """
     config = GenerationConfig.from_pretrained(model) if (model / GENERATION).is_file() else GenerationConfig()
-    end_where_training_ended(config, load_tokenizer(cfg.model, str(model)))
+    set_end_tokens(config, load_tokenizer(cfg.model, str(model)))
     if not config.do_sample:
         config.do_sample, config.temperature, config.top_p, config.top_k = True, 1.0, 1.0, 0
     return config

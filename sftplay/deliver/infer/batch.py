@@ -1,4 +1,4 @@
-"""Answers every row of a file, batch by batch, each one kept on the disk as soon as it is there."""
+"""Answers every row of a file in batches. A batch is on the disk as soon as it is answered."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def answer_rest(
 
 def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[Batch]:
     """The longest first, so that a batch too large for the memory fails at once."""
-    asked = [(question, question.prompt(renderer)) for question in window]
-    asked.sort(key=lambda pair: -len(pair[1]))
-    return [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
+    pairs = [(question, question.prompt(renderer)) for question in window]
+    pairs.sort(key=lambda pair: -len(pair[1]))
+    return [pairs[start : start + batch_size] for start in range(0, len(pairs), batch_size)]
 
 
 def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path, batch_size: int) -> None:
@@ -75,9 +75,9 @@ def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path,
         with whole_file(out) as scratch, scratch.open("w", encoding="utf-8") as handle:
             batches = partial.answers() if partial.n_batches else iter(())
             for window in questions.windows(batch_size):
-                found = {n: text for _ in range(-(-len(window) // batch_size)) for n, text in next(batches)}
+                answers = {n: text for _ in range(-(-len(window) // batch_size)) for n, text in next(batches)}
                 for question in window:
-                    handle.write(_line({**question.row, "response": found[question.number]}))
+                    handle.write(_line({**question.row, "response": answers[question.number]}))
     except OSError as error:
         what = f"cannot be written ({error.strerror}); the answers are kept in {partial.path}"
         raise RunError(what, where=str(out), fix=FIX_SPACE) from error
@@ -85,7 +85,7 @@ def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path,
 
 
 def _line(row: Row) -> str:
-    # A parquet file can hold values that JSON has no word for, dates among them, and JSON halves of characters.
+    # A parquet file can hold values that JSON lacks, such as dates. JSON can hold half surrogate pairs, UTF-8 cannot.
     text = json.dumps(row, ensure_ascii=False, default=str)
     try:
         text.encode()

@@ -40,7 +40,7 @@ class Conversation:
     def ask(self, text: str, stop: Event, *, note: Callable[[str], None]) -> Iterator[str]:
         """Parts of the answer to `text`, until `stop` is set; both are remembered, unless nothing was answered.
 
-        When the conversation no longer fits the model's context, its oldest turns are forgotten and `note` is told.
+        When the conversation no longer fits the context, its oldest turns are forgotten and `note` gets a message.
 
         Raises:
             DataError: the template refuses the conversation, or `text` alone does not fit; it is not remembered.

@@ -1,4 +1,4 @@
-"""Answers of a model: batches for measuring and for files, a stream for talking; greedy unless set."""
+"""Answers of a model: batches for measuring and for files, a stream for a chat; greedy unless sampling is set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Generator:
         return limit if isinstance(limit, int) and limit > 0 else None
 
     def greedy(self) -> GenerationConfig:
-        """The likeliest token each time, up to an end token of the template or of the model."""
+        """The config for the likeliest token each time, up to an end token of the template or of the model."""
         shipped = self.model.generation_config.eos_token_id or []
         ends = {*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
         return GenerationConfig(
@@ -52,7 +52,7 @@ class Generator:
         """Continuation of `ids`, int64 [prompts, tokens], padded on the left; `rows` are the numbers of the prompts.
 
         transformers fills what a generation config leaves open with the settings shipped with the model (a repetition
-        penalty, forbidden tokens), so these are put aside meanwhile: they must not change what is measured.
+        penalty, forbidden tokens). These are put aside meanwhile: they must not change what is measured.
         """
         greedy = self.greedy()
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -94,21 +94,21 @@ def answer_all(
     batch_size: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
-    """Answers to all prompts, in order; prompts of like length go together.
+    """Answers to all prompts, in order; prompts of similar length share a batch.
 
-    `progress` hears how many are done.
+    `progress` is called with the number of answers so far.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
-    portions = AdaptiveBatches(batch_size, "answering")
+    batches = AdaptiveBatches(batch_size, "answering")
 
-    def answer(portion: slice) -> int:
-        batch = order[portion]
-        for i, text in zip(batch, answer_batch(generator, [prompts[i] for i in batch], rows=batch), strict=True):
+    def answer(part: slice) -> int:
+        rows = order[part]
+        for i, text in zip(rows, answer_batch(generator, [prompts[i] for i in rows], rows=rows), strict=True):
             answers[i] = text
-        return portion.stop
+        return part.stop
 
-    for done in portions.each(len(order), answer):
+    for done in batches.each(len(order), answer):
         progress(done)
     return answers
 
@@ -159,7 +159,7 @@ class TextStreamer(BaseStreamer):
         return str(self._tokenizer.decode(self._ids or [], skip_special_tokens=True))
 
     def _put_new(self, text: str) -> None:
-        # A tokenizer that tidies white space may write what it wrote before in another way.
+        # A tokenizer that tidies white space may change the text that it wrote before.
         changed = (place for place, (old, new) in enumerate(zip(self._shown, text)) if old != new)
         known = next(changed, min(len(self._shown), len(text)))
         if text[known:]:

@@ -19,12 +19,12 @@ from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.run_folder import RunFolder
 
 HEADER = '{"answers of": '
-"""How the file begins. A file that begins otherwise is not ours and is left alone."""
+"""The beginning of the file. A file with another beginning is not ours and is left alone."""
 
-FIX_SPACE = "make room, and start the same command again: it goes on where it stopped"
+FIX_SPACE = "make room, and start the same command again: it continues where it stopped"
 
 Fingerprint = dict[str, Any]
-"""What decides the answers: name -> value."""
+"""Everything that decides the answers: name -> value."""
 
 
 def fingerprint_run(folder: RunFolder) -> str:
@@ -52,7 +52,7 @@ class PartialAnswers:
         """Keep the file for this process, with what an earlier one left in it; a torn last line is cut off.
 
         Raises:
-            ConfigError: another process holds it, it is no such file, or its answers are of something else.
+            ConfigError: another process holds it, it is another kind of file, or its answers belong to something else.
             MachineError: it cannot be made.
         """
         try:
@@ -99,7 +99,7 @@ class PartialAnswers:
                 yield [(number, text) for number, text in json.loads(line)]
 
     def remove(self) -> None:
-        """Remove the file: what was in it stands elsewhere."""
+        """Remove the file, after its answers were written elsewhere."""
         self.path.unlink(missing_ok=True)
 
     def _lock(self, handle: BinaryIO) -> None:
@@ -109,7 +109,7 @@ class PartialAnswers:
                 return
         except (BlockingIOError, FileNotFoundError):
             pass
-        what = "another process is answering into it"
+        what = "another process is writing answers into it"
         raise ConfigError(what, where=str(self.path), fix="wait for it to end, or choose another file with OUT=")
 
     def _open(self) -> BinaryIO:
@@ -130,7 +130,7 @@ class PartialAnswers:
                 break
             good += len(line)
             self.n_batches, self.n_answers = self.n_batches + 1, self.n_answers + n
-        # Without a batch the head is written anew, with the first one.
+        # Without a batch the header is written again, together with the first one.
         handle.truncate(good if self.n_batches else 0)
 
     def _compare(self, head: bytes) -> None:
@@ -140,19 +140,19 @@ class PartialAnswers:
             stored = None
         if not isinstance(stored, dict):
             raise self._not_ours()
-        mine = self._fingerprint
+        current = self._fingerprint
         different = [
-            f"{name} was {stored.get(name)!r} and is {mine.get(name)!r} now"
-            for name in [*mine, *(name for name in stored if name not in mine)]
-            if stored.get(name) != mine.get(name)
+            f"{name} was {stored.get(name)!r} and is {current.get(name)!r} now"
+            for name in [*current, *(name for name in stored if name not in current)]
+            if stored.get(name) != current.get(name)
         ]
         if different:
-            what = f"it holds answers of something else: {'; '.join(different)}"
+            what = f"its answers belong to something else: {'; '.join(different)}"
             fix = "ask as before, or remove that file to begin anew"
             raise ConfigError(what, where=str(self.path), fix=fix)
 
     def _not_ours(self) -> ConfigError:
-        what = "is in the way: not a file of answers that was left half done"
+        what = "is in the way: it is not a file of partial answers"
         return ConfigError(what, where=str(self.path), fix="move it away, or choose another file with OUT=")
 
 

@@ -1,6 +1,6 @@
-"""How the next token is chosen: the likeliest one, or one drawn at random, each row from random numbers of its own.
+"""How the next token is chosen: the likeliest one, or one drawn at random. Each row has its own random numbers.
 
-transformers draws for a whole batch from one generator, so that an answer would depend on its neighbours there.
+transformers draws for a whole batch from one generator: there an answer depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 takes the likeliest token each time; nothing else is cut off than what `top_p` says."""
+    """Temperature 0 takes the likeliest token each time. Only `top_p` cuts tokens off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -36,7 +36,7 @@ GREEDY = Sampling()
 
 
 class DrawByRow(LogitsProcessor):
-    """Leaves one token a row, drawn by its scores: which one follows from seed, row number and place alone.
+    """Leaves one token per row, drawn by the scores. Seed, row number and position alone decide which one.
 
     One random number a token is looked up in the summed probabilities (inverse transform sampling), so the greedy
     choice after it takes what was drawn.
@@ -49,12 +49,12 @@ class DrawByRow(LogitsProcessor):
         """`scores`, float [rows, vocabulary], with all but the drawn token at minus infinity."""
         sums = scores.double().softmax(-1).cumsum(-1)
         drawn = torch.cat([torch.rand(1, generator=source, dtype=torch.float64) for source in self._sources])
-        # Below the last sum, whatever its rounding; the first sum above the number is never that of a token cut off.
+        # Each number is below the last sum, however that is rounded. The first sum above it is never a cut-off token's.
         places = drawn.to(sums.device)[:, None] * sums[:, -1:]
         tokens = torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
 
 
 def seed_of(seed: int, row: int) -> int:
-    """A seed for one row; neighbouring rows and seeds have nothing to do with each other."""
+    """A seed for one row, independent of the seeds of its neighbours and of neighbouring seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=8).digest()) >> 1

@@ -1,6 +1,6 @@
-"""Answers before and after training beside their references: how many turned, and some of each kind.
+"""Answers before and after training beside their references: how many changed, and some of each kind.
 
-It compares nothing itself; whether an answer is correct was decided when it was measured.
+It compares nothing itself: the measurement has decided whether an answer is correct.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _verdicts(run: RunFiles, tag: str) -> dict[Any, bool | None]:
 
 
 def _choose(kinds: dict[Any, Kind]) -> list[Any]:
-    """The first rows of each kind, what turned before what stayed."""
+    """The first rows of each kind; kinds that changed come first."""
     known = [*KINDS, *sorted({kind for kind in kinds.values() if kind not in KINDS}, key=str)]
     return [row for kind in known for row in [row for row, of in kinds.items() if of == kind][:EACH]]
 

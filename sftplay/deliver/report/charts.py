@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sftplay.deliver.report.figures import format_figure
+from sftplay.deliver.report.figures import format_figure, name_of
 from sftplay.deliver.report.history import Point
 
 WIDTH, HEIGHT = 1000.0, 300.0
@@ -25,6 +25,16 @@ LEAST_DRAWN, MOST_DRAWN = 1e-100, 1e100
 
 GIB = 2.0**30
 
+AXES = {
+    "loss": "nats a token",
+    "learning_rate": "rate",
+    "grad_norm": "norm",
+    "tokens": "tokens a second",
+    "step_s": "seconds",
+    "model_tflops_per_s": "TFLOP/s",
+}
+"""Unit of a chart -> the title of its axis of values."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -35,6 +45,9 @@ class Curve:
     points: Sequence[Point]
     colour: str = "a"
     dots: bool = False
+    dashed: bool = False
+    """A level that the others are held against."""
+
     trend: Sequence[Point] = ()
     """Means over stretches, drawn over a curve that is then pale; for noisy figures of many points."""
 
@@ -71,7 +84,7 @@ class SvgPath(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over one axis of steps; each has a point."""
+    """Curves over one axis of steps; each has at least one point."""
 
     title: str
     unit: str
@@ -97,6 +110,15 @@ class Chart:
         values = [value for curve in self.curves for _, value in curve.drawable]
         return value_axis(values, is_bytes=self.unit.endswith("_bytes"), may_be_log=self.may_be_log)
 
+    @property
+    def up_title(self) -> str:
+        """What the axis of values counts."""
+        if self.unit.endswith("_bytes"):
+            return "held at most"
+        if self.unit.endswith("_share"):
+            return "share"
+        return AXES.get(self.unit, name_of(self.unit))
+
     def x(self, step: float) -> str:
         """Where a step lies in the drawing."""
         return f"{WIDTH * self.across.place(step):.1f}".removesuffix(".0")
@@ -115,7 +137,20 @@ class Chart:
 
     def summary(self, curve: Curve) -> str:
         """Where a curve begins, its lowest and highest value, and where it ends."""
-        return _summary(curve, self.unit)
+        finite, unit = curve.drawable, self.unit
+        if not finite:
+            return "no finite value"
+        (first_step, first), (last_step, last) = finite[0], finite[-1]
+        text = f"{format_figure(unit, first)} at step {first_step:,.0f}"
+        if len({value for _, value in finite}) == 1 and len(finite) > 1:
+            text = f"{format_figure(unit, first)} throughout"
+        elif len(finite) > 1:
+            text += f" → {format_figure(unit, last)} at step {last_step:,.0f}"
+            for word, pick in (("lowest", min), ("highest", max)):
+                step, value = extreme = pick(finite, key=lambda point: point[1])
+                if extreme not in (finite[0], finite[-1]):
+                    text += f"; {word} {format_figure(unit, value)} at {step:,.0f}"
+        return text + ("; not finite in places" if len(finite) < len(curve.points) else "")
 
     def not_finite(self) -> list[float]:
         """Steps at which a value was not finite."""
@@ -126,11 +161,15 @@ class Chart:
         ]
 
     def paths(self) -> Iterator[SvgPath]:
-        """What the curves look like."""
+        """The paths that draw the curves."""
         for curve in self.curves:
-            # A lone point of a path shows only when it has a length, if of zero.
+            # A path of one point is drawn only if it has a line, even one of length zero.
             lone = "h0" if len(curve.drawable) == 1 else ""
-            yield SvgPath(f"line {curve.colour}{' pale' if curve.trend else ''}", curve.key, self._line(curve) + lone)
+            yield SvgPath(
+                f"line {curve.colour}{' pale' if curve.trend else ''}{' dashed' if curve.dashed else ''}",
+                curve.key,
+                self._line(curve) + lone,
+            )
             if turns := [self._turn(point) for point in curve.trend if is_drawable(point[1])]:
                 yield SvgPath(f"line {curve.colour}", "", f"M{'L'.join(turns)}")
             if lone or (curve.dots and len(curve.drawable) <= MOST_DOTS):
@@ -199,23 +238,6 @@ def _log_axis(low: float, high: float) -> Axis:
     stride = max(1, -(-(last - first) // 4))
     ticks = [10.0**i for i in range(first, last + 1, stride)]
     return Axis(10.0**first, 10.0**last, ticks, is_log=True)
-
-
-def _summary(curve: Curve, unit: str) -> str:
-    finite = curve.drawable
-    if not finite:
-        return "no finite value"
-    (first_step, first), (last_step, last) = finite[0], finite[-1]
-    text = f"{format_figure(unit, first)} at step {first_step:,.0f}"
-    if len({value for _, value in finite}) == 1 and len(finite) > 1:
-        text = f"{format_figure(unit, first)} throughout"
-    elif len(finite) > 1:
-        text += f" → {format_figure(unit, last)} at step {last_step:,.0f}"
-        for word, pick in (("lowest", min), ("highest", max)):
-            step, value = extreme = pick(finite, key=lambda point: point[1])
-            if extreme not in (finite[0], finite[-1]):
-                text += f"; {word} {format_figure(unit, value)} at {step:,.0f}"
-    return text + ("; not finite in places" if len(finite) < len(curve.points) else "")
 
 
 def _tick(value: float, unit: str, *, high: float) -> str:

@@ -33,7 +33,7 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
     true, false, or null where it cannot be known; where it is not true, `warnings` says so.
     """
     one, two = read_run_files(a), read_run_files(b)
-    same, why = _same_held_out(one, two)
+    same, doubts = _same_held_out(one, two)
     return {
         "runs": {"a": _run(one), "b": _run(two)},
         "config": _config(one, two),
@@ -41,8 +41,8 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
         "training": _training(one, two),
         "data": _data(one, two),
         "same_held_out": same,
-        "versions": _different(_versions(one), _versions(two)),
-        "warnings": [*why, *_warnings(one, two)],
+        "versions": _different(_versions(one), _versions(two)) if one.manifest and two.manifest else [],
+        "warnings": [*doubts, *_warnings(one, two)],
     }
 
 
@@ -54,8 +54,8 @@ def comparison_table(comparison: dict[str, Any]) -> str:
     lines += [
         f"\n  warning  {text}" if i == 0 else f"  warning  {text}" for i, text in enumerate(comparison["warnings"])
     ]
-    for title, name in (("figures", "figures"), ("training", "training")):
-        rows = [_figure_cells(row) for row in comparison[name]]
+    for title in ("figures", "training"):
+        rows = [_figure_cells(row) for row in comparison[title]]
         lines += _block(title, ["", "a", "b", "b - a"], rows=rows)
     for title in ("config", "data", "versions"):
         rows = [[row["key"], _brief(row["a"]), _brief(row["b"])] for row in comparison[title] if row["a"] != row["b"]]
@@ -163,7 +163,7 @@ def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]
     counts = [mapping(mapping(run.data.get("sources")).get("held_out")) for run in (one, two)]
     if counts[0].get("trainable_tokens") == counts[1].get("trainable_tokens"):
         return True, []
-    return True, ["the same rows are other tokens in each run: loss and perplexity do not compare, answers do"]
+    return True, ["the same rows have other tokens in each run: loss and perplexity do not compare, answers do"]
 
 
 def _questions(run: RunFiles) -> str:
@@ -184,7 +184,10 @@ def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
         for trouble in run.troubles:
             yield f"run {side}: {trouble}"
     machines = [_versions(run).get("machine") for run in (one, two)]
-    if machines[0] != machines[1]:
+    for side, machine in zip("ab", machines, strict=True):
+        if machine is None:
+            yield f"it is not known on which machine run {side} ran: speed, seconds and memory may not compare"
+    if None not in machines and machines[0] != machines[1]:
         yield "the machines differ: speed, seconds and memory do not compare"
 
 

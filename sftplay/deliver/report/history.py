@@ -43,7 +43,7 @@ class History:
     """Lines that are no object with a step; a last one still being written does not count."""
 
     n_backwards: int = 0
-    """Lines whose step is not behind the one before."""
+    """Lines whose step is not larger than the one before."""
 
     bad_steps: dict[str, list[int]] = field(default_factory=dict)
     """Figure -> the first steps at which it was not finite."""
@@ -69,6 +69,14 @@ class History:
         """The median of one figure's finite values."""
         finite = [value for value in self.values.get(name, ()) if math.isfinite(value)]
         return median(finite) if finite else None
+
+    def thirds(self, name: str) -> tuple[float, float, float] | None:
+        """The medians of one figure over each third of its lines; None where a third has fewer than three."""
+        finite = [value for value in self.values.get(name, ()) if math.isfinite(value)]
+        size = len(finite) // 3
+        if size < 3:
+            return None
+        return median(finite[:size]), median(finite[size:-size]), median(finite[-size:])
 
     def largest(self, name: str) -> float | None:
         """The largest finite value of one figure."""
@@ -110,7 +118,7 @@ def _parsed(raw: bytes) -> dict[str, object]:
 def _add(history: History, step: float, *, line: dict[str, object]) -> None:
     values, steps = history.values, history.steps
     for name, given in line.items():
-        # Of a million lines this is nearly all the time there is.
+        # With a million lines this takes nearly all the time.
         value = given if type(given) is float else as_number(given)
         if value is None or name in NO_FIGURES:
             continue

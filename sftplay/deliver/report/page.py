@@ -29,13 +29,13 @@ def render(template: str, **values: Any) -> str:
 def render_page(title: str, **values: Any) -> str:
     """The whole page as HTML."""
     style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    # Only this very script runs and nothing is fetched: text of a run that got through as markup could do nothing.
+    # Only this very script runs and nothing is fetched, so text of a run that became markup could do nothing.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render("page.html", title=title, style=Markup(style), script=Markup(script), digest=digest, **values)
 
 
 def cut(value: object, limit: int) -> str:
-    """The value as text; of a long one the beginning, and how long it is."""
+    """The value as text. A long one is cut, and its full length is added."""
     text = str(value)
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text):,} characters in all)"
 

@@ -1,6 +1,6 @@
 """What a reader of a run should not miss: failures, doubts about the figures, and what could not be read.
 
-Each remark is a sentence with its figures. Nothing is decided here; the run has ended or goes on regardless.
+Each remark is a sentence with its figures. Nothing is decided here; the run has ended or continues regardless.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from sftplay.deliver.report.course import memory_of
 from sftplay.deliver.report.figures import capitalized, format_figure, is_better, name_of
 from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.run_files import RunFiles, mapping, texts
@@ -20,6 +21,13 @@ FEW_STEPS = 50
 FEW_PROMPTS = 30
 RISE = 1.02
 """A held-out loss this much above its lowest has turned; less is noise."""
+
+
+COLLAPSED = 0.5
+"""A last third of the run below this share of the speed before is no noise."""
+
+UNMOVED = 0.01
+"""A loss that fell by less than this share has learned next to nothing."""
 
 
 class Remark(NamedTuple):
@@ -57,12 +65,12 @@ def _state(run: RunFiles) -> Iterator[Remark]:
         fix = f" Remedy: {fix}." if isinstance(fix, str) and fix else ""
         yield Remark("stop", f"The run failed at step {run.step:,}. {cause_of(run)}.{fix}")
     if state == "interrupted":
-        text = f"The run ended at step {run.step:,} without a word (killed, or the machine went down)."
-        yield Remark("stop", f"{text} `make resume` goes on from the last complete checkpoint.")
+        text = f"The run ended at step {run.step:,} without a message (it was killed, or the machine went down)."
+        yield Remark("stop", f"{text} `make resume` continues from the last complete checkpoint.")
     if state == "stopped":
         by = run.status.get("signal")
         by = f" by {by}" if isinstance(by, str) else ""
-        yield Remark("warn", f"The run was stopped{by} at step {run.step:,}; `make resume` goes on from there.")
+        yield Remark("warn", f"The run was stopped{by} at step {run.step:,}; `make resume` continues from there.")
     if state == "running":
         yield Remark("note", f"The run is still going; this page shows it as of step {run.step:,}.")
     if state == "done" and run.folder.result is None:
@@ -79,8 +87,8 @@ def _attempts(run: RunFiles) -> Iterator[Remark]:
         span = f"from step {format_figure('step', start)}" + (
             "" if end is None else f" to {format_figure('step', end)}"
         )
-        how = cause if isinstance(cause, str) else "ended without a word"
-        yield Remark("note", f"Attempt {number} ran {span}: {how}.")
+        ending = cause if isinstance(cause, str) else "ended without a message"
+        yield Remark("note", f"Attempt {number} ran {span}: {ending}.")
 
 
 def _checkpoints(run: RunFiles) -> Iterator[Remark]:
@@ -104,17 +112,31 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
         yield Remark("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
     if history.n_backwards:
         yield Remark("warn", f"{history.n_backwards:,} lines of metrics.jsonl repeat a step or go back.")
-    ends = history.ends("loss")
+    thirds, ends = history.thirds("loss"), history.ends("loss")
+    ends = (thirds[0], thirds[2]) if thirds else ends  # single lines are noisy
     if run.state == "done" and ends and len(history.values["loss"]) > 1 and ends[1] >= ends[0]:
         yield Remark(
             "warn",
             f"The training loss did not fall: {format_figure('loss', ends[0])} → {format_figure('loss', ends[1])}.",
         )
+    yield from _course(run)
     losses = [(loss, step) for step, loss in run.held_out if math.isfinite(loss)]
     if losses and losses[-1][0] > RISE * min(losses)[0] and losses[-1] != min(losses):
         (low, lowest_at), (end, _) = min(losses), losses[-1]
         text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({format_figure('loss', low)}), then rose to"
         yield Remark("warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss.")
+
+
+def _course(run: RunFiles) -> Iterator[Remark]:
+    """What the curves show that a last figure hides."""
+    speeds = run.history.thirds("tokens_per_s")
+    if speeds and speeds[2] < COLLAPSED * max(speeds[:2]):
+        figures = f"{format_figure('tokens', max(speeds[:2]))} → {format_figure('tokens', speeds[2])} tokens a second"
+        yield Remark("warn", f"Throughput collapsed: {figures} (medians of a third of the run).")
+    losses = run.history.thirds("loss")
+    if losses and 0 <= losses[0] - losses[2] < UNMOVED * abs(losses[0]):
+        figures = f"{format_figure('loss', losses[0])} → {format_figure('loss', losses[2])}"
+        yield Remark("warn", f"The training loss hardly moved: {figures} (medians); a higher rate, or more steps.")
 
 
 def _figures(run: RunFiles) -> Iterator[Remark]:
@@ -129,16 +151,15 @@ def _figures(run: RunFiles) -> Iterator[Remark]:
         yield Remark("note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough.")
     if after and not before:
         yield Remark("note", "The base was not measured (eval.before), so there is nothing to compare with.")
-    predicted = as_number(run.plan.get("peak_bytes"))
-    measured = run.history.largest("peak_bytes")
-    if predicted and measured and measured > 1.1 * predicted and abs(predicted) < 2**60:
-        sizes = f"{format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
+    memory = memory_of(run)
+    if memory and memory.held > memory.planned:
+        sizes = f"{format_bytes(memory.planned)} planned at most, {format_bytes(memory.held)} held"
         yield Remark("warn", f"Peak memory was above the plan: {sizes}.")
 
 
 def _data(run: RunFiles) -> Iterator[Remark]:
     data = run.data
-    for note in texts(data.get("notes")):
+    for note in (*texts(data.get("warnings")), *texts(data.get("notes"))):
         yield Remark("warn", _sentence(note))
     refused = as_number(data.get("refused"))
     if refused:

@@ -17,7 +17,7 @@ from sftplay.config.read.resolved import flow
 from sftplay.deliver.report.history import History, Point, as_number, read_history
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.monitor.checkpoints import MARKER, list_checkpoints, step_of
+from sftplay.monitor.checkpoints import is_marked, list_checkpoints, step_of
 
 MOST_STATE_BYTES = 2**25
 """A trainer_state.json above this is left unread: it takes seconds and gigabytes."""
@@ -99,7 +99,7 @@ class RunFiles:
 
     @property
     def step(self) -> int:
-        """The last step that is known of."""
+        """The last known step."""
         known = [as_number(self.status.get("step")) or 0.0, *(steps[-1] for steps in self.history.steps.values())]
         return int(max((value for value in known if abs(value) < 2**53), default=0))
 
@@ -131,7 +131,7 @@ def read_run_files(folder: RunFolder) -> RunFiles:
         held_out=reader.held_out(checkpoints[-1:], evals),
         notes=reader.notes(),
         set_aside=[path.name for path in _listed(folder.checkpoints / "incomplete", "checkpoint-*")],
-        unmarked=[path.name for path in checkpoints if not (path / MARKER).is_file()],
+        unmarked=[path.name for path in checkpoints if not is_marked(path)],
         is_held=is_locked(folder.path / ".lock"),
         troubles=reader.troubles,
     )

@@ -1,4 +1,4 @@
-"""One training row as tokens with what is learned of them: samples/masked.json, which the report shows.
+"""One training row as tokens, each marked as learned or not: samples/masked.json, which the report shows.
 
 The file holds `{"row": int, "source": "path:line", "tokens": [[text, learned], ...]}`; the texts of all tokens together
 are the row's text.
@@ -14,16 +14,16 @@ from sftplay.launch.run_folder import RunFolder
 
 FILE = "samples/masked.json"
 HALF = "\ufffd"
-"""What a decoder writes for bytes that are no whole character yet."""
+"""What a decoder writes for bytes that are not a whole character yet."""
 
 LONGEST_CHARACTER = 4
-"""Bytes UTF-8 takes for one character at most, so at most as many tokens."""
+"""Most bytes of one character in UTF-8, so also the most tokens of one."""
 
 
 def masked_sample(tokenizer: Any, example: dict[str, Any], *, source: str = "") -> dict[str, Any]:
     """The content of samples/masked.json for an example with `input_ids`, `labels` and maybe `row`.
 
-    Of a character that several tokens spell, the last one has the text and those before it are empty.
+    Where several tokens spell one character, the last one has its text and the others are empty.
     """
     ids = [int(token) for token in example["input_ids"]]
     learned = [int(label) != IGNORE_INDEX for label in example["labels"]]

@@ -1,6 +1,6 @@
-"""The text of an accelerate config for one machine, for scripts of the user's own.
+"""The text of an accelerate config for one machine, for the user's own scripts.
 
-The kit does not read it: `make train` sets what the strategy needs in the workers' environment (`launch/strategy.py`).
+The kit does not read it: `make train` passes the strategy in the workers' environment (`launch/command/strategy.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from sftplay.errors import ConfigError
 
-MARK = "# Written by make setup-accelerate for this machine. Sum of what follows: "
+CHECKSUM_LINE = "# Written by make setup-accelerate for this machine. Sum of what follows: "
 
-_TEXT = """\
+_TEMPLATE = """\
 # {about}
 # Use:  accelerate launch --config_file {path} your_script.py
 # (make train needs no such file.)
@@ -21,59 +21,58 @@ distributed_type: "{kind}"
 num_machines: 1
 machine_rank: 0
 num_processes: {processes}   # {counted}
-mixed_precision: "{precision}"   # {why_precision}
+mixed_precision: "{precision}"   # {reason}
 use_cpu: {use_cpu}
 main_training_function: main
 """
 
 
-def accelerate_text(path: Path, *, gpus: int, has_bf16: bool, cores: int) -> str:
-    """A config for the `gpus` of a machine, or two processes on its CPU where it has the cores for them."""
-    processes = gpus or (2 if cores > 1 else 1)
-    # With MULTI_CPU accelerate 1.15 starts a single process, and says nothing.
+def accelerate_text(path: Path, *, gpus: int, has_bf16: bool) -> str:
+    """A config for the `gpus` of a machine, or one process on its CPU, which uses all cores."""
+    processes = gpus or 1
     kind = "MULTI_GPU" if processes > 1 else "NO"
     about = f"{gpus or 'No'} GPU{'' if gpus == 1 else 's'}: {processes} process{'es' if processes > 1 else ''}."
     if not gpus:
-        about += " Your script must ask for the CPU itself: Accelerator(cpu=True), or use_cpu=True of a Trainer."
-    precision, why = "no", "a CPU is fastest in fp32"
+        about += " Several processes on CPUs: accelerate_configs/cpu_ddp.yaml."
+    precision, reason = "no", "a CPU is fastest in fp32"
     if gpus:
-        precision, why = ("bf16", "this GPU has it") if has_bf16 else ("fp16", "a GPU older than Ampere has no bf16")
-    return _marked(
-        _TEXT.format(
+        precision, reason = ("bf16", "this GPU has it") if has_bf16 else ("fp16", "a GPU older than Ampere has no bf16")
+    return _with_checksum(
+        _TEMPLATE.format(
             about=about,
             path=path,
             kind=kind,
             processes=processes,
-            counted="one per GPU" if gpus else "processes that share this CPU",
+            counted="one per GPU" if gpus else "its threads share the cores",
             precision=precision,
-            why_precision=why,
-            use_cpu=str(not gpus and processes == 1).lower(),
+            reason=reason,
+            use_cpu=str(not gpus).lower(),
         )
     )
 
 
 def write_accelerate(path: Path, text: str) -> None:
-    """Write the file unless a person has changed the one that is there.
+    """Write the file unless the user has changed the existing one.
 
     Raises:
-        ConfigError: it was changed, or is not from here.
+        ConfigError: the user has changed or written the file at `path`.
     """
     if path.exists() and not is_untouched(path.read_text(encoding="utf-8", errors="replace")):
         fix = "move it away, or give another file: make setup-accelerate OUT=accelerate_configs/mine.yaml"
-        raise ConfigError("was changed since it was written, and is left as it is", where=str(path), fix=fix)
+        raise ConfigError("was changed after it was written, and stays as it is", where=str(path), fix=fix)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 
 def is_untouched(text: str) -> bool:
-    """True for a text of ours in which nothing was changed."""
+    """True for a text from `accelerate_text` that nobody has changed."""
     first, _, rest = text.partition("\n")
-    return first == MARK + _sum(rest)
+    return first == CHECKSUM_LINE + _checksum(rest)
 
 
-def _marked(text: str) -> str:
-    return f"{MARK}{_sum(text)}\n{text}"
+def _with_checksum(text: str) -> str:
+    return f"{CHECKSUM_LINE}{_checksum(text)}\n{text}"
 
 
-def _sum(text: str) -> str:
+def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]

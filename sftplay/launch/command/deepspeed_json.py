@@ -1,7 +1,7 @@
-"""Reads a user's DeepSpeed file and refuses, with line numbers, what DeepSpeed 0.19 would ignore, reject late or undo.
+"""Reads a user's DeepSpeed file. Refuses, with line numbers, keys that DeepSpeed 0.19 would ignore or reject late.
 
-JSON with `//` and `/* */` comments. The table below follows `deepspeed/runtime/config.py` and `zero/config.py`; values
-are DeepSpeed's own business, apart from those that the run's config decides as well.
+The file is JSON with `//` and `/* */` comments. The table below follows `deepspeed/runtime/config.py` and
+`zero/config.py`. Values are left to DeepSpeed, apart from those that the run's config sets too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SECTIONS: dict[str, str] = {
     "optimizer": "type params legacy_fusion",
     "scheduler": "type params",
 }
-"""Section -> the names DeepSpeed reads in it. What a section that is not listed here holds is not looked at."""
+"""Section -> the names that DeepSpeed reads in it. The content of other sections is not checked."""
 
 OUTDATED = {
     "bfloat16": "bf16",
@@ -83,19 +83,19 @@ OUTDATED = {
     "fp16.opt_level": "fp16.auto_cast",
     "bf16.check_overflow": "bf16.check_grad_overflow",
 }
-"""Names of earlier releases, or that are often taken for today's -> today's."""
+"""Names of earlier releases, and common mistakes -> the present name."""
 
 REMOVED = (
     "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue", "sparse_attention",
     "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop", f"{ZERO}.mics_shard_size",
     f"{ZERO}.mics_hierarchical_params_gather", f"{ZERO}.zeropp_loco_param",
 )  # fmt: skip
-"""What DeepSpeed 0.19 no longer has and refuses."""
+"""Names that DeepSpeed 0.19 no longer has and refuses."""
 
 DECOUPLED = "checkpoint.writer.decoupled"
-"""Lets DeepSpeed say that a checkpoint is saved and go on writing it (`runtime/checkpoint_engine/`)."""
+"""With it DeepSpeed reports a checkpoint as saved while it still writes it (`runtime/checkpoint_engine/`)."""
 
-FILLED_IN = (
+AUTO_NAMES = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16.enabled "
     "fp16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay "
     "scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr scheduler.params.warmup_num_steps "
@@ -104,7 +104,8 @@ FILLED_IN = (
     "zero_optimization.stage zero_optimization.offload_optimizer.device zero_optimization.offload_param.device "
     "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 )
-"""Where "auto" is understood (transformers 5.17 `integrations/deepspeed.py`, accelerate 1.15 `DeepSpeedPlugin`)."""
+"""Names for which "auto" is replaced (transformers 5.17 `integrations/deepspeed.py`, accelerate 1.15
+`DeepSpeedPlugin`)."""
 
 SCHEDULERS = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
 
@@ -114,77 +115,79 @@ _TOKEN = re.compile(rf"({_STRING})(\s*:)?|[{{}}\[\]\n]")
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the run has already decided about a key, and the key of its config that did."""
+class RunValue:
+    """The value that the run's config sets for a name in the file, and the config's key."""
 
     value: Any
     key: str
 
 
-def read_deepspeed(path: Path, wishes: Mapping[str, Wish] | None = None) -> dict[str, Any]:
-    """The file's content, comments gone. `wishes` (see `wishes_of`): dotted name -> what it must be, or "auto".
+def read_deepspeed(path: Path, expected: Mapping[str, RunValue] | None = None) -> dict[str, Any]:
+    """The file's content without comments. `expected` (see `run_values`): dotted name -> its only value beside "auto".
 
     Raises:
-        ConfigErrors: everything that is wrong with it, in the order of the lines.
-        ConfigError: it cannot be read, or is not JSON.
+        ConfigErrors: all problems of the file, in the order of the lines.
+        ConfigError: the file cannot be read, or is not JSON.
     """
-    text = _text(path)
+    text = _read_text(path)
     plain = strip_comments(text)
     try:
-        values = json.loads(plain, object_pairs_hook=_refuse_twice)
+        values = json.loads(plain, object_pairs_hook=_refuse_duplicates)
     except json.JSONDecodeError as error:
         raise ConfigError(f"no JSON: {error.msg}", where=f"{path}:{error.lineno}", fix="correct that line") from error
     except ValueError as error:
-        raise ConfigError(f"{error} is written twice in one place", where=str(path), fix="keep one of them") from error
+        raise ConfigError(
+            f"{error} is written twice in one section", where=str(path), fix="keep one of them"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError("holds no object", where=str(path), fix="start from deepspeed_configs/custom_example.json")
-    lines = _lines(plain)
-    found = [*_unknown(values), *_contradictions(values, wishes or {}), *_missing(values)]
-    found.sort(key=lambda one: lines.get(one[0], 0))
-    if found:
+    lines = _line_numbers(plain)
+    problems = [*_unknown(values), *_contradictions(values, expected or {}), *_missing(values)]
+    problems.sort(key=lambda problem: lines.get(problem[0], 0))
+    if problems:
         raise ConfigErrors(
-            [ConfigError(what, where=f"{path}:{lines.get(name, 1)} {name}", fix=fix) for name, what, fix in found]
+            [ConfigError(what, where=f"{path}:{lines.get(name, 1)} {name}", fix=fix) for name, what, fix in problems]
         )
     return values
 
 
 def write_plain(values: Mapping[str, Any], path: Path) -> None:
-    """The content as JSON without comments, which is what accelerate can read."""
+    """Write the content as JSON without comments, which accelerate can read."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def wishes_of(cfg: RunConfig, *, world_size: int, stage: int | None = None) -> dict[str, Wish]:
-    """What a config (with numbers where it had `auto`, as far as known) decides about a DeepSpeed file."""
+def run_values(cfg: RunConfig, *, world_size: int, stage: int | None = None) -> dict[str, RunValue]:
+    """Dotted name in a DeepSpeed file -> the value in the run's config. Values that are still `auto` are left out."""
     train = cfg.train
-    wishes = {
-        "train_batch_size": Wish(train.effective_batch_size, "train.effective_batch_size"),
-        "train_micro_batch_size_per_gpu": Wish(train.batch_size, "train.batch_size"),
-        "gradient_accumulation_steps": Wish(train.grad_accum, "train.grad_accum"),
-        "gradient_clipping": Wish(train.max_grad_norm, "train.max_grad_norm"),
-        "optimizer.params.lr": Wish(train.peak_rate, "train.learning_rate"),
-        "optimizer.params.weight_decay": Wish(train.weight_decay, "train.weight_decay"),
-        "scheduler.params.warmup_max_lr": Wish(train.peak_rate, "train.learning_rate"),
-        "optimizer.type": Wish("AdamW" if "adam" in train.optim or train.optim == "auto" else None, "train.optim"),
-        "scheduler.type": Wish(SCHEDULERS.get(train.lr_scheduler), "train.lr_scheduler"),
-        # Its default climbs by a logarithm, where the run's own schedules climb straight.
-        "scheduler.params.warmup_type": Wish("linear", "train.lr_scheduler"),
+    expected = {
+        "train_batch_size": RunValue(train.effective_batch_size, "train.effective_batch_size"),
+        "train_micro_batch_size_per_gpu": RunValue(train.batch_size, "train.batch_size"),
+        "gradient_accumulation_steps": RunValue(train.grad_accum, "train.grad_accum"),
+        "gradient_clipping": RunValue(train.max_grad_norm, "train.max_grad_norm"),
+        "optimizer.params.lr": RunValue(train.peak_rate, "train.learning_rate"),
+        "optimizer.params.weight_decay": RunValue(train.weight_decay, "train.weight_decay"),
+        "scheduler.params.warmup_max_lr": RunValue(train.peak_rate, "train.learning_rate"),
+        "optimizer.type": RunValue("AdamW" if "adam" in train.optim or train.optim == "auto" else None, "train.optim"),
+        "scheduler.type": RunValue(SCHEDULERS.get(train.lr_scheduler), "train.lr_scheduler"),
+        # DeepSpeed's default warms up logarithmically, the run's own schedules linearly.
+        "scheduler.params.warmup_type": RunValue("linear", "train.lr_scheduler"),
     }
     if train.precision != "auto":
         for name in ("bf16", "fp16"):
-            wishes[f"{name}.enabled"] = Wish(train.precision == name, "train.precision")
+            expected[f"{name}.enabled"] = RunValue(train.precision == name, "train.precision")
     if stage is not None:
-        wishes[f"{ZERO}.stage"] = Wish(stage, "cluster.strategy")
+        expected[f"{ZERO}.stage"] = RunValue(stage, "cluster.strategy")
     if isinstance(train.batch_size, int) and isinstance(train.grad_accum, int):
-        wishes["train_batch_size"] = Wish(train.batch_size * train.grad_accum * world_size, "train.batch_size")
-    return {name: wish for name, wish in wishes.items() if wish.value != "auto"}
+        expected["train_batch_size"] = RunValue(train.batch_size * train.grad_accum * world_size, "train.batch_size")
+    return {name: run_value for name, run_value in expected.items() if run_value.value != "auto"}
 
 
 def strip_comments(text: str) -> str:
-    """The text with comments blanked and every line where it was; what looks like one inside a string stays."""
-    return _COMMENT.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)
+    """The text with spaces in place of comments, so that positions stay. The content of strings stays too."""
+    return _COMMENT.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -193,33 +196,33 @@ def _text(path: Path) -> str:
         raise ConfigError(f"cannot be read: {reason}", where=str(path), fix=fix) from error
 
 
-def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(twice)
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ValueError(duplicate)
     return dict(pairs)
 
 
-def _lines(plain: str) -> dict[str, int]:
-    """Dotted name -> the line it is written on."""
-    found: dict[str, int] = {}
+def _line_numbers(plain: str) -> dict[str, int]:
+    """Dotted name -> its line number."""
+    lines: dict[str, int] = {}
     path: list[str] = []
     name, line = "", 1
     for token in _TOKEN.finditer(plain):
         if token[2]:
             name = json.loads(token[1])
-            found[".".join([*path[1:], name])] = line
+            lines[".".join([*path[1:], name])] = line
         elif token[0] in "{[":
             path.append(name)
         elif token[0] in "}]" and path:
             path.pop()
         line += token[0].count("\n")
-    return found
+    return lines
 
 
 def _leaves(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Section, dotted name and value of every name, sections themselves too."""
+    """Section, dotted name and value of every name, sections included."""
     for name, value in values.items():
         dotted = f"{inside}.{name}".lstrip(".")
         yield inside, dotted, value
@@ -228,7 +231,7 @@ def _leaves(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, 
 
 
 def _unknown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Dotted name, what is wrong, one action."""
+    """Dotted name, problem and fix."""
     for section, dotted, value in _leaves(values):
         name = dotted.rsplit(".", 1)[-1]
         if dotted in OUTDATED:
@@ -238,50 +241,48 @@ def _unknown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         elif dotted in REMOVED:
             yield dotted, "is no longer part of DeepSpeed", "remove it"
         elif section in SECTIONS and name not in SECTIONS[section].split():
-            near = nearest_names(name, SECTIONS[section].split())
-            home = next((home for home, names in SECTIONS.items() if name in names.split()), None)
-            at_top = "write it at the top, outside of any section"
-            fix = f"did you mean {near[0]!r}?" if near else "remove it"
-            fix = fix if home is None else f"it belongs to {home}" if home else at_top
+            nearest = nearest_names(name, SECTIONS[section].split())
+            right_section = next((other for other, names in SECTIONS.items() if name in names.split()), None)
+            if right_section is None:
+                fix = f"did you mean {nearest[0]!r}?" if nearest else "remove it"
+            else:
+                fix = f"move it to {right_section or 'the top, outside of any section'}"
             yield dotted, f"DeepSpeed has no key {name!r} {f'in {section}' if section else 'at the top'}", fix
         elif dotted in SECTIONS and not isinstance(value, dict):
-            yield dotted, f"{json.dumps(value)} stands where a section belongs", f'write "{name}": {{ ... }}'
-        elif value == "auto" and dotted not in FILLED_IN.split():
-            yield (
-                dotted,
-                '"auto" is not filled in here by anyone',
-                "write a value, or remove it for DeepSpeed's default",
-            )
+            yield dotted, f"{json.dumps(value)} is no section", f'write "{name}": {{ ... }}'
+        elif value == "auto" and dotted not in AUTO_NAMES.split():
+            fix = "write a value, or remove it for DeepSpeed's default"
+            yield dotted, 'nothing replaces "auto" here', fix
 
 
-def _contradictions(values: Mapping[str, Any], wishes: Mapping[str, Wish]) -> Iterator[tuple[str, str, str]]:
+def _contradictions(values: Mapping[str, Any], expected: Mapping[str, RunValue]) -> Iterator[tuple[str, str, str]]:
     for _, dotted, value in _leaves(values):
-        wish = wishes.get(dotted)
-        if wish is None or value == "auto" or _is_equal(value, wish.value):
+        run_value = expected.get(dotted)
+        if run_value is None or value == "auto" or _is_equal(value, run_value.value):
             continue
-        if wish.value is None:
-            what = f"{json.dumps(value)} takes the place of {wish.key}, and DeepSpeed has no such kind"
-            yield dotted, what, f"remove {dotted.partition('.')[0]}; the run's own is used"
+        if run_value.value is None:
+            what = f"{json.dumps(value)} would replace {run_value.key}, and DeepSpeed has no such kind"
+            yield dotted, what, f"remove {dotted.partition('.')[0]}; then the run uses its own"
         else:
-            what = f"{json.dumps(value)} contradicts {wish.key}, which makes it {json.dumps(wish.value)}"
-            yield dotted, what, f'write "auto", or set {wish.key}' if "type" not in dotted else f"set {wish.key}"
+            what = f"{json.dumps(value)} contradicts {run_value.key}, which sets {json.dumps(run_value.value)}"
+            yield dotted, what, f"set {run_value.key}" if "type" in dotted else f'write "auto", or set {run_value.key}'
 
 
-def _is_equal(value: Any, wished: Any) -> bool:
-    if isinstance(value, str) and isinstance(wished, str):
-        return value.lower() == wished.lower() or {value.lower(), wished.lower()} == {"adam", "adamw"}
-    return bool(value == wished) and isinstance(value, bool) == isinstance(wished, bool)
+def _is_equal(value: Any, expected: Any) -> bool:
+    if isinstance(value, str) and isinstance(expected, str):
+        return value.lower() == expected.lower() or {value.lower(), expected.lower()} == {"adam", "adamw"}
+    return bool(value == expected) and isinstance(value, bool) == isinstance(expected, bool)
 
 
 def _missing(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     zero = values.get(ZERO)
     if zero is None:
-        yield ZERO, "is missing, so nothing would be shared out", f'add "{ZERO}": {{"stage": 2}}'
+        yield ZERO, "is missing, so nothing would be sharded", f'add "{ZERO}": {{"stage": 2}}'
     for name in ("offload_param", "offload_optimizer"):
-        moved = zero.get(name) if isinstance(zero, dict) else None
-        if isinstance(moved, dict) and moved.get("device") == "nvme" and not moved.get("nvme_path"):
+        offload = zero.get(name) if isinstance(zero, dict) else None
+        if isinstance(offload, dict) and offload.get("device") == "nvme" and not offload.get("nvme_path"):
             yield f"{ZERO}.{name}", "nvme needs a folder", 'add "nvme_path": "/folder/on/the/disk"'
     scheduler = values.get("scheduler")
     if isinstance(scheduler, dict) and "warmup_type" not in (scheduler.get("params") or {}):
-        what = "climbs by a logarithm unless told otherwise, which the run's own schedules do not"
+        what = "warms up logarithmically by default, but the run's own schedules warm up linearly"
         yield "scheduler", what, 'add "warmup_type": "linear" to its params, or remove scheduler'

@@ -1,6 +1,6 @@
-"""Runs DeepSpeed's launcher as its script `deepspeed` does, and ties every process that it starts to its own life.
+"""Runs DeepSpeed's launcher like the script `deepspeed`. Every process that it starts dies together with it.
 
-The launcher starts one more process, which starts the ranks. Without this, that process outlives a killed launcher.
+The launcher starts another process, which starts the ranks. Without this module that process survives the launcher.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sftplay.signals import TiedPopen
 
 
 def main() -> None:
-    """Run `deepspeed` with this process's arguments and end with its exit code."""
+    """Run `deepspeed` with this process's arguments. The process ends with its exit code."""
     runner = import_module("deepspeed.launcher.runner")
     subprocess.Popen = TiedPopen  # type: ignore[misc]
     runner.main()

@@ -1,7 +1,6 @@
-"""What each launcher is told, so that it starts so many workers and nothing else: torchrun, accelerate, deepspeed.
+"""The command of each launcher (torchrun, accelerate, deepspeed) that starts the workers. It starts nothing.
 
-It starts nothing. Options are those of torch 2.13, accelerate 1.15 (`commands/launch.py`) and DeepSpeed 0.19
-(`launcher/runner.py`).
+Options are those of torch 2.13, accelerate 1.15 (`commands/launch.py`) and DeepSpeed 0.19 (`launcher/runner.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ KEY = "cluster.launcher"
 DEEPSPEED = "sftplay.launch.command.deepspeed_runner"
 
 _ACCELERATE_CONFIG = """\
-# For accelerate launch, which would else read the config in its own cache; the command's options go before it.
+# For accelerate launch, which would otherwise read the config in its own cache. Options of the command override it.
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 num_processes: {processes}
@@ -26,13 +25,13 @@ num_machines: {nodes}
 mixed_precision: "{precision}"
 use_cpu: false
 """
-"""With MULTI_CPU, or use_cpu: true, accelerate starts a single process and says nothing. Under MULTI_GPU it starts as
-many as it is asked for and does not look for GPUs; which device they use is the workers' affair."""
+"""With MULTI_CPU or use_cpu: true, accelerate starts a single process without a message. With MULTI_GPU it starts the
+requested number and does not look for GPUs; the workers choose their device."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many processes on how many nodes, where they meet, and what the user tells their launcher."""
+    """Number of processes and nodes, the address where they meet, and the user's options for the launcher."""
 
     nproc: int = 1
     nnodes: int = 1
@@ -46,71 +45,71 @@ class Scale:
         return self.nproc * self.nnodes
 
 
-def launcher_words(
+def launcher_command(
     launcher: Launcher, scale: Scale, *, strategy: Mapping[str, str], config: str, gpus: str | None = None
 ) -> list[str]:
-    """The command before the workers' module, the user's own words for the launcher at its end.
+    """The command up to the workers' module. The user's options for the launcher come last.
 
-    `strategy` is the workers' environment for their strategy, `config` the path at which `accelerate_config` will lie,
-    `gpus` the CUDA_VISIBLE_DEVICES of a machine with GPUs.
+    `strategy` is the workers' environment for their strategy, `config` the path of `accelerate_config`'s text, `gpus`
+    the CUDA_VISIBLE_DEVICES of a machine with GPUs.
 
     Raises:
         ConfigError: the launcher cannot start such a run.
     """
     if launcher == "accelerate":
-        words = _accelerate(scale, precision_of(strategy), config=config)
+        argv = _accelerate_command(scale, precision_of(strategy), config=config)
     elif launcher == "deepspeed":
-        words = _deepspeed(scale, strategy, gpus=gpus)
+        argv = _deepspeed_command(scale, strategy, gpus=gpus)
     else:
-        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
-        words += ["--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank)]
-        words += ["--master-addr", scale.master_addr, "--master-port", str(scale.master_port)]
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(scale.nproc)]
+        argv += ["--nnodes", str(scale.nnodes), "--node-rank", str(scale.node_rank)]
+        argv += ["--master-addr", scale.master_addr, "--master-port", str(scale.master_port)]
     module = "--module" if launcher in ("accelerate", "deepspeed") else "-m"
-    return [*words, *scale.launcher_args, module]
+    return [*argv, *scale.launcher_args, module]
 
 
 def accelerate_config(scale: Scale, strategy: Mapping[str, str]) -> str:
-    """The file that keeps accelerate from the one its user once made for other purposes."""
+    """The text of accelerate's config file. Without one, accelerate reads a file that the user made for other runs."""
     precision = precision_of(strategy)
     return _ACCELERATE_CONFIG.format(processes=scale.world_size, nodes=scale.nnodes, precision=precision)
 
 
 def precision_of(strategy: Mapping[str, str]) -> str:
-    """What the workers' ACCELERATE_MIXED_PRECISION is to be; accelerate's launcher overwrites it.
+    """The workers' ACCELERATE_MIXED_PRECISION, which accelerate's launcher overwrites.
 
-    Plain data parallelism sets none: there the Trainer's own arguments say it, and "no" is as good as nothing.
+    Plain data parallelism does not set it: the Trainer's own arguments decide, and "no" has the same effect as nothing.
     """
     return strategy.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
-def _accelerate(scale: Scale, precision: str, *, config: str) -> list[str]:
-    # With --use_deepspeed or --use_fsdp it would write its own options over the environment of the strategy.
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--multi_gpu"]
-    words += ["--num_processes", str(scale.world_size), "--num_machines", str(scale.nnodes)]
-    words += ["--machine_rank", str(scale.node_rank), "--main_process_ip", scale.master_addr]
-    words += ["--main_process_port", str(scale.master_port)]
-    return [*words, "--mixed_precision", precision, "--dynamo_backend", "no"]
+def _accelerate_command(scale: Scale, precision: str, *, config: str) -> list[str]:
+    # With --use_deepspeed or --use_fsdp accelerate would overwrite the environment of the strategy with its options.
+    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--multi_gpu"]
+    argv += ["--num_processes", str(scale.world_size), "--num_machines", str(scale.nnodes)]
+    argv += ["--machine_rank", str(scale.node_rank), "--main_process_ip", scale.master_addr]
+    argv += ["--main_process_port", str(scale.master_port)]
+    return [*argv, "--mixed_precision", precision, "--dynamo_backend", "no"]
 
 
-def _deepspeed(scale: Scale, strategy: Mapping[str, str], *, gpus: str | None) -> list[str]:
+def _deepspeed_command(scale: Scale, strategy: Mapping[str, str], *, gpus: str | None) -> list[str]:
     if "ACCELERATE_USE_DEEPSPEED" not in strategy:
         fix = f"write cluster.strategy: zero1, zero2 or zero3; or {KEY}: auto"
         raise ConfigError("deepspeed starts runs of zero1, zero2 and zero3 only", where=KEY, fix=fix)
     if scale.nnodes > 1:
-        what = f"deepspeed reaches {scale.nnodes} nodes by ssh, and no signal or end of this command would reach them"
+        what = f"deepspeed reaches {scale.nnodes} nodes by ssh, and stop signals to this command would not reach them"
         raise ConfigError(what, where=KEY, fix=f"write {KEY}: torchrun, and start it on every node")
-    # A list of hosts that lies on this machine (/job/hostfile) would send the run elsewhere.
-    words = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *_devices(scale.nproc, gpus)]
-    words += ["--master_addr", scale.master_addr, "--master_port", str(scale.master_port)]
-    return [*words, "--no_local_rank"]
+    # A list of hosts on this machine (/job/hostfile) would start the run on other machines.
+    argv = [sys.executable, "-m", DEEPSPEED, "--hostfile", os.devnull, *_device_options(scale.nproc, gpus)]
+    argv += ["--master_addr", scale.master_addr, "--master_port", str(scale.master_port)]
+    return [*argv, "--no_local_rank"]
 
 
-def _devices(nproc: int, gpus: str | None) -> Sequence[str]:
-    """Which devices to start a rank for; with a mere number DeepSpeed takes the machine's first ones."""
+def _device_options(nproc: int, gpus: str | None) -> Sequence[str]:
+    """The options that select the devices. With only a number DeepSpeed takes the machine's first ones."""
     if not gpus:
         return "--num_gpus", str(nproc)
-    chosen = [each.strip() for each in gpus.split(",")][:nproc]
-    if not all(each.isdecimal() for each in chosen):
+    chosen = [gpu.strip() for gpu in gpus.split(",")][:nproc]
+    if not all(gpu.isdecimal() for gpu in chosen):
         fix = f"give their numbers (nvidia-smi -L), or write {KEY}: torchrun"
         raise ConfigError(f"deepspeed takes GPUs by number, not {gpus}", where="CUDA_VISIBLE_DEVICES", fix=fix)
     return "--include", f"localhost:{','.join(chosen)}"

@@ -1,7 +1,7 @@
 """`cluster.nccl` as the variables that NCCL, gloo and torch read in the workers. It starts nothing.
 
-The names are those of NCCL's manual (Environment Variables) and of torch 2.13 (ProcessGroupNCCL.hpp and
-FlightRecorder.hpp; docs, Distributed, for gloo). NCCL's own files, such as /etc/nccl.conf, come behind the environment.
+The names come from NCCL's manual (Environment Variables) and torch 2.13 (ProcessGroupNCCL.hpp and FlightRecorder.hpp;
+docs, Distributed, for gloo). The environment overrides NCCL's own files, such as /etc/nccl.conf.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ NCCL_NAMES = {
     "shm_disable": "NCCL_SHM_DISABLE",
     "flight_recorder": "TORCH_FR_BUFFER_SIZE",
 }
-"""Key -> the variable that takes its value; the interface has two, which spell it differently."""
+"""Key -> the variable for its value. The key for the interface sets two variables, each with its own spelling."""
 
 DUMP = "TORCH_FR_DUMP_TEMP_FILE"
 DUMPS = (DUMP, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Beginning of the names of the flight recorder's files, and what it was called before."""
+"""The prefix of the flight recorder's files: the variable's present name and its former one."""
 
 
 def nccl_environment(
-    cfg: RunConfig, logs: Path, *, has_gpu: bool, given: Mapping[str, str], interfaces: Collection[str]
+    cfg: RunConfig, logs: Path, *, has_gpu: bool, environ: Mapping[str, str], interfaces: Collection[str]
 ) -> dict[str, str]:
-    """The variables of several processes for `cluster.nccl`; without a GPU only gloo's, which take NCCL's place there.
+    """The variables for `cluster.nccl` in a run of several processes. Without a GPU only gloo's, which replaces NCCL.
 
-    `given` is the user's environment, which the config never overrides in silence; `interfaces` are this machine's.
-    What NCCL's flight recorder has to tell goes to `logs`, where the user has named no other place.
+    `environ` is the user's environment, `interfaces` are this machine's. NCCL's flight recorder writes to `logs` unless
+    the user's environment names another place.
 
     Raises:
-        ConfigErrors: an interface is not there, or a variable is given with another value.
+        ConfigErrors: an interface does not exist, or the environment has another value than the config.
     """
-    wanted = list(_wanted(cfg.cluster.nccl, has_gpu=has_gpu))
-    problems = [*_missing(cfg, interfaces), *_contradictions(cfg, wanted, given=given)]
+    settings = list(_settings(cfg.cluster.nccl, has_gpu=has_gpu))
+    problems = [*_missing_interfaces(cfg, interfaces), *_contradictions(cfg, settings, environ=environ)]
     if problems:
         raise ConfigErrors(problems)
-    env = {name: value for _, name, value in wanted}
-    if has_gpu and not set(DUMPS) & set(given):
+    env = {name: value for _, name, value in settings}
+    if has_gpu and not set(DUMPS) & set(environ):
         env[DUMP] = str(logs / "flight-recorder-rank")
     return env
 
@@ -58,11 +58,11 @@ def list_interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def _wanted(nccl: NcclConfig, *, has_gpu: bool) -> Iterator[tuple[str, str, str]]:
-    """Key, variable and value of all that is set."""
-    if names := _names(nccl):
+def _settings(nccl: NcclConfig, *, has_gpu: bool) -> Iterator[tuple[str, str, str]]:
+    """Key, variable and value of every setting."""
+    if names := _interface_names(nccl):
         yield "socket_ifname", "GLOO_SOCKET_IFNAME", ",".join(names)
-        if has_gpu:  # NCCL takes a name for a beginning of names: eth1 would be eth10 too
+        if has_gpu:  # NCCL reads a name without "=" as a prefix: eth1 would match eth10 too
             yield "socket_ifname", "NCCL_SOCKET_IFNAME", "=" + ",".join(names)
     if not has_gpu:
         return
@@ -74,28 +74,28 @@ def _wanted(nccl: NcclConfig, *, has_gpu: bool) -> Iterator[tuple[str, str, str]
         yield "flight_recorder", "TORCH_NCCL_DUMP_ON_TIMEOUT", "1"
 
 
-def _names(nccl: NcclConfig) -> list[str]:
+def _interface_names(nccl: NcclConfig) -> list[str]:
     return [name.strip() for name in nccl.socket_ifname.split(",")] if nccl.socket_ifname else []
 
 
-def _missing(cfg: RunConfig, interfaces: Collection[str]) -> Iterator[ConfigError]:
-    for name in _names(cfg.cluster.nccl):
+def _missing_interfaces(cfg: RunConfig, interfaces: Collection[str]) -> Iterator[ConfigError]:
+    for name in _interface_names(cfg.cluster.nccl):
         if name not in interfaces:
             what = f"this machine has no network interface {name!r}"
             fix = f"choose from {', '.join(interfaces)} (`ip -br addr` shows their addresses)"
             nearest = nearest_names(name, interfaces)
-            yield ConfigError(what, where=_place(cfg, "socket_ifname"), fix=fix, nearest=nearest)
+            yield ConfigError(what, where=_origin(cfg, "socket_ifname"), fix=fix, nearest=nearest)
 
 
 def _contradictions(
-    cfg: RunConfig, wanted: list[tuple[str, str, str]], *, given: Mapping[str, str]
+    cfg: RunConfig, settings: list[tuple[str, str, str]], *, environ: Mapping[str, str]
 ) -> Iterator[ConfigError]:
-    for key, name, value in wanted:
-        if name in given and given[name].removeprefix("=") != value.removeprefix("="):
-            what = f"would set {name}={value}, but the environment has {name}={given[name]}"
-            yield ConfigError(what, where=_place(cfg, key), fix=f"unset {name}, or remove {SECTION}.{key}")
+    for key, name, value in settings:
+        if name in environ and environ[name].removeprefix("=") != value.removeprefix("="):
+            what = f"would set {name}={value}, but the environment has {name}={environ[name]}"
+            yield ConfigError(what, where=_origin(cfg, key), fix=f"unset {name}, or remove {SECTION}.{key}")
 
 
-def _place(cfg: RunConfig, key: str) -> str:
+def _origin(cfg: RunConfig, key: str) -> str:
     dotted = f"{SECTION}.{key}"
     return f"{cfg.origins.get(dotted, 'cluster')} {dotted}"

@@ -1,1 +1,1 @@
-"""Several nodes: they meet, compare themselves and join one run."""
+"""Runs over several nodes: the nodes meet, compare their reports and join one run."""

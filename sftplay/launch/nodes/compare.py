@@ -1,7 +1,4 @@
-"""Compares the reports of a run's nodes: in what they differ, and which node differs from the others.
-
-It makes the error text too. `control/nodes.py` collects the reports.
-"""
+"""Compares the reports of a run's nodes: which values differ, and on which node. `control/nodes.py` collects them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError, error_from_json
 
 SHOWN = 12
-"""Differences that an error lists."""
+"""How many differences an error lists."""
 
 MISSING = "missing"
 
@@ -23,12 +20,12 @@ FIXES = {
     "machine": "make the nodes alike (`make install` by the same requirements.lock, the same commit of the kit)",
 }
 SECTIONS = {"launch": "config", "config": "config", "files": "data", "versions": "machine", "gpus": "machine"}
-"""Part of a report -> the kind of error that a difference in it is, in the order of the error text."""
+"""Part of a report -> the kind of error for a difference in it. The error text has this order."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value of one node that differs from the others'."""
+    """A value of one node that differs from that of the other nodes."""
 
     node: int
     kind: str
@@ -36,42 +33,43 @@ class Difference:
 
 
 def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Every value in which a node differs from most nodes, or from node 0 where no value is the most frequent.
+    """Every value that differs from the most frequent one. If no value is the most frequent, that of node 0 counts.
 
-    `reports` are by node number. Each holds `host` and, for each of SECTIONS, a mapping of names to values. A node that
-    could not read its config lacks sections; these are compared among the other nodes.
+    `reports` are in the order of the nodes. Each has `host` and, for each of SECTIONS, a mapping of names to values. A
+    node that could not read its config has not all sections. A missing section is compared among the other nodes.
     """
-    found = []
+    differences = []
     for section, kind in SECTIONS.items():
-        known = {node: report[section] for node, report in enumerate(reports) if section in report}
-        for name in sorted({name for values in known.values() for name in values}):
-            values = {node: each.get(name, MISSING) for node, each in known.items()}
-            found += [Difference(node, kind, what) for node, what in _odd_ones(section, name, values=values)]
-    return found
+        parts = {node: report[section] for node, report in enumerate(reports) if section in report}
+        for name in sorted({name for part in parts.values() for name in part}):
+            values = {node: str(part.get(name, MISSING)) for node, part in parts.items()}
+            differences += [Difference(node, kind, what) for node, what in _deviations(section, name, values=values)]
+    return differences
 
 
-def _odd_ones(section: str, name: str, *, values: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
-    shown = {node: str(value) for node, value in values.items()}
-    counts = Counter(shown.values())
-    usual = max(counts, key=lambda text: (counts[text], text == shown[min(shown)]))
-    holders = [node for node in shown if shown[node] == usual]
-    whose = f"node {holders[0]}" if len(holders) == 1 else f"nodes {', '.join(map(str, holders))}"
-    for node, text in shown.items():
-        if text == usual:
+def _deviations(section: str, name: str, *, values: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Node and description of every value that differs from the most frequent one."""
+    counts = Counter(values.values())
+    usual = max(counts, key=lambda value: (counts[value], value == values[min(values)]))
+    usual_nodes = [node for node in values if values[node] == usual]
+    others = f"node {usual_nodes[0]}" if len(usual_nodes) == 1 else f"nodes {', '.join(map(str, usual_nodes))}"
+    for node, value in values.items():
+        if value == usual:
             continue
         if section != "files":
-            yield node, f"{name} is {text}, on {whose} {usual}"
-        elif MISSING in (text, usual):
-            yield node, f"what {name} names is {'missing' if text == MISSING else 'there'}, on {whose} it is not"
+            yield node, f"{name} is {value}, on {others} it is {usual}"
+        elif MISSING in (value, usual):
+            here, there = ("is missing", "exists") if value == MISSING else ("exists", "is missing")
+            yield node, f"the path in {name} {here}, on {others} it {there}"
         else:
-            yield node, f"what {name} names has another content than on {whose}"
+            yield node, f"the path in {name} has other content than on {others}"
 
 
 def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
-    """Raise the same error on every node where nodes differ, or where one of them has an error of its own.
+    """Raise an error, the same one on every node, if nodes differ or if a node reports an error of its own.
 
     Raises:
-        SftplayError: of the kind of the first problem. It names every node that differs.
+        SftplayError: its kind is that of the first problem. It names every node that differs.
     """
     names = [f"node {node} ({report['host']})" for node, report in enumerate(reports)]
     errors = {node: error_from_json(report["error"]) for node, report in enumerate(reports) if report.get("error")}
@@ -84,8 +82,8 @@ def check_nodes_match(reports: Sequence[Mapping[str, Any]]) -> None:
     differences = find_differences(reports)
     if not differences:
         return
-    lines = [f"{names[each.node]}: {each.what}" for each in differences]
+    lines = [f"{names[difference.node]}: {difference.what}" for difference in differences]
     more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    kinds = {each.kind: None for each in differences}
-    kind: type[SftplayError] = {"config": ConfigError, "data": DataError}.get(next(iter(kinds)), MachineError)
-    raise kind("; ".join(lines[:SHOWN]) + more, where="nodes", fix="; ".join(FIXES[each] for each in kinds))
+    kinds = list(dict.fromkeys(difference.kind for difference in differences))
+    error_class: type[SftplayError] = {"config": ConfigError, "data": DataError}.get(kinds[0], MachineError)
+    raise error_class("; ".join(lines[:SHOWN]) + more, where="nodes", fix="; ".join(FIXES[kind] for kind in kinds))

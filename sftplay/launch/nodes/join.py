@@ -1,4 +1,4 @@
-"""How the other nodes join the run whose folder node 0 has made, and how all wait until every node is ready."""
+"""The other nodes join the run whose folder node 0 has created, and all wait until every node is ready."""
 
 from __future__ import annotations
 
@@ -16,72 +16,73 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.follow import NodeLost
 
 SHARED_S = 10.0
-"""How long a shared file system may take to show on one node what another has written (NFS keeps attributes 3 s)."""
+"""How long a shared file system may take until a node sees what another has written (NFS caches attributes for 3 s)."""
 
-LOOK_S = 0.2
+POLL_S = 0.2
 
-GOING_S = 5.0
+HOST_GRACE_S = 5.0
 """How long node 0's ranks may take to end after a rank on another node has written its error to status.json."""
 
-LEAVING_S = 30.0
+OTHERS_GRACE_S = 30.0
 """How long another node's ranks may take to end after those of node 0."""
 
 
 def announce_run(rendezvous: Rendezvous | None, folder: RunFolder) -> None:
-    """On node 0: send the run's folder, which is complete now, to the others."""
+    """On node 0: send the run's folder, which is complete now, to the other nodes."""
     if rendezvous is not None:
         rendezvous.gather({"folder": str(folder.path), "resolved": _digest(folder)})
 
 
 def join_run(rendezvous: Rendezvous) -> tuple[RunFolder, str]:
-    """On another node: the run's folder, once node 0 has made it, and the digest that its resolved config has there.
+    """On another node: wait until node 0 has created the run's folder. Its path, and the digest of its resolved config.
 
     Raises:
-        SftplayError: node 0 has ended with it.
+        SftplayError: node 0 has ended with this error.
     """
-    from_host = rendezvous.gather({})[0]
-    return RunFolder(Path(from_host["folder"])), from_host["resolved"]
+    message = rendezvous.gather({})[0]
+    return RunFolder(Path(message["folder"])), message["resolved"]
 
 
 def await_ready(rendezvous: Rendezvous | None, error: SftplayError | None = None) -> None:
     """Wait until every node is ready to start its processes. An `error` of one node is raised on all."""
     if rendezvous is not None:
-        mine = {"host": socket.gethostname(), **({"error": error.as_json()} if error else {})}
-        check_nodes_match(rendezvous.gather(mine))
+        report = {"host": socket.gethostname(), **({"error": error.as_json()} if error else {})}
+        check_nodes_match(rendezvous.gather(report))
 
 
 def watch_nodes(rendezvous: Rendezvous | None, folder: RunFolder) -> Callable[[], None] | None:
-    """A function that raises NodeLost when another node has ended while the run's processes run; None for one node.
+    """A function that raises NodeLost when another node has ended before the run's processes here; None for one node.
 
-    Once the ranks have met, a rank that loses another one notices by itself, and node 0 may go on alone to save the
-    result. Before that, and on other nodes after node 0 has ended, nothing else would end the processes for long.
+    After the ranks have met, a rank notices itself that another one is lost, and node 0 may continue alone to save the
+    result. Before that, and on other nodes after the end of node 0, nothing else would end the processes soon.
     """
     if rendezvous is None:
         return None
-    ended_at = [0.0]
+    ended_at: float | None = None
 
-    def look() -> None:
+    def check() -> None:
+        nonlocal ended_at
         if not (endings := rendezvous.endings()):
             return
-        ended_at[0] = ended_at[0] or time.monotonic()
-        is_due = time.monotonic() > ended_at[0] + (GOING_S if rendezvous.is_host else LEAVING_S)
+        ended_at = ended_at or time.monotonic()
+        is_due = time.monotonic() > ended_at + (HOST_GRACE_S if rendezvous.is_host else OTHERS_GRACE_S)
         if is_due and not (rendezvous.is_host and folder.read_json("status.json").get("ranks")):
-            what = "; ".join(f"node {node}: {how}" for node, how in endings.items())
-            raise NodeLost(what, where=str(folder.path), fix="look there for why, then start all nodes again")
+            what = "; ".join(f"node {node}: {cause}" for node, cause in endings.items())
+            raise NodeLost(what, where=str(folder.path), fix="find the reason there, then start all nodes again")
 
-    return look
+    return check
 
 
 def check_folder(folder: RunFolder, digest: str) -> None:
-    """Raise MachineError where this node does not see the folder of node 0, by its resolved config's `digest`."""
+    """Raise MachineError if this node does not see node 0's folder, that is, a resolved config with this `digest`."""
     deadline = time.monotonic() + SHARED_S
     while time.monotonic() < deadline:
         with suppress(OSError):
             if _digest(folder) == digest:
                 return
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     raise MachineError(
-        f"{folder.path.absolute()} is not the folder that node 0 has made",
+        f"{folder.path.absolute()} is not the folder that node 0 has created",
         where="output_dir",
         fix="give output_dir a folder that all nodes share, as an absolute path",
     )

@@ -1,7 +1,7 @@
-"""A process of a launch that died without a word: which one, and of what.
+"""Which process of a launch died without reporting an error, and of what.
 
-It tells a death, which another start may outlive, from an error that the run itself reported and would meet again.
-Nothing is started or ended here.
+After a death the run may be started again. An error that the run reported itself would come again. Nothing is started
+or ended here.
 """
 
 from __future__ import annotations
@@ -16,66 +16,66 @@ from sftplay.errors import RunError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.signals import STOP_SIGNALS
 
-WORDS = (0, 1, 2, 3, 4, 5, *(128 + number for number in STOP_SIGNALS))
-"""Exit codes of a worker that has said why it ends: in status.json, or by a traceback."""
+REPORTED_CODES = (0, 1, 2, 3, 4, 5, *(128 + number for number in STOP_SIGNALS))
+"""Exit codes of a worker that has reported why it ends, in status.json or by a traceback."""
 
-ROOT = "Root Cause"
-RANK = re.compile(r"\s*rank\s*: (\d+) \(local_rank: \d+\)")
-CODE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: \d+\)")
-"""Lines of the account that torchrun gives of the ranks that failed, the first one last, under this title (torch/
-distributed/elastic/multiprocessing/errors/__init__.py). Without it a death is still seen, but less is known of it."""
+ROOT_CAUSE = "Root Cause"
+RANK_LINE = re.compile(r"\s*rank\s*: (\d+) \(local_rank: \d+\)")
+CODE_LINE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: \d+\)")
+"""Lines in torchrun's list of failed ranks. The rank that failed first comes last, under the title `ROOT_CAUSE`
+(torch/distributed/elastic/multiprocessing/errors/__init__.py). Without the list a death is noticed with less detail."""
 
-DEEPSPEED = re.compile(r"\[ERROR\] \[launch\.py:.*\] exits with return code = (-?\d+)$")
-"""What DeepSpeed's launcher says of the first process that failed, not which one that is (launcher/launch.py)."""
+DEEPSPEED_LINE = re.compile(r"\[ERROR\] \[launch\.py:.*\] exits with return code = (-?\d+)$")
+"""DeepSpeed's launcher writes it for the first process that failed. It does not name the rank (launcher/launch.py)."""
 
 
 class Death(RunError):
-    """A process of the run is gone and has not said why."""
+    """A process of the run has ended and has not reported why."""
 
     code = "death"
 
 
 def find_death(lines: Iterable[str]) -> str:
-    """Which rank died first and of what, by the lines of its launcher; empty when the first to end had a word to say.
+    """Which rank died first and of what, from the launcher's `lines`; empty when that rank reported why it ended.
 
-    Only the first one counts: torchrun ends all others, in the end by SIGKILL, and lists them too.
+    Only the first one counts: torchrun ends all others, at last with SIGKILL, and lists them too.
     """
     lines = list(lines)
-    account = dropwhile(lambda line: not line.startswith(ROOT), lines)
     rank = None
-    for line in account:
-        if match := RANK.match(line):
+    for line in dropwhile(lambda line: not line.startswith(ROOT_CAUSE), lines):
+        if match := RANK_LINE.match(line):
             rank = match[1]
-        elif rank and (match := CODE.match(line)):
+        elif rank and (match := CODE_LINE.match(line)):
             cause = describe_code(int(match[1]))
             return f"rank {rank} {cause}" if cause else ""
-    codes = [int(match[1]) for line in lines if (match := DEEPSPEED.search(line))]
+    codes = [int(match[1]) for line in lines if (match := DEEPSPEED_LINE.search(line))]
     cause = describe_code(codes[0]) if codes else ""
     return f"a rank {cause}" if cause else ""
 
 
 def describe_code(code: int) -> str:
-    """What killed a process that ended with this code (negative: by a signal); empty when it had a word to say."""
-    if code in WORDS or -code in STOP_SIGNALS:
+    """How a process with this exit code died (negative: by a signal); empty when it reported why it ended."""
+    if code in REPORTED_CODES or -code in STOP_SIGNALS:
         return ""
-    return f"ended with code {code} without a word" if code > 0 else f"was killed by {signal_name(-code)}"
+    return f"ended with code {code} and no message" if code > 0 else f"was killed by {signal_name(-code)}"
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals have a number only."""
+    """SIGKILL for 9. Real-time signals have only a number."""
     return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
 
 
 def follows_from_death(status: Mapping[str, Any]) -> bool:
-    """True when the ending in status.json may be that of a rank which only lost another one.
+    """True when the end in status.json may be that of a rank which only lost another rank.
 
-    Such a rank's library fails, or torchrun stops it. An error of our own is the run's, whoever died with it.
+    In such a rank a library fails, or torchrun stops it. An error class of our own is the run's error, even if another
+    rank died at the same time.
     """
     error = status.get("error") or {"code": Death.code}
     return bool(status.get("exit_code") != 0 and error.get("code") == Death.code)
 
 
 def cause_of_death(folder: RunFolder) -> str:
-    """Of which death the run's last launch ended; empty when it ended otherwise."""
+    """The death that ended the run's last launch; empty when it ended in another way."""
     error = folder.read_json("status.json").get("error") or {}
     return str(error["what"]) if error.get("code") == Death.code else ""

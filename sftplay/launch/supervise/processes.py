@@ -1,6 +1,4 @@
-"""Processes of this node as the kernel shows them: from whom one descends, whether it lives, which rank it was
-started as; and the end of a whole launch.
-"""
+"""Processes of this node as the kernel shows them: ancestors, state, the rank of a process. It also ends a launch."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ENDING_S = 5.0
-"""How long a killed process may take to disappear; one that waits inside the kernel takes for ever."""
+"""How long a killed process may take to disappear. A process that waits inside the kernel may never do so."""
 
 
 def parent_of(pid: int) -> int:
@@ -21,20 +19,20 @@ def parent_of(pid: int) -> int:
 
 
 def descends_from(pid: int, ancestor: int) -> bool:
-    """True for a process itself, its children, theirs, and so on; false where one between them has ended."""
+    """True for the process itself, its children, their children and so on. False when one between them has ended."""
     while pid > 1 and pid != ancestor:
         pid = parent_of(pid)
     return pid == ancestor
 
 
 def state_of(pid: int) -> str:
-    """The letter that `ps` shows (R running, S sleeping, D in the kernel, T stopped); empty when it has ended, also
-    where its parent has not asked for its code yet."""
+    """The letter that `ps` shows: R running, S sleeping, D in the kernel, T stopped. Empty when the process has ended,
+    even if its parent has not read its exit code yet."""
     return _read_stat(pid, 0, column="stat=")[:1].replace("Z", "")
 
 
 def _read_stat(pid: int, place: int, *, column: str) -> str:
-    """One field behind the command's name in /proc/PID/stat (proc(5)), or where there is none the column of `ps`."""
+    """A field after the command's name in /proc/PID/stat (proc(5)). Without /proc, the column of `ps`."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[place]
     except OSError:
@@ -45,29 +43,33 @@ def _read_stat(pid: int, place: int, *, column: str) -> str:
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank a process was started as, 0 without a launcher of ranks; None where the system does not tell."""
+    """The rank in a process's environment, 0 if there is none. None when the system does not show the environment."""
     try:
-        settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    return next((int(each[5:]) for each in settings if each.startswith(b"RANK=")), 0)
+    return next((int(entry[5:]) for entry in environ if entry.startswith(b"RANK=")), 0)
 
 
 def children_of(pid: int) -> list[int]:
-    """The pids of the processes whose parent it is."""
+    """The pids of a process's children."""
     if Path("/proc/self").exists():
-        return [int(each.name) for each in Path("/proc").glob("[0-9]*") if parent_of(int(each.name)) == pid]
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [child for child in pids if parent_of(child) == pid]
     done = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
     return [int(line) for line in done.stdout.split()]
 
 
 def end_launch(launcher: int) -> list[int]:
-    """Kill a launcher, all that descends from it, and the process groups they lead; the pids that live on after
-    `ENDING_S`."""
+    """Kill a launcher, all its descendants and the process groups that these lead.
+
+    Returns the pids that are still alive after `ENDING_S`.
+    """
     pids = [launcher]
-    for pid in pids:  # grows behind the one that is looked at
+    for pid in pids:  # the loop extends the list
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)  # it starts none any more, and while it asks after none no pid is reused
+            # A stopped process starts no more children. It reads no exit codes, so its children's pids are not reused.
+            os.kill(pid, signal.SIGSTOP)
         pids += children_of(pid)
     for pid in reversed(pids):
         with suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Where the threads of a run's ranks stand: a rank writes it into logs/rankN.stacks when its parent asks by a signal.
+"""Stacks of a run's ranks: on a signal of its parent a rank writes the stacks of its threads to logs/rankN.stacks.
 
-It works while a rank sits in foreign code that never comes back, with the interpreter's lock held or not. It says what
-is seen, not whose fault it is.
+This works even while a rank is in foreign code that never returns, with or without the interpreter's lock. This module
+does not judge which rank is at fault.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ASK = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGUSR2
 
 ANSWER_S = 2.0
-"""How long an answer may take. A process that is stopped, or waits inside the kernel, gives none."""
+"""How long an answer may take. A process that is stopped or waits inside the kernel does not answer."""
 
 SETTLED_S = 0.1
-"""A file that has grown and stays the same for so long is written; dumps take a millisecond."""
+"""A stack file that has grown and then stays the same for this long is complete. Writing one takes a millisecond."""
 
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
-"""Every rendezvous of ranks that Python code asks for goes through this file of torch."""
+"""Every collective that Python code starts goes through this file of torch."""
 
-MEETINGS_BELOW = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py", "torch/autograd/graph.py")
-"""Where DDP's own meetings begin in native code: buffers before the forward pass, gradients inside the backward one.
-With nothing above them on the stack a rank may wait there, or may be at work."""
+NATIVE_COLLECTIVES = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py", "torch/autograd/graph.py")
+"""DDP starts collectives in native code from these files: buffers before the forward pass, gradients inside the
+backward pass. A rank whose innermost call is in one of them may wait in a collective or may compute."""
 
 _FRAME = re.compile(r'  File "(.*)", line \S+ in .*')
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Where a process's main thread stands."""
+    """The stack of a process's main thread."""
 
     lines: tuple[str, ...] = ()
-    """Innermost call first, as `faulthandler` words them. Empty: there was no answer."""
+    """Innermost call first, as `faulthandler` writes them. Empty: there was no answer."""
 
     @property
     def is_in_collective(self) -> bool:
@@ -47,7 +47,7 @@ class Stack:
 
     @property
     def may_be_in_collective(self) -> bool:
-        return self._files()[:1] != [] and self._files()[0].endswith(MEETINGS_BELOW)
+        return any(file.endswith(NATIVE_COLLECTIVES) for file in self._files()[:1])
 
     def _files(self) -> list[str]:
         return [match[1] for line in self.lines if (match := _FRAME.fullmatch(line))]
@@ -59,30 +59,30 @@ def stacks_path(logs: Path, rank: int) -> Path:
 
 
 def answer_with_stacks(logs: Path, rank: int) -> None:
-    """From here on this process answers `ASK` with the stacks of all its threads."""
+    """Make this process answer `STACKS_SIGNAL` with the stacks of all its threads."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-    faulthandler.register(ASK, file=os.open(stacks_path(logs, rank), flags, 0o644), all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=os.open(stacks_path(logs, rank), flags, 0o644), all_threads=True)
 
 
 def ask_for_stacks(logs: Path, pids: Mapping[int, int]) -> dict[int, Stack]:
-    """Rank -> where its main thread stands now; `pids` are the processes of the ranks. Takes at most `ANSWER_S`."""
+    """Rank -> the present stack of its main thread. `pids` are the processes of the ranks. Takes at most `ANSWER_S`."""
     files = {rank: stacks_path(logs, rank) for rank in pids}
-    before = {rank: path.stat().st_size for rank, path in files.items() if path.exists()}
-    for rank in before:  # without its file it does not listen yet, and the signal would end it
+    old_sizes = {rank: path.stat().st_size for rank, path in files.items() if path.exists()}
+    for rank in old_sizes:  # a rank without its file does not handle the signal yet, and would die of it
         with suppress(ProcessLookupError):
-            os.kill(pids[rank], ASK)
-    _await_growth({files[rank]: size for rank, size in before.items()})
-    return {
-        rank: main_stack(path.read_bytes()[before[rank] :].decode("utf-8", "replace")) if rank in before else Stack()
-        for rank, path in files.items()
-    }
+            os.kill(pids[rank], STACKS_SIGNAL)
+    _await_growth({files[rank]: size for rank, size in old_sizes.items()})
+    stacks = dict.fromkeys(pids, Stack())
+    for rank, size in old_sizes.items():
+        stacks[rank] = main_stack(files[rank].read_bytes()[size:].decode("utf-8", "replace"))
+    return stacks
 
 
 def main_stack(text: str) -> Stack:
-    """The main thread's part of one answer: its last one, as threads are listed from the newest to the oldest.
+    """The main thread's part of one answer. It is the last part: threads are listed from the newest to the oldest.
 
-    Source: _Py_DumpTracebackThreads in CPython's Python/traceback.c. Behind a hundred threads it writes "..." and
-    leaves the rest out; then nothing is known.
+    Source: _Py_DumpTracebackThreads in CPython's Python/traceback.c. After a hundred threads it writes "..." and leaves
+    the others out. Then the main thread's stack is not known.
     """
     lines: list[str] = []
     for line in text.splitlines():
@@ -93,12 +93,13 @@ def main_stack(text: str) -> Stack:
     return Stack(tuple(lines))
 
 
-def _await_growth(sizes: Mapping[Path, int]) -> None:
+def _await_growth(old_sizes: Mapping[Path, int]) -> None:
+    """Wait until all files have grown and no longer change."""
     deadline = time.monotonic() + ANSWER_S
-    seen: dict[Path, int] = {}
+    previous: dict[Path, int] = {}
     while time.monotonic() < deadline:
-        now = {path: path.stat().st_size for path in sizes}
-        if now == seen and all(now[path] > size for path, size in sizes.items()):
+        sizes = {path: path.stat().st_size for path in old_sizes}
+        if sizes == previous and all(sizes[path] > size for path, size in old_sizes.items()):
             return
-        seen = now
+        previous = sizes
         time.sleep(SETTLED_S)

@@ -6,16 +6,14 @@ import os
 import resource
 import shlex
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sftplay.machine.doctor.finding import Finding
+from sftplay.machine.ports import HOST, bound_port
 from sftplay.machine.probe import Machine
 from sftplay.machine.ram import physical_ram_bytes
 from sftplay.units import GIB, format_bytes
-
-HOST = "127.0.0.1"
 
 RENDEZVOUS_PORT = 29511
 """Port of a run over several nodes when none is given."""
@@ -83,11 +81,11 @@ def check_shared_memory(machine: Machine, folder: Path = Path("/dev/shm")) -> li
 
 def check_ports() -> list[Finding]:
     """Whether the processes of a run can meet."""
-    if not _is_free(0):
+    if not bound_port(0):
         return [
             Finding("stop", "ports", f"no port can be opened on {HOST}", "allow connections on the loopback device")
         ]
-    if not _is_free(RENDEZVOUS_PORT):
+    if not bound_port(RENDEZVOUS_PORT):
         what = f"port {RENDEZVOUS_PORT}, where runs over several machines meet, is taken"
         return [Finding("warn", "ports", what, "give such a run another: MASTER_PORT=29512")]
     return [Finding("ok", "ports", "processes can meet on this machine")]
@@ -168,13 +166,3 @@ def _links(processes: Path) -> Iterator[Path]:
             yield from list(folder.iterdir())
         except OSError:
             continue  # the process has ended, or is another user's
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True

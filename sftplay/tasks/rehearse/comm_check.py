@@ -28,7 +28,7 @@ from sftplay.signals import die_with_parent
 
 WARM_UP = 2
 CYCLE = 251
-"""Elements of a rank's buffer count up to this and start again: a shifted sum is noticed, and all sums are exact."""
+"""Elements of a rank's buffer count up to this and start again. So a shifted sum is noticed, and all sums are exact."""
 
 Reduce = Callable[[Tensor], Any]
 
@@ -42,8 +42,7 @@ def main(folder: str, limit_s: str) -> int:
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=float(limit_s)))
         write_note(note, state="met")
-        found = sweep(device, dist.all_reduce)
-        write_note(note, state="done", **_slowest(found))
+        write_note(note, state="done", **_slowest(sweep(device, dist.all_reduce)))
     except SftplayError as error:
         write_note(note, state="failed", error=error.what)
         return error.exit_code
@@ -116,13 +115,13 @@ def _as_fp16(bucket: Tensor, reduce: Reduce) -> None:
     bucket.copy_(half)
 
 
-def _slowest(mine: dict[str, Any]) -> dict[str, Any]:
+def _slowest(measured: dict[str, Any]) -> dict[str, Any]:
     """Every figure of the slowest rank, the same on all ranks."""
     everyone: list[Any] = [None] * log.world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, measured)
     latencies = [max(each) for each in zip(*(rank["latencies_s"] for rank in everyone), strict=True)]
     slowest = {key: max(rank[key] for rank in everyone) for key in ("plain_s", "fp16_s")}
-    return {"latencies_s": latencies, **slowest, "device": mine["device"], "backend": dist.get_backend()}
+    return {"latencies_s": latencies, **slowest, "device": measured["device"], "backend": dist.get_backend()}
 
 
 def _device() -> torch.device:

@@ -1,6 +1,6 @@
 """Gauges of memory: the most bytes held in each phase of a training step, on this process's GPU.
 
-They say what was held, not why; phases are whatever words `enter` is given. `load_gauge` also takes a gauge from
+They say what was held, not why. A phase is any name given to `enter`. `load_gauge` also takes a gauge from
 elsewhere: tests and benchmarks measure on a CPU with one of their own.
 """
 
@@ -16,7 +16,7 @@ CUDA_GAUGE = f"{__name__}:CudaGauge"
 
 
 class MemoryGauge(ABC):
-    """Keeps the largest peak of each phase while in force; its kinds say what a peak is."""
+    """Keeps the largest peak of each phase inside a `with`; a subclass says what a peak is."""
 
     def __init__(self) -> None:
         self.peaks_bytes: dict[str, int] = {}

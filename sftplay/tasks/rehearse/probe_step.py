@@ -1,6 +1,6 @@
 """Measures the memory of a few real optimizer steps of a run's own code, on rows of full length.
 
-It is a process of its own, so that it leaves no trace in the run's random numbers and the GPU's memory. It reads no row
+It is a separate process, so that it leaves no trace in the run's random numbers or in the GPU's memory. It reads no row
 of the user's data and keeps no weights.
 """
 
@@ -70,8 +70,8 @@ def main(folder: str) -> int:
     """Read the config and the request in `folder` and leave what was measured beside them."""
     die_with_parent()
     here = RunFolder(Path(folder))
-    asked = here.read_json(REQUEST)
-    request = Request(**{**asked, "rows": tuple(asked["rows"])})
+    fields = here.read_json(REQUEST)
+    request = Request(**{**fields, "rows": tuple(fields["rows"])})
     cfg = load_resolved(here.path / RESOLVED)
     here.write_json(MEASURED, measure_steps(cfg, here, request=request, gauge=load_gauge(request.gauge)))
     return 0
@@ -187,7 +187,7 @@ class ProbeSchedule(Observer):
         self._seconds.append(seconds)
         if len(self._seconds) == self._request.repeats:
             self._keep_point()
-            control.should_training_stop = not self._go_on()
+            control.should_training_stop = not self._take_next_size()
 
     def _keep_point(self) -> None:
         tokens = self.rows * self._cfg.model.max_seq_len
@@ -196,7 +196,7 @@ class ProbeSchedule(Observer):
         self._gauge.release_cached()
         self._is_warm, self._seconds = False, []
 
-    def _go_on(self) -> bool:
+    def _take_next_size(self) -> bool:
         """Take the next micro-batch; False when there is none."""
         more = self._request.if_bent
         measured = [point.rows for point in self.points]

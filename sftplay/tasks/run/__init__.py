@@ -1,1 +1,1 @@
-"""The ceremony every trainer shares: before, around and behind its steps."""
+"""What every trainer shares before, around and after its steps."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sftplay import log
+from sftplay.atomic import use_umask
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import RunFolder
@@ -21,19 +22,19 @@ from sftplay.monitor.checkpoints import (
     set_aside,
     step_of,
 )
-from sftplay.monitor.disk import checkpoint_bytes, demand_room
+from sftplay.monitor.disk import check_room, checkpoint_bytes
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal
 from sftplay.monitor.metrics import MetricsWriter, print_progress
 from sftplay.monitor.observer import Observer
 from sftplay.tasks.run.fingerprint import config_changes, data_changes, weights_changes
+from sftplay.tasks.run.readable import find_unreadable
 
 
 class MarkComplete(Observer):
     """Checks the room on the disk before a save, and marks the checkpoint complete after it.
 
-    For that all ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones.
-
-    `facts` is what a resume compares; `limit` checkpoints stay.
+    All ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones. A resume
+    compares `facts`; `limit` checkpoints are kept.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class MarkComplete(Observer):
         control.should_log = control.should_log or control.should_save
         if control.should_save and log.is_main():
             checkpoints = self.folder.checkpoints
-            demand_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
+            check_room(checkpoints, checkpoint_bytes(checkpoints, more["model"], optimizer=more["optimizer"]))
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -73,10 +74,11 @@ class MarkComplete(Observer):
 
     def _mark(self, state: Any) -> None:
         checkpoint = self.folder.checkpoints / f"checkpoint-{state.global_step}"
-        if self.bad_step.in_a_row:
-            log.say(f"{checkpoint.name} does not count: the step before it was skipped, its numbers were not finite")
+        if self.bad_step.skipped_in_a_row:
+            log.say(f"{checkpoint.name} does not count: the step before it was skipped (its numbers were not finite)")
             return
-        mark_complete(checkpoint, self.facts | {"counters": self.metrics.seen})
+        use_umask(checkpoint)
+        mark_complete(checkpoint, self.facts | {"counters": self.metrics.totals})
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         rotate(self.folder.checkpoints, self.limit, best=best)
         self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
@@ -85,7 +87,7 @@ class MarkComplete(Observer):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")
         if log.is_main() and loss is not None and math.isfinite(loss):
-            self.folder.update_status(step=state.global_step, **self.metrics.seen)
+            self.folder.update_status(step=state.global_step, **self.metrics.totals)
 
 
 def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any]) -> Path | None:
@@ -102,7 +104,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
     if wanted == "never":
         return None
     if wanted == "auto":
-        checkpoint, passed_over = newest_complete(folder.checkpoints)
+        checkpoint, passed_over = newest_complete(folder.checkpoints, find_unreadable)
         for line in passed_over:
             log.say(line, "resume")
         if checkpoint is None:
@@ -111,7 +113,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
             return None
     else:
         checkpoint = Path(wanted)
-        damage = find_damage(checkpoint) if checkpoint.is_dir() else "no such folder"
+        damage = find_damage(checkpoint) or find_unreadable(checkpoint) if checkpoint.is_dir() else "no such folder"
         if damage:
             raise ConfigError(
                 f"{wanted} cannot be resumed: {damage}",
@@ -156,7 +158,7 @@ def check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool = F
 def accept_numbered_cpus() -> None:
     """Let torch.load put tensors on `cpu:0`.
 
-    Several processes that resume on CPUs ask for it, because accelerate numbers the one device there is
+    Several processes that resume on CPUs ask for it, because accelerate gives the only device a number
     (transformers 5.17, `_load_optimizer_and_scheduler`).
     """
     torch.serialization.register_package(

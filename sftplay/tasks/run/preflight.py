@@ -20,11 +20,10 @@ from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer, StepTrainer
 
 WRAPPERS = {"ddp": "DistributedDataParallel", "zero": "DeepSpeedEngine", "fsdp": "FSDP", "hsdp": "FSDP"}
-"""How the class begins that the trainer must have wrapped the model in, by the beginning of cluster.strategy."""
+"""Beginning of cluster.strategy -> beginning of the class in which the trainer must have wrapped the model."""
 
 DISTRIBUTED = {"ddp": ("MULTI_",), "zero": ("DEEPSPEED",), "fsdp": ("FSDP",), "hsdp": ("FSDP",)}
-"""What accelerate must say it does, or how that begins."""
-
+"""Beginning of cluster.strategy -> beginning of the distributed type that accelerate must report."""
 
 MUST_AGREE = {
     "fingerprint": "read different configs",
@@ -74,6 +73,8 @@ class Preflight(Observer):
                 where=str(self.folder.path / "plan.json"),
                 fix="start it again with `make train`, which plans and launches together",
             )
+        if log.is_main() and not state.global_step:
+            self.folder.become_latest()
 
     def _describe(self) -> dict[str, Any]:
         trainer, accelerator = self.trainer, self.trainer.accelerator
@@ -129,10 +130,10 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: in
         if not rank["distributed_type"].startswith(DISTRIBUTED[kind]):
             problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
     if sum(rank["is_main"] for rank in ranks) != 1:
-        problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks believe to be the main one")
-    for key, what in MUST_AGREE.items():
+        problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks take themselves for the main one")
+    for key, difference in MUST_AGREE.items():
         if len({rank[key] for rank in ranks}) > 1:
-            problems.append(f"ranks {what}")
+            problems.append(f"ranks {difference}")
     rows = sum(rank["rows_per_step"] for rank in ranks)
     if rows != cfg.train.effective_batch_size:
         problems.append(f"a step takes {rows} rows instead of {cfg.train.effective_batch_size}")

@@ -23,7 +23,7 @@ from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RunFolder
 
 POLL_S = 0.1
-"""Between two looks for a file."""
+"""Pause between two checks for a file."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def first_of_node(folder: RunFolder) -> Iterator[bool]:
     """The first rank of each node goes through the body before the others do; True where others wait for this one.
 
     The caches that it fills may belong to the node. When the body fails, the others stay outside and their launcher
-    ends them: so the error is said once.
+    ends them, so the error is printed once.
     """
     is_first, marker = log.local_rank() == 0, marker_path(folder.logs)
     if is_first:

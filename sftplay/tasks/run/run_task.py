@@ -18,6 +18,7 @@ from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.monitor.guards import StopOnSignal
+from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
 from sftplay.tasks.run.preflight import has_sharded_weights
@@ -26,6 +27,7 @@ from sftplay.tasks.run.save import gather_weights, leave_process_group, save_res
 from sftplay.tasks.run.setup import make_setup
 from sftplay.tasks.run.task import Rows, Task
 from sftplay.tasks.run.train_run import Outcome, TrainRun
+from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.units import format_count
 
 FEW_STEPS = 50
@@ -38,7 +40,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     Raises:
         DataError: there is no row to train on, or no held-out row where the config needs some.
         MachineError: model or tokenizer cannot be opened.
-        RunError: the run could not go on.
+        RunError: the run could not continue.
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
@@ -63,7 +65,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     if log.is_main():
         parameters = describe_parameters(trainer.model)
         write_manifest(setup, rows, parameters=parameters)
-        announce(train_run, parameters)
+        announce(train_run, parameters, rows=rows)
     outcome = train_run.train(trainer)
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
     leave_process_group()
@@ -83,17 +85,17 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     """Raise the DataError about keys that need held-out rows, where none are held out."""
-    wishes = {
+    wanted = {
         "eval.before": cfg.eval.before,
         "eval.after": cfg.eval.after,
         "train.best_metric": cfg.train.best_metric,
         "train.early_stopping": cfg.train.early_stopping,
         "train.eval_steps": cfg.train.eval_steps,
     }
-    wished = [key for key, value in wishes.items() if value]
-    if wished and rows.held_out is None:
+    keys = [key for key, value in wanted.items() if value]
+    if keys and rows.held_out is None:
         raise DataError(
-            f"{', '.join(wished)} needs held-out rows, but none were held out",
+            f"{', '.join(keys)} needs held-out rows, but none were held out",
             where=cfg.data.val_path or cfg.data.train_path,
             fix="raise data.split or give data.val_path",
         )
@@ -105,14 +107,15 @@ def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder
     if not cfg.eval.before or path.exists():
         return
     if log.is_main():
-        task.measure(model, rows, cfg=cfg, path=path)
+        with random_numbers_kept():
+            task.measure(model, rows, cfg=cfg, path=path)
     else:
         wait_for_main(path, folder)
 
 
 def make_trainable(model: Any, cfg: RunConfig) -> Any:
     """`model` with the adapter that trains, where one does; everything that never trains is frozen."""
-    if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it goes on with the one it has
+    if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
         model = start_adapter(model, cfg)
     if frozen := freeze_beside_text(model):
         log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
@@ -127,7 +130,7 @@ def whole_model(trainer: Any, cfg: RunConfig, *, folder: RunFolder) -> Any:
     return load_result(cfg, folder.path)
 
 
-def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
+def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> None:
     """Say what trains, how, and for how long."""
     cfg, steps = train_run.cfg, train_run.setup.steps
     trainable, total = parameters["trainable_parameters"], parameters["parameters"]
@@ -136,8 +139,15 @@ def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
         f"{cfg.tuning.mode}: {format_count(trainable)} of {format_count(total)} weights train"
         f" ({trainable / total:.1%}){four_bit}"
     )
+    if cfg.tuning.mode != "full":
+        trained = rows.report.get("sources", {}).get("train", rows.report)
+        if told := describe_capacity(trainable, int(trained.get("trainable_tokens", 0))):
+            log.say(told)
+    log.say(describe_rate(cfg, train_run.setup.folder.read_json("plan.json")))
+    kind = {"lora": "LoRA", "qlora": "QLoRA", "full": "full"}[cfg.tuning.mode]
+    kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""
     log.say(
-        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {cfg.tuning.backend} run with "
+        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {kind} run with "
         f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
     )
     if steps < FEW_STEPS:

@@ -1,4 +1,4 @@
-"""Writes what a run was for: the tuned weights with tokenizer and chat template, loadable by plain libraries."""
+"""Saves the result of a run: the tuned weights with tokenizer and chat template, loadable by plain libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.export.merge import end_where_training_ended
+from sftplay.deliver.export.merge import set_end_tokens
+from sftplay.deliver.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN
 
@@ -23,7 +24,7 @@ def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
     if trainer.is_fsdp_enabled:
         weights = trainer.accelerator.get_state_dict(trainer.model)
     elif trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
-        # Frozen weights are left out: beside an adapter that is all the rest.
+        # Frozen weights are left out. With an adapter these are all the others.
         weights = trainer.deepspeed._zero3_consolidated_16bit_state_dict(
             exclude_frozen_parameters=hasattr(trainer.model, "peft_config")
         )
@@ -33,7 +34,7 @@ def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
 
 
 def leave_process_group() -> None:
-    """End the process group, on all ranks at once: only the main rank works on.
+    """End the process group on all ranks at once. Only the main rank continues.
 
     Otherwise gloo's threads may abort a rank's process at its end (torch 2.13: "terminate called without an active
     exception"), and the launcher then ends the main rank too.
@@ -71,10 +72,13 @@ def save_result(
             weights = {name: tensor.to(_saved_dtype(cfg)) for name, tensor in weights.items()}
         model.config.use_cache = True
         # The base's own end token is not always the one its chats end with.
-        end_where_training_ended(model.generation_config, tokenizer)
+        set_end_tokens(model.generation_config, tokenizer)
     with whole_folder(target, replaces=True) as scratch:
         model.save_pretrained(scratch, state_dict=weights)
         tokenizer.save_pretrained(scratch)
+        if cfg.tuning.mode != "full":
+            on_hub = None if Path(base).is_dir() else base
+            write_adapter_card(scratch / "README.md", name=folder.path.resolve().name, base=on_hub)
     return target
 
 

@@ -1,4 +1,4 @@
-"""What is decided of a run before its trainer is built: steps, order of the rows, arguments of the library."""
+"""What is decided about a run before its trainer is built: steps, order of the rows, arguments of the library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunSetup:
 
     @property
     def config_sha256(self) -> str:
-        """Of the resolved config file, which every rank reads."""
+        """Digest of the resolved config file, which every rank reads."""
         return hashlib.sha256(self.folder.resolved.read_bytes()).hexdigest()
 
     def micro_batcher(self) -> MicroBatcher | None:

@@ -1,4 +1,4 @@
-"""One attempt at a run on one rank: its callbacks, the checkpoint it goes on from, and training itself.
+"""One attempt at a run on one rank: its callbacks, the checkpoint it continues from, and training itself.
 
 It knows nothing of a task's rows or loss.
 """
@@ -56,8 +56,10 @@ class Outcome:
 
 
 class TrainRun:
-    """`model` is the one that trains. `fingerprint` is what `fingerprint_of` says of the run; with it a resume can name
-    what has changed.
+    """Chooses the checkpoint, builds the callbacks, and trains.
+
+    `model` is the one that trains. `fingerprint` is the result of `fingerprint_of`; with it a resume can name what has
+    changed.
 
     Raises:
         ConfigError, DataError, RunError: the checkpoint to resume from belongs to another run.
@@ -97,10 +99,10 @@ class TrainRun:
         )  # fmt: skip
         # A stop signal ends the run after a step, with a checkpoint, from the moment that status.json shows the ranks.
         self.callbacks = [
-            *(stop, preflight, self.metrics, self.bad_step, mark_complete, *self._optional_callbacks()),
-            *(GradientSync(self.cfg, self.heartbeat), TrackPhases(self.heartbeat)),
+            stop, preflight, self.metrics, self.bad_step, mark_complete, *self._optional_callbacks(),
+            GradientSync(self.cfg, self.heartbeat), TrackPhases(self.heartbeat),
             GroupTimeout(self.cfg.cluster.timeout, self.folder.logs),
-        ]
+        ]  # fmt: skip
 
     def _optional_callbacks(self) -> list[Any]:
         train, checkpoints = self.cfg.train, self.folder.checkpoints
@@ -117,7 +119,7 @@ class TrainRun:
         """What the task builds its trainer of."""
         setup, held_out = self.setup, rows.held_out
         if held_out is not None and setup.world_size > 1:
-            held_out = even_out(held_out, int(self.cfg.train.batch_size) * setup.world_size)
+            held_out = pad_to_multiple(held_out, int(self.cfg.train.batch_size) * setup.world_size)
         # Where weights are sharded, ranks communicate inside every micro-batch: no rank can run one again alone.
         replays = self.cfg.train.oom_recovery and not setup.is_sharded
         return TrainerParts(
@@ -137,7 +139,7 @@ class TrainRun:
         )
 
     def attach(self, trainer: StepTrainer) -> None:
-        """Hand the trainer to the callbacks that look at it."""
+        """Hand the trainer to the callbacks that need it."""
         for callback in self.callbacks:
             if isinstance(callback, Observer):
                 callback.attach(trainer)
@@ -154,7 +156,7 @@ class TrainRun:
         """
         self.attach(trainer)
         if self.from_step and log.is_main():
-            self._cut_board_back(trainer.callback_handler.callbacks)
+            self._purge_tensorboard(trainer.callback_handler.callbacks)
         if trainer.args.device.type == "cpu" and self.setup.world_size > 1:
             accept_numbered_cpus()
         try:
@@ -171,7 +173,7 @@ class TrainRun:
         )
 
     def _out_of_memory(self, trainer: Any, error: RuntimeError) -> OutOfMemory:
-        """Why the run cannot go on: memory ran out where no step is run again."""
+        """Why the run cannot continue: memory ran out where no step is run again."""
         return OutOfMemory(
             f"out of memory in {self.heartbeat.phase} of step {trainer.state.global_step + 1}: "
             f"{format_bytes(held_bytes())} held ({str(error).splitlines()[0]})",
@@ -192,11 +194,11 @@ class TrainRun:
         predicted = {f"predicted_{key}": plan[key] for key in ("peak_bytes", "allocated_bytes") if key in plan}
         flops = _flops_of(model, self.cfg)
         card = find_card(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-        # The table's peaks are those of 16-bit products.
+        # The table holds the peaks of 16-bit products.
         peak = card.tflops * 1e12 if card and self.cfg.train.precision != "fp32" else None
         return CostModel(flops.of_rows if flops else None, peak, predicted)
 
-    def _cut_board_back(self, callbacks: list[Any]) -> None:
+    def _purge_tensorboard(self, callbacks: list[Any]) -> None:
         for callback in callbacks:
             if isinstance(callback, TensorBoardCallback):
                 from torch.utils.tensorboard import SummaryWriter
@@ -217,7 +219,7 @@ class TrainRun:
 def _flops_of(model: Any, cfg: RunConfig) -> ModelFlops | None:
     """What the model that trains computes for a row; None where its config does not say enough."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    # How weights are stored changes no product.
+    # How weights are stored changes no FLOP.
     config = {key: value for key, value in base.config.to_dict().items() if key != "quantization_config"}
     try:
         return model_flops(shape_from_config(config, name=cfg.model.name), execution_of(cfg))
@@ -225,7 +227,7 @@ def _flops_of(model: Any, cfg: RunConfig) -> ModelFlops | None:
         return None
 
 
-def even_out(rows: Dataset, multiple: int) -> Dataset:
+def pad_to_multiple(rows: Dataset, multiple: int) -> Dataset:
     """`rows` with rows without a label added at the end, so that their number is a multiple of `multiple`.
 
     Where the last batches of several processes are not full, accelerate fills them with rows from the beginning, whose

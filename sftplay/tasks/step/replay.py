@@ -43,7 +43,7 @@ class Replay:
         if smaller is None:
             raise OutOfMemory(what, where="training", fix=ADVICE)
         self.times += 1
-        log.say(f"{what}; the same rows again, {smaller.micro_batch} at a time")
+        log.say(f"{what}; running the same rows again, {smaller.micro_batch} at a time")
         if log.is_main():
             self._folder.add_event(  # a resume reads it
                 OUT_OF_MEMORY,

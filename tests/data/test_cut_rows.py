@@ -1,0 +1,94 @@
+"""Rows that are cut in masses: a warning with the length that would keep them, a refusal where most is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sftplay.config.load import load_config
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.pipeline import load_examples
+from sftplay.data.prepare.report import RowCounts, report_table
+from sftplay.errors import DataError
+
+
+@pytest.fixture
+def written(tmp_path: Path, write_rows: Any) -> Any:
+    """`written(words of each answer, options)`: the config of a file with such rows."""
+
+    def write(words: list[int], **data: str) -> RunConfig:
+        path = write_rows([{"prompt": f"{n}?", "completion": "salt " * n_words} for n, n_words in enumerate(words)])
+        options = "".join(f"  {key}: {value}\n" for key, value in data.items())
+        (tmp_path / "run.yaml").write_text(
+            f"model: {{name: x, max_seq_len: 64}}\ndata:\n  train_path: {path}\n  template: chatml\n  split: 0\n"
+            f"  processed_dir: {tmp_path}/processed\n{options}"
+        )
+        return load_config(tmp_path / "run.yaml")
+
+    return write
+
+
+def test_rows_cut_in_masses_are_a_warning_with_the_length_that_keeps_them(written, tokenizer):
+    report = load_examples(written([*[60] * 24, 5]), tokenizer).report
+    (warning,) = report["warnings"]
+    longest, enough = report["longest_tokens"], report["tokens_that_keep_99_percent"]
+    assert 0 < enough - longest < 8
+    assert "24 of 25 rows are cut at 64 tokens" in warning
+    assert f"the longest has {longest}; model.max_seq_len: {enough} keeps 99 % of them whole" in warning
+    assert f"loses {report['lost_to_cut_share']:.0%} of what they teach" in warning
+    assert f"warning        {warning}" in report_table(report)
+
+
+def test_the_length_that_is_named_keeps_the_rows(written, tokenizer):
+    cfg = written([5, *[60] * 199, 5000], too_long="truncate")
+    enough = load_examples(cfg, tokenizer).report["tokens_that_keep_99_percent"]
+    report = load_examples(cfg.with_values({"model.max_seq_len": enough}, "test"), tokenizer).report
+    assert (report["cut"], report["warnings"]) == (1, [])
+
+
+def test_rows_that_lose_most_of_their_answers_are_refused_with_the_length_to_write(written, tokenizer):
+    cfg = written([*[5] * 20, *[300] * 20])
+    for _ in range(2):  # the second time the rows come from the cache
+        with pytest.raises(DataError, match=r"\d\d% of the tokens to learn lie behind the cut at 64 tokens") as refusal:
+            load_examples(cfg, tokenizer)
+        assert "write model.max_seq_len: 3" in refusal.value.fix
+        assert "data.too_long: drop, or truncate where the cut is meant" in refusal.value.fix
+
+
+def test_who_writes_truncate_down_may_lose_them(written, tokenizer):
+    report = load_examples(written([*[5] * 20, *[300] * 20], too_long="truncate"), tokenizer).report
+    assert report["lost_to_cut_share"] > 0.5
+    assert (report["cut"], len(report["warnings"])) == (20, 1)
+
+
+def test_rows_left_out_for_their_length_lose_nothing(written, tokenizer):
+    report = load_examples(written([*[5] * 20, *[300] * 20], too_long="drop"), tokenizer).report
+    assert (report["dropped"], report["lost_to_cut_share"]) == ({"too_long": 20}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said", "unsaid"),
+    [
+        ([{"a": 1}], {}, "name its columns with data.columns", "max_seq_len"),
+        ([{"prompt": "salt " * 90, "completion": "a"}], {}, "raise model.max_seq_len", "on_bad_row"),
+        ([{"prompt": "a", "completion": "salt " * 90}], {"too_long": "error"}, "too_long: truncate", "on_bad_row"),
+        ([{"prompt": "b", "completion": 1}], {}, "correct the row", "max_seq_len"),
+    ],
+)
+def test_the_remedy_of_a_bad_row_fits_its_cause(tmp_path, config, tokenizer, write_rows, rows, options, said, unsaid):
+    cfg = config(write_rows([*rows, {"prompt": "a", "completion": "b"}]), max_seq_len=64, split=0, **options)
+    with pytest.raises(DataError) as refusal:
+        load_examples(cfg, tokenizer)
+    assert said in refusal.value.fix
+    assert unsaid not in refusal.value.fix
+    assert "leaks" not in refusal.value.fix
+
+
+def test_the_length_that_keeps_a_share_is_the_one_that_a_sorted_list_names():
+    counts = RowCounts()
+    for length in range(1, 1001):
+        counts.add_length(length)
+    assert counts.length_that_keeps(0.99) == 992  # 990 of 1,000 are not longer than 990; the next multiple of 8
+    assert RowCounts().length_that_keeps(0.99) == 0
