@@ -25,7 +25,7 @@ FLOORS = {
     3: ["data.pipeline", "data.inspect", "model"],
     4: ["deliver"],
     5: ["tasks", "control"],
-    6: ["commands", "flags", "cli", "__main__"],
+    6: ["commands", "flags", "make", "cli", "__main__"],
 }
 """Each module stands on the floor of the longest name here that it begins with."""
 

@@ -97,6 +97,7 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     scratch.mkdir(parents=True)
     try:
         yield scratch
+        use_umask(scratch)
         if replaces and path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
@@ -104,6 +105,17 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def use_umask(folder: Path) -> None:
+    """Give each file below `folder` the mode of a new file; safetensors writes files that only their owner can read."""
+    probe = folder / ".new"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 @contextmanager

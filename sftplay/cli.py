@@ -16,7 +16,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from sftplay import log
+from sftplay import log, make
 from sftplay.errors import ConfigError, SftplayError, nearest_names
 from sftplay.flags import PATH, flags_of
 
@@ -83,11 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code that docs/interfaces.md promises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
-    if as_json:
-        os.environ[log.JSON] = "1"
     _print_anything()
     try:
-        args = parse(arguments)
+        is_make = bool(arguments) and arguments[-1].startswith(make.ARGS)
+        if is_make:
+            arguments += make.split_args(arguments.pop().removeprefix(make.ARGS))
+            as_json = "--json" in split(arguments)[0]
+        if as_json:
+            os.environ[log.JSON] = "1"
+        args = parse(arguments, is_make=is_make)
         if strays := log.clear_cluster_variables():
             text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
             log.say(text, args.verb)
@@ -123,7 +127,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:end]), list(arguments[end + 1 :])
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str], *, is_make: bool = False) -> argparse.Namespace:
     """The parsed arguments.
 
     `args.overrides` holds the config values `a.b=c`, also those written `--a.b=c`. `args.launcher_args` holds what
@@ -131,8 +135,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     Raises:
         ConfigError: the verb or flag is unknown (the error has the nearest name); a verb that needs a config got none;
-            a verb without a launcher got arguments for one.
+            a verb without a launcher got arguments for one. With `is_make` it names make's settings for the flags.
     """
+    try:
+        return _parse(arguments)
+    except ConfigError as error:
+        raise (make.in_settings(error) if is_make else error) from None
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
     own, launcher_args = split(arguments)
     own = with_flags(own) if own[:1] == ["init"] else own or ["--help"]
     verb = own[0]
@@ -155,7 +166,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         problem = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
         raise ConfigError(problem, where="--", fix="leave out what follows `--`")
     if not args.config and args.verb not in WITHOUT_CONFIG:
-        fix = f"name the run's YAML: make {args.verb} CONFIG=configs/run_lora.yaml"
+        fix = f"name the run's YAML: python -m sftplay {args.verb} --config=configs/run_lora.yaml"
         raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)
     return args
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sftplay import log
+from sftplay.atomic import use_umask
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import RunFolder
@@ -76,6 +77,7 @@ class MarkComplete(Observer):
         if self.bad_step.skipped_in_a_row:
             log.say(f"{checkpoint.name} does not count: the step before it was skipped (its numbers were not finite)")
             return
+        use_umask(checkpoint)
         mark_complete(checkpoint, self.facts | {"counters": self.metrics.totals})
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         rotate(self.folder.checkpoints, self.limit, best=best)
