@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import sys
 import tempfile
 import time
@@ -105,4 +106,5 @@ def describe(data: Path, config: Path, *, run: Path, seconds: dict[str, float]) 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = str(ROOT)  # for the worker, which starts in the current folder
     raise SystemExit(main())

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 13)
@@ -22,6 +23,9 @@ BEGUN = "begun"
 """Stands in the stamp of an environment that the kit makes: it is not finished, but the kit's own."""
 
 SIGN_OF_LIFE_S = 9.0
+PIP_SAYS = ("Collecting", "Downloading", "Installing", "Building")
+"""How pip's lines begin that tell a reader where it is."""
+
 LAST_LINES = 15
 
 
@@ -139,6 +143,24 @@ def find_extra_problem(extras: list[str]) -> str:
     return f"install: no extra called {unknown!r}\n  fix: choose from {', '.join(known)}" if unknown else ""
 
 
+def title_of(argv: list[str]) -> str:
+    """What a step does, in words."""
+    if "venv" in argv:
+        return f"making {argv[-1]}"
+    with_value = ("--progress-bar", "--index-url", "-c")
+    named = [word for before, word in pairwise(argv[3:]) if not word.startswith("-") and before not in with_value]
+    return f"installing {', '.join(named)}" if "pip" in argv else " ".join(argv[1:3])[:40]
+
+
+def _latest(begins: int) -> str:
+    """The newest line of a step's output that says what pip is at; empty where there is none."""
+    with LOG.open("rb") as handle:
+        handle.seek(begins)
+        lines = handle.read().decode(errors="replace").splitlines()
+    told = [line.strip() for line in lines if line.strip().startswith(PIP_SAYS)]
+    return f": {told[-1][:80]}" if told else ""
+
+
 def run_logged(argv: list[str]) -> int:
     """Run a step with its output in the log and a sign of life on the screen; its exit code.
 
@@ -153,8 +175,7 @@ def run_logged(argv: list[str]) -> int:
                 exit_code = process.wait(SIGN_OF_LIFE_S)
                 break
             except subprocess.TimeoutExpired:
-                step = " ".join(argument for argument in argv[2:] if not argument.startswith("-"))
-                say(f"{step[:60]} ({time.monotonic() - started:.0f} s)")
+                say(f"{title_of(argv)}, {time.monotonic() - started:.0f} s{_latest(begins)}")
     if exit_code:
         with LOG.open("rb") as handle:
             handle.seek(begins)

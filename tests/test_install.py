@@ -72,6 +72,20 @@ def test_what_a_step_says_goes_to_the_log_and_the_screen_hears_that_it_lives(tmp
     assert screen.err == ""
 
 
+def test_a_step_is_named_in_words_and_says_where_pip_is(tmp_path, monkeypatch, capsys):
+    steps = install.list_steps(install.KIT, ["serve"])
+    monkeypatch.setenv("TORCH_INDEX", "https://index.example/cpu")
+    assert install.title_of(install.list_steps(install.KIT, [])[0]) == f"installing {install.TORCH}"
+    assert install.title_of(steps[1]) == f"installing {install.LOCK}"
+    assert install.title_of(steps[2]).startswith(f"installing {install.TORCH}, ")
+    assert install.title_of([sys.executable, "-m", "venv", "--clear", "here/.venv"]) == "making here/.venv"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(install, "SIGN_OF_LIFE_S", 0.2)
+    code = "print('Collecting a\\n  Downloading a-1.whl (3 MB)\\nnoise', flush=True); import time; time.sleep(0.7)"
+    assert install.run_logged([sys.executable, "-c", code]) == 0
+    assert " s: Downloading a-1.whl (3 MB)\n" in capsys.readouterr().out
+
+
 def test_a_step_that_fails_shows_the_end_of_what_it_said_and_not_what_came_before(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert install.run_logged([sys.executable, "-c", "print('of the step before')"]) == 0

@@ -58,7 +58,8 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
     n_rows = len(survey.records)
     values.set("data.train_path", data, why=f"layout {' and '.join(survey.layouts)}")
     _set_data(values, survey)
-    values.set("train.epochs", values.cfg.train.epochs, why="passes over the rows")
+    if values.cfg.train.max_steps is None:
+        values.set("train.epochs", values.cfg.train.epochs, why="passes over the rows")
     values.set("train.effective_batch_size", _batch(values.cfg, n_rows), why=f"rows a step; {n_rows:,} rows were found")
     values.set("train.learning_rate", "auto", why="auto takes the usual peak rate of the mode")
     _set_model(values, survey, machine=machine)
