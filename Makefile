@@ -9,8 +9,8 @@ override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN E
   MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NPROC OUT PORT PY PYTHON REVISION RUN RUN_A \
   RUN_B SEED SERVER SPLIT STYLE TEMPERATURE TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK
 
-# A setting is what was typed, and nothing in it is expanded: not by make, because recipes get it in the environment as
-# $TYPED_NAME, and not by the shell, which expands a variable once. make expands what it exports by itself.
+# A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
+# the value of a variable. make itself would expand each typed variable when it exports it: therefore unexport.
 override TYPED := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
 unexport $(TYPED)
 override MAKEOVERRIDES :=

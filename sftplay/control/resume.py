@@ -65,7 +65,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
     with folder.locked():
         folder.set_broken_aside()
         write_text(folder.resolved, dump_resolved(sized.cfg))
-        if starts_anew or not (folder.path / "plan.json").exists():
+        if starts_anew or "world_size" not in folder.read_json("plan.json"):
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
         if resized:
             folder.add_event(RESIZED, world_size=sized.world_size, **{k.split(".")[1]: v for k, v in sizes.items()})

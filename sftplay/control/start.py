@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +16,19 @@ from sftplay.config.rules.general import notes
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import report_at_end
+from sftplay.control.first_step import REFUSALS, free_refused
 from sftplay.control.inputs import needs_no_hub
 from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_accumulation
-from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
+from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import Launch, Scale, build_launch
 from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.nodes.join import announce_run, await_ready, watch_nodes
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RESIZED, RESTARTED, RunFolder
 from sftplay.launch.supervise.exit_cause import cause_of_death
-from sftplay.launch.supervise.follow import FolderGone, follow
+from sftplay.launch.supervise.follow import follow
 from sftplay.machine.doctor.system import RENDEZVOUS_PORT
 from sftplay.machine.ports import free_port
 from sftplay.machine.probe import Machine
@@ -38,9 +38,6 @@ from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.units import GIB, format_bytes
-
-REFUSALS = (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code)
-"""Exit codes of a run that could not begin as it was asked to."""
 
 
 def run_workers(
@@ -88,33 +85,6 @@ def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
     log.say("starting the worker")
     return follow(command, folder, check_nodes=check_nodes)
-
-
-def free_refused(folder: RunFolder) -> RunFolder:
-    """Set a run aside that was refused before its first step, so that its name is free; the folder that it is in now.
-
-    The caller holds the run's lock.
-    """
-    if folder.has_made_step:
-        return folder
-    kept = folder.set_aside()
-    log.say(f"no step was made: the name {folder.name} is free, and this start is kept in {kept.path}")
-    return kept
-
-
-@contextmanager
-def refusals_free_name(folder: RunFolder, *, is_alone: bool) -> Iterator[None]:
-    """Set the run aside where the block refuses to start it. Other nodes look for the folder where it is.
-
-    The caller holds the run's lock.
-    """
-    try:
-        yield
-    except SftplayError as error:
-        if is_alone and folder.path.exists() and not folder.has_made_step and not isinstance(error, FolderGone):
-            folder.update_status(state="failed", exit_code=error.exit_code, error=error.as_json())
-            free_refused(folder)
-        raise
 
 
 def smaller_start(folder: RunFolder, args: Namespace) -> int | None:

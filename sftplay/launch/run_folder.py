@@ -91,34 +91,23 @@ class RunFolder:
             ConfigError: a run has started here, perhaps after `new_folder` found the name free.
         """
         if self.resolved.exists():
-            raise _name_taken(self.name, str(self.path))
+            raise name_taken(self.name, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def set_aside(self) -> RunFolder:
-        """Move the folder below SET_ASIDE, under its name and the time. The caller holds the run's lock."""
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        target, n = self.path.parent / SET_ASIDE / f"{self.name}-{stamp}", 2
-        target.parent.mkdir(exist_ok=True)
-        while target.exists():
-            target, n = target.with_name(f"{self.name}-{stamp}-{n}"), n + 1
-        shutil.rmtree(self.path / "base", ignore_errors=True)  # as large as the model, and merged again from its files
-        self.path.rename(target)
-        return RunFolder(target)
-
-    def free_name(self) -> None:
-        """Set aside what an earlier start without a step has left under this name.
+        """Move the folder below SET_ASIDE, under its name and the time. The caller holds the run's lock.
 
         Raises:
-            ConfigError: the run has made a step, or runs.
+            MachineError: it cannot be moved.
         """
-        if not any(path.name != ".lock" for path in self.path.glob("*")):
-            return
-        with self.locked():
-            if self.resolved.exists() and self.has_made_step:
-                raise _name_taken(self.name, str(self.path))
-            status = self.read_json("status.json")
-            why = (status.get("error") or {}).get("what") or status.get("signal") or "it was ended"
-            log.say(f"the earlier start of {self.name} made no step ({why}): kept in {self.set_aside().path}")
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        target = _first_free(RunFolder(self.path.parent / SET_ASIDE / f"{self.name}-{stamp}"), claim=True).path
+        shutil.rmtree(self.path / "base", ignore_errors=True)  # as large as the model, and merged again from its files
+        try:
+            self.path.rename(target)
+        except OSError as error:
+            raise _not_writable(target, error) from error
+        return RunFolder(target)
 
     def become_latest(self) -> None:
         """Make the link `latest` beside the folder point to it. A file of the user's by that name is left alone."""
@@ -230,7 +219,7 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     if cfg.run_name is None:
         return _first_free(folder, claim=claim)
     if folder.resolved.exists() and folder.has_made_step:
-        taken = _name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+        taken = name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
         if claim:
             raise taken
         log.say(f"note: {taken.what}; a start would be refused ({taken.fix})")
@@ -290,7 +279,8 @@ def _runs_of(config_path: str, output: Path) -> list[Path]:
     return [path for path in output.glob("*") if pattern.fullmatch(path.name) and (path / RESOLVED).is_file()]
 
 
-def _name_taken(name: str, where: str) -> ConfigError:
+def name_taken(name: str, where: str) -> ConfigError:
+    """The refusal to start a run under the name of another one."""
     fix = "continue it with `make resume`, or choose another run_name"
     return ConfigError(f"a run called {name!r} exists", where=where, fix=fix)
 

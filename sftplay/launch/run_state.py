@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sftplay.config.schema.section import Positive
+
 
 class _Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
@@ -24,7 +26,7 @@ class _Rank(_Fields):
 class _Error(_Fields):
     code: str
     what: str
-    batch_size: int | None = None
+    batch_size: Positive | None = None
 
 
 class _Status(_Fields):
@@ -40,8 +42,8 @@ class _Status(_Fields):
 
 
 class _Plan(_Fields):
-    world_size: int = 1
-    batch_size: int = 1
+    world_size: Positive = 1
+    batch_size: Positive = 1
     peak_bytes: float | None = None
     allocated_bytes: float | None = None
     resized: bool = False
@@ -53,7 +55,7 @@ SHAPES: dict[str, type[_Fields]] = {"status.json": _Status, "plan.json": _Plan}
 
 class _Event(_Fields):
     event: str
-    batch_size: int | None = None
+    batch_size: Positive | None = None
 
 
 def is_event(line: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from processes import HANG_S
 
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
+from sftplay.control.first_step import free_name
 from sftplay.control.resume import _rows_after_shortage
 from sftplay.errors import ConfigError, MachineError
 from sftplay.heartbeat import Heartbeat, heartbeat_path
@@ -60,7 +61,7 @@ def test_a_run_that_has_made_a_step_is_never_replaced(sign, config):
     assert not folder.has_made_step
     STEPS[sign](folder)
     assert folder.has_made_step
-    for start in (lambda: new_folder(cfg, "x.yaml"), folder.free_name):
+    for start in (lambda: new_folder(cfg, "x.yaml"), lambda: free_name(folder)):
         with pytest.raises(ConfigError, match="a run called 'mine' exists"):
             start()
     assert folder.resolved.exists()
@@ -70,7 +71,7 @@ def test_a_run_without_a_step_gives_its_name_to_the_next_start_and_is_kept_with_
     cfg = config(run_name="mine")
     for n in range(3):  # within one second
         folder = new_folder(cfg, "x.yaml")
-        folder.free_name()
+        free_name(folder)
         with folder.locked():
             folder.create()
             folder.resolved.touch()
@@ -89,7 +90,7 @@ def test_a_run_without_a_step_that_still_runs_keeps_its_name(config):
         folder.create()
         folder.resolved.touch()
         with pytest.raises(ConfigError, match="'mine' is running"):
-            folder.free_name()
+            free_name(folder)
 
 
 def test_a_reader_of_status_never_sees_half_a_file(tmp_path):

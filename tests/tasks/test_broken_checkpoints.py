@@ -97,6 +97,10 @@ STRANGE = "is not what the Trainer writes"
         ("trainer_state.json", state(stateful_callbacks=[1]), STRANGE),
         ("trainer_state.json", state(best_model_checkpoint=7), STRANGE),
         ("trainer_state.json", state(epoch="x"), STRANGE),
+        ("trainer_state.json", state(save_steps="x"), STRANGE),
+        ("trainer_state.json", state(logging_steps=None), STRANGE),
+        ("trainer_state.json", state(stateful_callbacks={}), STRANGE),
+        ("rng_state.pth", lambda c: saved({"python": 1, "numpy": 2, "cpu": 3}, c / "x"), STRANGE),
     ],
 )
 def test_file_that_the_trainer_cannot_go_on_from_is_named_and_the_checkpoint_before_is_taken(

@@ -9,6 +9,7 @@ from functools import partial
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
+from sftplay.control.first_step import free_name, refusals_free_name
 from sftplay.control.inputs import check_inputs
 from sftplay.control.memory_probe import Bench, size_by_probe
 from sftplay.control.nodes import among_nodes
@@ -18,7 +19,6 @@ from sftplay.control.start import (
     build_command,
     print_command,
     read_scale,
-    refusals_free_name,
     run_workers,
     say_sizing,
     size,
@@ -71,7 +71,7 @@ def launch(
         raise
     if args.dry_run:
         return print_command(command, args)
-    folder.free_name()
+    free_name(folder)
     with folder.locked(), refusals_free_name(folder, is_alone=rendezvous is None):
         folder.create()
         bench = Bench(machine, scale.nproc, folder.logs)

@@ -73,7 +73,9 @@ class Preflight(Observer):
                 where=str(self.folder.path / "plan.json"),
                 fix="start it again with `make train`, which plans and launches together",
             )
-        if log.is_main() and not state.global_step:
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and log.is_main():  # nothing before it makes a run of a start
             self.folder.become_latest()
 
     def _describe(self) -> dict[str, Any]:

@@ -6,11 +6,13 @@ A marker says that no file has changed since it was written. It does not say tha
 from __future__ import annotations
 
 import pickle
+import random
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_callback import TrainerState
@@ -18,6 +20,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from sftplay.model.source import describe_pickle
 from sftplay.monitor.checkpoints import step_of
+from sftplay.tasks.step.random_numbers import random_numbers_kept
 
 STATE = "trainer_state.json"
 
@@ -67,13 +70,17 @@ def _state_problem(checkpoint: Path) -> str:
         return "is not what the Trainer writes"
     if type(state.global_step) is not int or state.global_step != step_of(checkpoint):
         return f"is not of step {step_of(checkpoint)}"
-    best = state.best_model_checkpoint
+    best, callbacks = state.best_model_checkpoint, state.stateful_callbacks
+    numbers = (
+        *(state.epoch, state.total_flos, state.num_input_tokens_seen, state.max_steps, state.num_train_epochs),
+        *(state.logging_steps, state.eval_steps, state.save_steps),
+    )
     shapes = (
         isinstance(state.log_history, list) and all(isinstance(line, dict) for line in state.log_history),
-        isinstance(state.stateful_callbacks, dict) and all(map(_is_callback, state.stateful_callbacks.values())),
+        isinstance(callbacks, dict) and "TrainerControl" in callbacks and all(map(_is_callback, callbacks.values())),
         best is None or isinstance(best, str),
         state.best_metric is None or isinstance(state.best_metric, int | float),
-        all(isinstance(n, int | float) for n in (state.epoch, state.total_flos, state.num_input_tokens_seen)),
+        all(isinstance(number, int | float) and number >= 0 for number in numbers),
     )
     return "" if all(shapes) else "is not what the Trainer writes"
 
@@ -90,4 +97,17 @@ def _pickle_problem(path: Path, keys: set[str]) -> str:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except ANYTHING as error:
         return describe_pickle(error)
-    return "" if isinstance(content, dict) and keys <= content.keys() else "is not what the Trainer writes"
+    if not isinstance(content, dict) or not keys <= content.keys():
+        return "is not what the Trainer writes"
+    return "" if "numpy" not in keys or _are_random_states(content) else "is not what the Trainer writes"
+
+
+def _are_random_states(content: dict[str, Any]) -> bool:
+    try:
+        with random_numbers_kept():
+            random.setstate(content["python"])
+            np.random.set_state(content["numpy"])
+            torch.set_rng_state(content["cpu"])
+    except ANYTHING:
+        return False
+    return True
