@@ -19,6 +19,7 @@ from typing import NoReturn
 from sftplay import log, make
 from sftplay.errors import ConfigError, SftplayError, nearest_names
 from sftplay.flags import PATH, flags_of
+from sftplay.terminal.colours import RED, painted
 
 VERBS = {
     "train": ("sftplay.commands.train.train", "train", "train the run of a config"),
@@ -229,7 +230,10 @@ def _report(error: SftplayError, as_json: bool) -> int:
     try:
         if as_json:
             print(json.dumps({"error": error.as_json()}, ensure_ascii=False), flush=True)
-        print(error, file=sys.stderr)
+        log.close_live_line()
+        what, _, fix = str(error).partition("\n  fix: ")
+        told = painted(what, RED, stream=sys.stderr)
+        print(f"{told}\n  fix: {fix}" if fix else told, file=sys.stderr)
     except BrokenPipeError:
         _leave_quietly(0)
     return error.exit_code

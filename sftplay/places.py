@@ -23,8 +23,9 @@ def cache_root() -> Path:
     if Path("sftplay/cli.py").is_file() and Path("Makefile").is_file():
         return Path(".cache")
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() fails where no home is known
-    user = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.access(home, os.W_OK) else "")  # noqa: PTH118
-    return Path(user) / "sftplay" if user else Path(".cache")
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "sftplay"
+    return Path(home) / ".cache" / "sftplay" if os.access(home, os.W_OK) else Path(".cache")
 
 
 def shipped(path: str) -> Path:

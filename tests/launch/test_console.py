@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sftplay import terminal
-from sftplay.terminal import SIGN_OF_LIFE_S, Console, Progress
+from sftplay.terminal import console as terminal
+from sftplay.terminal.console import SIGN_OF_LIFE_S, Console, Progress
 
 
 @pytest.fixture
