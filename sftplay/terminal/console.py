@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from sftplay.terminal.colours import PLAIN, YELLOW
-from sftplay.units import format_seconds
 
 SIGN_OF_LIFE_S = 9.0
 """Longest time without output in a file or a pipe. After ten seconds users think that the run hangs."""
@@ -152,5 +151,8 @@ class Console:
         parts = [f"[{progress.tag}] {progress.what} {progress.done}{of}", *([progress.text] if progress.text else [])]
         fresh = progress.done - first
         if progress.total and fresh > 0:
-            parts.append(f"{format_seconds((now - began) / fresh * (progress.total - progress.done))} left")
+            from tqdm import tqdm
+
+            left = (now - began) / fresh * (progress.total - progress.done)
+            parts.append(f"{tqdm.format_interval(round(left))} left")
         return "  ".join(parts)

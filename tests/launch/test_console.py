@@ -102,7 +102,7 @@ def test_progress_in_a_pipe_says_what_is_left_when_nothing_else_was_said(clock):
         clock[0] += SIGN_OF_LIFE_S + 1
     assert written == []
     screen.tick(clock[0])
-    assert written == ["[data] rows 50/200  5 rows/s  30.0 s left\n"]
+    assert written == ["[data] rows 50/200  5 rows/s  00:30 left\n"]
 
 
 def test_work_without_a_known_end_shows_what_is_done(clock):
