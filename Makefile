@@ -5,12 +5,12 @@ PYTHON ?= python3
 PY := .venv/bin/python
 UNSLOTH_PY := .venv-unsloth/bin/python
 
-override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST GPUS IN INTERACTIVE JSON \
+override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS IN INTERACTIVE JSON \
   MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NPROC OUT PORT PY PYTHON REVISION RUN RUN_A \
   RUN_B SEED SERVER SPLIT STYLE TEMPERATURE TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK
 
-# A setting is what was typed, and nothing in it is expanded: not by make, because recipes get it in the environment as
-# $TYPED_NAME, and not by the shell, which expands a variable once. make expands what it exports by itself.
+# A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
+# the value of a variable. make itself would expand each typed variable when it exports it: therefore unexport.
 override TYPED := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
 unexport $(TYPED)
 override MAKEOVERRIDES :=
@@ -61,7 +61,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.make goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check init validate schema manual architecture process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture process inspect render style train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu clean
@@ -88,6 +88,8 @@ init: $(READY) ## write a commented config for your rows: DATA=file (OUT=run.yam
 	@$(SFTPLAY) init $(call flag,--data,DATA) $(OUTPUT) $(JSONFLAG) $(WORDS)
 validate: $(READY) ## check a config: CONFIG=
 	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(WORDS)
+completion: $(READY) ## a shell's completion of verbs, flags and keys: FOR=bash, zsh or fish
+	@$(SFTPLAY) completion $(call flag,--shell,FOR)
 schema: $(READY) ## JSON schema of the config
 	@$(SFTPLAY) schema $(WORDS)
 manual: $(READY) ## the config manual, docs/config.md

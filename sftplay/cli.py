@@ -19,6 +19,7 @@ from typing import NoReturn
 from sftplay import log, make
 from sftplay.errors import ConfigError, SftplayError, nearest_names
 from sftplay.flags import PATH, flags_of
+from sftplay.terminal.colours import RED, painted
 
 VERBS = {
     "train": ("sftplay.commands.train.train", "train", "train the run of a config"),
@@ -34,6 +35,7 @@ VERBS = {
     "style": ("sftplay.commands.data.style", "style", "set the system prompt of a config, data.system"),
     "init": ("sftplay.commands.setup.init", "init", "write a commented config for a data file"),
     "validate": ("sftplay.commands.setup.config", "validate", "check a config and say what each value is and why"),
+    "completion": ("sftplay.commands.setup.completion", "completion", "print a shell's completion: bash, zsh or fish"),
     "schema": ("sftplay.commands.setup.config", "schema", "print the JSON schema of the config"),
     "manual": ("sftplay.commands.setup.config", "manual", "print the config manual"),
     "eval": ("sftplay.commands.use.evaluate", "evaluate", "measure a run on its held-out rows, beside its base"),
@@ -71,10 +73,13 @@ VERBS = {
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "init", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
+    "demo", "init", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
     "memory-check", "doctor", "check", "comm-check", "matrix", "setup-accelerate",
 )  # fmt: skip
 """Verbs that run without --config."""
+
+WORDS = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
+"""Verb -> what it takes without a flag, in order."""
 
 BUG = 1
 
@@ -145,7 +150,7 @@ def parse(arguments: list[str], *, is_make: bool = False) -> argparse.Namespace:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     own, launcher_args = split(arguments)
-    own = with_flags(own) if own[:1] == ["init"] else own or ["--help"]
+    own = with_flags(own) if own[:1] and own[0] in WORDS else own or ["--help"]
     verb = own[0]
     if not verb.startswith("-") and verb not in VERBS:
         near = nearest_names(verb, VERBS)
@@ -172,8 +177,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def with_flags(words: Sequence[str]) -> list[str]:
-    """`init DATA OUT`, where both names may be written with a sign as for make, as flags."""
-    flags, rest, names = [words[0]], [], {"DATA": "--data", "OUT": "--out"}
+    """`init DATA OUT` with flags in place of the bare words, which may be written with a sign as for make."""
+    flags, rest, names = [words[0]], [], WORDS[words[0]]
     free = [flag for flag in names.values() if flag not in words]
     before = ""
     for word in words[1:]:
@@ -225,7 +230,10 @@ def _report(error: SftplayError, as_json: bool) -> int:
     try:
         if as_json:
             print(json.dumps({"error": error.as_json()}, ensure_ascii=False), flush=True)
-        print(error, file=sys.stderr)
+        log.close_live_line()
+        what, _, fix = str(error).partition("\n  fix: ")
+        told = painted(what, RED, stream=sys.stderr)
+        print(f"{told}\n  fix: {fix}" if fix else told, file=sys.stderr)
     except BrokenPipeError:
         _leave_quietly(0)
     return error.exit_code

@@ -50,6 +50,7 @@ def flags_of(verb: str) -> Flags:
             "--data": {"default": "", "help": "a file or folder with rows"},
             "--out": {"default": "run.yaml", "help": "the config to write"},
         },
+        "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
         "inspect": count,
         "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
         "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from sftplay.terminal import Console, Progress, Screen, has_colours, is_terminal
+from sftplay.terminal.colours import has_colours, is_terminal
+from sftplay.terminal.console import Console, Progress, Screen
 
 LINE = "\x1e"
 """Marks a line the user should see."""

@@ -394,7 +394,7 @@ def test_an_install_that_is_killed_while_it_makes_the_environment_is_known_as_th
 def clone(tmp_path_factory):
     """A copy of the repository below a path with a space, with this environment as its finished .venv."""
     target = tmp_path_factory.mktemp("a place") / "sft play"
-    for name in ("Makefile", "requirements.lock", "pyproject.toml", "sftplay", "configs", "docs"):
+    for name in ("Makefile", "requirements.lock", "pyproject.toml", "sftplay", "configs", "data", "docs"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))

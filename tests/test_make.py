@@ -85,8 +85,13 @@ def recording(place: Place) -> list[str]:
     return ["READY=", "UNSLOTH_READY=", *(f"{name}={place.recorder}" for name in PROGRAMS)]
 
 
-@pytest.mark.parametrize("from_environment", [False, True], ids=["typed", "exported"])
-@pytest.mark.parametrize("attack", ATTACKS)
+EXPORTED = ("make's shell", "command substitution", "double quotes", "a line")
+"""The attacks that are tried as exported settings too, which make treats like typed ones."""
+
+
+@pytest.mark.parametrize(
+    ("attack", "from_environment"), [*((attack, False) for attack in ATTACKS), *((attack, True) for attack in EXPORTED)]
+)
 def test_every_setting_of_every_target_arrives_as_it_was_typed(
     attack: str, from_environment: bool, place: Place, recording: list[str]
 ):
@@ -109,10 +114,8 @@ def test_every_setting_of_every_target_arrives_as_it_was_typed(
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_is_one_file_and_no_command_line(attack: str, program: str, place: Place):
-    others = [f"{other}=false" for other in PROGRAMS if other != program]
-    words = ["READY=", "UNSLOTH_READY=", *others, f"{program}={ATTACKS[attack]}"]
+def test_a_program_is_one_file_and_no_command_line(attack: str, place: Place):
+    words = ["READY=", "UNSLOTH_READY=", *(f"{program}={ATTACKS[attack]}" for program in PROGRAMS)]
     done = place.make("-k", *words, "install", "plan", "test-unsloth", "trian")
     assert done.returncode == 2
     assert place.is_untouched
@@ -137,11 +140,13 @@ def test_ready_builds_nothing_whatever_stands_in_it(place: Place, recording: lis
     assert [call[2:] for call in place.calls()] == [["-m", "sftplay", "gpu-info", "--make-args="]]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_a_goal_is_no_command_either(attack: str, place: Place):
-    done = place.make("-s", ATTACKS[attack])
+def test_a_goal_is_no_command_either(place: Place):
+    goals = [attack for attack in ATTACKS.values() if "=" not in attack]  # else it would be a setting
+    done = place.make("-s", "-k", *goals, "PYTHON=false")
+    assert (done.returncode, place.is_untouched) == (2, True)
+    assert len(re.findall(r"\*\*\*", done.stderr)) == len(goals)
+    assert place.make("-s", *goals).returncode == 2
     assert place.is_untouched
-    assert done.returncode == 2
 
 
 def test_a_goal_that_is_no_target_is_answered_with_the_nearest(place: Place):

@@ -16,7 +16,7 @@ from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
 from sftplay.model.source import is_local
-from sftplay.terminal import Screen
+from sftplay.terminal.console import Screen
 
 
 def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) -> tuple[RunConfig, RunFolder]:
@@ -49,6 +49,8 @@ def prepare_environment(cfg: RunConfig) -> None:
         # Nothing is downloaded; without this, progress bars of libraries would appear between the lines.
         os.environ.update(offline_environment())
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
+    # It is no news that there is no GPU. DeepSpeed sets its logger's level when it is imported, and keeps a filter.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     log.quiet_libraries()
 
 

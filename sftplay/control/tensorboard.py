@@ -20,9 +20,10 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.errors import RunError
 from sftplay.machine.ports import HOST, free_port
+from sftplay.places import cache_root
 
-PID_FILE = Path(".cache") / "tensorboard.json"
-LOG_FILE = Path(".cache") / "tensorboard.log"
+PID_FILE = cache_root() / "tensorboard.json"
+LOG_FILE = cache_root() / "tensorboard.log"
 
 MODULE = "tensorboard.main"
 

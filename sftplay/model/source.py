@@ -13,6 +13,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.errors import ConfigError
+from sftplay.places import cache_root
 
 BUILTIN = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -117,7 +118,22 @@ def read_shape(name: str) -> dict[str, Any]:
     return {**shape, **shape.get("text_config", {})}
 
 
-BUILTIN_CACHE = Path(".cache") / "builtin"
+def is_quantised(name: str, revision: str | None) -> bool:
+    """Whether the model is published in quantised form. True as well where its config.json is not on this machine."""
+    if name.startswith(BUILTIN):
+        return False
+    path: Path | str | object | None = Path(name) / "config.json"
+    if not Path(name).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(name, "config.json", revision=revision or "main")
+    try:
+        return "quantization_config" in json.loads(Path(str(path)).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+
+
+BUILTIN_CACHE = cache_root() / "builtin"
 
 
 def locate(name: str) -> str:

@@ -19,7 +19,7 @@ from sftplay.data.inspect.display import (
     stretches,
     visible,
 )
-from sftplay.terminal import has_colours
+from sftplay.terminal.colours import has_colours
 
 COLOUR = re.compile("\x1b\\[[0-9;]*m")
 

@@ -50,10 +50,14 @@ def behind() -> Behind:
     return Behind()
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
 @pytest.fixture
-def ask(behind: Behind, tiny_llama: Path) -> Ask:
+def ask(behind: Behind, tokenizer: Any) -> Ask:
     """Sends one request through the gate; the status, and the body (JSON, or text where it is none)."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
 
     def send_request(
         body: Any = None, *, path: str = CHAT, method: str = "POST", headers: Any = LOCAL, chunks: int = 1
@@ -140,6 +144,21 @@ OTHER_PATHS = [
 def test_nothing_but_chat_models_and_health_is_there(path: str, method: str, ask: Ask, behind: Behind):
     assert ask({"model": "/etc"}, path=path, method=method)[0] == 404
     assert behind.asked == []
+
+
+def test_a_web_socket_is_closed_and_the_servers_own_start_is_let_through(behind: Behind):
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"body": b""}
+
+    asyncio.run(Gate(behind)({"type": "websocket", "path": CHAT, "headers": []}, receive, send))
+    assert (sent, behind.asked) == ([{"type": "websocket.close", "code": 1008}], [])
+    asyncio.run(Gate(behind)({"type": "lifespan", "path": ""}, receive, send))
+    assert behind.asked == [("", None)]
 
 
 def test_each_endpoint_has_one_method_and_a_body_is_json(ask: Ask, behind: Behind):

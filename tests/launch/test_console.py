@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sftplay import terminal
-from sftplay.terminal import SIGN_OF_LIFE_S, Console, Progress
+from sftplay.terminal import console as terminal
+from sftplay.terminal.console import SIGN_OF_LIFE_S, Console, Progress
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_progress_in_a_pipe_says_what_is_left_when_nothing_else_was_said(clock):
         clock[0] += SIGN_OF_LIFE_S + 1
     assert written == []
     screen.tick(clock[0])
-    assert written == ["[data] rows 50/200  5 rows/s  30.0 s left\n"]
+    assert written == ["[data] rows 50/200  5 rows/s  00:30 left\n"]
 
 
 def test_work_without_a_known_end_shows_what_is_done(clock):

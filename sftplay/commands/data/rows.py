@@ -15,7 +15,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import load_checked, needs_no_hub
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.model.start_point import resolve_names
-from sftplay.terminal import has_colours
+from sftplay.terminal.colours import has_colours
 
 if TYPE_CHECKING:
     from sftplay.data.pipeline import Examples

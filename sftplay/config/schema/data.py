@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from sftplay.config.schema.section import Auto, Positive, Section, Share, UserPath
+from sftplay.places import cache_root
 
 Metric = Literal["exact_match", "rouge_l", "chrf"]
 Layout = Literal[
@@ -95,7 +96,7 @@ class DataConfig(Section):
     """What happens to a training row that is also in val_path or test_path, compared in the same way. error: stop with
     exit code 4. drop: leave it out of training."""
 
-    processed_dir: UserPath = ".cache/processed"
+    processed_dir: UserPath = str(cache_root() / "processed")
     """Folder of the tokenised rows, which later runs use again; safe to delete."""
 
 

@@ -13,35 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from sftplay.units import format_seconds
+from sftplay.terminal.colours import PLAIN, YELLOW
 
 SIGN_OF_LIFE_S = 9.0
 """Longest time without output in a file or a pipe. After ten seconds users think that the run hangs."""
 
 CLEAR = "\r\x1b[K"
-YELLOW, RED = "\x1b[33m", "\x1b[31m"
-PLAIN = "\x1b[0m"
 
 WARNING = re.compile(r"(\[[\w-]+\] )?(note|warning|out of memory|restart \d+)\b")
 """How a line begins that the user should not overlook."""
 
 NARROWEST, WIDEST = 40, 140
 """Columns of the live line."""
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """True where a line can be written over."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def has_colours(stream: TextIO) -> bool:
-    """True on a terminal that nobody asked to leave plain (no-color.org)."""
-    return is_terminal(stream) and not os.environ.get("NO_COLOR")
-
-
-def painted(text: str, colour: str, *, stream: TextIO) -> str:
-    """The text in a colour where the stream shows colours."""
-    return f"{colour}{text}{PLAIN}" if has_colours(stream) else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,5 +151,8 @@ class Console:
         parts = [f"[{progress.tag}] {progress.what} {progress.done}{of}", *([progress.text] if progress.text else [])]
         fresh = progress.done - first
         if progress.total and fresh > 0:
-            parts.append(f"{format_seconds((now - began) / fresh * (progress.total - progress.done))} left")
+            from tqdm import tqdm
+
+            left = (now - began) / fresh * (progress.total - progress.done)
+            parts.append(f"{tqdm.format_interval(round(left))} left")
         return "  ".join(parts)
