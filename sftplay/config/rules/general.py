@@ -241,6 +241,8 @@ def _texts(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("run_name",), what, fix="write a plain name; output_dir says where run folders go")
     if name == "latest":
         yield Violation(("run_name",), "'latest' always points at the newest run", fix="choose another name")
+    if name == ".set-aside":
+        yield Violation(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
     for key, field in all_keys().items():
         value = cfg.value_of(key)
         if isinstance(value, str) and not value.strip() and key != "data.delimiter":
