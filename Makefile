@@ -3,179 +3,206 @@
 .SUFFIXES:
 PYTHON ?= python3
 PY := .venv/bin/python
-SFTPLAY := exec $(PY) -m sftplay
-READY := .venv/.stamp
 UNSLOTH_PY := .venv-unsloth/bin/python
-UNSLOTH_READY := .venv-unsloth/.stamp
+
+override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS IN INTERACTIVE JSON \
+  MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NPROC OUT PORT PY PYTHON REVISION RUN RUN_A \
+  RUN_B SEED SERVER SPLIT STYLE TEMPERATURE TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK
+
+# A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
+# the value of a variable. make itself would expand each typed variable when it exports it: therefore unexport.
+override TYPED := $(foreach name,$(.VARIABLES),$(if $(findstring command,$(origin $(name))),$(name)))
+unexport $(TYPED)
+override MAKEOVERRIDES :=
+override UNKNOWN := $(filter-out $(SETTINGS) READY UNSLOTH_READY,$(TYPED))
+ifeq "$(MAKELEVEL)" "0"
+$(if $(UNKNOWN),$(error no setting called $(UNKNOWN); there are $(SETTINGS)))
+endif
+$(foreach name,$(SETTINGS),$(eval override TYPED_$(name) := $$(value $(name))))
+export $(foreach name,$(SETTINGS),$(if $(value $(name)),TYPED_$(name)))
+override TYPED_GOALS := $(value MAKECMDGOALS)
+export TYPED_GOALS
+
+SFTPLAY := exec "$$TYPED_PY" -m sftplay
+WORDS := --make-args="$$TYPED_ARGS"
+PROGRAM := exec "$$TYPED_PY" -m sftplay.make words "$$TYPED_ARGS"
+INSTALL := TORCH_INDEX="$$TYPED_TORCH_INDEX" EXTRAS="$$TYPED_EXTRAS" exec "$$TYPED_PYTHON" -m sftplay.install
 # Two processes; a file's tests stay in one of them. ARGS="-n 0" runs all in one, ARGS="-n 8" in eight.
-PYTEST := exec $(PY) -m pytest -n 2 --dist loadfile
+PYTEST := $(PROGRAM) -m pytest -n 2 --dist loadfile
 
-CONFIG ?=
-ARGS ?=
-TORCH_INDEX ?=
-EXTRAS ?=
-export TORCH_INDEX EXTRAS
-# As it was typed: neither make nor the shell may find anything to expand in a system prompt.
-unexport STYLE
-export STYLE_TEXT := $(value STYLE)
+# $(call flag,--run,RUN) is the flag with the setting's value, or nothing where it is not set.
+flag = $${TYPED_$2:+$1="$$TYPED_$2"}
+switch = $${TYPED_$2:+$1}
+WHICH := $(call flag,--config,CONFIG)
+SCALE := $(call flag,--nproc,NPROC) $(call flag,--nnodes,NNODES) $(call flag,--node-rank,NODE_RANK) \
+  $(call flag,--master-addr,MASTER_ADDR) $(call flag,--master-port,MASTER_PORT) $(call switch,--dry-run,DRY_RUN)
+RUNNAME := $(call flag,--run,RUN)
+COUNT := $(call flag,--n,N)
+OUTPUT := $(call flag,--out,OUT)
+DRAW := $(call flag,--temperature,TEMPERATURE) $(call flag,--top-p,TOP_P) \
+  $(call flag,--max-new-tokens,MAX_NEW_TOKENS) $(call flag,--seed,SEED)
+JSONFLAG := $(call switch,--json,JSON)
+DEEPSPEED := $${TYPED_DEEPSPEED_CONFIG:+"cluster.deepspeed=$$TYPED_DEEPSPEED_CONFIG"}
 
-WHICH := --config "$(CONFIG)"
-SCALE = $(if $(NPROC),--nproc $(NPROC)) $(if $(NNODES),--nnodes $(NNODES)) $(if $(NODE_RANK),--node-rank $(NODE_RANK)) \
-  $(if $(MASTER_ADDR),--master-addr $(MASTER_ADDR)) $(if $(MASTER_PORT),--master-port $(MASTER_PORT)) $(if $(DRY_RUN),--dry-run)
-RUNNAME = $(if $(RUN),--run "$(RUN)")
-COUNT = $(if $(N),--n $(N))
-DRAW = $(if $(TEMPERATURE),--temperature "$(TEMPERATURE)") $(if $(TOP_P),--top-p "$(TOP_P)") \
-  $(if $(MAX_NEW_TOKENS),--max-new-tokens "$(MAX_NEW_TOKENS)") $(if $(SEED),--seed "$(SEED)")
-JSONFLAG = $(if $(JSON),--json)
-
+# READY= on the command line, whatever its value, builds no environment. PY= then names the Python to use.
+override READY := $(if $(findstring command,$(origin READY)),,.venv/.stamp)
+override UNSLOTH_READY := $(if $(findstring command,$(origin UNSLOTH_READY)),,.venv-unsloth/.stamp)
 # A clone that was moved has a .venv full of old paths: its stamp names another folder.
-ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"
+ifneq "$(shell cat .venv/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 $(READY): requirements.lock sftplay/install.py
-	@exec $(PYTHON) -m sftplay.install
-ifneq "$(shell cat $(UNSLOTH_READY) 2>/dev/null)" "$(CURDIR)"
+	@$(INSTALL)
+ifneq "$(shell cat .venv-unsloth/.stamp 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(UNSLOTH_READY)
 endif
 $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
-	@exec $(PYTHON) -m sftplay.install --unsloth
+	@$(INSTALL) --unsloth
+.DEFAULT:
+	@exec "$$TYPED_PYTHON" -m sftplay.make goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check validate schema manual architecture process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture process inspect render style train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-cpu-memory bench-gpu clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
 
 ##@ set up
 install: ## build or refresh .venv (TORCH_INDEX= another package index for torch, EXTRAS=serve)
-	@exec $(PYTHON) -m sftplay.install --force
+	@$(INSTALL) --force
 demo: $(READY) ## teach a small model a task on this machine (CONTROL=1: shuffled answers)
-	@$(SFTPLAY) demo $(WHICH) $(if $(CONTROL),--control) $(SCALE) $(ARGS)
+	@$(SFTPLAY) demo $(WHICH) $(call switch,--control,CONTROL) $(SCALE) $(WORDS)
 test: $(READY) ## the test suite, minutes
-	@$(PYTEST) -m "not slow and not long" $(ARGS)
+	@$(PYTEST) -m "not slow and not long"
 test-slow: $(READY) ## the long tests, and those by random input with 400 examples each
-	@$(PYTEST) --hypothesis-profile=thorough -m "(slow or hypothesis) and not long" $(ARGS)
+	@$(PYTEST) --hypothesis-profile=thorough -m "(slow or hypothesis) and not long"
 test-long: $(READY) ## by hand: more families, depths, launchers and signals of what the others try
-	@$(PYTEST) -m "long" $(ARGS)
+	@$(PYTEST) -m "long"
 test-unsloth: $(UNSLOTH_READY) ## train with the real unsloth, in .venv-unsloth
-	@exec $(UNSLOTH_PY) -m pytest -m "unsloth" $(ARGS)
+	@exec "$$TYPED_UNSLOTH_PY" -m sftplay.make words "$$TYPED_ARGS" -m pytest -m "unsloth"
 check: $(READY) ## lint, format and types of this repository
-	@$(SFTPLAY) check
+	@$(SFTPLAY) check $(WORDS)
+init: $(READY) ## write a commented config for your rows: DATA=file (OUT=run.yaml)
+	@$(SFTPLAY) init $(call flag,--data,DATA) $(OUTPUT) $(JSONFLAG) $(WORDS)
 validate: $(READY) ## check a config: CONFIG=
-	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) validate $(WHICH) $(JSONFLAG) $(WORDS)
+completion: $(READY) ## a shell's completion of verbs, flags and keys: FOR=bash, zsh or fish
+	@$(SFTPLAY) completion $(call flag,--shell,FOR)
 schema: $(READY) ## JSON schema of the config
-	@$(SFTPLAY) schema
+	@$(SFTPLAY) schema $(WORDS)
 manual: $(READY) ## the config manual, docs/config.md
-	@$(SFTPLAY) manual
+	@$(SFTPLAY) manual $(WORDS)
 architecture: ## docs/architecture.md, drawn from the code
-	@exec $(PYTHON) docs/architecture.py
+	@exec "$$TYPED_PYTHON" docs/architecture.py
 matrix: $(READY) ## what goes together: mode, strategy, precision; docs/strategies.md (JSON=1)
-	@$(SFTPLAY) matrix $(JSONFLAG)
+	@$(SFTPLAY) matrix $(JSONFLAG) $(WORDS)
 download-model: $(READY) ## fetch a model from the hub into its cache: MODEL=org/name (REVISION=)
-	@$(SFTPLAY) download-model --model "$(MODEL)" $(if $(REVISION),--revision "$(REVISION)") $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) download-model $(call flag,--model,MODEL) $(call flag,--revision,REVISION) $(JSONFLAG) $(WORDS)
 
 ##@ data
 process: $(READY) ## read, render and cache the data, print the report: CONFIG=
-	@$(SFTPLAY) process $(WHICH) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) process $(WHICH) $(JSONFLAG) $(WORDS)
 inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG= (N=3, JSON=1)
-	@$(SFTPLAY) inspect $(WHICH) $(COUNT) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) inspect $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
 render: $(READY) ## rows as the chat template writes them: CONFIG= (N=3, JSON=1; OUT=file.jsonl for all)
-	@$(SFTPLAY) render $(WHICH) $(COUNT) $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) render $(WHICH) $(COUNT) $(OUTPUT) $(JSONFLAG) $(WORDS)
 style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: print it)
-	@$(SFTPLAY) style $(WHICH) $(if $(STYLE_TEXT),--style="$$STYLE_TEXT") $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) style $(WHICH) $(call flag,--style,STYLE) $(JSONFLAG) $(WORDS)
 
 ##@ train
 train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command)
-	@$(SFTPLAY) train $(WHICH) $(SCALE) $(ARGS)
+	@$(SFTPLAY) train $(WHICH) $(SCALE) $(WORDS)
 train-tb: $(READY) ## train with TensorBoard
-	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(ARGS)
+	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
 train-bnb: $(READY) ## train with the bitsandbytes backend
-	@$(SFTPLAY) train $(WHICH) $(SCALE) tuning.backend=bnb $(ARGS)
+	@$(SFTPLAY) train $(WHICH) $(SCALE) tuning.backend=bnb $(WORDS)
 train-bnb-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) tuning.backend=bnb logging.backend=tensorboard $(ARGS)
+	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) tuning.backend=bnb logging.backend=tensorboard $(WORDS)
 train-unsloth: $(UNSLOTH_READY) ## train with unsloth: CONFIG= (builds .venv-unsloth; one process)
-	@exec $(UNSLOTH_PY) -m sftplay train $(WHICH) $(SCALE) tuning.backend=unsloth $(ARGS)
+	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train $(WHICH) $(SCALE) tuning.backend=unsloth $(WORDS)
 train-unsloth-tb: $(UNSLOTH_READY) ## the same with TensorBoard
-	@exec $(UNSLOTH_PY) -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(ARGS)
+	@exec "$$TYPED_UNSLOTH_PY" -m sftplay train --tb $(WHICH) $(SCALE) tuning.backend=unsloth logging.backend=tensorboard $(WORDS)
 resume: $(READY) ## continue a run from its newest complete checkpoint: CONFIG= (RUN=)
-	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(ARGS)
+	@$(SFTPLAY) resume $(WHICH) $(RUNNAME) $(SCALE) $(WORDS)
 
 ##@ scale
 setup-accelerate: $(READY) ## write an accelerate config for this machine (OUT=, INTERACTIVE=1 asks you)
-	@$(SFTPLAY) setup-accelerate $(if $(OUT),--out "$(OUT)") $(if $(INTERACTIVE),--interactive) $(JSONFLAG)
+	@$(SFTPLAY) setup-accelerate $(OUTPUT) $(call switch,--interactive,INTERACTIVE) $(JSONFLAG) $(WORDS)
 train-distributed: $(READY) ## one process per GPU, or NPROC=
-	@$(SFTPLAY) train --nproc gpu $(WHICH) $(SCALE) $(ARGS)
+	@$(SFTPLAY) train --nproc gpu $(WHICH) $(SCALE) $(WORDS)
 train-distributed-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(ARGS)
+	@$(SFTPLAY) train --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
 
 train-deepspeed: $(READY) ## the same by DeepSpeed: cluster.strategy zero1, zero2 (usual), zero3; DEEPSPEED_CONFIG=file.json
-	@$(SFTPLAY) train --deepspeed --nproc gpu $(WHICH) $(SCALE) $(if $(DEEPSPEED_CONFIG),"cluster.deepspeed=$(DEEPSPEED_CONFIG)") $(ARGS)
+	@$(SFTPLAY) train --deepspeed --nproc gpu $(WHICH) $(SCALE) $(DEEPSPEED) $(WORDS)
 train-deepspeed-tb: $(READY) ## the same with TensorBoard
-	@$(SFTPLAY) train --deepspeed --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(if $(DEEPSPEED_CONFIG),"cluster.deepspeed=$(DEEPSPEED_CONFIG)") $(ARGS)
+	@$(SFTPLAY) train --deepspeed --tb --nproc gpu $(WHICH) $(SCALE) logging.backend=tensorboard $(DEEPSPEED) $(WORDS)
 
 comm-check: $(READY) ## how fast processes exchange gradients: NPROC= (CONFIG=, NNODES=, DRY_RUN=1, JSON=1)
-	@$(SFTPLAY) comm-check $(if $(CONFIG),$(WHICH)) $(SCALE) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) comm-check $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 
 ##@ look
 plan: $(READY) ## what a run takes and whether it fits: CONFIG= (GPUS=2xH200 | VRAM=24GiB, NPROC=, COMPARE=1, JSON=1)
-	@$(SFTPLAY) plan $(WHICH) $(if $(GPUS),--gpus "$(GPUS)") $(if $(VRAM),--vram "$(VRAM)") $(if $(NPROC),--nproc $(NPROC)) \
-	  $(if $(COMPARE),--compare) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) plan $(WHICH) $(call flag,--gpus,GPUS) $(call flag,--vram,VRAM) $(call flag,--nproc,NPROC) \
+	  $(call switch,--compare,COMPARE) $(JSONFLAG) $(WORDS)
 gpu-info: $(READY) ## what this machine offers (TORCH=1 asks torch too, JSON=1)
-	@$(SFTPLAY) gpu-info $(if $(TORCH),--torch) $(JSONFLAG)
+	@$(SFTPLAY) gpu-info $(call switch,--torch,TORCH) $(JSONFLAG) $(WORDS)
 memory-check: $(READY) ## who holds which memory, planned and real (WATCH=1, JSON=1, CONFIG=)
-	@$(SFTPLAY) memory-check $(if $(CONFIG),$(WHICH)) $(if $(WATCH),--watch) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) memory-check $(WHICH) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
 doctor: $(READY) ## what would go wrong here, with remedies (CONFIG=, FAST=1 asks neither torch nor the network, JSON=1)
-	@$(SFTPLAY) doctor $(if $(CONFIG),$(WHICH)) $(if $(FAST),--fast) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) doctor $(WHICH) $(call switch,--fast,FAST) $(JSONFLAG) $(WORDS)
 report: $(READY) ## write report.html of a run: CONFIG= (RUN=)
-	@$(SFTPLAY) report $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) report $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 compare: $(READY) ## two runs side by side: RUN_A= RUN_B= (JSON=1)
-	@$(SFTPLAY) compare $(if $(CONFIG),$(WHICH)) --a "$(RUN_A)" --b "$(RUN_B)" $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) compare $(WHICH) $(call flag,--a,RUN_A) $(call flag,--b,RUN_B) $(JSONFLAG) $(WORDS)
 tensorboard: $(READY) ## curves in a browser, on this machine only; returns at once (PORT=)
-	@$(SFTPLAY) tensorboard $(if $(CONFIG),$(WHICH)) $(RUNNAME) $(if $(PORT),--port $(PORT)) $(ARGS)
+	@$(SFTPLAY) tensorboard $(WHICH) $(RUNNAME) $(call flag,--port,PORT) $(WORDS)
 tb-stop: $(READY) ## stop that TensorBoard
-	@$(SFTPLAY) tb-stop
+	@$(SFTPLAY) tb-stop $(WORDS)
 bench: $(READY) ## speed beside other ways to train, docs/benchmarks.md
-	@exec $(PY) benchmarks/overhead.py $(ARGS)
+	@$(PROGRAM) benchmarks/overhead.py
 bench-data: $(READY) ## speed of data preparation beside datasets.map
-	@exec $(PY) benchmarks/preparing.py $(ARGS)
+	@$(PROGRAM) benchmarks/preparing.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
-	@exec $(PY) benchmarks/startup.py $(ARGS)
+	@$(PROGRAM) benchmarks/startup.py
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU
-	@exec $(PY) benchmarks/cpu_memory.py $(ARGS)
+	@$(PROGRAM) benchmarks/cpu_memory.py
+bench-first-runs: $(READY) ## seven data sets from init to report, without YAML by hand (DATA=../shared/data, ARGS="--only gsm8k")
+	@$(PROGRAM) benchmarks/first_runs.py $(call flag,--data,DATA)
 bench-invariance: $(READY) ## one config by every strategy: the same curve? (ARGS="--modes full --strategies ddp,zero2")
-	@exec $(PY) benchmarks/invariance.py $(ARGS)
+	@$(PROGRAM) benchmarks/invariance.py
 bench-scaling: $(READY) ## tokens/s with more processes: NPROC=1,2 (CONFIG=, WEAK=1, JSON=1, ARGS="--steps 12")
-	@exec $(PY) benchmarks/scaling.py $(if $(CONFIG),--config "$(CONFIG)") $(if $(NPROC),--nproc $(NPROC)) \
-	  $(if $(WEAK),--weak) $(JSONFLAG) $(ARGS)
+	@$(PROGRAM) benchmarks/scaling.py $(WHICH) $(call flag,--nproc,NPROC) \
+	  $(call switch,--weak,WEAK) $(JSONFLAG)
 bench-gpu: $(READY) ## planned beside held memory and the chosen batch's speed, on the GPU here (ARGS="--quick --configs 4")
-	@exec $(PY) benchmarks/gpu_sizing.py $(ARGS)
+	@$(PROGRAM) benchmarks/gpu_sizing.py
 
 ##@ use
 eval: $(READY) ## measure a run beside its base: CONFIG= (RUN=, SPLIT=test)
-	@$(SFTPLAY) eval $(WHICH) $(RUNNAME) $(if $(SPLIT),--split $(SPLIT)) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) eval $(WHICH) $(RUNNAME) $(call flag,--split,SPLIT) $(JSONFLAG) $(WORDS)
 eval-test: $(READY) ## the same on data.test_path
-	@$(SFTPLAY) eval-test $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) eval-test $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-quick: $(READY) ## 50 prompts, the run alone
-	@$(SFTPLAY) eval-quick $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) eval-quick $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-full: $(READY) ## every held-out row, every metric, beside its base
-	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 infer: $(READY) ## chat with a run's model: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
-	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(DRAW) $(ARGS)
+	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(DRAW) $(WORDS)
 infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)
-	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) --in "$(IN)" --out "$(OUT)" $(DRAW) $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(OUTPUT) $(DRAW) $(JSONFLAG) $(WORDS)
 
 merge: $(READY) ## merge the adapter into its full-precision base: CONFIG= (RUN=, OUT=)
-	@$(SFTPLAY) merge $(WHICH) $(RUNNAME) $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) merge $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)
 merge-bf16: $(READY) ## the same, saved in bf16
-	@$(SFTPLAY) merge --dtype bf16 $(WHICH) $(RUNNAME) $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) merge --dtype bf16 $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)
 merge-test: $(READY) ## compare the merged model with the adapter: CONFIG= (RUN=, MERGED=folder)
-	@$(SFTPLAY) merge-test $(WHICH) $(RUNNAME) $(if $(MERGED),--merged "$(MERGED)") $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) merge-test $(WHICH) $(RUNNAME) $(call flag,--merged,MERGED) $(JSONFLAG) $(WORDS)
 export: $(READY) ## a folder that stands alone, with model card: CONFIG= (RUN=, OUT=)
-	@$(SFTPLAY) export $(WHICH) $(RUNNAME) $(if $(OUT),--out "$(OUT)") $(JSONFLAG) $(ARGS)
+	@$(SFTPLAY) export $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)
 serve: $(READY) ## answer OpenAI clients on this machine: CONFIG= (RUN=, PORT=8000, SERVER=vllm)
-	@$(SFTPLAY) serve $(WHICH) $(RUNNAME) $(if $(PORT),--port $(PORT)) $(if $(SERVER),--server $(SERVER)) $(ARGS)
+	@$(SFTPLAY) serve $(WHICH) $(RUNNAME) $(call flag,--port,PORT) $(call flag,--server,SERVER) $(WORDS)
 
 clean: ## remove caches; nothing you made is touched
 	@exec rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and locks between processes.
+"""Files and folders that appear whole or not at all, small JSON files that may be broken, and locks between processes.
 
 A scratch name lies beside the final one, on the same file system, so that one rename puts it in place.
 """
@@ -45,12 +45,41 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty when the file is missing or damaged, or holds something else."""
+    """The file's object; empty where there is none."""
+    content, _ = examine_object(path)
+    return content
+
+
+def examine_object(path: Path) -> tuple[dict[str, Any], str]:
+    """The file's object, and why it has none; both are empty where there is no file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as error:
+        return {}, f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError):
+        return {}, "is no JSON"
+    return (content, "") if isinstance(content, dict) else ({}, "holds no JSON object")
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The objects of a file with one on each line, and the numbers of the lines that hold none.
+
+    Empty lines do not count, nor does a last line that was cut off: a process was killed while it wrote.
+    """
+    objects, broken = [], []
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, raw in enumerate([*lines, last], start=1):
+        try:
+            content = json.loads(raw.decode("utf-8", "replace")) if raw.strip() else {}
+        except (ValueError, RecursionError):
+            content = None
+        if isinstance(content, dict):
+            objects += [content] if content else []
+        elif number <= len(lines):
+            broken.append(number)
+    return objects, broken
 
 
 @contextmanager
@@ -68,6 +97,7 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     scratch.mkdir(parents=True)
     try:
         yield scratch
+        use_umask(scratch)
         if replaces and path.exists():
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
@@ -75,6 +105,17 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def use_umask(folder: Path) -> None:
+    """Give each file below `folder` the mode of a new file; safetensors writes files that only their owner can read."""
+    probe = folder / ".new"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from sftplay import log
+from sftplay import log, make
 from sftplay.errors import ConfigError, SftplayError, nearest_names
-from sftplay.flags import flags_of
+from sftplay.flags import PATH, flags_of
+from sftplay.terminal.colours import RED, painted
 
 VERBS = {
     "train": ("sftplay.commands.train.train", "train", "train the run of a config"),
@@ -32,7 +33,9 @@ VERBS = {
         "show rows as the chat template writes them, or write all to a file",
     ),
     "style": ("sftplay.commands.data.style", "style", "set the system prompt of a config, data.system"),
+    "init": ("sftplay.commands.setup.init", "init", "write a commented config for a data file"),
     "validate": ("sftplay.commands.setup.config", "validate", "check a config and say what each value is and why"),
+    "completion": ("sftplay.commands.setup.completion", "completion", "print a shell's completion: bash, zsh or fish"),
     "schema": ("sftplay.commands.setup.config", "schema", "print the JSON schema of the config"),
     "manual": ("sftplay.commands.setup.config", "manual", "print the config manual"),
     "eval": ("sftplay.commands.use.evaluate", "evaluate", "measure a run on its held-out rows, beside its base"),
@@ -70,10 +73,13 @@ VERBS = {
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
+    "demo", "init", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
     "memory-check", "doctor", "check", "comm-check", "matrix", "setup-accelerate",
 )  # fmt: skip
 """Verbs that run without --config."""
+
+WORDS = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--shell"}}
+"""Verb -> what it takes without a flag, in order."""
 
 BUG = 1
 
@@ -82,11 +88,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code that docs/interfaces.md promises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
-    if as_json:
-        os.environ[log.JSON] = "1"
     _print_anything()
     try:
-        args = parse(arguments)
+        is_make = bool(arguments) and arguments[-1].startswith(make.ARGS)
+        if is_make:
+            arguments += make.split_args(arguments.pop().removeprefix(make.ARGS))
+            as_json = "--json" in split(arguments)[0]
+        if as_json:
+            os.environ[log.JSON] = "1"
+        args = parse(arguments, is_make=is_make)
+        if strays := log.clear_cluster_variables():
+            text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
+            log.say(text, args.verb)
         module, function, _ = VERBS[args.verb]
         exit_code: int = getattr(import_module(module), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
@@ -119,7 +132,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:end]), list(arguments[end + 1 :])
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str], *, is_make: bool = False) -> argparse.Namespace:
     """The parsed arguments.
 
     `args.overrides` holds the config values `a.b=c`, also those written `--a.b=c`. `args.launcher_args` holds what
@@ -127,10 +140,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     Raises:
         ConfigError: the verb or flag is unknown (the error has the nearest name); a verb that needs a config got none;
-            a verb without a launcher got arguments for one.
+            a verb without a launcher got arguments for one. With `is_make` it names make's settings for the flags.
     """
+    try:
+        return _parse(arguments)
+    except ConfigError as error:
+        raise (make.in_settings(error) if is_make else error) from None
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
     own, launcher_args = split(arguments)
-    own = own or ["--help"]
+    own = with_flags(own) if own[:1] and own[0] in WORDS else own or ["--help"]
     verb = own[0]
     if not verb.startswith("-") and verb not in VERBS:
         near = nearest_names(verb, VERBS)
@@ -151,9 +171,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         problem = f"{verb} starts no launcher that could take {shlex.join(launcher_args)}"
         raise ConfigError(problem, where="--", fix="leave out what follows `--`")
     if not args.config and args.verb not in WITHOUT_CONFIG:
-        fix = f"name the run's YAML: make {args.verb} CONFIG=configs/run_lora.yaml"
+        fix = f"name the run's YAML: python -m sftplay {args.verb} --config=configs/run_lora.yaml"
         raise ConfigError(f"{args.verb} needs a config", where="--config", fix=fix)
     return args
+
+
+def with_flags(words: Sequence[str]) -> list[str]:
+    """`init DATA OUT` with flags in place of the bare words, which may be written with a sign as for make."""
+    flags, rest, names = [words[0]], [], WORDS[words[0]]
+    free = [flag for flag in names.values() if flag not in words]
+    before = ""
+    for word in words[1:]:
+        name, sign, value = word.partition("=")
+        if name in names and sign:
+            flags += [names[name], value]
+        elif free and not word.startswith("-") and before not in names.values() and ("." not in name or not sign):
+            flags += [free.pop(0), word]
+        else:
+            rest.append(word)
+        before = word
+    return [*flags, *rest]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -168,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         verb.usage = f"sftplay {name} [flags] [a.b=c ...]{' [-- arguments of its launcher]' if _launches(name) else ''}"
         verb.epilog = "a.b=c sets a config value and goes before the file's"
-        verb.add_argument("--config", default="", help="the run's YAML")
+        verb.add_argument("--config", type=PATH, default="", help="the run's YAML")
         verb.add_argument("--json", action="store_true", help="one JSON document on standard output")
         for flag, options in flags_of(name).items():
             verb.add_argument(flag, **options)
@@ -193,7 +230,10 @@ def _report(error: SftplayError, as_json: bool) -> int:
     try:
         if as_json:
             print(json.dumps({"error": error.as_json()}, ensure_ascii=False), flush=True)
-        print(error, file=sys.stderr)
+        log.close_live_line()
+        what, _, fix = str(error).partition("\n  fix: ")
+        told = painted(what, RED, stream=sys.stderr)
+        print(f"{told}\n  fix: {fix}" if fix else told, file=sys.stderr)
     except BrokenPipeError:
         _leave_quietly(0)
     return error.exit_code

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
 Flags = dict[str, dict[str, Any]]
 """flag -> keywords of argparse's add_argument."""
 
+PATH = os.path.expanduser
+"""The type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x."""
+
 ACCELERATE: Flags = {
-    "--out": {"default": "accelerate_configs/this_machine.yaml", "help": "the file to write"},
+    "--out": {"type": PATH, "default": "accelerate_configs/this_machine.yaml", "help": "the file to write"},
     "--interactive": {"action": "store_true", "help": "let accelerate ask its own questions"},
 }
 
@@ -27,17 +31,28 @@ LAUNCH: Flags = {
 """The flags of the verbs that launch a run."""
 
 
+_FILES: Flags = {
+    "--in": {"type": PATH, "dest": "input", "required": True},
+    "--out": {"type": PATH, "required": True},
+}
+
+
 def flags_of(verb: str) -> Flags:
     """The flags of a verb beside --config and --json."""
-    run: Flags = {"--run": {"default": None, "help": "name or folder of the run"}}
+    run: Flags = {"--run": {"type": PATH, "default": None, "help": "name or folder of the run"}}
     count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
     special: dict[str, Flags] = {
         "train": LAUNCH,
         "resume": {**LAUNCH, **run},
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
+        "init": {
+            "--data": {"default": "", "help": "a file or folder with rows"},
+            "--out": {"default": "run.yaml", "help": "the config to write"},
+        },
+        "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
         "inspect": count,
-        "render": {**count, "--out": {"default": None, "help": "a new jsonl file for all rows"}},
+        "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
         "style": {"--style": {"default": None, "help": "the system prompt; without it the present one is printed"}},
         "eval": {**run, "--split": {"choices": ["val", "test"], "default": "val"}},
         "download-model": {
@@ -73,18 +88,18 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
         "eval-quick": run,
         "eval-full": run,
         "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
-        "infer-batch": {**run, "--in": {"dest": "input", "required": True}, "--out": {"required": True}, **choice},
+        "infer-batch": {**run, **_FILES, **choice},
     }
 
 
 def _result_flags(run: Flags) -> dict[str, Flags]:
     whole: Flags = {
-        "--out": {"default": None, "help": "a new folder for the model"},
+        "--out": {"type": PATH, "default": None, "help": "a new folder for the model"},
         "--dtype": {"choices": ["fp32", "bf16", "fp16"], "default": None, "help": "its number format; else the base's"},
     }
     return {
         "merge": {**run, **whole},
-        "merge-test": {**run, "--merged": {"default": None, "help": "the merged model's folder"}},
+        "merge-test": {**run, "--merged": {"type": PATH, "default": None, "help": "the merged model's folder"}},
         "export": {**run, **whole},
         "serve": {
             **run,
@@ -93,8 +108,8 @@ def _result_flags(run: Flags) -> dict[str, Flags]:
         },
         "report": run,
         "compare": {
-            "--a": {"required": True, "help": "name or folder of a run"},
-            "--b": {"required": True, "help": "name or folder of the other"},
+            "--a": {"type": PATH, "required": True, "help": "name or folder of a run"},
+            "--b": {"type": PATH, "required": True, "help": "name or folder of the other"},
         },
     }
 

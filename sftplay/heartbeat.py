@@ -104,5 +104,7 @@ def read_heartbeats(logs: Path) -> list[Beat]:
         content = path.read_bytes()
         if len(content) == _LAYOUT.size:
             pid, step, index, since_s = _LAYOUT.unpack(content)
-            beats.append(Beat(int(path.stem.removeprefix("rank")), pid, step, PHASES[index], since_s))
+            rank = path.stem.removeprefix("rank")
+            if rank.isdecimal() and 0 <= index < len(PHASES):
+                beats.append(Beat(int(rank), pid, step, PHASES[index], since_s))
     return sorted(beats, key=lambda beat: beat.rank)

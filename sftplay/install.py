@@ -6,10 +6,12 @@ make runs it with the user's Python. Old versions must be able to parse it, beca
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 13)
@@ -17,7 +19,13 @@ TORCH = "torch==2.13.0"
 LOCK = Path("requirements.lock")
 LOG = Path(".cache") / "install.log"
 CONFIG, MACHINE = 2, 3
+BEGUN = "begun"
+"""Stands in the stamp of an environment that the kit makes: it is not finished, but the kit's own."""
+
 SIGN_OF_LIFE_S = 9.0
+PIP_SAYS = ("Collecting", "Downloading", "Installing", "Building")
+"""How pip's lines begin that tell a reader where it is."""
+
 LAST_LINES = 15
 
 
@@ -64,13 +72,18 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     if problem:
         sys.stderr.write(problem + "\n")
         return CONFIG
+    is_new = read_stamp(wanted) not in (BEGUN, here) or not works(wanted.python)
+    problem = find_owner_problem(wanted, is_new)
+    if problem:
+        sys.stderr.write(problem + "\n")
+        return MACHINE
     announce(wanted)
-    steps = []
-    if read_stamp(wanted) not in ("", here) or not works(wanted.python):
-        steps.append([sys.executable, "-m", "venv", "--clear", str(wanted.venv)])
-    steps += list_steps(wanted, extras)
-    if wanted.stamp.exists():
-        wanted.stamp.unlink()  # an interrupted install must not look finished
+    wanted.venv.mkdir(exist_ok=True)
+    wanted.stamp.write_text(BEGUN)
+    steps = list_steps(wanted, extras)
+    if is_new:
+        clear(wanted)
+        steps.insert(0, [sys.executable, "-m", "venv", str(wanted.venv)])
     for step in steps:
         if run_logged(step):
             sys.stderr.write(f"install: {' '.join(step[1:4])} failed\n  fix: see {LOG}, then run the command again\n")
@@ -78,6 +91,34 @@ def main(force: bool, wanted: Environment = KIT) -> int:
     wanted.stamp.write_text(here)
     say("ready")
     return 0
+
+
+def find_owner_problem(wanted: Environment, is_new: bool) -> str:
+    """Why nothing is installed into the environment's folder; empty when it is missing, empty or the kit's own.
+
+    With `is_new` it would be cleared, and what a link names is never cleared.
+    """
+    venv = wanted.venv
+    inner = (venv / "bin", venv / "lib")
+    link = next((path for path in ((venv, *inner) if is_new else inner) if path.is_symlink()), None)
+    if link:
+        what, fix = f"{link} is a link to {link.readlink()}, which the kit has not made", f"rm {link}"
+    elif venv.exists() and not venv.is_dir():
+        what, fix = f"{venv} is a file", f"mv {venv} {venv}.mine"
+    elif venv.exists() and not wanted.stamp.exists() and any(venv.iterdir()):
+        what, fix = f"{venv} was not made by the kit", f"mv {venv} {venv}.mine"
+    else:
+        return ""
+    return f"install: {what}; nothing there is changed\n  fix: {fix}, then run the command again"
+
+
+def clear(wanted: Environment) -> None:
+    """Empty the environment but for its stamp, by which the kit knows it as its own after an interruption."""
+    for path in wanted.venv.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != wanted.stamp:
+            path.unlink()
 
 
 def list_steps(wanted: Environment, extras: list[str]) -> list[list[str]]:
@@ -102,6 +143,24 @@ def find_extra_problem(extras: list[str]) -> str:
     return f"install: no extra called {unknown!r}\n  fix: choose from {', '.join(known)}" if unknown else ""
 
 
+def title_of(argv: list[str]) -> str:
+    """What a step does, in words."""
+    if "venv" in argv:
+        return f"making {argv[-1]}"
+    with_value = ("--progress-bar", "--index-url", "-c")
+    named = [word for before, word in pairwise(argv[3:]) if not word.startswith("-") and before not in with_value]
+    return f"installing {', '.join(named)}" if "pip" in argv else " ".join(argv[1:3])[:40]
+
+
+def _latest(begins: int) -> str:
+    """The newest line of a step's output that says what pip is at; empty where there is none."""
+    with LOG.open("rb") as handle:
+        handle.seek(begins)
+        lines = handle.read().decode(errors="replace").splitlines()
+    told = [line.strip() for line in lines if line.strip().startswith(PIP_SAYS)]
+    return f": {told[-1][:80]}" if told else ""
+
+
 def run_logged(argv: list[str]) -> int:
     """Run a step with its output in the log and a sign of life on the screen; its exit code.
 
@@ -116,8 +175,7 @@ def run_logged(argv: list[str]) -> int:
                 exit_code = process.wait(SIGN_OF_LIFE_S)
                 break
             except subprocess.TimeoutExpired:
-                step = " ".join(argument for argument in argv[2:] if not argument.startswith("-"))
-                say(f"{step[:60]} ({time.monotonic() - started:.0f} s)")
+                say(f"{title_of(argv)}, {time.monotonic() - started:.0f} s{_latest(begins)}")
     if exit_code:
         with LOG.open("rb") as handle:
             handle.seek(begins)
@@ -181,7 +239,7 @@ def known_extras() -> dict[str, list[str]]:
 
 
 def read_stamp(wanted: Environment) -> str:
-    """The working folder in which the environment was finished; empty when it never was."""
+    """The working folder in which the environment was finished, or BEGUN; empty when the kit has not made it."""
     try:
         return wanted.stamp.read_text().strip()
     except OSError:

@@ -6,16 +6,25 @@ to the rank's own log file. No logging framework is involved.
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TextIO
+
+from sftplay.terminal.colours import has_colours, is_terminal
+from sftplay.terminal.console import Console, Progress, Screen
 
 LINE = "\x1e"
 """Marks a line the user should see."""
 
 STATUS = "\x1d"
 """Marks a line that replaces the line before it on a terminal. Elsewhere only some of these lines are printed."""
+
+PROGRESS = "\x1c"
+"""Marks the figures of a live line, as JSON."""
 
 FOLLOWED = "SFTPLAY_FOLLOWED"
 """The parent sets it for its workers, because it reads their lines: they must mark them."""
@@ -29,6 +38,34 @@ JSON = "SFTPLAY_JSON"
 
 _CONSOLE_FD = 9
 """A worker's original standard output after `redirect`. The number is high, so that nothing else uses it."""
+
+
+CLUSTER_NAMES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "FORK_LAUNCHED", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+CLUSTER_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "TORCHELASTIC_")
+"""Variables by which launchers number processes and choose strategies (accelerate 1.15, `state.py` and `utils/`; torch
+2.13, `distributed/elastic`). MASTER_ADDR, MASTER_PORT and NODE_RANK are not among them: make exports what was typed."""
+
+HARMLESS = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE", "ACCELERATE_DISABLE_RICH", "ACCELERATE_ENABLE_RICH")
+
+
+def clear_cluster_variables() -> list[str]:
+    """Remove the variables of other launches from this process's environment; their names, in order.
+
+    With them a single process would believe to be one of many, and wait for the others, or shard the model.
+    """
+    names = [
+        name
+        for name in sorted(os.environ)
+        if name in CLUSTER_NAMES or (name.startswith(CLUSTER_PREFIXES) and name not in HARMLESS)
+    ]
+    for name in names:
+        del os.environ[name]
+    return names
 
 
 def rank() -> int:
@@ -75,9 +112,15 @@ def show_error(text: str) -> None:
 
 
 def status(message: str, tag: str = "train") -> None:
-    """Print progress: one changing line on a terminal, now and then a line elsewhere."""
+    """Say what is being done: one changing line on a terminal, elsewhere now and then a line."""
     if is_main():
         _emit(STATUS, [f"[{tag}] {message}"])
+
+
+def progress(done: int, total: int | None, *, what: str, text: str = "", tag: str = "train") -> None:
+    """Show how far the work is: a live line with bar and clock on a terminal, elsewhere now and then a line."""
+    if is_main():
+        _emit(PROGRESS, [json.dumps({"tag": tag, "what": what, "done": done, "total": total, "text": text})])
 
 
 def redirect(path: Path) -> None:
@@ -99,8 +142,60 @@ def _emit(mark: str, lines: list[str]) -> None:
         os.write(_CONSOLE_FD, "".join(f"{mark}{line}\n" for line in lines).encode())
         if mark == LINE:
             _write(sys.stdout, lines)
-        return
-    _write(sys.stdout if followed else screen(), [f"{mark if followed else ''}{line}" for line in lines])
+    elif followed:
+        _write(sys.stdout, [f"{mark}{line}" for line in lines])
+    else:
+        console = _own_console()
+        for line in lines:
+            # Whoever reads a pipe of a short verb sees every stage of it.
+            show_marked(f"{mark if console.is_tty or mark == PROGRESS else LINE}{line}", console=console)
+        if not console.is_tty:
+            console.tick(time.monotonic())
+
+
+def show_marked(text: str, *, console: Console) -> bool:
+    """Show a marked line; False for a line without a mark."""
+    mark, text = text[:1], text[1:]
+    if mark == LINE:
+        console.line(text)
+    elif mark == STATUS:
+        console.status(text)
+    elif mark == PROGRESS:
+        console.progress(Progress(**json.loads(text)))
+    else:
+        return False
+    return True
+
+
+def new_console() -> Console:
+    """The user's screen, for a process that writes to it."""
+    return Console(Screen(screen), is_tty=is_terminal(screen()), has_colours=has_colours(screen()))
+
+
+def close_live_line() -> None:
+    """Clear the live line of this process, if there is one, before something else writes to the terminal."""
+    for console in _CONSOLES.values():
+        console.close()
+
+
+_CONSOLES: dict[int, Console] = {}
+"""This process's own console, by the stream it writes to."""
+
+
+def _own_console() -> Console:
+    stream = screen()
+    if id(stream) not in _CONSOLES:
+        _CONSOLES.clear()
+        # A reader that has gone ends a verb, as with any command: nothing is caught here.
+        _CONSOLES[id(stream)] = Console(_write_text, is_tty=is_terminal(stream), has_colours=has_colours(stream))
+        atexit.register(close_live_line)
+    return _CONSOLES[id(stream)]
+
+
+def _write_text(text: str) -> None:
+    stream = screen()
+    stream.write(text)
+    stream.flush()
 
 
 def screen() -> TextIO:

@@ -67,11 +67,11 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def format_count(n: float) -> str:
-    """`1.2K`, `3.4M`, `7.0B`; a number below a thousand is printed as it is."""
+    """`1.2K`, `3.4M`, `7.0B`; below a thousand three digits, and whole numbers as they are."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if n >= factor:
             return f"{n / factor:.1f}{unit}"
-    return f"{n:g}"
+    return f"{n:.3g}"
 
 
 def format_seconds(seconds: float) -> str:

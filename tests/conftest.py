@@ -55,6 +55,8 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, lambda *_, **__: None)
 
 
+os.environ.setdefault("SFTPLAY_CACHE", ".cache")  # a test's working folder keeps its caches
+
 FORKING = fork_server.lazy_client(ROOT)
 FORKED = ("launch", "tasks", "control", "monitor", "deliver", "test_demo.py")
 """Below tests/: the slow tests there start their processes by a fork of one that has imported the libraries (see

@@ -3,8 +3,9 @@
     .venv/bin/python tests/mutation.py --count 60 --seed 1
 
 Run by hand; the outcome goes to docs/evidence.md. A fault changes one operator, constant, negation or return inside a
-function. It is put into a copy of the repository. First run the test files that carry the module's name, then those of
-its top folder, up to the first failure; a module at the top is tested by the files directly below tests/.
+function. It is put into a copy of the repository. First run the test files that carry the module's name or import it,
+then those of its top folder, up to the first failure; a module at the top is tested by the files directly below tests/.
+A failure counts only where the same test passes without the fault.
 """
 
 from __future__ import annotations
@@ -124,44 +125,55 @@ def put(fault: Fault, root: Path) -> None:
 
 
 def test_sets(fault: Fault, root: Path) -> list[list[str]]:
-    """The pytest arguments for a fault, nearest tests first."""
-    parts = fault.path.relative_to(ROOT / "sftplay").parts
-    stem = fault.path.stem
-    own = sorted(str(path.relative_to(root)) for path in (root / "tests").rglob(f"test_{stem}*.py"))
-    folder = root / "tests" / parts[0]
-    rest = [str(folder.relative_to(root))] if folder.is_dir() else [
+    """The test files for a fault, nearest first: those of the module's name or that import it, then the folder's."""
+    module = fault.path.relative_to(ROOT).with_suffix("")
+    folder, own = ".".join(module.parts[:-1]), re.escape(module.name)
+    imports = re.compile(rf"^\s*(from|import) {re.escape(folder)}(\.{own}\b| import .*\b{own}\b)", re.MULTILINE)
+    near = sorted(
+        str(path.relative_to(root))
+        for path in (root / "tests").rglob("test_*.py")
+        if path.name.startswith(f"test_{module.name}") or imports.search(path.read_text(encoding="utf-8"))
+    )
+    top = root / "tests" / module.parts[1]
+    rest = [str(top.relative_to(root))] if top.is_dir() else [
         str(path.relative_to(root)) for path in sorted((root / "tests").glob("test_*.py"))
     ]  # fmt: skip
-    return [own, rest] if own else [rest]
+    return [near, rest] if near else [rest]
 
 
-def failing_without_a_fault(chosen: list[Fault], root: Path) -> list[str]:
-    """The tests that fail in the copy as it is; they say nothing about a fault and are left out."""
-    files = sorted({name for fault in chosen for name in test_sets(fault, root)[-1]})
-    done = subprocess.run([*PYTEST, "-rfE", *files], cwd=root, env=ENVIRONMENT, capture_output=True, text=True)
-    return re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-
-
-def is_noticed(fault: Fault, root: Path, left_out: list[str]) -> bool:
-    """Run the tests of a fault that lies in the copy `root`."""
+def is_noticed(fault: Fault, root: Path, left_out: set[str]) -> bool:
+    """Run the tests of a fault that lies in the copy `root`. What fails without it too goes into `left_out`."""
     for files in test_sets(fault, root):
-        argv = [*PYTEST, "-x", *(f"--deselect={name}" for name in left_out), *files]
-        process = subprocess.Popen(
-            argv,
-            cwd=root,
-            env=ENVIRONMENT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return True
-        if code not in (0, NONE_COLLECTED):
-            return True
+        while (failed := first_failure(files, root, left_out)) is not None:
+            if not failed:
+                return True
+            faulty = root / fault.path.relative_to(ROOT)
+            text = faulty.read_bytes()
+            shutil.copy2(fault.path, faulty)
+            is_sound = first_failure([failed], root, set()) is None
+            faulty.write_bytes(text)
+            if is_sound:
+                return True
+            left_out.add(failed)
     return False
+
+
+def first_failure(tests: list[str], root: Path, left_out: set[str]) -> str | None:
+    """The first test that fails; empty where the tests hang or cannot be collected, None where all pass."""
+    argv = [*PYTEST, "-x", "-rfE", *(f"--deselect={name}" for name in sorted(left_out)), *tests]
+    process = subprocess.Popen(
+        argv, cwd=root, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return ""
+    if process.returncode in (0, NONE_COLLECTED):
+        return None
+    failures = re.findall(r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - |$)", output, re.MULTILINE)
+    return failures[0] if failures else ""
 
 
 def copy_to(root: Path) -> None:
@@ -179,6 +191,7 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=1, help="go on with this fault of the draw")
     parser.add_argument("--folder", default="", help="only below this folder of sftplay/")
     args = parser.parse_args()
     files = sorted((ROOT / "sftplay" / args.folder).rglob("*.py"))
@@ -188,9 +201,8 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
     with tempfile.TemporaryDirectory() as home:
         root = Path(home) / "kit"
         copy_to(root)
-        left_out = failing_without_a_fault(chosen, root)
-        say(f"fail without a fault and are left out: {', '.join(left_out) or 'none'}")
-        for number, fault in enumerate(chosen, 1):
+        left_out: set[str] = set()
+        for number, fault in list(enumerate(chosen, 1))[args.first - 1 :]:
             put(fault, root)
             began = time.monotonic()
             noticed.append(is_noticed(fault, root, left_out))
@@ -198,6 +210,8 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
             where = f"{fault.path.relative_to(ROOT)}:{fault.line}"
             fate = "noticed" if noticed[-1] else "MISSED"
             say(f"{number:3} {fate:7} {time.monotonic() - began:4.0f} s  {where}  {fault.before!r} -> {fault.after!r}")
+        for name in sorted(left_out):
+            say(f"fails without a fault: {name}")
     say(json.dumps({"seed": args.seed, "faults": len(noticed), "noticed": sum(noticed)}))
 
 

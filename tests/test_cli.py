@@ -229,6 +229,26 @@ def test_errors_survive_the_pickling_of_process_pools():
     assert pickle.loads(pickle.dumps(several)).as_json() == several.as_json()
 
 
+def test_variables_of_another_launch_are_cleared_and_told_by_name(monkeypatch, capsys):
+    strays = {
+        "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+        "ACCELERATE_MIXED_PRECISION": "fp16", "TORCHELASTIC_RUN_ID": "secret", "PMI_SIZE": "8",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }  # fmt: skip
+    for name, value in {**strays, "ACCELERATE_LOG_LEVEL": "info", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["validate", "--config", DEMO]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        f"note: the environment's {', '.join(sorted(strays))} are not used: this command starts its own processes"
+        in printed
+    )
+    assert "secret" not in printed
+    assert not strays.keys() & os.environ.keys()
+    assert os.environ["ACCELERATE_LOG_LEVEL"] == "info"
+    assert os.environ["MASTER_ADDR"] == "here"
+
+
 def test_no_words_at_all_show_the_help():
     done = call()
     assert done.returncode == 0
@@ -277,11 +297,19 @@ def test_a_dry_run_as_text_can_be_pasted_into_a_shell(tmp_path, monkeypatch, cap
     assert echoed.stdout.decode() == f"{target}/demo:"
 
 
-def test_a_dry_run_says_no_where_the_run_itself_would(dry_run, tmp_path):
-    (tmp_path / "out/demo").mkdir(parents=True)
-    (tmp_path / "out/demo/config.resolved.yaml").touch()
-    code, answer = dry_run()
-    assert (code, answer["error"]["what"]) == (2, "a run called 'demo' exists")
+def test_a_dry_run_works_beside_a_run_of_its_name_and_says_that_a_start_would_be_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    run = tmp_path / "out" / "demo"
+    run.mkdir(parents=True)
+    (run / "config.resolved.yaml").touch()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    words = ["--config", DEMO, f"output_dir={tmp_path}/out", f"data.processed_dir={tmp_path}/processed"]
+    assert main(["train", "--dry-run", "--json", *words]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["argv"][-1] == str(run)
+    assert "note: a run called 'demo' exists; a start would be refused" in printed.err
+    assert main(["train", *words]) == 2
+    assert "a run called 'demo' exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])

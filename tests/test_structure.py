@@ -326,6 +326,14 @@ def test_every_target_and_file_that_a_page_names_exists(page):
     assert [link for link in linked if not (page.parent / link).exists()] == []
 
 
+def test_every_test_that_the_page_of_attacks_names_exists():
+    named = set(re.findall(r"\b(test_\w+)`", (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")))
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    written = {name for text in files for name in re.findall(r"^ *def (test_\w+)", text, re.M)}
+    assert named <= written
+    assert len(named) > 20
+
+
 def test_readme_can_be_read_in_one_sitting():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
 

@@ -19,6 +19,7 @@ from sftplay.launch.command.network import list_interfaces, nccl_environment
 from sftplay.launch.supervise.processes import end_launch
 from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
+from sftplay.places import cache_root
 from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.step import standing_bytes
 from sftplay.plan.sizing.communication import (
@@ -40,7 +41,7 @@ LIMIT_S = 180.0
 NODES_LIMIT_S = 600.0
 """The same for several nodes, which are started by hand."""
 
-KEPT = Path(".cache")
+KEPT = cache_root()
 """Where the output of a failed check is kept. The check's own folder is removed."""
 
 

@@ -15,8 +15,8 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
-from sftplay.launch.supervise.console import Screen
 from sftplay.model.source import is_local
+from sftplay.terminal.console import Screen
 
 
 def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) -> tuple[RunConfig, RunFolder]:
@@ -49,6 +49,8 @@ def prepare_environment(cfg: RunConfig) -> None:
         # Nothing is downloaded; without this, progress bars of libraries would appear between the lines.
         os.environ.update(offline_environment())
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends packages nobody asked for
+    # It is no news that there is no GPU. DeepSpeed sets its logger's level when it is imported, and keeps a filter.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     log.quiet_libraries()
 
 
@@ -85,4 +87,4 @@ def report_at_end(folder: RunFolder) -> None:
         text = f"report: {write_report(folder)}"
     except Exception as error:  # noqa: BLE001 - see above
         text = f"note: no report ({getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'})"
-    Screen()(f"[report] {text}\n")  # a Screen also survives a closed pipe
+    Screen(log.screen)(f"[report] {text}\n")  # a Screen also survives a closed pipe

@@ -29,6 +29,7 @@ from sftplay.launch.command.command import cache_environment, gpu_environment, o
 from sftplay.log import FOLLOWED
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
+from sftplay.places import cache_root
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Forecast, forecast
 from sftplay.plan.memory.probe_fit import Fit, Point, Refusal, fit
@@ -37,7 +38,7 @@ from sftplay.units import format_bytes, format_seconds
 
 STEP = "sftplay.tasks.rehearse.probe_step"
 REQUEST, MEASURED, LOG = "request.json", "measured.json", "probe.log"
-CACHE = Path(".cache") / "probes"
+CACHE = cache_root() / "probes"
 
 LIMIT_S = 900
 """A model of tens of GB takes minutes to load from a slow disk."""

@@ -45,7 +45,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         cfg = free_sizes(cfg, scale)
     # Open sizes keep the values of the first start: other micro-batches round differently and draw other dropout.
     smaller_rows = _rows_after_shortage(folder)
-    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows, folder=folder)
+    kept = {} if starts_anew or moves else _kept_sizes(cfg, stored, smaller_rows=smaller_rows)
     named = cfg.with_values({"run_name": stored.run_name}, "resume")
     sized = size(named.with_values(kept, "resume"), machine, scale=scale)
     fits = not kept or _fits(sized)
@@ -63,8 +63,9 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
     if args.dry_run:
         return print_command(command, args)
     with folder.locked():
+        folder.set_broken_aside()
         write_text(folder.resolved, dump_resolved(sized.cfg))
-        if starts_anew:
+        if starts_anew or "world_size" not in folder.read_json("plan.json"):
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
         if resized:
             folder.add_event(RESIZED, world_size=sized.world_size, **{k.split(".")[1]: v for k, v in sizes.items()})
@@ -80,11 +81,13 @@ def _rows_after_shortage(folder: RunFolder) -> int | None:
     return rows
 
 
-def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None, folder: RunFolder) -> dict[str, Any]:
+def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None) -> dict[str, Any]:
     """The run's last values of the sizes that `cfg` leaves open."""
     last = {key: stored.value_of(key) for key in SIZES}
     if smaller_rows:
-        last = sizes_of(stored, smaller_rows, world_size=folder.read_json("plan.json")["world_size"])
+        train = stored.train
+        world_size = train.effective_batch_size // (int(train.batch_size) * int(train.grad_accum))
+        last = sizes_of(stored, smaller_rows, world_size=world_size)
     return {key: last[key] for key in SIZES if cfg.value_of(key) == "auto"}
 
 
@@ -145,11 +148,12 @@ def find_changes(before: RunConfig, after: RunConfig) -> list[tuple[str, Any, An
 
 
 def _refuse_changes(stored: RunConfig, cfg: RunConfig, *, folder: RunFolder) -> None:
+    other = "train under a new run_name" if folder.has_made_step else "`make train`: this start made no step"
     problems = [
         ConfigError(
             f"{key} was {before!r} when the run began and is {after!r} now; the result would be neither run's",
             where=f"{cfg.origins.get(key, str(folder.resolved))} {key}",
-            fix="restore it, or train under a new run_name",
+            fix=f"restore it, or {other}",
         )
         for key, before, after in find_changes(stored, cfg)
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +18,9 @@ from sftplay.config.rules.general import notes
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import report_at_end
+from sftplay.control.first_step import REFUSALS, free_refused
 from sftplay.control.inputs import needs_no_hub
+from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_accumulation
 from sftplay.errors import ConfigError, MachineError
@@ -35,6 +39,7 @@ from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.terminal.colours import is_terminal
 from sftplay.units import GIB, format_bytes
 
 
@@ -70,6 +75,9 @@ def run_workers(
         else:
             break
         exit_code = _start(command, folder, check_nodes=check_nodes)
+    if exit_code in REFUSALS and rendezvous is None:
+        folder = free_refused(folder)
+    report_at_end(folder)
     if args.json and args.verb != "demo":
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))
     return exit_code
@@ -78,9 +86,8 @@ def run_workers(
 def _start(command: Launch, folder: RunFolder, *, check_nodes: Callable[[], None] | None) -> int:
     write_text(folder.path / "launch.txt", command.as_text() + "\n")
     folder.update_status(state="running", exit_code=None, signal=None, error=None, ranks=[], pid=None)
-    exit_code = follow(command, folder, check_nodes=check_nodes)
-    report_at_end(folder)
-    return exit_code
+    log.say("starting the worker")
+    return follow(command, folder, check_nodes=check_nodes)
 
 
 def smaller_start(folder: RunFolder, args: Namespace) -> int | None:
@@ -130,12 +137,14 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
         ConfigError: the effective batch cannot be split exactly.
         MachineError: not even one row at a time fits, or what is asked for cannot run here.
     """
-    shape = known_shape(cfg)
-    sized = size_run(cfg, machine, world_size=scale.world_size, shape=shape, local_processes=scale.nproc, fit=fit)
+    shape, lengths, world_size = known_shape(cfg), known_lengths(cfg), scale.world_size
+    sized = size_run(
+        cfg, machine, world_size=world_size, shape=shape, local_processes=scale.nproc, fit=fit, lengths=lengths
+    )
     forecast = sized.forecast
     if forecast is None or shape is None or forecast.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
-    suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, scale.world_size))
+    suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, world_size, lengths))
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)
     raise MachineError(
         f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "
@@ -220,14 +229,34 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
             f"No GPU ({machine.gpu_reason}): {machine.cores} CPU cores, {machine.ram_bytes / GIB:.1f} GiB of memory"
         )
     log.say(f"run {folder.path}")
-    for key, decision in sized.decisions.items():
-        log.say(f"auto {key} = {decision.value}: {decision.reason}")
+    if sized.decisions:
+        log.say("chosen automatically:")
+        log.show("\n".join(decision_lines(sized, width=_width())))
     sizes = f"{train.batch_size} per {'GPU' if gpus else 'process'}"
     label = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
     log.say(f"{label}: {sizes}, gradient accumulation: {train.grad_accum}")
     log.say(f"Effective batch size: {train.effective_batch_size}, precision: {train.precision}")
     for note in all_notes(sized):
         log.say(f"note: {note}")
+
+
+def _width() -> int:
+    """Columns of the user's terminal; a file or a pipe takes lines of any length."""
+    return max(80, shutil.get_terminal_size().columns) if is_terminal(log.screen()) else 10_000
+
+
+def decision_lines(sized: SizedRun, *, width: int) -> list[str]:
+    """Every automatic choice with its reason, one below the other; a reason is told once. Lines end at `width`."""
+    rows = [(key, str(each.value), each.reason) for key, each in sized.decisions.items()]
+    keys, values = (max(len(row[place]) for row in rows) for place in (0, 1))
+    said: set[str] = set()
+    lines = []
+    for key, value, reason in rows:
+        before = f"  {key:<{keys}}  {value:<{values}}  "
+        told = "the same" if reason in said else reason
+        lines += textwrap.wrap(told, width, initial_indent=before, subsequent_indent=" " * len(before)) or [before]
+        said.add(reason)
+    return lines
 
 
 def all_notes(sized: SizedRun) -> list[str]:

@@ -9,16 +9,23 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.errors import RunError
 from sftplay.machine.ports import HOST, free_port
+from sftplay.places import cache_root
 
-PID_FILE = Path(".cache") / "tensorboard.json"
-LOG_FILE = Path(".cache") / "tensorboard.log"
+PID_FILE = cache_root() / "tensorboard.json"
+LOG_FILE = cache_root() / "tensorboard.log"
+
+MODULE = "tensorboard.main"
 
 START_S = 120.0
 """A busy machine takes long to import TensorBoard."""
@@ -28,12 +35,13 @@ STOP_S = 10.0
 
 def end_board(record: dict[str, Any]) -> None:
     """End the TensorBoard of `record`; kill it when it still runs after STOP_S seconds."""
-    os.kill(record["pid"], signal.SIGTERM)
-    deadline = time.monotonic() + STOP_S
-    while running() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if running():
-        os.kill(record["pid"], signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it may end by itself meanwhile
+        os.kill(record["pid"], signal.SIGTERM)
+        deadline = time.monotonic() + STOP_S
+        while running() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if running():
+            os.kill(record["pid"], signal.SIGKILL)
     PID_FILE.unlink(missing_ok=True)
 
 
@@ -53,13 +61,13 @@ def start_board(folder: Path, port: int) -> str:
     port = free_port(port)
     folder.mkdir(parents=True, exist_ok=True)
     LOG_FILE.parent.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder.absolute())]
+    argv = [sys.executable, "-m", MODULE, "--logdir", str(folder.absolute())]
     argv += ["--host", HOST, "--port", str(port)]
     with LOG_FILE.open("w") as handle:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True)
     url = f"http://{HOST}:{port}"
     record = {"pid": process.pid, "started": start_time(process.pid), "url": url, "folder": str(folder)}
-    PID_FILE.write_text(json.dumps(record))
+    write_text(PID_FILE, json.dumps(record))
     deadline = time.monotonic() + START_S
     while not answers(url, folder):
         if process.poll() is not None:
@@ -74,13 +82,25 @@ def start_board(folder: Path, port: int) -> str:
 
 
 def running() -> dict[str, Any] | None:
-    """The record of our TensorBoard; None when that process no longer lives."""
+    """The record of our TensorBoard. None when the file tells of no process that lives, is ours and is TensorBoard."""
     try:
         record: dict[str, Any] = json.loads(PID_FILE.read_text())
-    except (OSError, ValueError):
+        pid, started = record["pid"], record["started"]
+        # 0 and below mean process groups to the system, and true is 1 to Python.
+        is_known = type(pid) is int and pid > 1 and isinstance(record["url"], str) and isinstance(record["folder"], str)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     # The system reuses pids. The start time shows whether this is still the process that we started.
-    return record if start_time(record["pid"]) == record["started"] else None
+    return record if is_known and is_board(pid) and start_time(pid) == started else None
+
+
+def is_board(pid: int) -> bool:
+    """True when process `pid` lives, belongs to this user and is a TensorBoard."""
+    try:
+        process = psutil.Process(pid)
+        return process.uids().real == os.getuid() and MODULE in process.cmdline()
+    except (psutil.Error, OverflowError):
+        return False
 
 
 def start_time(pid: int) -> str:

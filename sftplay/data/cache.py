@@ -60,7 +60,7 @@ def is_sound(folder: Path) -> bool:
     try:
         seal = json.loads((folder / SEAL).read_text(encoding="utf-8"))
         return bool(seal["files"] == _checksums(folder))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

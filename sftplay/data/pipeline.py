@@ -20,6 +20,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.prepare.known_lengths import note_lengths
 from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation
 from sftplay.data.prepare.policies import SIDES, Side
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
@@ -88,6 +89,8 @@ def load_examples(
         inputs = [Input(cfg.data.train_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
+    if len(examples.train):
+        note_lengths(cfg, examples.report)
     if not len(examples.train) and examples.report["files"] != checked:
         raise _nothing_to_learn(cfg.data.train_path, examples.report)
     _check_loss(cfg, examples.report["sources"].get("train"))

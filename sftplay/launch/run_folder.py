@@ -8,18 +8,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sftplay.atomic import locked, write_text
+from sftplay import log
+from sftplay.atomic import examine_object, locked, read_lines, read_object, write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.heartbeat import read_heartbeats
+from sftplay.launch.run_state import SHAPES, is_event, odd_fields
 
-RESOLVED = "config.resolved.yaml"
+RESOLVED, EVENTS = "config.resolved.yaml", "events.jsonl"
+
+SET_ASIDE = ".set-aside"
+"""The folder beside the runs with those that made no step."""
+
+BROKEN = ".broken"
+"""What is added to the name of a small file that was passed over."""
 
 OUT_OF_MEMORY, RESIZED, RESTARTED = "out_of_memory", "resized", "restarted"
 """Events of a run: a step was run again in smaller micro-batches; later attempts have other sizes; an attempt started
@@ -61,15 +71,46 @@ class RunFolder:
         """The folder of the tuned weights; None before they are saved."""
         return next((self.path / kind for kind in ("adapter", "model") if (self.path / kind).is_dir()), None)
 
+    @property
+    def has_made_step(self) -> bool:
+        """True when the run has made an optimizer step. Otherwise a start under its name would lose nothing."""
+        status = self.read_json("status.json")
+        return bool(
+            self.result
+            or status.get("state") == "done"
+            or status.get("step")
+            or any(self.checkpoints.glob("checkpoint-*"))
+            or (self.metrics.exists() and self.metrics.stat().st_size)
+            or any(beat.step > 1 for beat in read_heartbeats(self.logs))  # 1 while the first step is computed
+        )
+
     def create(self) -> None:
-        """Create the folder and make the link `latest` beside it point to it. The caller holds the run's lock.
+        """Create the folder. The caller holds the run's lock.
 
         Raises:
             ConfigError: a run has started here, perhaps after `new_folder` found the name free.
         """
         if self.resolved.exists():
-            raise _name_taken(self.name, str(self.path))
+            raise name_taken(self.name, str(self.path))
         self.logs.mkdir(parents=True, exist_ok=True)
+
+    def set_aside(self) -> RunFolder:
+        """Move the folder below SET_ASIDE, under its name and the time. The caller holds the run's lock.
+
+        Raises:
+            MachineError: it cannot be moved.
+        """
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        target = _first_free(RunFolder(self.path.parent / SET_ASIDE / f"{self.name}-{stamp}"), claim=True).path
+        shutil.rmtree(self.path / "base", ignore_errors=True)  # as large as the model, and merged again from its files
+        try:
+            self.path.rename(target)
+        except OSError as error:
+            raise _not_writable(target, error) from error
+        return RunFolder(target)
+
+    def become_latest(self) -> None:
+        """Make the link `latest` beside the folder point to it. A file of the user's by that name is left alone."""
         latest = self.path.parent / "latest"
         if latest.is_symlink() or not latest.exists():
             scratch = latest.with_name(f".latest-{os.getpid()}")
@@ -80,29 +121,43 @@ class RunFolder:
         write_text(self.path / name, json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The file's object; empty when it does not exist."""
-        try:
-            content: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        return content
+        """The file's object without its odd fields; empty when there is none. `set_broken_aside` says what is odd."""
+        content = read_object(self.path / name)
+        odd = odd_fields(name, content)
+        return {key: value for key, value in content.items() if key not in odd}
+
+    def set_broken_aside(self) -> None:
+        """Rename the run's small files that are broken, and say of each what is wrong. Call it under the run's lock.
+
+        The fields that are whole are written anew.
+        """
+        for name in SHAPES:
+            content, problem = examine_object(self.path / name)
+            if odd := odd_fields(name, content):
+                problem = f"has an odd {', '.join(map(repr, odd))}"
+            if problem:
+                log.say(f"{name} {problem}: passed over, and kept as {name}{BROKEN}", "resume")
+                whole = self.read_json(name)
+                (self.path / name).replace(self.path / f"{name}{BROKEN}")
+                if whole:
+                    self.write_json(name, whole)
+        if broken := read_lines(self.path / EVENTS)[1]:
+            log.say(f"{EVENTS}: line {', '.join(map(str, broken))} cannot be read: passed over", "resume")
 
     def add_event(self, event: str, **facts: Any) -> None:
         """Append an event after the making of plan.json to events.jsonl. Callers: those of `update_status`."""
         attempt = len(self.read_json("status.json").get("attempts", []))
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "attempt": attempt, "event": event, **facts}
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
+        with (self.path / EVENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def read_events(self) -> list[dict[str, Any]]:
         """The lines of events.jsonl, oldest first. Runs of earlier versions have their events in plan.json."""
-        plan, path = self.read_json("plan.json"), self.path / "events.jsonl"
-        events = [{"event": RESIZED}] if plan.get("resized") else []
+        plan = self.read_json("plan.json")
+        events: list[dict[str, Any]] = [{"event": RESIZED}] if plan.get("resized") else []
         events += [{"event": OUT_OF_MEMORY, **shortage} for shortage in plan.get("shortages", [])]
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            with suppress(ValueError):  # a full disk cut the line off
-                events.append(json.loads(line))
-        return events
+        lines, _ = read_lines(self.path / EVENTS)
+        return [each for each in [*events, *lines] if is_event(each)]
 
     @property
     def is_resized(self) -> bool:
@@ -153,6 +208,8 @@ def choose_name(cfg: RunConfig, config_path: str) -> str:
 def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFolder:
     """The folder of a run that has not started yet. With `claim`, a folder named by the time is created here.
 
+    Without `claim` nothing shall start, and a name that is taken is only told.
+
     Raises:
         ConfigError: a run of that name exists.
         MachineError: the folder cannot be created.
@@ -161,8 +218,11 @@ def new_folder(cfg: RunConfig, config_path: str, *, claim: bool = True) -> RunFo
     folder = RunFolder(Path(cfg.output_dir) / name)
     if cfg.run_name is None:
         return _first_free(folder, claim=claim)
-    if folder.resolved.exists():
-        raise _name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+    if folder.resolved.exists() and folder.has_made_step:
+        taken = name_taken(name, f"{cfg.origins.get('run_name', 'default')} run_name")
+        if claim:
+            raise taken
+        log.say(f"note: {taken.what}; a start would be refused ({taken.fix})")
     return folder
 
 
@@ -205,10 +265,12 @@ def find_run(cfg: RunConfig, config_path: str, *, run: str | None = None) -> Run
     return RunFolder(max(runs, key=lambda path: (path / RESOLVED).stat().st_mtime_ns))
 
 
-def has_run(cfg: RunConfig, config_path: str) -> bool:
-    """True when `find_run` would find one."""
-    output = Path(cfg.output_dir)
-    return (output / cfg.run_name / RESOLVED).is_file() if cfg.run_name else bool(_runs_of(config_path, output))
+def has_begun(cfg: RunConfig, config_path: str) -> bool:
+    """True when `find_run` would find a run, and it has made a step."""
+    try:
+        return find_run(cfg, config_path).has_made_step
+    except ConfigError:
+        return False
 
 
 def _runs_of(config_path: str, output: Path) -> list[Path]:
@@ -217,7 +279,8 @@ def _runs_of(config_path: str, output: Path) -> list[Path]:
     return [path for path in output.glob("*") if pattern.fullmatch(path.name) and (path / RESOLVED).is_file()]
 
 
-def _name_taken(name: str, where: str) -> ConfigError:
+def name_taken(name: str, where: str) -> ConfigError:
+    """The refusal to start a run under the name of another one."""
     fix = "continue it with `make resume`, or choose another run_name"
     return ConfigError(f"a run called {name!r} exists", where=where, fix=fix)
 

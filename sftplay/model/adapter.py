@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import nn
 
 from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.model.source import SAFE_COPY, describe_pickle
 from sftplay.model.weights import reason_of, refusing
 
 
@@ -85,13 +87,17 @@ def attach_adapter(model: Any, adapter: Path, *, dropout: float | None = None) -
     """`model` as a PeftModel with the adapter stored in `adapter`, in fp32; one that trains when `dropout` is given.
 
     Raises:
-        MachineError: its files cannot be read, or hold what PEFT cannot use.
+        MachineError: its files cannot be read, or hold what PEFT cannot use, or are a pickle that torch refuses.
     """
-    fix = "correct the files there, or copy the adapter again"
-    with refusing(
-        lambda error: MachineError(f"the adapter cannot be used ({reason_of(error)})", where=str(adapter), fix=fix)
-    ):
+    with refusing(lambda error: _explain(error, adapter)):
         return _attached(model, adapter, dropout=dropout)
+
+
+def _explain(error: Exception, adapter: Path) -> MachineError:
+    if isinstance(error, pickle.UnpicklingError):
+        return MachineError(f"the adapter's pickle {describe_pickle(error)}", where=str(adapter), fix=SAFE_COPY)
+    fix = "correct the files there, or copy the adapter again"
+    return MachineError(f"the adapter cannot be used ({reason_of(error)})", where=str(adapter), fix=fix)
 
 
 def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:

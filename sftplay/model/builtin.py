@@ -22,9 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from sftplay.atomic import locked, whole_folder
 from sftplay.data.template.chatml import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.places import shipped
 
 ROPE_THETA = 10_000.0
-TEXT_DIR = Path(__file__).resolve().parents[2] / "data" / "base"
+TEXT_DIR = shipped("data/base")
 Streams = dict[str, torch.Tensor]
 PRACTICE = "practice.txt"
 SECONDS_BETWEEN_LINES = 5.0

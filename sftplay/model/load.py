@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.log import local_rank
+from sftplay.log import local_rank, status
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
 from sftplay.model.merged_start import keep_merged, merged_start
 from sftplay.model.source import locate
@@ -23,6 +23,7 @@ from sftplay.model.weights import frozen_dtype, open_model
 
 def load_start(cfg: RunConfig, *, source: str | None = None) -> Any:
     """`load_base` by the backend that the run of `cfg` trains with; what answers or measures uses the plain one."""
+    status(f"opening {cfg.model.name}", "model")
     if cfg.tuning.backend != "unsloth":
         return load_base(cfg, source=source)
     cfg = resolve_names(cfg)

@@ -13,6 +13,7 @@ from typing import Any
 
 from sftplay import log
 from sftplay.errors import ConfigError
+from sftplay.places import cache_root
 
 BUILTIN = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -79,6 +80,13 @@ def check_source(name: str, where: str, *, allow_pickle: bool = False) -> None:
     check_pickles(folder, where, allow_pickle=allow_pickle)
 
 
+def describe_pickle(error: Exception) -> str:
+    """Why torch could not open a pickle, in the kit's words: torch's advise to switch its check off."""
+    if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return f"holds more than numbers: opening it would run {found[1]}"
+    return "holds more than numbers" if REFUSED_PICKLE in str(error) else "cannot be read"
+
+
 def check_pickles(folder: Path, where: str, *, allow_pickle: bool) -> None:
     """Refuse weights that are only there as pickles, which can run code when they are opened.
 
@@ -95,6 +103,12 @@ PICKLE_FIX = (
 )
 
 
+SAFE_COPY = "take a copy in safetensors from its maker; the kit never opens such a pickle"
+
+REFUSED_PICKLE = "Weights only load failed"
+"""How torch begins its advice to switch `weights_only` off (torch 2.13, `serialization.py`)."""
+
+
 def read_shape(name: str) -> dict[str, Any]:
     """The model's config.json when it lies on this machine, else an empty dict."""
     path = Path(name) / "config.json"
@@ -104,7 +118,22 @@ def read_shape(name: str) -> dict[str, Any]:
     return {**shape, **shape.get("text_config", {})}
 
 
-BUILTIN_CACHE = Path(".cache") / "builtin"
+def is_quantised(name: str, revision: str | None) -> bool:
+    """Whether the model is published in quantised form. True as well where its config.json is not on this machine."""
+    if name.startswith(BUILTIN):
+        return False
+    path: Path | str | object | None = Path(name) / "config.json"
+    if not Path(name).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(name, "config.json", revision=revision or "main")
+    try:
+        return "quantization_config" in json.loads(Path(str(path)).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+
+
+BUILTIN_CACHE = cache_root() / "builtin"
 
 
 def locate(name: str) -> str:

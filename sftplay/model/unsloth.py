@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from sftplay.config.explain.other_kits import kit_answer
 from sftplay.errors import ConfigError, MachineError
+from sftplay.places import cache_root
 
 CHANGED_BY_IT = ("transformers", "trl", "peft")
 """Libraries that must not be in memory before it: classes imported from them earlier would be the unchanged ones."""
@@ -23,7 +23,7 @@ SETTINGS = {"UNSLOTH_DISABLE_STATISTICS": "1"}
 WATCHED = ("bf16", "fp16", "optim", "gradient_checkpointing", "dataloader_pin_memory")
 """Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
 
-COMPILED = Path(".cache") / "unsloth"
+COMPILED = cache_root() / "unsloth"
 """Where it writes the code that it generates; left alone it uses a folder in the current directory."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from sftplay.config.schema.run import ModelConfig, RunConfig
 from sftplay.errors import ConfigError, MachineError, SftplayError, without_secrets
 from sftplay.log import local_rank
 from sftplay.model.hub import FOLDER_FIX, check_reachable, quieten_hub
-from sftplay.model.source import PICKLE_FIX, is_local, read_shape
+from sftplay.model.source import PICKLE_FIX, REFUSED_PICKLE, SAFE_COPY, describe_pickle, is_local, read_shape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,7 +73,9 @@ def refusing(explain: Callable[[Exception], SftplayError]) -> Iterator[None]:
     except SftplayError:
         raise
     except Exception as error:
-        if os.environ.get(log.FOLLOWED) == log.REDIRECTED:
+        # What torch says of a pickle advises to switch its check off: nobody shall read that.
+        advises = isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error)
+        if os.environ.get(log.FOLLOWED) == log.REDIRECTED and not advises:
             traceback.print_exc()
         raise explain(error) from error
 
@@ -89,6 +92,8 @@ def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> Sftp
     """The refusal for a library's `error` while it opened `model`, with what to do."""
     if refusal := refused_code(error, model):
         return refusal
+    if isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error):
+        return MachineError(f"the model's pickle {describe_pickle(error)}", where=where, fix=SAFE_COPY)
     fix = f"check the name, the connection and the files, {FOLDER_FIX}; the run's log says more"
     if isinstance(error, MemoryError):
         fix = "free memory, or raise the limit that was set (ulimit -v)"

@@ -8,19 +8,59 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from sftplay.atomic import read_object, write_text
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sftplay.atomic import write_text
 
 MARKER = "COMPLETE.json"
+
+NUMBERED = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")
+"""How the Trainer names its checkpoints. Other digits than ASCII's, and steps that no run reaches, are no numbers."""
+
+TOGETHER = ("rows_sha256", "rows", "kit", "data_files", "held_out_sha256", "template_sha256", "tokenizer_sha256")
+"""Fields of a marker that stand together or not at all."""
+
+
+class MarkedFile(BaseModel):
+    """What a marker says of a file."""
+
+    model_config = ConfigDict(strict=True)
+
+    bytes: int
+    sha256: str
+
+
+class Marker(BaseModel):
+    """What `mark_complete` writes, so that nothing else is taken for it. Older runs wrote fewer fields."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0)]
+    files: dict[str, MarkedFile] = {}
+    counters: dict[str, int] = {}
+    world_size: Annotated[int, Field(ge=1)] = 1
+    order_hash: str = ""
+    config: dict[str, Any] = {}
+    weights: dict[str, str | None] = {}
+    kit: str = ""
+    rows: int = 0
+    rows_sha256: str = ""
+    held_out_sha256: str | None = None
+    template_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    data_files: dict[str, str | None] = {}
 
 
 def step_of(checkpoint: Path) -> int:
     """N of `checkpoint-N`; for a folder with another name the step in its marker."""
-    number = checkpoint.name.rpartition("checkpoint-")[2]
-    return int(number) if number.isdigit() else int(read_marker(checkpoint)["step"])
+    match = NUMBERED.fullmatch(checkpoint.name)
+    return int(match[1]) if match else int(read_marker(checkpoint)["step"])
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
@@ -41,15 +81,34 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
     """The content of the marker; empty for a checkpoint that does not count."""
-    return read_object(checkpoint / MARKER)
+    content, _ = _read_marker(checkpoint)
+    return content
+
+
+def _read_marker(checkpoint: Path) -> tuple[dict[str, Any], str]:
+    """The marker's content, empty where anything in it is odd; and what that is."""
+    try:
+        content = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+        Marker.model_validate(content)
+    except ValidationError as error:
+        place = error.errors(include_url=False)[0]["loc"]
+        return {}, f"{MARKER} has an odd {place[0]!r}" if place else f"no readable {MARKER}"
+    except (OSError, ValueError, RecursionError):
+        return {}, f"no readable {MARKER}"
+    lacking = [name for name in TOGETHER if name not in content]
+    if 0 < len(lacking) < len(TOGETHER) and "rows_sha256" not in lacking:
+        return {}, f"{MARKER} lacks {lacking[0]!r}"
+    return content, ""
 
 
 def find_damage(checkpoint: Path) -> str:
-    """The missing or changed file of a checkpoint that is marked complete; empty when it has no damage."""
-    files = read_marker(checkpoint).get("files")
-    if not files:
-        return f"no readable {MARKER}"
-    for name, expected in files.items():
+    """What is wrong with a checkpoint that is marked complete, such as a changed file; empty when it has no damage."""
+    marker, problem = _read_marker(checkpoint)
+    if problem or not marker.get("files"):
+        return problem or f"no readable {MARKER}"
+    if marker["step"] != step_of(checkpoint):
+        return f"{MARKER} is of step {marker['step']}"
+    for name, expected in marker["files"].items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
@@ -63,8 +122,8 @@ def find_damage(checkpoint: Path) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All `checkpoint-N` in `folder`, oldest first, complete or not."""
-    checkpoints = (path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit())
-    return sorted(filter(Path.is_dir, checkpoints), key=step_of)
+    found = [p for p in folder.glob("checkpoint-*") if p.is_dir() and NUMBERED.fullmatch(p.name)]
+    return sorted(found, key=step_of)
 
 
 def is_marked(checkpoint: Path) -> bool:
@@ -77,11 +136,16 @@ def list_marked(folder: Path) -> list[Path]:
     return list(filter(is_marked, list_checkpoints(folder)))
 
 
-def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint without damage, and a line for each newer one that is passed over."""
-    passed_over: list[str] = []
-    for checkpoint in reversed(list_checkpoints(folder)):
-        damage = find_damage(checkpoint)
+def newest_complete(folder: Path, check: Callable[[Path], str] = lambda _: "") -> tuple[Path | None, list[str]]:
+    """The newest undamaged complete checkpoint, and a line for each folder that was passed over before it.
+
+    `check` says what else is wrong with an undamaged one; nothing when it returns an empty text.
+    """
+    numbered = list_checkpoints(folder)
+    strange = sorted(p.name for p in folder.glob("checkpoint-*") if p.is_dir() and p not in numbered)
+    passed_over = [f"{name!r} is passed over: its name ends with no number of steps" for name in strange]
+    for checkpoint in reversed(numbered):
+        damage = find_damage(checkpoint) or check(checkpoint)
         if not damage:
             return checkpoint, passed_over
         passed_over.append(f"{checkpoint.name} is passed over: {damage}")

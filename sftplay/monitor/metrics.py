@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from sftplay import log
-from sftplay.atomic import write_text
+from sftplay.atomic import read_lines, write_text
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
 from sftplay.monitor.observer import Observer
@@ -65,13 +66,13 @@ class MetricsWriter(Observer):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         now = time.monotonic()
-        if now - self._shown_at < PROGRESS_EVERY_S:
-            return
+        if control.should_log or now - self._shown_at < PROGRESS_EVERY_S:
+            return  # a step whose line of metrics follows is shown with the loss of that line
         tokens = self.trainer.counts.tokens
         speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)
         self._shown_at, self._shown_tokens = now, tokens
-        loss = float(self.trainer.last_loss)
-        log.status(f"step {state.global_step}/{state.max_steps}  loss {loss:.3f}  {format_count(speed)} tokens/s")
+        rate = self.trainer.lr_scheduler.get_last_lr()[0]
+        show_step(state, figures(float(self.trainer.last_loss), rate, tokens_per_s=speed))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" not in logs:
@@ -129,12 +130,10 @@ class MetricsWriter(Observer):
 
     def _print(self, line: dict[str, Any], state: Any) -> None:
         mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
-        print_progress(
-            state,
-            state.logging_steps,
-            text=f"step {line['step']}/{state.max_steps}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  "
-            f"{format_count(line['tokens_per_s'])} tokens/s  padding {line['padding_share']:.0%}{mfu}",
-        )
+        shown = figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
+        text = f"{shown}  padding {line['padding_share']:.0%}{mfu}"
+        print_progress(state, state.logging_steps, text=f"step {line['step']}/{state.max_steps}  {text}")
+        show_step(state, shown)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if log.is_main():
@@ -152,12 +151,20 @@ class MetricsWriter(Observer):
             log.say(comparison)
 
 
+def figures(loss: float, rate: float, *, tokens_per_s: float) -> str:
+    """A step's figures, rounded alike wherever they are shown."""
+    return f"loss {loss:.4f}  rate {rate:.2e}  {format_count(tokens_per_s)} tokens/s"
+
+
+def show_step(state: Any, text: str) -> None:
+    """Show how far the run is."""
+    log.progress(state.global_step, state.max_steps, what="step", text=text)
+
+
 def print_progress(state: Any, every: float, *, text: str) -> None:
-    """Print `text`, which comes every `every` steps, about twenty times a run; otherwise show it as progress."""
+    """Print `text`, which comes every `every` steps, about twenty times a run."""
     stride = max(1, int(state.max_steps // (SHOWN_LINES * max(1, every)))) * max(1, int(every))
-    if state.global_step % stride and state.global_step != state.max_steps:
-        log.status(text)
-    else:
+    if not state.global_step % stride or state.global_step == state.max_steps:
         log.say(text)
 
 
@@ -205,19 +212,20 @@ def compare_memory(memory: dict[str, int]) -> str:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short."""
+    """Remove what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short.
+
+    Lines that are broken otherwise are named, and the file that has them is kept beside the new one.
+    """
     for evaluation in (path.parent / "eval").glob("step-*.json"):
         number = evaluation.stem.removeprefix("step-")
         if number.isdecimal() and int(number) > step:
             evaluation.unlink()
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["step"] <= step:
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
+    records, broken = read_lines(path)
+    whole = [record for record in records if type(record.get("step")) is int]
+    if broken or len(whole) < len(records):
+        shutil.copyfile(path, path.with_name(f"{path.name}.broken"))
+        what = f"line {', '.join(map(str, broken))}" if broken else "a line without a step"
+        log.say(f"{path.name}: {what} cannot be read: passed over, and kept in {path.name}.broken", "resume")
+    write_text(path, "".join(f"{json.dumps(record)}\n" for record in whole if record["step"] <= step))

@@ -32,6 +32,7 @@ class StepTrainer(TrainerView, Protocol):
     heartbeat: Heartbeat
     counts: StepCounts
     last_loss: Any
+    lr_scheduler: Any
     micro_batcher: Any
     replay: Any
 

@@ -59,22 +59,6 @@ class Shortage:
     """The allocator's first line."""
 
 
-class RandomState:
-    """The state of this rank's random numbers: torch's on the CPU and on this process's GPU.
-
-    The gradient scaler needs no copy. Its state changes only when gradients are unscaled, after the last micro-batch.
-    """
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-
-
 class Agreement:
     """Lets all ranks know that one of them ran out of memory. Its few bytes are allocated in advance."""
 

@@ -148,6 +148,17 @@ def test_only_the_exact_sum_over_the_ranks_passes(monkeypatch: pytest.MonkeyPatc
         rank.check_sum(4096, cpu, reduce=lambda buffer: buffer.copy_(buffer.roll(1) * 6))
 
 
+def test_every_size_and_a_whole_bucket_are_exchanged_in_fp32_and_the_bucket_in_fp16_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank, "SIZES_BYTES", (4096, 16384))
+    exchanged: set[tuple[torch.dtype, int]] = set()
+    rank.sweep(torch.device("cpu"), lambda buffer: exchanged.add((buffer.dtype, buffer.nbytes)))
+    bucket = 25 * 2**20  # torch's DistributedDataParallel, bucket_cap_mb
+    fp32, fp16 = torch.float32, torch.float16
+    assert exchanged == {(fp32, 4096), (fp32, 16384), (fp32, bucket), (fp16, bucket // 2)}
+
+
 def test_bandwidth_is_what_a_ring_of_the_ranks_carries():
     # 64 MB in 0.1 s: 640 MB/s go in; a ring of 4 sends each byte 2 x 3 / 4 = 1.5 times, one of 2 once.
     each = Exchange(64_000_000, 0.1)

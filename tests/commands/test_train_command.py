@@ -11,10 +11,12 @@ import pytest
 
 from sftplay.atomic import write_text
 from sftplay.cli import main
+from sftplay.commands.train import train as train_command
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import DataConfig, ModelConfig, RunConfig
 from sftplay.control import start
 from sftplay.control.resume import find_changes
+from sftplay.errors import MachineError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.plan.sizing.size_run import size_run
@@ -101,6 +103,125 @@ def test_checkpoint_given_as_a_path_names_its_run(
     words = [f"train.resume={at}", "--nproc", "2", "--dry-run"]
     assert main(["train", "--config", str(stopped), *words]) == 0
     assert str(tmp_path / "outputs" / "run") in capsys.readouterr().out
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """In place of the workers: writes the first of these into status.json and ends with its exit code."""
+    endings: list[dict[str, object]] = []
+
+    def follow(_command: object, folder: RunFolder, **_: object) -> object:
+        folder.update_status(**endings[0])
+        return endings.pop(0)["exit_code"]
+
+    monkeypatch.setattr(start, "follow", follow)
+    return endings
+
+
+def refused(code: int) -> dict[str, object]:
+    return {"state": "failed", "exit_code": code, "error": {"code": "data", "what": "row 40 is bad", "fix": "mend it"}}
+
+
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_refusal_before_the_first_step_leaves_neither_a_run_nor_another_latest_and_its_name_is_free(
+    code: int, write_config: Callable[..., Path], refusing: list[dict[str, object]], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    output = tmp_path / "outputs"
+    RunFolder(output / "before").create()
+    RunFolder(output / "before").become_latest()
+    refusing += [refused(code), {"state": "failed", "exit_code": 1}, {"state": "done", "exit_code": 0}]
+    assert main(["train", "--config", str(write_config()), "--json"]) == code
+    assert sorted(path.name for path in output.iterdir()) == [".set-aside", "before", "latest"]
+    assert str((output / "latest").readlink()) == "before"
+    (kept,) = (output / ".set-aside").iterdir()
+    told = capsys.readouterr()
+    assert f"no step was made: the name run is free, and this start is kept in {kept}" in told.err
+    assert json.loads(told.out)["run"] == str(kept)
+    assert RunFolder(kept).read_json("status.json")["error"]["what"] == "row 40 is bad"
+    assert "row 40 is bad" in (kept / "report.html").read_text()
+    for code in (1, 0):  # a bug before the first step stays where it is until the next start
+        assert main(["train", "--config", str(write_config(data__on_bad_row="skip"))]) == code
+        assert (output / "run" / "config.resolved.yaml").is_file()
+    assert len(list((output / ".set-aside").iterdir())) == 2
+
+
+def test_refusal_of_the_command_or_of_the_probe_leaves_nothing_that_takes_a_name(
+    write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise MachineError("no room")
+
+    config = write_config(run_name=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_command, "build_command", refuse)
+        assert main(["train", "--config", str(config)]) == 3
+    assert list((tmp_path / "outputs").iterdir()) == []
+    monkeypatch.setattr(train_command, "size_by_probe", refuse)
+    assert main(["train", "--config", str(config)]) == 3
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == [".set-aside"]
+
+
+def test_run_that_made_a_step_stays_where_it_is_when_a_resume_is_refused(
+    write_config: Callable[..., Path], refusing: list[dict[str, object]], tmp_path: Path
+):
+    refusing += [{"state": "stopped", "exit_code": 143, "step": 2}, refused(4)]
+    config = write_config()
+    assert main(["train", "--config", str(config)]) == 143
+    assert main(["resume", "--config", str(config)]) == 4
+    assert (tmp_path / "outputs" / "run" / "config.resolved.yaml").is_file()
+    assert main(["train", "--config", str(config)]) == 2
+
+
+def test_run_without_a_step_is_begun_anew_by_train_with_resume_auto_even_after_the_config_has_changed(
+    write_config: Callable[..., Path], refusing: list[dict[str, object]], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    refusing += [{"state": "failed", "exit_code": 5}, {"state": "done", "exit_code": 0}]
+    assert main(["train", "--config", str(write_config())]) == 5
+    config = write_config(seed=7, train__resume="auto")
+    capsys.readouterr()
+    assert main(["resume", "--config", str(config)]) == 2
+    assert "restore it, or `make train`: this start made no step" in capsys.readouterr().err
+    assert main(["train", "--config", str(config)]) == 0
+    assert load_config(tmp_path / "outputs" / "run" / "config.resolved.yaml").seed == 7
+
+
+BROKEN = {
+    "status.json": [
+        (b"[]", "holds no JSON object", {}),
+        (b"\xff\xfe", "is no JSON", {}),
+        (b'{"step": 1, "attempts": 5, "pid": "x"}', "has an odd 'attempts', 'pid'", {"step": 1}),
+        (b'{"error": "no", "ranks": [1], "step": 2}', "has an odd 'error', 'ranks'", {"step": 2}),
+        (b'{"attempts": [{"cause": 1}], "exit_code": true}', "has an odd 'attempts', 'exit_code'", {}),
+    ],
+    "plan.json": [
+        (b"{", "is no JSON", {}),
+        (b'{"shortages": [3], "resized": 1, "world_size": 2}', "has an odd 'resized', 'shortages'", {"world_size": 2}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said", "kept"), [(n, *case) for n, cases in BROKEN.items() for case in cases]
+)
+def test_small_file_that_is_broken_is_named_kept_and_passed_over_by_a_resume(
+    name: str, content: bytes, said: str, kept: dict[str, object], stopped: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    folder = RunFolder(tmp_path / "outputs" / "run")
+    folder.write_json("plan.json", {"world_size": 2})
+    (folder.path / name).write_bytes(content)
+    (folder.path / "events.jsonl").write_bytes(b'[]\n{"event": 5}\n\xff\n{"event": "out_of_memory"}\n')
+    found: list[dict[str, object]] = []
+    monkeypatch.setattr(start, "follow", lambda *_, **__: found.append(folder.read_json(name)) or 0)
+    assert main(["resume", "--config", str(stopped), "--nproc", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{name} {said}: passed over, and kept as {name}.broken" in printed
+    assert "events.jsonl: line 1, 3 cannot be read: passed over" in printed
+    assert (folder.path / f"{name}.broken").read_bytes() == content
+    assert kept.items() <= found[0].items()
+    assert folder.read_json("plan.json")["world_size"] == 2
 
 
 def test_run_without_a_checkpoint_may_start_anew_on_another_number_of_processes(

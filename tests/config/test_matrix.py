@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from sftplay.config.load import load_config
-from sftplay.config.rules.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, rows
+from sftplay.config.rules.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, as_table, rows
 from sftplay.config.schema.cluster import Strategy
 from sftplay.config.schema.run import Precision, TuningConfig
 from sftplay.errors import ConfigErrors
@@ -102,3 +102,16 @@ def test_a_deepspeed_file_without_zero_is_refused():
 def test_unsloth_under_a_strategy_of_several_processes_is_refused():
     with pytest.raises(ConfigErrors, match="trains in one"):
         load_config(RUN, ["cluster.strategy=zero2", "tuning.backend=unsloth"])
+
+
+def test_the_matrix_of_a_terminal_is_aligned_and_keeps_to_its_width():
+    lines = as_table(80).splitlines()
+    assert max(map(len, lines)) <= 80
+    header, rows_shown = lines[1], lines[2 : 2 + len(STRATEGIES)]
+    starts = [place for place in range(len(header)) if header[place - 1 : place] == " " and header[place] != " "]
+    assert len(starts) == len(METHODS) * len(PRECISIONS)
+    for strategy, line in zip(STRATEGIES, rows_shown, strict=True):
+        assert line.startswith(strategy)
+        words = [line[start : start + 4].strip() for start in starts]
+        states = [cell.state for method in METHODS for cell in TABLE[method, strategy]]
+        assert words == [{"works": "yes", "gpu": "gpu", "blocked": "no"}[state] for state in states]

@@ -45,6 +45,7 @@ REFUSED = {
     ),
     "run_name: a/b": ("run_name", "'a/b' is a path, not a name of a folder", "output_dir"),
     "run_name: 'a\\b'": ("run_name", "is a path", "output_dir"),
+    "run_name: .set-aside": ("run_name", "'.set-aside' keeps starts", "choose another name"),
     "run_name: .": ("run_name", "'.' is a path", "output_dir"),
     "run_name: ..": ("run_name", "'..' is a path", "output_dir"),
     "run_name: ''": ("run_name", "is empty", "leave the key out"),

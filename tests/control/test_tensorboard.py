@@ -151,6 +151,44 @@ def test_a_process_that_merely_has_the_old_pid_is_left_alone(tmp_path, monkeypat
     assert not RECORD.exists()
 
 
+WHOLE = {"url": "http://127.0.0.1:1", "folder": "outputs"}
+UNFIT_RECORDS = {
+    "this process group": {**WHOLE, "pid": 0, "started": ""},
+    "every process": {**WHOLE, "pid": -1, "started": ""},
+    "init": {**WHOLE, "pid": 1, "started": tensorboard.start_time(1)},
+    "true": {**WHOLE, "pid": True, "started": tensorboard.start_time(1)},
+    "a pid no system has": {**WHOLE, "pid": 2**70, "started": ""},
+    "a pid in words": {**WHOLE, "pid": "2", "started": ""},
+    "a pid with a fraction": {**WHOLE, "pid": float(os.getpid()), "started": tensorboard.start_time(os.getpid())},
+    "no TensorBoard": {**WHOLE, "pid": os.getpid(), "started": tensorboard.start_time(os.getpid())},
+    "one without an address": {"pid": os.getpid(), "started": tensorboard.start_time(os.getpid())},
+    "a list": [],
+    "a number": 7,
+    "null": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("record", UNFIT_RECORDS)
+def test_a_pid_file_that_names_anything_else_stops_nothing(tmp_path, monkeypatch, record):
+    monkeypatch.chdir(tmp_path)
+    RECORD.parent.mkdir()
+    RECORD.write_text(json.dumps(UNFIT_RECORDS[record]))
+    sent = []
+    monkeypatch.setattr(tensorboard.os, "kill", lambda *signalled: sent.append(signalled))
+    assert stop(None) == 0
+    assert sent == []
+    assert not RECORD.exists()
+
+
+def test_a_process_of_somebody_else_is_not_ours(monkeypatch):
+    words = [sys.executable, "-c", "import time; time.sleep(60)", tensorboard.MODULE]
+    with subprocess.Popen(words) as other:
+        assert tensorboard.is_board(other.pid)
+        monkeypatch.setattr(tensorboard.os, "getuid", lambda: 12345)
+        assert not tensorboard.is_board(other.pid)
+        other.kill()
+
+
 def test_a_port_in_use_is_passed_over_and_when_all_are_the_machine_lacks_one(monkeypatch):
     monkeypatch.setattr("sftplay.machine.ports.PORTS_TRIED", 1)
     with socket.socket() as taken:

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from sftplay.data.inspect.display import (
     decoded,
-    has_colours,
     learned_texts,
     legend,
     marked,
@@ -20,6 +19,7 @@ from sftplay.data.inspect.display import (
     stretches,
     visible,
 )
+from sftplay.terminal.colours import has_colours
 
 COLOUR = re.compile("\x1b\\[[0-9;]*m")
 

@@ -150,6 +150,15 @@ def test_a_figure_that_is_not_finite_or_missing_has_no_difference_and_stays_json
     json.dumps(comparison, allow_nan=False)
 
 
+def test_a_run_that_failed_before_it_noted_its_machine_is_not_said_to_have_another(copies: list[RunFolder]):
+    (copies[1].path / "manifest.json").unlink()
+    comparison = compare_runs(*copies)
+    text = " | ".join(comparison["warnings"])
+    assert "it is not known on which machine run b ran" in text
+    assert "machines differ" not in text
+    assert comparison["versions"] == []
+
+
 def test_a_folder_without_anything_compares_as_nothing_known(copies: list[RunFolder], tmp_path: Path):
     (tmp_path / "empty").mkdir()
     comparison = compare_runs(copies[0], RunFolder(tmp_path / "empty"))

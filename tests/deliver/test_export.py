@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,15 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from in_process import Finished, Inputs, train
+from markdown_it import MarkdownIt
 from peft import AutoPeftModelForCausalLM, PeftModel
 from processes import HANG_S
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sftplay.config.load import load_config
-from sftplay.deliver.export.export import Cleaner, export, read_licence
+from sftplay.deliver.export.export import Cleaner, export, public_run, read_licence
+from sftplay.deliver.export.model_card import write_adapter_card, write_card
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 
@@ -124,6 +129,57 @@ def test_card_has_a_front_matter_the_hub_reads_and_the_runs_figures(run: Finishe
     assert f"{report['tokens']:,}" in text
     assert "| transformers | 5." in text
     assert "r 4, alpha 8" in text
+
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "<script>alert(1)</script>",
+    "![x](https://x.org/y.png)",
+    "[click](javascript:alert(1))",
+    "a | b |\n\n# head\n\n| c",
+    "`code` ``more`` ```\n<b>bold</b>\n```",
+    "&lt;img&gt; &amp; $x$ ~~y~~ **z**",
+    "\\`<i>x</i>\\`",
+    "right\u202eleft\x07bell",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_name_or_version_becomes_more_than_text_in_the_card(name: str, run: Finished, tmp_path: Path):
+    public = public_run(run.cfg, run.folder)
+    cfg = public.cfg.with_values({"model.name": name, "model.revision": name}, "test")
+    manifest = {"kit": name, "git_commit": name, "machine": {"libraries": {name: name}}}
+    report = {**public.data_report, "sources": {name: public.data_report, "b": public.data_report}}
+    figures = {name: {"loss": 1.0, name: 2.0}}
+    hostile = replace(public, name=name, cfg=cfg, licence=name, manifest=manifest, data_report=report, figures=figures)
+    write_card(hostile, tmp_path / "README.md")
+    write_adapter_card(tmp_path / "adapter.md", name=name, base=name)
+    for path, n_tables in ((tmp_path / "README.md", 4), (tmp_path / "adapter.md", 0)):
+        card = ModelCard.load(path)
+        page = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(card.text)
+        tags = set(re.findall(r"<([a-z0-9]+)", page))
+        assert tags <= {"h1", "h2", "p", "strong", "code", "pre", "table", "thead", "tbody", "tr", "th", "td"}
+        assert (page.count("<h1>"), page.count("<table>")) == (1, n_tables)
+        assert page.count("<strong>") <= 2
+        shown = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())
+        assert html.escape(shown) in page
+        assert not {"\u202e", "\x07"} & set(card.text)
+
+
+def test_weights_can_be_read_by_whom_the_umask_lets_read(run: Finished, exported: Path, tmp_path: Path):
+    (tmp_path / "new").touch()
+    expected = stat.S_IMODE((tmp_path / "new").stat().st_mode)
+    for folder in (exported, run.folder.path / "adapter", run.folder.checkpoints):
+        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+        assert modes == dict.fromkeys(modes, expected)
+        assert any(path.suffix == ".safetensors" for path in modes)
+
+
+def test_the_card_of_a_runs_adapter_names_no_place_of_this_machine(run: Finished):
+    text = (run.folder.path / "adapter" / "README.md").read_text()
+    assert "secret place" not in text
+    assert "More Information Needed" not in text
+    assert ModelCard(text).data.library_name == "peft"
 
 
 def test_nothing_in_it_names_a_place_of_this_machine_or_a_secret(run: Finished, exported: Path):

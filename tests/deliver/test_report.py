@@ -8,13 +8,14 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,15 @@ from sftplay.deliver.report.figures import change, format_figure, interval
 from sftplay.deliver.report.history import read_history, thin
 from sftplay.deliver.report.page import ENVIRONMENT, render
 from sftplay.deliver.report.remarks import find_remarks
-from sftplay.deliver.report.report import write_report
+from sftplay.deliver.report.report import even_columns, write_report
 from sftplay.deliver.report.run_files import read_run_files
 from sftplay.deliver.report.sample import FILE, masked_sample, write_masked_sample
+from sftplay.deliver.report.sections import evaluation_bars
 from sftplay.launch.run_folder import RunFolder
 
 CURVES = {
     "loss", "held_out_loss", "learning_rate", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "step_s",
-    "communication_max_s", "exposed_communication_share", "model_tflops_per_s", "peak_rss_bytes", "padding_share",
+    "model_tflops_per_s", "peak_rss_bytes", "padding_share",
 }  # fmt: skip
 
 
@@ -153,7 +155,7 @@ def test_the_masked_sample_shows_what_is_learned_and_only_that(run: Finished):
 def test_a_run_that_was_resumed_has_its_attempts_marked(run: Finished):
     page = write_report(run.folder).read_text(encoding="utf-8")
     charts = page.count('<figure class="chart')
-    assert page.count('class="resume" x1="625"') == charts == 9  # step 5 of an axis of 8, in thousandths
+    assert page.count('class="resume" x1="625"') == charts == 8  # step 5 of an axis of 8, in thousandths
     assert "Attempt 1 ran from step 0 to 5: SIGTERM." in page
 
 
@@ -288,6 +290,84 @@ def test_rows_that_were_lost_and_checkpoints_that_do_not_count_are_warned_of(fol
         "warn: 8 steps in all are few",
     ):
         assert part in text
+
+
+def course(folder: RunFolder, steps: int = 30, **curves: Callable[[int], float]) -> None:
+    """A metrics.jsonl whose figures follow these curves."""
+    lines = [{"step": n, **{key: curve(n) for key, curve in curves.items()}} for n in range(1, steps + 1)]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_throughput_that_collapses_is_said_and_a_slow_first_line_is_not(folder: RunFolder):
+    course(folder, tokens_per_s=lambda n: 1000.0 if n < 21 else 400.0, loss=lambda n: 3.0 / n)
+    assert "warn: Throughput collapsed: 1,000 → 400 tokens a second" in sentences(folder)
+    course(folder, tokens_per_s=lambda n: 100.0 if n == 1 else 1000.0 - 10 * n, loss=lambda n: 3.0 / n)
+    assert "Throughput" not in sentences(folder)
+
+
+def test_a_loss_that_does_not_move_is_said(folder: RunFolder):
+    course(folder, loss=lambda n: 3.0 - 0.0001 * n + 0.01 * (-1) ** n)
+    assert "warn: The training loss hardly moved: " in sentences(folder)
+    course(folder, loss=lambda n: 3.0 - 0.01 * n)
+    assert "hardly moved" not in sentences(folder)
+    course(folder, steps=6, loss=lambda n: 3.0)
+    assert "hardly moved" not in sentences(folder)
+
+
+def test_one_noisy_line_at_an_end_is_no_loss_that_rose(folder: RunFolder):
+    course(folder, loss=lambda n: 5.0 if n == 30 else 3.0 - 0.05 * n)
+    assert "did not fall" not in sentences(folder)
+    course(folder, loss=lambda n: 3.0 + 0.05 * n)
+    assert "warn: The training loss did not fall" in sentences(folder)
+
+
+@pytest.mark.parametrize(("key", "held"), [("peak_rss_bytes", 1200.0), ("peak_bytes", 1100.0)])
+def test_memory_above_the_plan_is_said_and_shown_beside_it(folder: RunFolder, key: str, held: float):
+    # On a GPU the process beside the allocator is no part of either figure: 1200 MiB planned are 1000 of the allocator.
+    folder.write_json("plan.json", {"peak_bytes": 1200 * 2**20, "components": {"runtime": 200 * 2**20}})
+    limit = 1200 if key == "peak_rss_bytes" else 1000
+    for factor, is_above in ((1.0, held > limit), (1.2, True), (0.5, False)):
+        course(folder, **{key: lambda n, factor=factor: factor * held * 2**20})
+        assert ("Peak memory was above the plan" in sentences(folder)) == is_above
+        page = page_of(folder)
+        assert "Memory, planned and held" in page.text
+        assert f"{factor * held / limit:.0%}" in page.text
+        assert ("data-series", "planned_bytes") in page.attributes
+
+
+def test_charts_of_several_processes_and_of_nothing_are_left_out_for_one(folder: RunFolder):
+    course(folder, loss=lambda n: 3.0 / n, communication_max_s=lambda n: 0.5, exposed_communication_share=lambda n: 0.2,
+           padding_share=lambda n: 0.0)  # fmt: skip
+    series = {value for name, value in page_of(folder).attributes if name == "data-series"}
+    assert not series & {"communication_max_s", "exposed_communication_share", "padding_share"}
+    folder.write_json("plan.json", {"world_size": 2})
+    series = {value for name, value in page_of(folder).attributes if name == "data-series"}
+    assert series >= {"communication_max_s", "exposed_communication_share"}
+
+
+def test_every_chart_names_its_axes(run: Finished):
+    page = write_report(run.folder).read_text(encoding="utf-8")
+    n_charts = page.count('<figure class="chart')
+    titles = re.findall(r'<div class="unit" aria-hidden="true">([^<]+)</div>', page)
+    assert len(titles) == n_charts == page.count('<div class="unit steps" aria-hidden="true">step</div>')
+    assert titles[0] == "nats a token"
+
+
+def test_metrics_before_and_after_are_bars_of_their_length(folder: RunFolder):
+    folder.write_json("eval/before.json", {"n": 40, "exact_match": 0.25, "loss": 4.0, "perplexity": 54.6})
+    folder.write_json("eval/after.json", {"n": 40, "exact_match": 0.75, "loss": 1.0, "perplexity": 2.7})
+    bars = {
+        each.name: [(side, width) for side, width, _ in each.rows] for each in evaluation_bars(read_run_files(folder))
+    }
+    assert bars == {
+        "Exact match": [("before", "25.0%"), ("after", "75.0%")],
+        "Loss": [("before", "100.0%"), ("after", "25.0%")],
+    }
+
+
+@pytest.mark.parametrize(("count", "columns"), [(6, 6), (7, 4), (8, 4), (9, 3), (10, 5), (5, 5), (1, 3)])
+def test_tiles_stand_in_rows_with_the_fewest_gaps(count: int, columns: int):
+    assert even_columns(count) == columns
 
 
 JSON = st.recursive(
@@ -695,6 +775,9 @@ def test_pointing_at_a_curve_tells_the_value_there(run: Finished, browser: Brows
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + width * step / 8, y=top + 20)
         text = browser.js("document.querySelector('.legend span').textContent")
         assert float(text.removesuffix(f" at step {step}")) == pytest.approx(run.losses[step - 1], rel=1e-4)
+        tip = browser.js("document.querySelector('.tip').innerText").splitlines()
+        assert tip[0] == f"step {step}"
+        assert float(tip[1].removeprefix("training ")) == pytest.approx(run.losses[step - 1], rel=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -708,6 +791,30 @@ def test_the_page_fits_its_screen_and_every_text_can_be_read(run: Finished, brow
     assert too_pale == []
     is_white = browser.js("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert is_white == (scheme == "light")
+
+
+BROKEN_WORDS = """
+[...document.querySelectorAll('td code, th code')].filter(e => e.checkVisibility() && !/\\s/.test(e.textContent)
+  && e.textContent.length < 40 && e.getClientRects().length > 1).map(e => e.textContent)
+"""
+"""Words in tables that take more than one line although they would fit into one."""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_tiles_are_even_and_no_word_in_a_table_is_broken(run: Finished, browser: Browser, width: int):
+    browser.look(width, 844)
+    browser.open(write_report(run.folder))
+    assert browser.js(BROKEN_WORDS) == []
+    sizes = browser.js("[...document.querySelectorAll('.keys div')].map(e => { const b = e.getBoundingClientRect();"
+                       " return [Math.round(b.top), Math.round(b.width), Math.round(b.height)] })")  # fmt: skip
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for top, *size in sizes:
+        rows.setdefault(top, []).append(tuple(size))
+    assert all(len(set(row)) == 1 for row in rows.values())
+    widths = browser.js("[...document.querySelectorAll('#evaluation ~ .wide')].map(e => ["
+                        "e.querySelector('table').offsetWidth, e.clientWidth])")  # fmt: skip
+    assert widths
+    assert all(table >= place - 1 for table, place in widths)
 
 
 def test_on_paper_nothing_is_hidden_behind_a_click_and_all_is_dark_on_white(run: Finished, browser: Browser):

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from processes import HANG_S, is_alive, wait_until
 from transformers import AutoTokenizer, GenerationConfig
 
 from sftplay.deliver.export import server as serving
+from sftplay.deliver.export.gate import TOKEN
 from sftplay.deliver.export.serve import make_hub_cache, served_name, server_config, whole_model
 from sftplay.deliver.export.server import build_server, choose_port, choose_server, run_server
 from sftplay.errors import ConfigError, MachineError, RunError
@@ -77,7 +80,8 @@ def started(run: Finished) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
     with output.open("w") as handle:
         process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(run.folder.path), str(port)], cwd=ROOT, stdin=subprocess.DEVNULL,
-            stdout=handle, stderr=handle, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": "/nowhere"},
+            stdout=handle, stderr=handle,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": "/nowhere", TOKEN: "sesame"},
         )  # fmt: skip
     wait_until(lambda: "answers" in output.read_text() or process.poll() is not None)
     assert process.poll() is None, output.read_text()
@@ -90,7 +94,7 @@ def started(run: Finished) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]
 def client(started: Any) -> Any:
     import openai
 
-    return openai.OpenAI(base_url=f"http://{HOST}:{started[1]}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"http://{HOST}:{started[1]}/v1", api_key="sesame", max_retries=0)
 
 
 def plain_answer(run: Finished, messages: list[dict[str, str]], tokens: int) -> str:
@@ -142,6 +146,55 @@ def test_list_of_models_is_the_run_alone_and_another_name_is_refused(client: Any
     assert [model.id for model in client.models.list().data] == [NAME]
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="gpt", messages=QUESTION)
+
+
+def answer_to(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    """Status and body of one request, as no client of ours would send it."""
+    known = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
+    method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+    with closing(HTTPConnection(HOST, port, timeout=120)) as connection:
+        connection.request(method, path, content, known | headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+
+
+@needs_server
+@pytest.mark.slow
+def test_real_server_lets_in_a_client_of_chat_only(started: Any, run: Finished):
+    port = started[1]
+    asked = {"model": NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 6}
+    assert answer_to(port, "/load_model", {"model": str(run.folder.path)})[0] == 404
+    assert answer_to(port, "/openapi.json")[0] == 404
+    assert answer_to(port, "/v1/models", Host="attacker.example")[0] == 403
+    assert answer_to(port, "/v1/models", Authorization="Bearer open")[0] == 401
+    for wrong in (
+        {"max_tokens": -1},
+        {"temperature": float("nan")},
+        {"n": 2},
+        {"messages": None},
+        {"max_tokens": 10**6},
+    ):
+        assert answer_to(port, "/v1/chat/completions", {**asked, **wrong})[0] == 400
+    listed = json.loads(answer_to(port, "/v1/models")[1])["data"]
+    assert [(model["id"], type(model["created"])) for model in listed] == [(NAME, int)]
+    status, stream = answer_to(port, "/v1/chat/completions", {**asked, "stream": True})
+    assert (status, stream.endswith("data: [DONE]\n\n")) == (200, True)
+    assert "Traceback" not in (run.folder.logs / "serve.log").read_text()
+
+
+@needs_server
+@pytest.mark.slow
+def test_an_answer_ends_before_its_stop_text_and_after_as_many_tokens_as_were_asked_for(client: Any):
+    asked = {"model": NAME, "messages": QUESTION, "temperature": 0}
+    whole = client.chat.completions.create(**asked, max_completion_tokens=12)
+    assert whole.usage.completion_tokens == 12
+    text = whole.choices[0].message.content
+    stop = text[4:6]
+    expected = text[: text.find(stop)]
+    found = client.chat.completions.create(**asked, max_tokens=12, stop=stop).choices[0]
+    assert (found.message.content, found.finish_reason) == (expected, "stop")
+    parts = client.chat.completions.create(**asked, max_tokens=12, stop=stop, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
 
 
 def listening_on(port: int) -> set[str]:
@@ -286,6 +339,8 @@ def test_command_binds_to_this_machine_and_runs_a_models_code_only_if_told(serve
     assert f"--host {HOST} --port 8123" in words
     assert "trust" not in words
     assert "--trust-remote-code" in build_server(server, tmp_path, name="x", port=8123, trusts_code=True).argv
+    assert ("--middleware sftplay.deliver.export.gate.Gate" in words) == (server == "vllm")
+    assert launch.env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
     assert launch.env["HF_HUB_OFFLINE"] == "1"
     assert str(tmp_path) in (launch.env["HF_HUB_CACHE"] if server == "transformers" else words)
 

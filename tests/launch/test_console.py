@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sftplay.launch.supervise import follow
-from sftplay.launch.supervise.console import SIGN_OF_LIFE_S, Console
+from sftplay.terminal import console as terminal
+from sftplay.terminal.console import SIGN_OF_LIFE_S, Console, Progress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that stands still until it is moved: clock[0] += seconds."""
     now = [100.0]
-    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -52,7 +52,7 @@ def test_silence_is_broken_by_the_newest_progress_then_by_a_sign_of_life(clock):
     assert written == ["step 2\n"]
     clock[0] += SIGN_OF_LIFE_S
     screen.tick(clock[0])
-    assert written == ["step 2\n", "[train] working\n"]
+    assert written == ["step 2\n", f"step 2 ({2 * SIGN_OF_LIFE_S:.0f} s)\n"]
 
 
 def test_silence_on_a_terminal_is_broken_in_place(clock):
@@ -65,3 +65,63 @@ def test_silence_on_a_terminal_is_broken_in_place(clock):
 
 def test_a_sign_of_life_comes_within_the_promised_ten_seconds():
     assert SIGN_OF_LIFE_S + 0.5 < 10  # the follower calls tick twice a second
+
+
+def test_a_live_line_has_bar_figures_and_clock_and_stays_below_what_is_printed(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    screen, written = console(is_tty=True)
+    for done in (10, 11, 12):
+        screen.progress(Progress(tag="train", what="step", done=done, total=100, text="loss 1.2346  rate 2.00e-04"))
+        clock[0] += 3
+    screen.tick(clock[0])
+    drawn = written[-1].removeprefix("\r\x1b[K")
+    assert drawn.startswith("[train] step 12/100 ")
+    assert "█" in drawn
+    # Two steps in six seconds, nine seconds since the first: 88 steps take 6 min 36 s at 4.5 s a step
+    assert drawn.endswith("loss 1.2346  rate 2.00e-04  00:09<06:36")
+    assert len(drawn) < 110
+    screen.line("saved")
+    assert written[-2] == "\r\x1b[Ksaved\n"
+    assert written[-1].startswith("\r\x1b[K[train] step 12/100 ")
+
+
+def test_a_live_line_ends_with_its_work(clock):
+    screen, written = console(is_tty=True)
+    screen.progress(Progress(tag="data", what="rows", done=5, total=5))
+    screen.line("read")
+    assert written[-1] == "\r\x1b[Kread\n"
+    screen.status("opening")
+    screen.close()
+    assert written[-1] == "\r\x1b[K"
+
+
+def test_progress_in_a_pipe_says_what_is_left_when_nothing_else_was_said(clock):
+    screen, written = console(is_tty=False)
+    for done in (0, 50):
+        screen.progress(Progress(tag="data", what="rows", done=done, total=200, text="5 rows/s"))
+        clock[0] += SIGN_OF_LIFE_S + 1
+    assert written == []
+    screen.tick(clock[0])
+    assert written == ["[data] rows 50/200  5 rows/s  00:30 left\n"]
+
+
+def test_work_without_a_known_end_shows_what_is_done(clock):
+    screen, written = console(is_tty=True)
+    screen.progress(Progress(tag="data", what="rows", done=1234, text="77 rows/s"))
+    assert written[-1].startswith("\r\x1b[K[data] rows 1234  77 rows/s  00:0")
+
+
+@pytest.mark.parametrize("text", ["[train] note: few steps", "[train] warning: too few", "note: x"])
+def test_what_should_not_be_overlooked_is_in_colour_where_there_are_colours(text):
+    for has_colours, shown in ((True, f"\x1b[33m{text}\x1b[0m\n"), (False, f"{text}\n")):
+        written = []
+        Console(written.append, is_tty=True, has_colours=has_colours).line(text)
+        assert written == [shown]
+
+
+def test_a_terminal_shows_seconds_while_a_worker_says_nothing_yet(clock):
+    screen, written = console(is_tty=True)
+    screen.line("starting")
+    clock[0] += 2
+    screen.tick(clock[0])
+    assert written[-1] == "\r\x1b[K[train] working (2 s)"

@@ -15,12 +15,14 @@ from processes import HANG_S, is_alive, wait_until
 from sftplay import log
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.follow import follow
+from sftplay.launch.supervise.follow import FolderGone, follow, watch_folder
 from sftplay.launch.supervise.processes import parent_of
 from sftplay.log import LINE, STATUS
 from sftplay.signals import STOP_SIGNALS, catch_signals
 
 ROOT = Path(__file__).resolve().parents[2]
+
+CONFIG = "model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n"
 
 PRELUDE = """
 import os, signal, sys, time
@@ -106,6 +108,44 @@ def test_a_launcher_that_ends_with_1_after_the_ranks_had_met_has_lost_one_of_the
     assert follow(worker(folder, "folder.update_status(ranks=[{'pid': 1}]); sys.exit(1)"), folder) == 5
     assert status_of(folder)["exit_code"] == 5
     assert "ended with code 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["shutil.rmtree(folder.path)", "folder.path.rename(folder.path.with_name('moved'))"])
+@pytest.mark.parametrize(
+    "then", ["folder.update_status(exit_code=0)", "log.say('result: ' + str(folder.path))", "time.sleep(60)"]
+)
+def test_a_run_whose_folder_goes_away_ends_with_5_and_says_what_is_gone(folder, how, then):
+    folder.resolved.write_text(CONFIG)
+    body = f"import shutil; {how}; {then}; time.sleep(0.02)"
+    with pytest.raises(FolderGone, match="removed or moved while the run was going on") as caught:
+        follow(worker(folder, body), folder)
+    assert caught.value.exit_code == 5
+    if "update" in then:  # a worker may have made a part of it anew
+        assert "config.resolved.yaml, logs" in caught.value.what
+    else:
+        assert "the whole folder" in caught.value.what
+        assert not folder.path.exists()
+
+
+def test_a_folder_that_is_not_seen_for_a_moment_ends_no_run(folder, monkeypatch):
+    folder.resolved.write_text(CONFIG)
+    look, real, seen = watch_folder(folder), Path.exists, []
+
+    def exists(path, **options):
+        if path == folder.resolved and len(seen) < 1:
+            seen.append(path)
+            return False
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    look()
+    assert seen
+
+    def busy(path, **options):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "exists", busy)
+    look()
 
 
 def test_signal_handlers_are_given_back_afterwards(folder):

@@ -151,6 +151,7 @@ def test_odd_node_is_named_on_both_before_anything_is_made(cluster: Cluster, spo
 def test_node_0_that_cannot_begin_says_why_on_the_other_node_too(cluster: Cluster):
     cluster.folder("taken").path.mkdir(parents=True)
     (cluster.folder("taken").path / "config.resolved.yaml").write_text("")
+    cluster.folder("taken").metrics.write_text('{"step": 1}\n')
     for code, output in cluster.both("taken"):
         assert code == 2, output
         assert "a run called 'taken' exists" in output

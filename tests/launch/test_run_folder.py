@@ -17,10 +17,12 @@ from processes import HANG_S
 
 from sftplay.atomic import write_text
 from sftplay.config.load import load_config
+from sftplay.control.first_step import free_name
 from sftplay.control.resume import _rows_after_shortage
 from sftplay.errors import ConfigError, MachineError
+from sftplay.heartbeat import Heartbeat, heartbeat_path
 from sftplay.launch import run_folder as folders
-from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run, has_run, new_folder
+from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run, has_begun, new_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,8 +38,59 @@ def config(tmp_path, monkeypatch):
 def make_run(cfg, name, *, age_s=0.0):
     path = Path(cfg.output_dir) / name
     write_text(path / RESOLVED, "")
+    write_text(path / "metrics.jsonl", '{"step": 1}\n')
     os.utime(path / RESOLVED, (1e9 - age_s, 1e9 - age_s))
     return path
+
+
+STEPS = {
+    "a result": lambda folder: (folder.path / "adapter").mkdir(),
+    "a checkpoint": lambda folder: (folder.checkpoints / "checkpoint-1").mkdir(parents=True),
+    "a line of metrics": lambda folder: folder.metrics.write_text("{}\n"),
+    "its status": lambda folder: folder.update_status(step=1),
+    "its heartbeat": lambda folder: Heartbeat(heartbeat_path(folder.logs, 0), pid=1).enter("data", step=2),
+}
+
+
+@pytest.mark.parametrize("sign", STEPS)
+def test_a_run_that_has_made_a_step_is_never_replaced(sign, config):
+    cfg = config(run_name="mine")
+    folder = new_folder(cfg, "x.yaml")
+    folder.create()
+    folder.resolved.touch()
+    assert not folder.has_made_step
+    STEPS[sign](folder)
+    assert folder.has_made_step
+    for start in (lambda: new_folder(cfg, "x.yaml"), lambda: free_name(folder)):
+        with pytest.raises(ConfigError, match="a run called 'mine' exists"):
+            start()
+    assert folder.resolved.exists()
+
+
+def test_a_run_without_a_step_gives_its_name_to_the_next_start_and_is_kept_with_its_reason(config, capsys):
+    cfg = config(run_name="mine")
+    for n in range(3):  # within one second
+        folder = new_folder(cfg, "x.yaml")
+        free_name(folder)
+        with folder.locked():
+            folder.create()
+            folder.resolved.touch()
+            (folder.path / "base").mkdir()
+            Heartbeat(heartbeat_path(folder.logs, 0), pid=1).enter("forward", step=1)
+            folder.update_status(state="failed", step=0, error={"code": "death", "what": f"cause {n}"})
+    kept = sorted(folder.path.parent.glob(".set-aside/mine-*"))
+    assert [RunFolder(path).read_json("status.json")["error"]["what"] for path in kept] == ["cause 0", "cause 1"]
+    assert not any((path / "base").exists() for path in kept)
+    assert f"the earlier start of mine made no step (cause 0): kept in {kept[0]}" in capsys.readouterr().out
+
+
+def test_a_run_without_a_step_that_still_runs_keeps_its_name(config):
+    folder = new_folder(config(run_name="mine"), "x.yaml")
+    with folder.locked():
+        folder.create()
+        folder.resolved.touch()
+        with pytest.raises(ConfigError, match="'mine' is running"):
+            free_name(folder)
 
 
 def test_a_reader_of_status_never_sees_half_a_file(tmp_path):
@@ -103,13 +156,14 @@ def test_a_name_another_run_took_in_the_meantime_is_refused_under_the_lock(confi
 def test_latest_points_at_the_run_made_last(tmp_path):
     for name in ("one", "two"):
         RunFolder(tmp_path / name).create()
+        RunFolder(tmp_path / name).become_latest()
         assert (tmp_path / "latest").resolve() == tmp_path / name
     assert str((tmp_path / "latest").readlink()) == "two"  # relative, so that outputs/ can be moved
 
 
 def test_a_file_of_the_users_called_latest_is_left_alone(tmp_path):
     (tmp_path / "latest").write_text("mine")
-    RunFolder(tmp_path / "run").create()
+    RunFolder(tmp_path / "run").become_latest()
     assert (tmp_path / "latest").read_text() == "mine"
 
 
@@ -192,7 +246,7 @@ def test_a_fixed_name_is_the_run_unless_another_run_is_named(config):
 @pytest.mark.parametrize("run", [None, "nowhere"])
 def test_a_run_that_does_not_exist_is_refused(config, run):
     for cfg in (config(), config(run_name="fixed")):
-        assert not has_run(cfg, "x.yaml")
+        assert not has_begun(cfg, "x.yaml")
         with pytest.raises(ConfigError, match="no run"):
             find_run(cfg, "x.yaml", run=run)
 
@@ -200,9 +254,9 @@ def test_a_run_that_does_not_exist_is_refused(config, run):
 def test_a_folder_without_a_resolved_config_is_no_run(config):
     cfg = config()
     (Path(cfg.output_dir) / "x-20260101-000000").mkdir(parents=True)
-    assert not has_run(cfg, "x.yaml")
+    assert not has_begun(cfg, "x.yaml")
     make_run(cfg, "x-20260101-000001")
-    assert has_run(cfg, "x.yaml")
+    assert has_begun(cfg, "x.yaml")
 
 
 HOLD = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sftplay.config.schema.run import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
-from sftplay.model.adapter import add_adapter, describe_parameters, freeze_beside_text
+from sftplay.model.adapter import add_adapter, attach_adapter, describe_parameters, freeze_beside_text
 from sftplay.model.load import load_base
 from sftplay.model.source import check_source, is_local, read_shape
 from sftplay.model.tokenizer import load_tokenizer
@@ -271,6 +272,31 @@ def test_weights_that_are_only_pickled_are_refused_with_the_remedy_unless_allowe
     check_source(str(folder), "here", allow_pickle=True)
     opened, usual = open_base(folder, model__allow_pickle=True).state_dict(), open_base().state_dict()
     assert all(torch.equal(opened[name], usual[name]) for name in usual)
+
+
+class Command:
+    """A pickle that runs a command when it is opened."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_pickle_that_torch_refuses_is_told_without_torchs_advice_to_open_it_all_the_same(open_base: Any, broken: Path):
+    folder = only_pickled(broken)
+    torch.save({"lm_head.weight": Command()}, folder / "pytorch_model.bin")
+    with pytest.raises(MachineError, match=r"holds more than numbers: opening it would run posix\.system") as caught:
+        open_base(folder, model__allow_pickle=True)
+    assert "weights_only" not in str(caught.value)
+    assert "take a copy in safetensors from its maker" in caught.value.fix
+
+
+def test_adapter_that_is_a_pickle_of_that_kind_is_refused_in_the_same_words(open_base: Any, tmp_path: Path):
+    model = add_adapter(open_base(), LoraConfig(r=2))
+    model.save_pretrained(tmp_path / "adapter", safe_serialization=True)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save({"x": Command()}, tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(MachineError, match=r"the adapter's pickle holds more than numbers: .* posix\.system"):
+        attach_adapter(open_base(), tmp_path / "adapter")
 
 
 def test_pickles_beside_safetensors_are_no_reason_to_refuse(broken: Path):

@@ -67,6 +67,12 @@ def truncate_the_marker(checkpoint: Path) -> None:
     marker.write_text(marker.read_text()[:40])
 
 
+def mark(checkpoint: Path, **fields: object) -> None:
+    """Change fields of the marker."""
+    path = checkpoint / "COMPLETE.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 @pytest.mark.parametrize(
     ("harm", "damage"),
     [
@@ -77,6 +83,21 @@ def truncate_the_marker(checkpoint: Path) -> None:
         (lambda c: (c / "COMPLETE.json").write_text("[1, 2]"), "no readable COMPLETE.json"),
         (lambda c: (c / "COMPLETE.json").write_text('{"step": 4, "files": {}}'), "no readable COMPLETE.json"),
         (lambda c: (c / "COMPLETE.json").unlink(), "no readable COMPLETE.json"),
+        (lambda c: mark(c, files=["weights.bin"]), "COMPLETE.json has an odd 'files'"),
+        (lambda c: mark(c, files={"weights.bin": 5}), "COMPLETE.json has an odd 'files'"),
+        (lambda c: mark(c, files={"weights.bin": {"bytes": 5}}), "COMPLETE.json has an odd 'files'"),
+        (lambda c: mark(c, step="4"), "COMPLETE.json has an odd 'step'"),
+        (lambda c: mark(c, step=None), "COMPLETE.json has an odd 'step'"),
+        (lambda c: mark(c, step=5), "COMPLETE.json is of step 5"),
+        (lambda c: mark(c, counters={"tokens_seen": "many"}), "COMPLETE.json has an odd 'counters'"),
+        (lambda c: mark(c, world_size="2"), "COMPLETE.json has an odd 'world_size'"),
+        (lambda c: mark(c, world_size=0), "COMPLETE.json has an odd 'world_size'"),
+        (lambda c: mark(c, config=[]), "COMPLETE.json has an odd 'config'"),
+        (lambda c: mark(c, weights={"a": 1}), "COMPLETE.json has an odd 'weights'"),
+        (lambda c: mark(c, rows_sha256="a"), "COMPLETE.json lacks 'rows'"),
+        (lambda c: (c / "COMPLETE.json").write_bytes(b'{"step": 4\xff}'), "no readable COMPLETE.json"),
+        (lambda c: (c / "COMPLETE.json").write_text("[" * 100_000), "no readable COMPLETE.json"),
+        (lambda c: (c / "COMPLETE.json").write_text("9" * 10_000), "no readable COMPLETE.json"),
     ],
 )
 def test_damaged_checkpoint_is_named_and_passed_over_for_the_one_before(harm, damage: str, tmp_path: Path):
@@ -93,6 +114,18 @@ def test_order_is_by_step_not_by_name_and_other_files_are_left_out(tmp_path: Pat
     (tmp_path / "checkpoint-7").write_text("a file")
     assert names(tmp_path) == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
     assert newest_complete(tmp_path)[0] == tmp_path / "checkpoint-100"
+
+
+def test_a_folder_whose_name_holds_no_step_is_named_and_passed_over(tmp_path: Path):
+    whole = make(tmp_path, 3)
+    for name in ("²", "٣", "03", "1" * 5000, "", "-4", "best"):
+        if len(name) < 200:
+            (tmp_path / f"checkpoint-{name}").mkdir()
+    found, passed_over = newest_complete(tmp_path)
+    assert found == whole
+    assert "'checkpoint-²' is passed over: its name ends with no number of steps" in passed_over
+    assert len(passed_over) == 6
+    assert set_aside(tmp_path, after_step=3) == []
 
 
 def test_step_of_a_checkpoint_kept_under_another_name_is_in_its_marker(tmp_path: Path):
@@ -144,6 +177,19 @@ def test_unmarked_and_later_checkpoints_are_set_aside_and_nothing_is_lost(tmp_pa
     kept = sorted(path.name for path in (tmp_path / "incomplete").iterdir())
     assert kept == ["checkpoint-1", "checkpoint-3", "checkpoint-4", "checkpoint-4-again"]
     assert (tmp_path / "incomplete" / "checkpoint-3" / "weights.bin").read_bytes() == bytes(range(256)) * 3
+
+
+def test_broken_lines_of_metrics_are_named_and_kept_while_the_whole_ones_go_on(tmp_path: Path, capsys):
+    path, lines = tmp_path / "metrics.jsonl", [json.dumps({"step": step, "loss": 0.1}) for step in (1, 2, 3)]
+    bad = [b'{"step": 1, "lo\xffss": }', b"[]", b'"x"', b'{"loss": 1}', b"null", b"[" * 100_000]
+    path.write_bytes(b"\n".join([lines[0].encode(), *bad, lines[1].encode(), lines[2].encode(), b'{"step": 4, "l']))
+    broken = path.read_bytes()
+    cut_back(path, 2)
+    assert path.read_text().splitlines() == lines[:2]
+    assert "metrics.jsonl: line 2, 3, 4, 6, 7 cannot be read: passed over, and kept in" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl.broken").read_bytes() == broken
+    cut_back(path, 2)
+    assert capsys.readouterr().out == ""
 
 
 def test_metrics_after_the_checkpoint_and_a_torn_line_are_removed(tmp_path: Path):

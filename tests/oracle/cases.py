@@ -160,6 +160,9 @@ TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
         512, CHECKPOINTED | {"method": "qlora", "batch": 1, "seq": 64, "layers": 2, "r": 1}
     ),
     "the MLP's working set": (2048, CHECKPOINTED),
+    "the scores that the caller keeps": (
+        8192, CHECKPOINTED | {"head": "plain", "keeps_output": True, "fp32_output": False, "layers": 2, "r": 1}
+    ),
     "eager attention's working set": (2048, CHECKPOINTED | {"attention": "eager", "batch": 1, "seq": 2048}),
 }  # fmt: skip
 """Term of the closed form -> vocabulary and settings of a step of a Llama in which it is large."""

@@ -287,6 +287,28 @@ def held_out_losses(values: list[float], monkeypatch: pytest.MonkeyPatch) -> Ite
         yield
 
 
+def test_best_checkpoint_that_was_removed_while_the_run_trained_is_not_replaced_by_the_last_in_silence(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Remove(StopOnSignal):
+        """Somebody makes room at step 4."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            if state.global_step == 4:
+                shutil.rmtree(folder.checkpoints / "checkpoint-1")
+            return super().on_step_end(args, state, control)
+
+    options = {"train__max_steps": 5, "train__eval_steps": 1, "train__save_steps": 1, "train__save_total_limit": 9}
+    cfg, folder = new_run(tmp_path, inputs, train__best_metric="loss", **options)
+    with (
+        held_out_losses([4.0, 5.0, 5.0, 5.0, 5.0], monkeypatch),
+        pytest.raises(RunError, match=r"lowest held-out loss has gone: .*checkpoint-1") as caught,
+    ):
+        train_in(cfg, folder, Remove())
+    assert caught.value.fix.endswith(str(folder.checkpoints / "checkpoint-5"))
+    assert folder.result is None
+
+
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_best_metric_keeps_the_weights_of_the_lowest_held_out_loss(
     mode: str, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -68,7 +68,7 @@ def test_lora_by_unsloth_learns_and_plain_peft_loads_what_it_learned(run: Any, t
     assert len(trained_losses) == STEPS
     assert sum(trained_losses[-4:]) / 4 < 0.75 * trained_losses[0]
     log_text = (folder.logs / "rank0.log").read_text()
-    assert "Starting new unsloth run" in log_text
+    assert "Starting new LoRA (unsloth) run" in log_text
     assert log_text.count("Unsloth 2026") == 1  # it names itself when it is imported
     assert "unsloth" in folder.read_json("manifest.json")["machine"]["libraries"]
     tokenizer = AutoTokenizer.from_pretrained(folder.path / "adapter")

@@ -15,6 +15,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import load_checked, needs_no_hub
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.model.start_point import resolve_names
+from sftplay.terminal.colours import has_colours
 
 if TYPE_CHECKING:
     from sftplay.data.pipeline import Examples
@@ -33,7 +34,7 @@ def process(args: Namespace) -> int:
 def inspect(args: Namespace) -> int:
     """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
     examples = _load(load_checked(args.config, args.overrides))
-    from sftplay.data.inspect.display import decoded, has_colours, legend, mark_learned
+    from sftplay.data.inspect.display import decoded, legend, mark_learned
     from sftplay.data.inspect.rows import n_learned, spread_rows
 
     tokenizer, rows = examples.renderer.tokenizer, list(spread_rows(examples, args.n))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from sftplay import log
 from sftplay.control.inputs import load_checked
+from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import require_shape
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine, probe
@@ -37,13 +38,14 @@ def plan(args: Namespace) -> int:
     cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False))
     shape = require_shape(cfg)
     machine, world_size = _planned_machine(args)
-    sized = size_run(cfg, machine, world_size=world_size, shape=shape)
+    lengths = known_lengths(cfg)
+    sized = size_run(cfg, machine, world_size=world_size, shape=shape, lengths=lengths)
+    place = Place(device_of(machine, world_size), world_size, lengths)
     if args.compare:
-        return _compare(args, sized, shape=shape, machine=machine)
+        return _compare(args, sized, shape=shape, place=place)
     forecast = sized.forecast
     assert forecast is not None
-    work = workload_of(sized.cfg, forecast.setting)
-    place = Place(forecast.setting.device, world_size)
+    work = workload_of(sized.cfg, forecast.setting, lengths=lengths)
     suggestions = [] if forecast.verdict == "fits" else suggest(sized.cfg, shape, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
@@ -53,7 +55,7 @@ def plan(args: Namespace) -> int:
     sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
     lines = [
         *describe_model(forecast),
-        f"tuning      {sized.cfg.tuning.mode}, {train.precision}, rows of {sized.cfg.model.max_seq_len} tokens",
+        f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {_rows(sized)}",
         f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
@@ -68,8 +70,16 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
 
 
-def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, machine: Machine) -> int:
-    rows = compare(sized.cfg, shape, place=Place(device_of(machine, sized.world_size), sized.world_size))
+def _rows(sized: SizedRun) -> str:
+    """The rows that memory is planned for."""
+    limit = sized.cfg.model.max_seq_len
+    planned = sized.forecast.size.seq if sized.forecast else limit
+    shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
+    return f"rows of {planned} tokens{shorter}"
+
+
+def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, place: Place) -> int:
+    rows = compare(sized.cfg, shape, place=place)
     if args.json:
         print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
         return 0

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
-from sftplay.config.rules.matrix import as_markdown, rows
+from sftplay.config.rules.matrix import as_markdown, as_table, rows
 from sftplay.launch.command.accelerate_yaml import accelerate_text, write_accelerate
 from sftplay.machine.probe import probe
+from sftplay.terminal.colours import is_terminal
 
 AMPERE = (8, 0)
 """Oldest compute capability with bf16."""
 
 
 def matrix(args: Namespace) -> int:
-    """`matrix`: docs/strategies.md, or its cells as JSON."""
+    """`matrix`: a table on a terminal; docs/strategies.md in a file or a pipe; its cells as JSON."""
     if args.json:
         print(json.dumps({"cells": [row.as_dict() for row in rows()]}))
         return 0
-    print(as_markdown(), end="")
+    width = min(100, shutil.get_terminal_size().columns)
+    print(as_table(width) if is_terminal(sys.stdout) else as_markdown(), end="")
     return 0
 
 

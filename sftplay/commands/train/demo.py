@@ -16,6 +16,7 @@ from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.places import shipped
 
 CONFIG = "configs/run_demo.yaml"
 NAME = "demo"
@@ -35,8 +36,8 @@ def demo(args: Namespace) -> int:
         )
     log.say("SFT-Play demo: a small model learns a task on this machine", "demo")
     started = time.monotonic()
-    args.config = args.config or CONFIG
-    cfg = load_config(args.config, args.overrides)
+    args.config = args.config or _default_config()
+    cfg = _with_rows(load_config(args.config, args.overrides))
     cfg = cfg.with_values({"run_name": NAME, "eval.before": True, "eval.after": True}, "demo")
     folder = RunFolder(Path(cfg.output_dir) / NAME)
     if not args.dry_run:
@@ -58,6 +59,18 @@ def demo(args: Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     return 0
+
+
+def _default_config() -> str:
+    return CONFIG if Path(CONFIG).exists() else str(shipped(CONFIG))
+
+
+def _with_rows(cfg: RunConfig) -> RunConfig:
+    """The config with the shipped rows where the current folder has none of that name."""
+    paths = {"data.train_path": cfg.data.train_path, "data.val_path": cfg.data.val_path}
+    missing = {key: path for key, path in paths.items() if path and not Path(path).exists()}
+    found = {key: str(shipped(path)) for key, path in missing.items() if shipped(path).exists()}
+    return cfg.with_values(found, "shipped with the kit") if found else cfg
 
 
 def move_aside(folder: RunFolder) -> None:

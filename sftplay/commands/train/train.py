@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import suppress
 from functools import partial
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
+from sftplay.control.first_step import free_name, refusals_free_name
 from sftplay.control.inputs import check_inputs
 from sftplay.control.memory_probe import Bench, size_by_probe
 from sftplay.control.nodes import among_nodes
 from sftplay.control.resume import continue_run
-from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, say_sizing, size
+from sftplay.control.start import (
+    all_notes,
+    build_command,
+    print_command,
+    read_scale,
+    run_workers,
+    say_sizing,
+    size,
+)
 from sftplay.control.strategy_setup import with_deepspeed
+from sftplay.errors import SftplayError
 from sftplay.launch.nodes.rendezvous import Rendezvous
-from sftplay.launch.run_folder import RunFolder, has_run, new_folder
+from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.machine.probe import probe
 
 
@@ -26,7 +37,7 @@ def train(args: Namespace) -> int:
 
 def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
-    if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_run(cfg, args.config)):
+    if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
         return launch(args, cfg, rendezvous=rendezvous)
     return continue_run(args, cfg, rendezvous=rendezvous)
 
@@ -52,10 +63,16 @@ def launch(
     cfg = check_inputs(cfg, asks_hub=not args.dry_run)
     sized = size(cfg, machine, scale=scale)
     folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
-    command = build_command(sized.cfg, folder, scale=scale, machine=machine)
+    try:
+        command = build_command(sized.cfg, folder, scale=scale, machine=machine)
+    except SftplayError:
+        with suppress(OSError):  # only an empty folder is removed: one that `new_folder` has made
+            folder.path.rmdir()
+        raise
     if args.dry_run:
         return print_command(command, args)
-    with folder.locked():
+    free_name(folder)
+    with folder.locked(), refusals_free_name(folder, is_alone=rendezvous is None):
         folder.create()
         bench = Bench(machine, scale.nproc, folder.logs)
         sized, probed = size_by_probe(sized, bench, resize=lambda fit: size(cfg, machine, scale=scale, fit=fit))

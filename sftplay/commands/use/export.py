@@ -55,10 +55,11 @@ def export(args: Namespace) -> int:
 
 def serve(args: Namespace) -> int:
     """`serve`: an OpenAI-compatible server on this machine, until a signal stops it."""
-    from sftplay.deliver.export.server import choose_port, choose_server
+    from sftplay.deliver.export.server import check_token, choose_port, choose_server
     from sftplay.machine.probe import find_gpus
 
     cfg, folder = open_run(args)
+    check_token()
     server, reason = choose_server(args.server, has_gpu=bool(find_gpus()[0]))
     port = choose_port(args.port)
     log.say(f"{server}: {reason}", "serve")

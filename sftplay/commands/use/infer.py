@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ from sftplay.deliver.infer.partial_answers import PartialAnswers, fingerprint_ru
 from sftplay.deliver.infer.prompts import PromptFile
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.console import Console, Screen
 
 
 def infer(args: Namespace) -> int:
@@ -139,7 +137,7 @@ def _answer_file(
 
 def _progress_line() -> Callable[[str], None]:
     """A function that prints progress: one changing line on a terminal, elsewhere a line from time to time."""
-    console = Console(Screen(), is_tty=log.screen().isatty() and "NO_COLOR" not in os.environ)
+    console = log.new_console()
 
     def show(text: str) -> None:
         console.status(f"[infer] {text}")

@@ -132,7 +132,7 @@ def _read_files(path: Path, name: str, *, including: list[Path]) -> Iterator[tup
     opened = [*including, _real(path)]
     for order, included in enumerate(_include_list(document, name)):
         line = document.lines.get(("include", order), document.lines["include",])
-        inner = path.parent / included
+        inner = path.parent / os.path.expanduser(included)  # noqa: PTH111 - an unknown user's `~` stays as it is
         _check_include(inner, included, opened=opened, where=f"{name}:{line} include")
         yield from _read_files(inner, _display_name(inner), including=opened)
     yield name, document

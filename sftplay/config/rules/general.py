@@ -14,7 +14,7 @@ from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.keys import all_keys
+from sftplay.config.schema.keys import all_keys, path_keys
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.units import parse_seconds
@@ -241,6 +241,8 @@ def _texts(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("run_name",), what, fix="write a plain name; output_dir says where run folders go")
     if name == "latest":
         yield Violation(("run_name",), "'latest' always points at the newest run", fix="choose another name")
+    if name == ".set-aside":
+        yield Violation(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
     for key, field in all_keys().items():
         value = cfg.value_of(key)
         if isinstance(value, str) and not value.strip() and key != "data.delimiter":
@@ -253,6 +255,14 @@ def _texts(cfg: RunConfig) -> Iterator[Violation]:
         if near:
             fix = f"did you mean {near[0]!r}? A path of that name is written ./{value}"
             yield Violation((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
+
+
+def _homes(cfg: RunConfig) -> Iterator[Violation]:
+    for key in path_keys():
+        value = cfg.value_of(key)
+        if isinstance(value, str) and value.startswith("~"):
+            what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
+            yield Violation((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
 
 
 def _lists(cfg: RunConfig) -> Iterator[Violation]:
@@ -276,6 +286,7 @@ def _lists(cfg: RunConfig) -> Iterator[Violation]:
 _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _characters,
     _texts,
+    _homes,
     _batch_is_exact,
     _token_batches,
     _held_out,

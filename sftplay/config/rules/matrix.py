@@ -7,6 +7,7 @@ The table says nothing about memory; that is for `plan`.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -131,6 +132,27 @@ def as_markdown() -> str:
         lines.append(f"| {method} | {' | '.join(cells)} |")
     sections = [_section("Tests", "works"), _section("Not here", "gpu"), _section("Refused", "blocked")]
     return _HEAD + "\n\n".join("\n".join(part) for part in [lines, *sections]) + "\n"
+
+
+def as_table(width: int) -> str:
+    """The matrix for a terminal of so many columns; what is refused stands below it with its reason."""
+    words = {"works": "yes", "gpu": "gpu", "blocked": "no"}
+    gap, first = "   ", max(map(len, STRATEGIES))
+    precisions = " ".join(f"{name:4}" for name in PRECISIONS)
+    lines = [
+        " " * first + "".join(f"{gap}{method:{len(precisions)}}" for method in METHODS),
+        " " * first + "".join(gap + precisions for _ in METHODS),
+    ]
+    for strategy in STRATEGIES:
+        cells = (" ".join(f"{words[cell.state]:4}" for cell in TABLE[method, strategy]) for method in METHODS)
+        lines.append(f"{strategy:{first}}" + "".join(gap + each for each in cells))
+    told = [
+        "yes: a test of this kit runs it, without a GPU. gpu: it runs where a GPU is; no test here has run it. "
+        "no: refused when the config is read. All tests and reasons: docs/strategies.md.",
+        *(line for line in _section("Refused", "blocked")[2:]),
+    ]
+    below = [textwrap.fill(line.replace("`", ""), width, subsequent_indent="  ") for line in told]
+    return "\n".join([*(line.rstrip() for line in lines), "", *below]) + "\n"
 
 
 def _section(title: str, state: State) -> list[str]:

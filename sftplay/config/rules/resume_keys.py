@@ -34,7 +34,7 @@ FREE_TO_CHANGE = (
 
 OTHER_ROWS = ("data.val_path", "data.test_path")
 """Files that are only evaluated on. Another file may be named as long as it decides nothing. Having one or none may not
-change, because an evaluation while training uses the same random numbers."""
+change: without data.val_path, the rows to measure on are split off those that are trained on."""
 
 SIZES = ("train.batch_size", "train.grad_accum")
 """How a step is cut into micro-batches. With other sizes, sums are rounded and dropout is drawn in another order."""

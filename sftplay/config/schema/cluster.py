@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Positive, Section
+from sftplay.config.schema.section import Positive, Section, UserPath
 
 Strategy = Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline"]
 Launcher = Literal["auto", "torchrun", "accelerate", "deepspeed"]
@@ -82,7 +82,7 @@ class ClusterConfig(Section):
     """What starts several processes; the run is the same. auto: torchrun. deepspeed starts only zero1, zero2 and zero3,
     on one node. A single process is started directly."""
 
-    deepspeed: str | None = None
+    deepspeed: UserPath | None = None
     """Your own DeepSpeed file for zero1, zero2 and zero3, such as deepspeed_configs/zero2_offload.json: JSON, comments
     allowed. None means the settings that the strategy needs."""
 

@@ -9,7 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Auto, Positive, Section, Share
+from sftplay.config.schema.section import Auto, Positive, Section, Share, UserPath
+from sftplay.places import cache_root
 
 Metric = Literal["exact_match", "rouge_l", "chrf"]
 Layout = Literal[
@@ -44,14 +45,14 @@ Column = Literal[
 class DataConfig(Section):
     """Where the rows are and what happens to unusual ones."""
 
-    train_path: str
+    train_path: UserPath
     """Training rows: a file (jsonl, json, csv, tsv, parquet; all but parquet also as .gz), a folder of such files, or
     the hub name of a dataset."""
 
-    val_path: str | None = None
+    val_path: UserPath | None = None
     """Held-out rows, in the same formats. None splits them off the training rows, see split."""
 
-    test_path: str | None = None
+    test_path: UserPath | None = None
     """Rows for `eval --split test`, never seen in training."""
 
     format: Layout | Auto = "auto"
@@ -76,7 +77,7 @@ class DataConfig(Section):
     """Share of the training rows that is held out when there is no val_path. A hash of the prompt chooses them, so the
     same prompt is always on the same side. None means 0.05; 0 holds out nothing."""
 
-    template: str = "auto"
+    template: UserPath = "auto"
     """Chat template: auto for the tokenizer's own, chatml for plain ChatML, else the path of a Jinja file."""
 
     on_bad_row: Literal["error", "skip"] = "error"
@@ -95,7 +96,7 @@ class DataConfig(Section):
     """What happens to a training row that is also in val_path or test_path, compared in the same way. error: stop with
     exit code 4. drop: leave it out of training."""
 
-    processed_dir: str = ".cache/processed"
+    processed_dir: UserPath = str(cache_root() / "processed")
     """Folder of the tokenised rows, which later runs use again; safe to delete."""
 
 

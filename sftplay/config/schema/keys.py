@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
 from sftplay.config.schema.run import RunConfig, Section
+from sftplay.config.schema.section import WITH_HOME, UserPath
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
@@ -44,6 +45,15 @@ def all_keys() -> dict[str, FieldInfo]:
             if section_of(field) is None:
                 found[f"{dotted}.{name}".lstrip(".")] = field
     return found
+
+
+def path_keys() -> list[str]:
+    """The keys that take a path, or a name in its place."""
+    return [
+        key
+        for key, field in all_keys().items()
+        if WITH_HOME in field.metadata or UserPath in get_args(field.annotation)
+    ]
 
 
 def required_below(dotted: str) -> list[str]:

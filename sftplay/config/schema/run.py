@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr
 from sftplay.config.schema.cluster import ClusterConfig as ClusterConfig
 from sftplay.config.schema.data import DataConfig as DataConfig
 from sftplay.config.schema.data import EvalConfig as EvalConfig
-from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share
+from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share, UserPath
 from sftplay.config.schema.section import Section as Section
 from sftplay.config.schema.train import Optimizer as Optimizer
 from sftplay.config.schema.train import Precision as Precision
@@ -27,14 +27,14 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "dvcl
 class ModelConfig(Section):
     """Which model is tuned, and how it is opened."""
 
-    name: str
+    name: UserPath
     """A hub name (`org/model`), a local folder, `builtin:tiny`, which needs no download, or the name or folder of a
     finished run. A run with an adapter means its base, and its adapter as model.adapter."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub. None means the default branch; give a commit to make a run repeatable."""
 
-    adapter: str | None = None
+    adapter: UserPath | None = None
     """A run, or a folder with an adapter, to continue from: the same adapter is trained further, on the same base. r,
     alpha, target_modules and the like must be those of the adapter. None starts a new adapter."""
 
@@ -125,7 +125,7 @@ class RunConfig(Section):
     run_name: str | None = None
     """Folder below output_dir. None means the name of the config and the time."""
 
-    output_dir: str = "outputs"
+    output_dir: UserPath = "outputs"
     """Folder of all run folders."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42

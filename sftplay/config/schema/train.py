@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share
+from sftplay.config.schema.section import Auto, NotNegative, Positive, PositiveFloat, Section, Share, UserPath
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LossHead = Literal["standard", "chunked", "liger"]
@@ -118,7 +118,7 @@ class TrainConfig(Section):
     """Stop after this many evaluations without a lower held-out loss, and keep the best weights as the result. None
     means train to the end."""
 
-    resume: str = "never"
+    resume: UserPath = "never"
     """never, auto (newest complete checkpoint of this run name), or the path of a checkpoint."""
 
     dataloader_num_workers: Annotated[int, Field(ge=0)] = 0

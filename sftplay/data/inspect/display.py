@@ -5,11 +5,10 @@ On a terminal it is green and bold, the rest dim, special tokens underlined; els
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, TextIO
+from typing import Any
 
 from sftplay.data.records import IGNORE_INDEX
 
@@ -20,11 +19,6 @@ LEARNED, READ, SPECIAL, RESET = "1;32", "2", ";4", "\x1b[0m"
 
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Characters that steer a terminal or turn the direction of text."""
-
-
-def has_colours(stream: TextIO) -> bool:
-    """True on a terminal that nobody asked to leave plain (no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def legend(*, colours: bool) -> str:

@@ -23,10 +23,12 @@ from sftplay.data.prepare.batch import CUT_AWAY, Example, RawRow, RowOptions, Ro
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.prepare.workers import Work, n_workers, process_all
+from sftplay.data.read.count import count_rows
 from sftplay.data.read.files import other_files
 from sftplay.data.read.sources import dialect_of, read_raw, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.errors import DataError
+from sftplay.units import format_seconds
 
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 19
 SECONDS_BETWEEN_LINES = 1.0
@@ -54,6 +56,7 @@ class Preparation:
         self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out)
         self._policies = RowPolicies(data, max_tokens)
         self._began = self._said = time.monotonic()
+        self._n_rows: int | None = None
 
     def run(self, inputs: Sequence[Input], folder: Path, *, guarded: Sequence[str] = ()) -> None:
         """Read `inputs`, training rows first, and write everything into `folder`.
@@ -67,6 +70,7 @@ class Preparation:
         for path in guarded:
             self._guard(path)
         self._began = self._said = time.monotonic()
+        self._n_rows = count_rows([given.path for given in inputs])
         with ExitStack() as files:
             self._open(folder, files)
             processes = n_workers([given.path for given in inputs])
@@ -79,6 +83,8 @@ class Preparation:
                 n_read += len(outcomes)
                 self._take(outcomes)
                 self._show_progress(n_read)
+        now = time.monotonic()
+        log.say(f"{n_read:,} rows read in {format_seconds(now - self._began)}, {self._rate(n_read, now)}", "data")
         self._policies.check()
         self._check_ends(inputs[0].path)
         (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
@@ -196,7 +202,10 @@ class Preparation:
         now = time.monotonic()
         if now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
-            log.status(f"{n_read:,} rows read, {n_read / (now - self._began):,.0f} a second", tag="data")
+            log.progress(n_read, self._n_rows, what="rows", text=self._rate(n_read, now), tag="data")
+
+    def _rate(self, n_read: int, now: float) -> str:
+        return f"{n_read / max(now - self._began, 1e-3):,.0f} rows/s"
 
 
 def _size(value: Any) -> int:

@@ -98,7 +98,7 @@ def answer_chats(generator: Generator, renderer: Renderer, *, chats: Sequence[Ch
         generator,
         prompts,
         batch_size=batch_size,
-        progress=lambda done: log.status(f"answered {done}/{len(prompts)}", "eval"),
+        progress=lambda done: log.progress(done, len(prompts), what="answered", tag="eval"),
     )
 
 

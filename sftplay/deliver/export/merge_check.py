@@ -143,7 +143,7 @@ def _outputs_of(
         outputs.answers.append(answer)
         sequence = torch.tensor([prompt + (given[n] if given else answer)], device=device)
         outputs.scores.append(model(input_ids=sequence).logits[0, len(prompt) - 1 :].float().cpu())
-        log.status(f"answered {n + 1}/{len(prompts)}", "merge")
+        log.progress(n + 1, len(prompts), what="answered", tag="merge")
     model.to("cpu")
     return outputs
 

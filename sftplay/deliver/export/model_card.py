@@ -5,19 +5,22 @@ It states what the run's own files say. Everything else is stated as not known.
 
 from __future__ import annotations
 
-import json
+import html
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.read.sources import is_hub_name
 
 TEMPLATES = Path(__file__).with_name("templates")
+
+_MARKDOWN = re.compile(r"([\\`*\[\]|~$])")
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,13 @@ class PublicRun:
 
 def write_card(run: PublicRun, path: Path) -> None:
     """Write the card for the model in the folder of `path`, whose chat template decides how it is asked."""
-    # No autoescape: a card is Markdown, where an escaped character would show as its code.
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
     measurements = sorted(run.figures, key=lambda name: (name.removesuffix("before") == name, name))
-    text = environment.get_template("model_card.md").render(
+    text = _template("model_card.md").render(
         run=run,
         cfg=run.cfg,
         method=_method_of(run.cfg),
         has_chat_template=(path.parent / "chat_template.jinja").is_file(),
-        base=json.dumps(run.hub_base or f"path/to/{run.cfg.model.name}"),
+        base=repr(run.hub_base or f"path/to/{run.cfg.model.name}"),
         sources=_sources(run.data_report),
         measurements=measurements,
         figures=_figures(run, measurements),
@@ -61,6 +60,41 @@ def write_card(run: PublicRun, path: Path) -> None:
         versions=_versions(run.manifest),
     )
     path.write_text(f"---\n{_front_matter(run).to_yaml()}\n---\n\n{text}", encoding="utf-8")
+
+
+def write_adapter_card(path: Path, *, name: str, base: str | None) -> None:
+    """Write the card of a run's own adapter in place of PEFT's, which names folders of this machine.
+
+    `base` is the base's name on the hub, None for a local one.
+    """
+    front = ModelCardData(library_name="peft", tags=["sft-play"], base_model=base)
+    text = _template("adapter_card.md").render(name=name, base=base)
+    path.write_text(f"---\n{front.to_yaml()}\n---\n\n{text}", encoding="utf-8")
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    # A card is Markdown: autoescape would do too little there, and show as codes in a code block.
+    environment.filters |= {"text": as_text, "code": as_code}
+    return environment.get_template(name)
+
+
+def as_text(value: Any) -> str:
+    """A value as one line of Markdown that shows it and is nothing else: no tag, link, table cell or heading."""
+    return html.escape(_MARKDOWN.sub(r"\\\1", _one_line(value)), quote=False)
+
+
+def as_code(value: Any) -> str:
+    """A value as a span of code, between more backquotes than stand together in it (CommonMark 0.31, 6.1)."""
+    text = _one_line(value)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+
+
+def _one_line(value: Any) -> str:
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in str(value)).split())
 
 
 def _front_matter(run: PublicRun) -> ModelCardData:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from sftplay.atomic import locked
+from sftplay.atomic import locked, use_umask
 from sftplay.errors import ConfigError, MachineError
 from sftplay.units import format_bytes
 
@@ -55,6 +55,7 @@ def _fill(scratch: Path, out: Path, *, weight_bytes: int, fill: Callable[[Path],
             what = f"{format_bytes(needed)} ({needed} bytes) are needed and {format_bytes(free)} are free"
             raise MachineError(what, where=str(out), fix="make room, or name a folder on another disk with OUT=")
         fill(scratch)
+        use_umask(scratch)
         check_target(out)
         scratch.rename(out)
     finally:

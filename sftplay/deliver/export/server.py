@@ -5,6 +5,8 @@ It knows nothing of runs and loads no model; what is served lies in a folder tha
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sftplay import log
-from sftplay.errors import MachineError, RunError
+from sftplay.deliver.export import gate
+from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.command.command import Launch, offline_environment, quiet_environment
 from sftplay.machine.ports import HOST, free_port
 from sftplay.signals import popen_tied
@@ -70,18 +73,32 @@ def choose_port(port: int) -> int:
     return free
 
 
+def check_token() -> None:
+    """Refuse a token that no client could send.
+
+    Raises:
+        ConfigError: SFTPLAY_SERVE_TOKEN is set, and is empty or not of visible ASCII characters.
+    """
+    token = os.environ.get(gate.TOKEN)
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        what = "is empty" if not token else "holds a character that a header cannot carry"
+        raise ConfigError(what, where=gate.TOKEN, fix="set it to letters, digits and signs, or unset it")
+
+
 def build_server(server: Server, folder: Path, *, name: str, port: int, trusts_code: bool) -> Launch:
     """The command of a server for the model `name` in `folder`.
 
     `folder` is the model's own for vLLM; for transformers a hub cache (see `serve`), since its server lists hub names.
     """
     env = quiet_environment() | offline_environment() | {"HF_HUB_DISABLE_UPDATE_CHECK": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # The server's working folder is another one; the kit need not be installed.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.getenv("PYTHONPATH"))))
     flags = ["--host", HOST, "--port", str(port), *(["--trust-remote-code"] if trusts_code else [])]
     if server == "vllm":
         module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", name]
-        return Launch((sys.executable, "-P", *module, *flags), env)
+        return Launch((sys.executable, "-P", *module, *flags, "--middleware", f"{gate.__name__}.Gate"), env)
     # -P: the working folder is no place to import from.
-    module = ["-m", "transformers.cli.transformers", "serve", name]
+    module = ["-m", "sftplay.deliver.export.chat_server", name]
     return Launch((sys.executable, "-P", *module, *flags), env | {"HF_HUB_CACHE": str(folder)})
 
 
@@ -100,7 +117,8 @@ def run_server(launch: Launch, name: str, *, port: int, cwd: Path, log_file: Pat
         try:
             _wait_until_it_answers(process, stopper, port=port)
             if not stopper.received and process.poll() is None:
-                log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}; Ctrl-C stops it", "serve")
+                key = f", API key from {gate.TOKEN}" if os.environ.get(gate.TOKEN) else ""
+                log.say(f"http://{HOST}:{port}/v1 answers, model {name!r}{key}; Ctrl-C stops it", "serve")
             _wait_for_end(process, stopper)
         finally:
             if process.poll() is None:

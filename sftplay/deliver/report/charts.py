@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sftplay.deliver.report.figures import format_figure
+from sftplay.deliver.report.figures import format_figure, name_of
 from sftplay.deliver.report.history import Point
 
 WIDTH, HEIGHT = 1000.0, 300.0
@@ -25,6 +25,16 @@ LEAST_DRAWN, MOST_DRAWN = 1e-100, 1e100
 
 GIB = 2.0**30
 
+AXES = {
+    "loss": "nats a token",
+    "learning_rate": "rate",
+    "grad_norm": "norm",
+    "tokens": "tokens a second",
+    "step_s": "seconds",
+    "model_tflops_per_s": "TFLOP/s",
+}
+"""Unit of a chart -> the title of its axis of values."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -35,6 +45,9 @@ class Curve:
     points: Sequence[Point]
     colour: str = "a"
     dots: bool = False
+    dashed: bool = False
+    """A level that the others are held against."""
+
     trend: Sequence[Point] = ()
     """Means over stretches, drawn over a curve that is then pale; for noisy figures of many points."""
 
@@ -97,6 +110,15 @@ class Chart:
         values = [value for curve in self.curves for _, value in curve.drawable]
         return value_axis(values, is_bytes=self.unit.endswith("_bytes"), may_be_log=self.may_be_log)
 
+    @property
+    def up_title(self) -> str:
+        """What the axis of values counts."""
+        if self.unit.endswith("_bytes"):
+            return "held at most"
+        if self.unit.endswith("_share"):
+            return "share"
+        return AXES.get(self.unit, name_of(self.unit))
+
     def x(self, step: float) -> str:
         """Where a step lies in the drawing."""
         return f"{WIDTH * self.across.place(step):.1f}".removesuffix(".0")
@@ -143,7 +165,11 @@ class Chart:
         for curve in self.curves:
             # A path of one point is drawn only if it has a line, even one of length zero.
             lone = "h0" if len(curve.drawable) == 1 else ""
-            yield SvgPath(f"line {curve.colour}{' pale' if curve.trend else ''}", curve.key, self._line(curve) + lone)
+            yield SvgPath(
+                f"line {curve.colour}{' pale' if curve.trend else ''}{' dashed' if curve.dashed else ''}",
+                curve.key,
+                self._line(curve) + lone,
+            )
             if turns := [self._turn(point) for point in curve.trend if is_drawable(point[1])]:
                 yield SvgPath(f"line {curve.colour}", "", f"M{'L'.join(turns)}")
             if lone or (curve.dots and len(curve.drawable) <= MOST_DOTS):

@@ -41,7 +41,7 @@ def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, Any]:
         "training": _training(one, two),
         "data": _data(one, two),
         "same_held_out": same,
-        "versions": _different(_versions(one), _versions(two)),
+        "versions": _different(_versions(one), _versions(two)) if one.manifest and two.manifest else [],
         "warnings": [*doubts, *_warnings(one, two)],
     }
 
@@ -184,7 +184,10 @@ def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
         for trouble in run.troubles:
             yield f"run {side}: {trouble}"
     machines = [_versions(run).get("machine") for run in (one, two)]
-    if machines[0] != machines[1]:
+    for side, machine in zip("ab", machines, strict=True):
+        if machine is None:
+            yield f"it is not known on which machine run {side} ran: speed, seconds and memory may not compare"
+    if None not in machines and machines[0] != machines[1]:
         yield "the machines differ: speed, seconds and memory do not compare"
 
 

@@ -70,6 +70,14 @@ class History:
         finite = [value for value in self.values.get(name, ()) if math.isfinite(value)]
         return median(finite) if finite else None
 
+    def thirds(self, name: str) -> tuple[float, float, float] | None:
+        """The medians of one figure over each third of its lines; None where a third has fewer than three."""
+        finite = [value for value in self.values.get(name, ()) if math.isfinite(value)]
+        size = len(finite) // 3
+        if size < 3:
+            return None
+        return median(finite[:size]), median(finite[size:-size]), median(finite[-size:])
+
     def largest(self, name: str) -> float | None:
         """The largest finite value of one figure."""
         return max((value for value in self.values.get(name, ()) if math.isfinite(value)), default=None)

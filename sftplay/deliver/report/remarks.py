@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from sftplay.deliver.report.course import memory_of
 from sftplay.deliver.report.figures import capitalized, format_figure, is_better, name_of
 from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.run_files import RunFiles, mapping, texts
@@ -20,6 +21,13 @@ FEW_STEPS = 50
 FEW_PROMPTS = 30
 RISE = 1.02
 """A held-out loss this much above its lowest has turned; less is noise."""
+
+
+COLLAPSED = 0.5
+"""A last third of the run below this share of the speed before is no noise."""
+
+UNMOVED = 0.01
+"""A loss that fell by less than this share has learned next to nothing."""
 
 
 class Remark(NamedTuple):
@@ -104,17 +112,31 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
         yield Remark("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
     if history.n_backwards:
         yield Remark("warn", f"{history.n_backwards:,} lines of metrics.jsonl repeat a step or go back.")
-    ends = history.ends("loss")
+    thirds, ends = history.thirds("loss"), history.ends("loss")
+    ends = (thirds[0], thirds[2]) if thirds else ends  # single lines are noisy
     if run.state == "done" and ends and len(history.values["loss"]) > 1 and ends[1] >= ends[0]:
         yield Remark(
             "warn",
             f"The training loss did not fall: {format_figure('loss', ends[0])} → {format_figure('loss', ends[1])}.",
         )
+    yield from _course(run)
     losses = [(loss, step) for step, loss in run.held_out if math.isfinite(loss)]
     if losses and losses[-1][0] > RISE * min(losses)[0] and losses[-1] != min(losses):
         (low, lowest_at), (end, _) = min(losses), losses[-1]
         text = f"Held-out loss was lowest at step {lowest_at:,.0f} ({format_figure('loss', low)}), then rose to"
         yield Remark("warn", f"{text} {format_figure('loss', end)}: fewer steps, or train.best_metric: loss.")
+
+
+def _course(run: RunFiles) -> Iterator[Remark]:
+    """What the curves show that a last figure hides."""
+    speeds = run.history.thirds("tokens_per_s")
+    if speeds and speeds[2] < COLLAPSED * max(speeds[:2]):
+        figures = f"{format_figure('tokens', max(speeds[:2]))} → {format_figure('tokens', speeds[2])} tokens a second"
+        yield Remark("warn", f"Throughput collapsed: {figures} (medians of a third of the run).")
+    losses = run.history.thirds("loss")
+    if losses and 0 <= losses[0] - losses[2] < UNMOVED * abs(losses[0]):
+        figures = f"{format_figure('loss', losses[0])} → {format_figure('loss', losses[2])}"
+        yield Remark("warn", f"The training loss hardly moved: {figures} (medians); a higher rate, or more steps.")
 
 
 def _figures(run: RunFiles) -> Iterator[Remark]:
@@ -129,10 +151,9 @@ def _figures(run: RunFiles) -> Iterator[Remark]:
         yield Remark("note", f"Answers were compared on {count:,.0f} prompts only; shares of them are rough.")
     if after and not before:
         yield Remark("note", "The base was not measured (eval.before), so there is nothing to compare with.")
-    predicted = as_number(run.plan.get("peak_bytes"))
-    measured = run.history.largest("peak_bytes")
-    if predicted and measured and measured > 1.1 * predicted and abs(predicted) < 2**60:
-        sizes = f"{format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
+    memory = memory_of(run)
+    if memory and memory.held > memory.planned:
+        sizes = f"{format_bytes(memory.planned)} planned at most, {format_bytes(memory.held)} held"
         yield Remark("warn", f"Peak memory was above the plan: {sizes}.")
 
 

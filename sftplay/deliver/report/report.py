@@ -13,6 +13,7 @@ from sftplay import __version__
 from sftplay.atomic import write_text
 from sftplay.deliver.report import sections
 from sftplay.deliver.report.answers import answers_of
+from sftplay.deliver.report.course import charts_of, memory_of, resumed_steps
 from sftplay.deliver.report.figures import capitalized, format_figure, is_share, name_of
 from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.page import render_page
@@ -47,11 +48,13 @@ def render(run: RunFiles) -> str:
         run=run,
         colour=COLOURS.get(run.state, "caution"),
         method=_method(run),
-        tiles=_tiles(run),
+        tiles=(tiles := _tiles(run)),
+        columns=even_columns(len(tiles)),
         remarks=find_remarks(run),
-        charts=sections.charts_of(run),
-        resumed=sections.resumed_steps(run),
+        charts=charts_of(run),
+        resumed=resumed_steps(run),
         evaluation=sections.evaluation_tables(run),
+        bars=sections.evaluation_bars(run),
         answers=answers_of(run),
         test_answers=answers_of(run, "test-"),
         data=sections.data_tables(run),
@@ -100,8 +103,15 @@ def _tiles(run: RunFiles) -> list[Tile]:
         tiles.append(("Tokens per second", format_figure("tokens", speed), "median"))
     memory = history.largest("peak_bytes") or history.largest("peak_rss_bytes")
     if memory is not None and memory < 2**60:
-        tiles.append(("Peak memory", format_figure("peak_bytes", memory), "main process"))
+        plan = memory_of(run)
+        beside = f"of {format_figure('peak_bytes', plan.planned)} planned" if plan else "main process"
+        tiles.append(("Peak memory", format_figure("peak_bytes", memory), beside))
     return tiles + _size_tiles(run)
+
+
+def even_columns(count: int) -> int:
+    """Columns in which so many tiles leave the fewest gaps in the last row; the most of those that leave as few."""
+    return min(range(3, 7), key=lambda columns: (-count % columns, -columns))
 
 
 def _size_tiles(run: RunFiles) -> list[Tile]:

@@ -10,27 +10,25 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from sftplay.deliver.report.charts import Chart, Curve
+from sftplay.deliver.report.course import memory_of
 from sftplay.deliver.report.figures import (
     capitalized,
     change,
     format_figure,
     interval,
     is_better,
+    is_share,
     name_of,
 )
-from sftplay.deliver.report.history import Point, as_number
+from sftplay.deliver.report.history import as_number
 from sftplay.deliver.report.page import cut
 from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count
 
-MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_rss_bytes")
-TOKEN_COUNTS = ("label_tokens", "tokens_seen", "label_tokens_seen")
-TIMES = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "step_s", "communication_max_s")
-MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *TOKEN_COUNTS, *MEMORY)
-"""Figures with a chart of their own, or with none on purpose."""
+MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 40, 20, 700
 
-MOST_OTHERS, MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 8, 40, 20, 700
+BARRED = ("loss",)
+"""Metrics that are no shares and are drawn as bars all the same."""
 
 Fact = tuple[str, Any]
 """A name with its value."""
@@ -53,6 +51,13 @@ class Table:
         return self.kinds[column : column + 1]
 
 
+class Bars(NamedTuple):
+    """One metric: for each side its name, the width of its bar, its figure."""
+
+    name: str
+    rows: list[tuple[str, str, str]]
+
+
 class Sample(NamedTuple):
     """One row as stretches of tokens: whether these are learned, and their texts. A long row is cut."""
 
@@ -60,60 +65,6 @@ class Sample(NamedTuple):
     stretches: list[tuple[bool, list[str]]]
     n_tokens: int
     n_learned: int
-
-
-def resumed_steps(run: RunFiles) -> list[float]:
-    """The steps after which the run was resumed."""
-    steps = [step for a in run.attempts[1:] if (step := as_number(a.get("from_step"))) is not None and step >= 0]
-    return [step for step in steps if step <= run.step][:50]
-
-
-def charts_of(run: RunFiles) -> list[Chart]:
-    """Loss, learning rate, gradient norm, speed and memory over the steps, then whatever else was logged."""
-    history, resumed = run.history, resumed_steps(run)
-
-    def noisy(key: str, name: str, *, colour: str = "a") -> Curve:
-        return Curve(key, name, history.curve(key), colour, trend=history.trend(key))
-
-    def plain(key: str, name: str, *, colour: str = "b") -> Curve:
-        return Curve(key, name, history.curve(key), colour)
-
-    others = [name for name in history.values if name not in MAIN][:MOST_OTHERS]
-    held_out = Curve("held_out_loss", "held-out", held_out_points(run), "b", dots=True)
-    waiting = plain("communication_max_s", "between processes")
-    memory = [plain(key, name_of(key), colour=colour) for key, colour in zip(MEMORY, "cdab", strict=True)]
-    all_curves: list[tuple[str, str, list[Curve]]] = [
-        ("Loss", "loss", [noisy("loss", "training"), held_out]),
-        ("Learning rate", "learning_rate", [plain("learning_rate", "rate", colour="c")]),
-        ("Gradient norm", "grad_norm", [noisy("grad_norm", "norm", colour="d")]),
-        ("Tokens per second", "tokens",
-         [noisy("tokens_per_s", "all processes"), plain("padded_tokens_per_s", "padding included")]),
-        ("Seconds of a step", "step_s", [noisy("step_s", "in all"), waiting]),
-        ("Memory of the main process", "_bytes", memory),
-        *((capitalized(name_of(key)), key, [noisy(key, name_of(key), colour="c")]) for key in others),
-    ]  # fmt: skip
-    return [
-        Chart(
-            title=title, unit=unit, curves=[curve for curve in curves if curve.points], last_step=run.step,
-            resumed=resumed, is_wide=unit == "loss", may_be_log=unit in ("loss", "grad_norm"),
-        )
-        for title, unit, curves in all_curves
-        if any(curve.points for curve in curves)
-    ]  # fmt: skip
-
-
-def held_out_points(run: RunFiles) -> list[Point]:
-    """Held-out losses over the steps. Step 0 is the untrained model."""
-    points = dict(run.held_out)
-    before = as_number(run.evals.get("before", {}).get("loss"))
-    if before is not None:
-        points.setdefault(0.0, before)
-    after = as_number(run.evals.get("after", {}).get("loss"))
-    # When the best weights are kept, the result is not the last step's.
-    keeps_best = run.value("train.best_metric") or run.value("train.early_stopping")
-    if after is not None and run.state == "done" and not keeps_best:
-        points.setdefault(float(run.step), after)
-    return sorted(points.items())
 
 
 def evaluation_tables(run: RunFiles) -> list[Table]:
@@ -125,6 +76,26 @@ def evaluation_tables(run: RunFiles) -> list[Table]:
         rows = [[cut(k, 80), cut(_cell(k, v), 200)] for k, v in list(_flat(run.evals[name]).items())[:60]]
         tables.append(Table(head=["Figure", "Value"], rows=rows, caption=f"eval/{name}.json", kinds=" n"))
     return [table for table in tables if table.rows]
+
+
+def evaluation_bars(run: RunFiles) -> list[Bars]:
+    """The metrics of the evaluations before and after side by side as bars: shares of 100 %, losses of the larger."""
+    bars = []
+    for prefix in sorted({name.removesuffix("after").removesuffix("before") for name in run.evals if _is_pair(name)}):
+        sides = {side: run.evals.get(f"{prefix}{side}", {}) for side in ("before", "after")}
+        for key in [*sides["after"], *(key for key in sides["before"] if key not in sides["after"])]:
+            if not (is_share(key) or key in BARRED):
+                continue
+            values = {side: as_number(figures.get(key)) for side, figures in sides.items()}
+            known = {side: value for side, value in values.items() if value is not None and 0 <= value < 1e9}
+            whole = 1.0 if is_share(key) else max(known.values(), default=0.0)
+            if known and whole:
+                where = {"": "", "test-": "Test rows: "}.get(prefix, f"{prefix.rstrip('-')}: ")
+                rows = [
+                    (side, f"{min(100.0, 100 * v / whole):.1f}%", format_figure(key, v)) for side, v in known.items()
+                ]
+                bars.append(Bars(cut(capitalized(f"{where}{name_of(key)}"), 80), rows))
+    return bars[:MOST_TABLES]
 
 
 def _is_pair(name: str) -> bool:
@@ -251,9 +222,24 @@ def choice_tables(run: RunFiles) -> list[Table]:
     memory = [[cut(k.replace("_", " "), 80), format_bytes(n)] for k, n in sizes if n is not None and abs(n) < 2**60]
     tables = [
         Table(head=["Key", "Value", "Why"], rows=chosen, kinds="cc", stacks=True),
-        Table(head=["Part", "Bytes per GPU"], rows=memory[:60], caption="Memory as planned", kinds=" n"),
+        Table(
+            head=["", "Planned", "Held", "Of the plan"],
+            rows=_held(run),
+            caption="Memory, planned and held",
+            kinds=" nnn",
+        ),
+        Table(head=["Part", "Bytes of a process"], rows=memory[:60], caption="Memory as planned", kinds=" n"),
     ]
     return [table for table in tables if table.rows]
+
+
+def _held(run: RunFiles) -> list[list[str]]:
+    """The plan's limit beside the most that a process held; none where one of the two is not known."""
+    memory = memory_of(run)
+    if memory is None:
+        return []
+    sizes = [format_bytes(memory.planned), format_bytes(memory.held), f"{memory.held / memory.planned:.0%}"]
+    return [[memory.what, *sizes]]
 
 
 def _yaml(value: object) -> str:

@@ -15,6 +15,7 @@ from sftplay.launch.command.launchers import Scale as Scale
 from sftplay.launch.command.launchers import accelerate_config, launcher_command
 from sftplay.log import FOLLOWED
 from sftplay.machine.probe import usable_cores
+from sftplay.places import cache_root
 
 WORKER = "sftplay.tasks.worker"
 
@@ -140,7 +141,7 @@ def cache_environment() -> dict[str, str]:
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() fails where no home is known
     settings = {}
     if not os.access(home, os.W_OK):
-        root = Path(".cache").resolve()
+        root = cache_root().resolve()
         for key, folder in (("HF_HOME", "huggingface"), ("XDG_CACHE_HOME", "xdg"), ("TORCH_HOME", "torch")):
             if key not in os.environ:
                 settings[key] = str(root / folder)

@@ -19,12 +19,12 @@ from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, RunError, SftplayError
 from sftplay.launch.command.command import PARENT, Launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.console import Console, Screen
 from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death, follows_from_death, signal_name
 from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
-from sftplay.log import LINE, STATUS, screen
+from sftplay.log import new_console, show_marked
 from sftplay.signals import catch_signals, popen_tied
+from sftplay.terminal.console import Console
 
 LAST_LINES = 20
 """How many of the launcher's last lines are shown when it ends without a message. logs/launch.log has all of them."""
@@ -39,6 +39,14 @@ ECHO_S = 2.0
 """make forwards a SIGTERM to its recipe (commands.c, fatal_error_signal). The second one arrives within this time."""
 
 
+GONE_S = 0.3
+"""Between two looks for a file that is missing."""
+
+
+class FolderGone(RunError):
+    """The run's folder has been removed or moved while it runs: neither checkpoints nor a result could be kept."""
+
+
 class NodeLost(RunError):
     """Another node of the run has ended. The processes of this node would wait for it."""
 
@@ -49,9 +57,13 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     A run that stands still for `train.stall_timeout` of its resolved config is ended. Only node 0 decides how the run
     ended. Other nodes return the launcher's exit code, or that of a stop signal. `check_nodes` is called every half
     second and may raise NodeLost.
+
+    Raises:
+        FolderGone: somebody has removed or moved the run's folder. Nothing is written where it was.
     """
-    console = Console(Screen(), is_tty=screen().isatty() and "NO_COLOR" not in os.environ)
-    forwarder, watchdog = Forwarder(folder), Watchdog(folder, timeout_of(folder))
+    console = new_console()
+    console.status("[train] the worker imports its libraries")
+    forwarder, watchdog, check_folder = Forwarder(folder), Watchdog(folder, timeout_of(folder)), watch_folder(folder)
     attempts = len(folder.read_json("status.json").get("attempts", []))
     for path, text in launch.files.items():
         write_text(Path(path), text)
@@ -63,16 +75,44 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
         lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=_read_lines, args=(process, lines), daemon=True).start()
         try:
-            checks = [watchdog.check, *([check_nodes] if check_nodes else [])]
+            checks = [watchdog.check, check_folder, *([check_nodes] if check_nodes else [])]
             unmarked = _show_lines(lines, console, log=folder.logs / log_name(node), checks=checks)
         except (Stall, NodeLost) as error:
             return _end_launch(error, watchdog, process=process, console=console)
+        except FolderGone:
+            _kill_launch(watchdog, process)
+            raise
         code = process.wait()
+    check_folder()
     if node:
         if death := find_death(unmarked):
             _print_end(folder, death, unmarked=unmarked)
         return 128 + forwarder.received if forwarder.received else code
     return final_exit_code(folder, code, received=forwarder.received, unmarked=unmarked, attempts_before=attempts)
+
+
+def watch_folder(folder: RunFolder) -> Callable[[], None]:
+    """A function that raises FolderGone when the run's resolved config is no longer there. Only the parent writes it;
+    everything else the workers may have made anew."""
+    if not folder.resolved.exists():
+        return lambda: None
+    present = {path.name for path in folder.path.iterdir()}
+
+    def look() -> None:
+        with suppress(OSError):  # a shared file system that does not answer just now is no reason to end a run
+            for _ in range(2):  # nor is one that forgets a file for a moment
+                if folder.resolved.exists():
+                    return
+                time.sleep(GONE_S)
+            left = {path.name for path in folder.path.iterdir()} if folder.path.exists() else set()
+            gone = ", ".join(sorted(present - left)) if left else "the whole folder"
+            raise FolderGone(
+                f"removed or moved while the run was going on: {gone}",
+                where=str(folder.path),
+                fix="move it back, then `make resume`; what was removed is lost: start again with `make train`",
+            )
+
+    return look
 
 
 def log_name(node: int) -> str:
@@ -84,9 +124,7 @@ def _end_launch(
     error: Stall | NodeLost, watchdog: Watchdog, *, process: subprocess.Popen[bytes], console: Console
 ) -> int:
     """Kill all processes of the launch, then record and show the error. A rank still alive might record another one."""
-    alive = watchdog.end()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(ENDING_S if process.pid not in alive else 0)
+    alive = _kill_launch(watchdog, process)
     recorded = watchdog.folder.read_json("status.json").get("exit_code")
     if recorded is None:  # otherwise one rank had recorded why it ended, and another rank was stuck
         _record_end(watchdog.folder, error.what, state="failed", exit_code=error.exit_code, error=error.as_json())
@@ -94,6 +132,14 @@ def _end_launch(
     if alive:
         console.line(f"these processes wait inside the kernel and cannot be killed: {', '.join(map(str, alive))}")
     return error.exit_code if recorded is None else int(recorded)
+
+
+def _kill_launch(watchdog: Watchdog, process: subprocess.Popen[bytes]) -> list[int]:
+    """Kill all processes of the launch; the pids of those that cannot be killed."""
+    alive = watchdog.end()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING_S if process.pid not in alive else 0)
+    return alive
 
 
 def final_exit_code(
@@ -241,13 +287,10 @@ def _show_lines(
                 console.tick(time.monotonic())
                 continue
             if raw is None:
+                console.close()
                 return unmarked
             text = raw.decode("utf-8", "replace").rstrip("\n")
-            if text.startswith(LINE):
-                console.line(text[1:])
-            elif text.startswith(STATUS):
-                console.status(text[1:])
-            else:
+            if not show_marked(text, console=console):
                 unmarked.append(text)
                 with suppress(OSError):  # on a full disk the run itself ends, with its own exit code
                     handle.write((text + "\n").encode())

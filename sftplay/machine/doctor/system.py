@@ -13,6 +13,7 @@ from sftplay.machine.doctor.finding import Finding
 from sftplay.machine.ports import HOST, bound_port
 from sftplay.machine.probe import Machine
 from sftplay.machine.ram import physical_ram_bytes
+from sftplay.places import cache_root
 from sftplay.units import GIB, format_bytes
 
 RENDEZVOUS_PORT = 29511
@@ -35,7 +36,7 @@ OPEN_FILES = 4096
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both name the same setting; the first is the newer."""
 
-BUILDS = Path(".cache") / "torch_extensions"
+BUILDS = cache_root() / "torch_extensions"
 """Where DeepSpeed's operators are built when the user names no folder: in this project, not in the user's home."""
 
 

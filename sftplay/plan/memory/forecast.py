@@ -9,6 +9,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.execution import Execution, execution_of
 from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.memory.sharding import Strategy, share_of
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
@@ -102,10 +103,11 @@ def forecast(setting: Setting, size: Size) -> Forecast:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run would be: the kind of device, and how many processes."""
+    """Where a run would be: the kind of device, how many processes, and what is known of its rows."""
 
     device: Device
     world_size: int
+    lengths: RowLengths | None = None
 
 
 def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy) -> Forecast:
@@ -121,7 +123,7 @@ def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strateg
         world_size=place.world_size,
     )
     accumulates = cfg.train.effective_batch_size > place.world_size
-    return forecast(setting, Size(rows=1, seq=cfg.model.max_seq_len, accumulates=accumulates))
+    return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, place.lengths), accumulates=accumulates))
 
 
 def _scaled(footprint: Footprint, setting: Setting, *, size: Size, fit: Fit) -> Footprint:

@@ -151,12 +151,20 @@ def _layer_phase(shape: ModelShape, execution: Execution, *, size: Size, standin
     early, late = (
         (gradients, gradients) if size.accumulates else _gradients_by_then(shape, execution, gradients=gradients)
     )
-    first = {"gradients": early, "activations": kept, "layer": own}
-    last = {"gradients": late, "activations": kept / shape.layers, "layer": own}
-    embedding = {"gradients": gradients, "layer": _embedding_moment(shape, execution, size=size)}
+    scores = _held_scores(shape, execution, size=size)
+    first = {"gradients": early, "activations": kept, "layer": own, "held scores": scores}
+    last = {"gradients": late, "activations": kept / shape.layers, "layer": own, "held scores": scores}
+    embedding = {
+        "gradients": gradients, "layer": _embedding_moment(shape, execution, size=size), "held scores": scores
+    }  # fmt: skip
     last_norm = size.tokens * (norm_kept(shape, execution) + norm_moment(shape, execution))
-    norm = {"gradients": early, "activations": kept, "layer": last_norm}
+    norm = {"gradients": early, "activations": kept, "layer": last_norm, "held scores": scores}
     return max(first, last, norm, embedding, key=lambda phase: sum(phase.values()))
+
+
+def _held_scores(shape: ModelShape, execution: Execution, *, size: Size) -> float:
+    """The model's output, where the caller keeps it while backward runs through the layers."""
+    return float(execution.logits_bytes * size.tokens * shape.vocab) if execution.holds_scores else 0.0
 
 
 def _embedding_moment(shape: ModelShape, execution: Execution, *, size: Size) -> float:

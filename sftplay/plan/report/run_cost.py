@@ -9,6 +9,7 @@ from pathlib import Path
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.execution import trained_params
 from sftplay.plan.memory.forecast import Setting
+from sftplay.plan.memory.row_lengths import RowLengths
 
 COUNTED_BYTES = 2**28
 """Files up to this size are counted; larger ones would keep the answer waiting."""
@@ -38,27 +39,33 @@ class Workload:
     time_basis: str
 
 
-def workload_of(cfg: RunConfig, setting: Setting) -> Workload:
-    """The workload of a config in which all is decided."""
+def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None = None) -> Workload:
+    """The workload of a config in which all is decided; `lengths` is what is known of its rows."""
     train = cfg.train
-    steps, reason = _steps(cfg)
-    tokens = steps * train.effective_batch_size * cfg.model.max_seq_len if steps is not None else None
+    steps, reason = _steps(cfg, lengths)
+    row_tokens = lengths.mean if lengths else cfg.model.max_seq_len
+    tokens = round(steps * train.effective_batch_size * row_tokens) if steps is not None else None
     trained = trained_params(setting.shape, setting.execution)
     checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
-    seconds, basis = _seconds(setting, tokens)
+    seconds, basis = _seconds(setting, tokens, rows=_described(lengths))
     # One more lies there while the newest is written, and the result at the end.
     disk = checkpoint * (train.save_total_limit + 1) + trained * setting.execution.trained_bytes
     return Workload(steps, reason, tokens, checkpoint, disk, seconds, basis)
 
 
-def _steps(cfg: RunConfig) -> tuple[int | None, str]:
+def _described(lengths: RowLengths | None) -> str:
+    return f"rows of {lengths.mean:.0f} tokens, as they are" if lengths else "every row at full length"
+
+
+def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]:
     train = cfg.train
     if train.max_steps:
-        return train.max_steps, "train.max_steps, rows at full length"
-    rows = _count_rows(cfg)
+        return train.max_steps, f"train.max_steps, {_described(lengths)}"
+    rows = lengths.count if lengths else _count_rows(cfg)
     if rows is None:
         return None, "the rows are counted when the data are prepared"
-    return max(1, math.ceil(train.epochs * rows / train.effective_batch_size)), f"{rows} rows, all at full length"
+    steps = max(1, math.ceil(train.epochs * rows / train.effective_batch_size))
+    return steps, f"{rows} rows, {_described(lengths)}"
 
 
 def _count_rows(cfg: RunConfig) -> int | None:
@@ -69,7 +76,7 @@ def _count_rows(cfg: RunConfig) -> int | None:
         return sum(1 for line in file if line.strip())
 
 
-def _seconds(setting: Setting, tokens: int | None) -> tuple[float | None, str]:
+def _seconds(setting: Setting, tokens: int | None, *, rows: str) -> tuple[float | None, str]:
     device = setting.device
     if tokens is None:
         return None, "the number of steps is not known"
@@ -77,10 +84,10 @@ def _seconds(setting: Setting, tokens: int | None) -> tuple[float | None, str]:
         if device.tflops is None:
             return None, f"the peak speed of {device.name} is not in the table"
         speed = device.tflops * 1e12 * USED_SHARE * setting.world_size
-        basis = f"{USED_SHARE:.0%} of {device.tflops:g} TFLOP/s a GPU (data sheet), every row at full length"
+        basis = f"{USED_SHARE:.0%} of {device.tflops:g} TFLOP/s a GPU (data sheet), {rows}"
     else:
         speed = CPU_FLOPS_PER_CORE * device.cores
-        basis = f"{CPU_FLOPS_PER_CORE / 1e9:g} GFLOP/s a core assumed, every row at full length"
+        basis = f"{CPU_FLOPS_PER_CORE / 1e9:g} GFLOP/s a core assumed, {rows}"
     return tokens * flops_per_token(setting) / speed, basis
 
 

@@ -20,6 +20,7 @@ from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import Forecast, Place, Setting, forecast
 from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.communication import refuse_hook
@@ -104,11 +105,13 @@ def size_run(
     shape: ModelShape | None = None,
     local_processes: int | None = None,
     fit: Fit | None = None,
+    lengths: RowLengths | None = None,
 ) -> SizedRun:
     """Replace every `auto` by a number or a name.
 
     `shape` is the model's, None when it is not known before the download; `vocab_size` may be known without it.
     `local_processes` is how many of the `world_size` share this machine, None for all. `fit` is what a probe measured.
+    `lengths` is what is known of the rows; without it every row counts as `model.max_seq_len` tokens.
 
     Raises:
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
@@ -116,32 +119,37 @@ def size_run(
     """
     refuse_hook(cfg, machine, world_size=world_size)
     has_gpu = bool(machine.gpus)
-    place = Place(device_of(machine, local_processes or world_size), world_size)
+    place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
     decided = _fill(cfg, first)
-    usual = split_batch(decided, world_size, has_gpu=has_gpu)
     rest = decide_numerics(decided, machine)
-    rest[LOSS_HEAD] = _decide_head(decided, machine, rows=usual.rows, vocab_size=shape.vocab if shape else vocab_size)
     decided = _fill(decided, rest)
-    first[STRATEGY] = choose_strategy(decided, shape, place=place)
-    decided = _fill(decided, first)
+    row_tokens = planned_tokens(decided, lengths)
+    vocab_size = shape.vocab if shape else vocab_size
+    rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=vocab_size)
+    first[STRATEGY] = choose_strategy(_fill(decided, rest), shape, place=place)
+    decided = _fill(decided, {**first, **rest})
     look = None
     if shape is not None:
         if has_gpu and cfg.train.loss_head == "auto":
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit)
-    split = split_batch(decided, world_size, has_gpu=has_gpu, look=look)
+    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=row_tokens, look=look)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = _fill(decided, rest)
-    unknown = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
     return SizedRun(
         sized,
         world_size,
         {key: decision for key, decision in {**first, **rest}.items() if _value_at(cfg, key) == "auto"},
-        (*scaled_rate(sized), *without_effect(sized, machine), *unknown),
+        (*scaled_rate(sized), *without_effect(sized, machine), *_unplanned(sized, shape)),
         look(split.rows) if look else None,
     )
+
+
+def _unplanned(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
+    """A note where the model's shape is not known."""
+    return () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
 
 
 def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:
@@ -168,7 +176,8 @@ def foresight(cfg: RunConfig, shape: ModelShape, *, place: Place, fit: Fit | Non
         fit=fit,
     )
     share = cfg.train.effective_batch_size // place.world_size
-    return lambda rows: forecast(setting, Size(rows=rows, seq=cfg.model.max_seq_len, accumulates=rows < share))
+    tokens = planned_tokens(cfg, place.lengths)
+    return lambda rows: forecast(setting, Size(rows=rows, seq=tokens, accumulates=rows < share))
 
 
 def split_batch(
@@ -176,10 +185,12 @@ def split_batch(
     world_size: int,
     *,
     has_gpu: bool,
+    row_tokens: int | None = None,
     look: Callable[[int], Forecast] | None = None,
 ) -> Split:
     """Micro-batch and accumulation whose product over all processes is exactly the effective batch.
 
+    `row_tokens` is the length of the longest row, None for rows of full length.
     With `look`, which forecasts a micro-batch, an automatic one is the largest that fits the device and still helps.
     """
     train, total = cfg.train, cfg.train.effective_batch_size
@@ -198,7 +209,7 @@ def split_batch(
     if isinstance(accum, int):
         return Split(share // accum, accum, f"{share} rows a process in {accum} micro-batches")
     tokens = PLATEAU_TOKENS if look and has_gpu else TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
-    room = max(1, tokens // cfg.model.max_seq_len)
+    room = max(1, tokens // (row_tokens or cfg.model.max_seq_len))
     divisors = [n for n in range(1, share + 1) if share % n == 0]
     helpful = [n for n in divisors if n <= room]
     if look is None:
@@ -239,7 +250,7 @@ def _inexact(cfg: RunConfig, made: str, *, near: list[int]) -> ConfigError:
     )
 
 
-def _decide_head(cfg: RunConfig, machine: Machine, *, rows: int, vocab_size: int | None) -> Decision:
+def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: int | None) -> Decision:
     wanted = cfg.train.loss_head
     if wanted == "liger" and (not machine.gpus or find_spec("liger_kernel") is None):
         raise MachineError(
@@ -250,7 +261,9 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, rows: int, vocab_size: int
     if cfg.tuning.backend == "unsloth":
         return Decision("standard", "unsloth puts a loss of its own into the model")
     vocab = vocab_size or ASSUMED_VOCAB
-    scores_bytes = rows * cfg.model.max_seq_len * vocab * 4
+    tokens = planned_tokens(cfg, place.lengths)
+    rows = split_batch(cfg, place.world_size, has_gpu=bool(machine.gpus), row_tokens=tokens).rows
+    scores_bytes = rows * tokens * vocab * 4
     size = format_bytes(scores_bytes) + ("" if vocab_size else f" at most, for a vocabulary of {vocab} or less")
     if machine.gpus and vocab > CHUNKED_WINS_VOCAB:
         return Decision("chunked", f"a vocabulary of {vocab} on a GPU: whole scores would crowd out the batch")
@@ -261,10 +274,10 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, rows: int, vocab_size: int
 
 def _compare_heads(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Decision:
     """Whole scores unless chunks of them make room for a larger micro-batch, or for one at all."""
-    seen = {}
+    seen, tokens = {}, planned_tokens(cfg, place.lengths)
     for head in ("standard", "chunked"):
         look = foresight(cfg.with_values({LOSS_HEAD: head}, "auto"), shape, place=place)
-        seen[head] = look(split_batch(cfg, place.world_size, has_gpu=True, look=look).rows)
+        seen[head] = look(split_batch(cfg, place.world_size, has_gpu=True, row_tokens=tokens, look=look).rows)
     whole, chunks = seen["standard"], seen["chunked"]
     if chunks.size.rows > whole.size.rows:
         sizes = f"{chunks.size.rows} rows a micro-batch in place of {whole.size.rows}"

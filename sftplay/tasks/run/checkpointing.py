@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sftplay import log
+from sftplay.atomic import use_umask
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.launch.run_folder import RunFolder
@@ -26,6 +27,7 @@ from sftplay.monitor.guards import StopOnBadStep, StopOnSignal
 from sftplay.monitor.metrics import MetricsWriter, print_progress
 from sftplay.monitor.observer import Observer
 from sftplay.tasks.run.fingerprint import config_changes, data_changes, weights_changes
+from sftplay.tasks.run.readable import find_unreadable
 
 
 class MarkComplete(Observer):
@@ -75,6 +77,7 @@ class MarkComplete(Observer):
         if self.bad_step.skipped_in_a_row:
             log.say(f"{checkpoint.name} does not count: the step before it was skipped (its numbers were not finite)")
             return
+        use_umask(checkpoint)
         mark_complete(checkpoint, self.facts | {"counters": self.metrics.totals})
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         rotate(self.folder.checkpoints, self.limit, best=best)
@@ -101,7 +104,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
     if wanted == "never":
         return None
     if wanted == "auto":
-        checkpoint, passed_over = newest_complete(folder.checkpoints)
+        checkpoint, passed_over = newest_complete(folder.checkpoints, find_unreadable)
         for line in passed_over:
             log.say(line, "resume")
         if checkpoint is None:
@@ -110,7 +113,7 @@ def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any
             return None
     else:
         checkpoint = Path(wanted)
-        damage = find_damage(checkpoint) if checkpoint.is_dir() else "no such folder"
+        damage = find_damage(checkpoint) or find_unreadable(checkpoint) if checkpoint.is_dir() else "no such folder"
         if damage:
             raise ConfigError(
                 f"{wanted} cannot be resumed: {damage}",

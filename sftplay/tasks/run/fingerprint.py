@@ -88,7 +88,7 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized
         for key, old, new in differences(before["config"], now["config"])
         if not (resized and key in SIZES)
     ]
-    if before["world_size"] != now["world_size"] and not resized:
+    if before.get("world_size") not in (None, now["world_size"]) and not resized:
         changed.append(f"it ran on {before['world_size']} processes and runs on {now['world_size']} now")
     return changed
 

@@ -74,6 +74,10 @@ class Preflight(Observer):
                 fix="start it again with `make train`, which plans and launches together",
             )
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and log.is_main():  # nothing before it makes a run of a start
+            self.folder.become_latest()
+
     def _describe(self) -> dict[str, Any]:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         per_step = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps

@@ -18,6 +18,7 @@ from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.monitor.guards import StopOnSignal
+from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
 from sftplay.tasks.run.preflight import has_sharded_weights
@@ -26,6 +27,7 @@ from sftplay.tasks.run.save import gather_weights, leave_process_group, save_res
 from sftplay.tasks.run.setup import make_setup
 from sftplay.tasks.run.task import Rows, Task
 from sftplay.tasks.run.train_run import Outcome, TrainRun
+from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.units import format_count
 
 FEW_STEPS = 50
@@ -63,7 +65,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     if log.is_main():
         parameters = describe_parameters(trainer.model)
         write_manifest(setup, rows, parameters=parameters)
-        announce(train_run, parameters)
+        announce(train_run, parameters, rows=rows)
     outcome = train_run.train(trainer)
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
     leave_process_group()
@@ -105,7 +107,8 @@ def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder
     if not cfg.eval.before or path.exists():
         return
     if log.is_main():
-        task.measure(model, rows, cfg=cfg, path=path)
+        with random_numbers_kept():
+            task.measure(model, rows, cfg=cfg, path=path)
     else:
         wait_for_main(path, folder)
 
@@ -127,7 +130,7 @@ def whole_model(trainer: Any, cfg: RunConfig, *, folder: RunFolder) -> Any:
     return load_result(cfg, folder.path)
 
 
-def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
+def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> None:
     """Say what trains, how, and for how long."""
     cfg, steps = train_run.cfg, train_run.setup.steps
     trainable, total = parameters["trainable_parameters"], parameters["parameters"]
@@ -136,8 +139,15 @@ def announce(train_run: TrainRun, parameters: dict[str, Any]) -> None:
         f"{cfg.tuning.mode}: {format_count(trainable)} of {format_count(total)} weights train"
         f" ({trainable / total:.1%}){four_bit}"
     )
+    if cfg.tuning.mode != "full":
+        trained = rows.report.get("sources", {}).get("train", rows.report)
+        if told := describe_capacity(trainable, int(trained.get("trainable_tokens", 0))):
+            log.say(told)
+    log.say(describe_rate(cfg, train_run.setup.folder.read_json("plan.json")))
+    kind = {"lora": "LoRA", "qlora": "QLoRA", "full": "full"}[cfg.tuning.mode]
+    kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""
     log.say(
-        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {cfg.tuning.backend} run with "
+        f"Starting {'new' if train_run.checkpoint is None else 'continued'} {kind} run with "
         f"{cfg.train.precision} precision on {log.world_size()} process(es): {steps} steps"
     )
     if steps < FEW_STEPS:

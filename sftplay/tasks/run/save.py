@@ -11,6 +11,7 @@ import torch
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.export.merge import set_end_tokens
+from sftplay.deliver.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN
 
@@ -75,6 +76,9 @@ def save_result(
     with whole_folder(target, replaces=True) as scratch:
         model.save_pretrained(scratch, state_dict=weights)
         tokenizer.save_pretrained(scratch)
+        if cfg.tuning.mode != "full":
+            on_hub = None if Path(base).is_dir() else base
+            write_adapter_card(scratch / "README.md", name=folder.path.resolve().name, base=on_hub)
     return target
 
 

@@ -81,7 +81,6 @@ class RunSetup:
             "data_seed": cfg.seed,
             "dataloader_num_workers": train.dataloader_num_workers,
             "dataloader_pin_memory": train.dataloader_pin_memory,
-            "prediction_loss_only": True,
             **self._device_arguments(),
             **self._intervals(has_held_out),
             **train.extra,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from transformers.integrations import TensorBoardCallback
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, RunError
 from sftplay.heartbeat import Heartbeat, heartbeat_path
-from sftplay.monitor.checkpoints import read_marker, step_of
+from sftplay.monitor.checkpoints import newest_complete, read_marker, step_of
 from sftplay.monitor.disk import WarnOfFullDisk
 from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal, StopWithoutProgress
@@ -152,7 +153,7 @@ class TrainRun:
 
         Raises:
             OutOfMemory: memory does not suffice for a single row, or ran out where no step is run again.
-            RunError: a step is not finite, or the preflight found a wrong launch.
+            RunError: a step is not finite, the preflight found a wrong launch, or the best checkpoint has gone.
         """
         self.attach(trainer)
         if self.from_step and log.is_main():
@@ -165,12 +166,23 @@ class TrainRun:
             if not ran_out_of_memory(error):
                 raise
             raise self._out_of_memory(trainer, error) from error
+        self._expect_best(trainer)
         return Outcome(
             step=trainer.state.global_step,
             train_seconds=self.metrics.train_seconds,
             train_cpu_seconds=self.metrics.train_cpu_seconds,
             stop_signal=self.stop.received,
         )
+
+    def _expect_best(self, trainer: Any) -> None:
+        """Raise RunError where the Trainer kept the last weights, because it did not find the best ones."""
+        best, folder = trainer.state.best_model_checkpoint, self.folder.checkpoints
+        if trainer.args.load_best_model_at_end and not self.stop.received and not (best and Path(best).is_dir()):
+            raise RunError(
+                f"the checkpoint with the lowest held-out loss has gone{f': {best}' if best else ''}",
+                where=str(folder),
+                fix=f"put it back, then `make resume`; or take the last weights, {newest_complete(folder)[0]}",
+            )
 
     def _out_of_memory(self, trainer: Any, error: RuntimeError) -> OutOfMemory:
         """Why the run cannot continue: memory ran out where no step is run again."""

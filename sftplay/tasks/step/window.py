@@ -2,9 +2,9 @@
 
 The Trainer is given `per_device = effective / processes` and accumulation 1. `training_step` cuts the window into
 micro-batches; when memory runs out, it runs the same rows again in smaller ones. The mixin overrides `training_step`,
-`compute_loss` and, on a CPU, `_clip_grad_norm`, and copies nothing of TRL's. It does so for SFT and CPT on one process
-or DDP. With FSDP and DeepSpeed, whose ranks communicate within every micro-batch, the Trainer accumulates and hands
-over one micro-batch at a time.
+`compute_loss` and, on a CPU, `_clip_grad_norm`, puts random numbers back behind `evaluate` and `_save_checkpoint`, and
+copies nothing of TRL's. It does so for SFT and CPT on one process or DDP. With FSDP and DeepSpeed, whose ranks
+communicate within every micro-batch, the Trainer accumulates and hands over one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -24,17 +24,11 @@ from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
-from sftplay.monitor.out_of_memory import (
-    AdaptiveBatches,
-    Agreement,
-    RandomState,
-    Shortage,
-    held_bytes,
-    ran_out_of_memory,
-)
+from sftplay.monitor.out_of_memory import AdaptiveBatches, Agreement, Shortage, held_bytes, ran_out_of_memory
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import MicroBatcher
+from sftplay.tasks.step.random_numbers import RandomState, random_numbers_kept
 from sftplay.tasks.step.replay import Replay
 
 Batch = dict[str, Tensor]
@@ -50,6 +44,8 @@ if TYPE_CHECKING:
         def __init__(self, **named: Any) -> None: ...
         def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor: ...
         def _clip_grad_norm(self, model: nn.Module) -> Tensor: ...
+        def evaluate(self, *given: Any, **named: Any) -> dict[str, float]: ...
+        def _save_checkpoint(self, *given: Any) -> None: ...
 else:
     Base = object
 
@@ -140,6 +136,15 @@ class Window(Base):
         norm = gradient_norm(model.parameters())
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
         return norm
+
+    def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
+        """As the Trainer's, and without a trace in the run's random numbers: its loader of rows draws one."""
+        with random_numbers_kept():
+            return super().evaluate(*given, **named)
+
+    def _save_checkpoint(self, *given: Any) -> None:
+        with random_numbers_kept():
+            super()._save_checkpoint(*given)
 
     def take_counts(self) -> StepCounts:
         """The counts so far; counting starts again from zero."""

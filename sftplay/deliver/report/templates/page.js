@@ -1,6 +1,7 @@
 for (const figure of document.querySelectorAll('.chart')) {
   const {range, kind, curves} = JSON.parse(figure.querySelector('script').textContent)
   const area = figure.querySelector('.area'), cursor = figure.querySelector('.cursor')
+  const tip = figure.querySelector('.tip')
   const legend = figure.querySelector('.legend'), values = [...legend.querySelectorAll('span')]
   const summaries = values.map(span => span.textContent)
   const text = v => kind === 'bytes' ? (v / 2 ** 30).toFixed(3) + ' GiB'
@@ -16,15 +17,22 @@ for (const figure of document.querySelectorAll('.chart')) {
     const step = range[0] + share * (range[1] - range[0])
     cursor.style.cssText = 'display:block;left:' + 100 * share + '%'
     legend.style.minHeight ||= legend.offsetHeight + 'px'
-    curves.forEach(({x, y}, n) => {
+    const lines = []
+    let at = step
+    curves.forEach(({name, x, y}, n) => {
+      if (!x.length) return
       const i = nearest(x, step)
-      if (x.length) values[n].textContent = text(y[i]) + ' at step ' + x[i].toLocaleString('en')
+      values[n].textContent = text(y[i]) + ' at step ' + x[i].toLocaleString('en')
+      if (!lines.length) at = x[i]
+      lines.push(name + ' ' + text(y[i]))
     })
+    tip.textContent = ['step ' + at.toLocaleString('en'), ...lines].join('\n')
+    tip.style.cssText = 'display:block;' + (share < 0.5 ? 'left:calc(' + 100 * share + '% + .5rem)' : 'right:calc(' + 100 * (1 - share) + '% + .5rem)')
   }
   area.addEventListener('pointermove', show)
   area.addEventListener('pointerdown', show)
   area.addEventListener('pointerleave', () => {
-    cursor.style.display = 'none'
+    cursor.style.display = tip.style.display = 'none'
     legend.style.minHeight = ''
     values.forEach((span, n) => { span.textContent = summaries[n] })
   })

@@ -1,0 +1,140 @@
+"""The verb that prints a shell's completion: verbs, their flags, config keys, and the targets of make."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from sftplay.cli import VERBS
+from sftplay.config.schema.keys import all_keys
+from sftplay.errors import ConfigError
+from sftplay.flags import flags_of
+
+SHELLS = ("bash", "zsh", "fish")
+
+PATHS = ("--config", "--in", "--out", "--data", "--merged")
+"""Flags that take a file."""
+
+MAKE_WORDS = (
+    "CONFIG=", "ARGS=", "RUN=", "NPROC=", "NNODES=", "DRY_RUN=1", "JSON=1", "DATA=", "OUT=", "IN=", "GPUS=", "VRAM=",
+    "COMPARE=1", "N=", "SPLIT=", "TEMPERATURE=", "TOP_P=", "MAX_NEW_TOKENS=", "SEED=", "RUN_A=", "RUN_B=", "MODEL=",
+    "PORT=", "STYLE=", "MERGED=",
+)  # fmt: skip
+
+BASH = r"""# sftplay completion for bash: put `eval "$(sftplay completion bash)"` into ~/.bashrc
+_sftplay_verbs='@VERBS@'
+_sftplay_keys='@KEYS@'
+_sftplay_flags() {
+  case "$1" in
+@CASES@
+  esac
+}
+_sftplay() {
+  local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "$_sftplay_verbs" -- "$word"))
+    return
+  fi
+  case "$before" in @PATHS@) COMPREPLY=($(compgen -f -- "$word")); return ;; esac
+  case "$word" in
+    -*) COMPREPLY=($(compgen -W "$(_sftplay_flags "${COMP_WORDS[1]}")" -- "$word")) ;;
+    *) COMPREPLY=($(compgen -W "$_sftplay_keys" -- "$word") $(compgen -f -- "$word")); compopt -o nospace 2>/dev/null ;;
+  esac
+}
+complete -F _sftplay sftplay
+_sftplay_make() {
+  local word="${COMP_WORDS[COMP_CWORD]}" targets=""
+  [ -f Makefile ] && targets="$(sed -n 's/^\([a-z][a-z0-9-]*\):.*##.*/\1/p' Makefile)"
+  COMPREPLY=($(compgen -W "$targets" -- "$word"))
+  [ -f sftplay/cli.py ] && COMPREPLY+=($(compgen -W '@MAKE@' -- "$word")) && compopt -o nospace 2>/dev/null
+  return 0
+}
+complete -p make >/dev/null 2>&1 || complete -o default -F _sftplay_make make
+"""
+
+ZSH = r"""#compdef sftplay
+# sftplay completion for zsh: put `eval "$(sftplay completion zsh)"` into ~/.zshrc, behind compinit
+_sftplay() {
+  local -a verbs keys
+  verbs=(@DESCRIBED@)
+  keys=(@QUOTED_KEYS@)
+  if (( CURRENT == 2 )); then
+    _describe verb verbs
+    return
+  fi
+  case "$words[CURRENT-1]" in @PATHS@) _files; return ;; esac
+  local flags=""
+  case "$words[2]" in
+@ZSH_CASES@
+  esac
+  if [[ "$words[CURRENT]" == -* ]]; then
+    compadd -- ${=flags}
+  else
+    compadd -S '' -- $keys
+    _files
+  fi
+}
+compdef _sftplay sftplay
+"""
+
+FISH_HEAD = "# sftplay completion for fish: sftplay completion fish > ~/.config/fish/completions/sftplay.fish"
+
+
+def completion(args: Namespace) -> int:
+    """`completion`: the text that a shell reads to complete verbs, flags and keys of this kit.
+
+    Raises:
+        ConfigError: no shell of that name is known.
+    """
+    if args.shell not in SHELLS:
+        what = f"no completion for the shell {args.shell!r}" if args.shell else "completion needs a shell"
+        raise ConfigError(what, where="SHELL", fix=f"sftplay completion {' | '.join(SHELLS)}")
+    print({"bash": bash_text, "zsh": zsh_text, "fish": fish_text}[args.shell](), end="")
+    return 0
+
+
+def bash_text() -> str:
+    """The script for bash. It completes make too, where nothing else does."""
+    cases = "\n".join(f"    {verb}) echo '{' '.join(_flags(verb))}' ;;" for verb in VERBS)
+    return _filled(BASH, VERBS=" ".join(VERBS), KEYS=" ".join(_keys()), CASES=cases, MAKE=" ".join(MAKE_WORDS))
+
+
+def zsh_text() -> str:
+    """The script for zsh, with what each verb does. zsh completes make's targets by itself."""
+    described = " ".join(_quoted(f"{verb}:{text}") for verb, (_, _, text) in VERBS.items())
+    cases = "\n".join(f"    {verb}) flags='{' '.join(_flags(verb))}' ;;" for verb in VERBS)
+    return _filled(ZSH, DESCRIBED=described, QUOTED_KEYS=" ".join(map(_quoted, _keys())), ZSH_CASES=cases)
+
+
+def fish_text() -> str:
+    """The script for fish, with what each verb and flag does. fish completes make's targets by itself."""
+    lines = [FISH_HEAD, "complete -c sftplay -f"]
+    for verb, (_, _, text) in VERBS.items():
+        lines.append(f"complete -c sftplay -n __fish_use_subcommand -a {verb} -d {_quoted(text)}")
+        for flag in _flags(verb):
+            about = _quoted(str(flags_of(verb).get(flag, {}).get("help", "")))
+            takes_path = " -r -F" if flag in PATHS else ""
+            seen = f"'__fish_seen_subcommand_from {verb}'"
+            lines.append(f"complete -c sftplay -n {seen} -l {flag.removeprefix('--')} -d {about}{takes_path}")
+    after = "'not __fish_use_subcommand'"
+    lines += [f"complete -c sftplay -n {after} -a {_quoted(key)}" for key in _keys()]
+    return "\n".join(lines) + "\n"
+
+
+def _filled(template: str, **values: str) -> str:
+    text = template.replace("@PATHS@", "|".join(PATHS))
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _flags(verb: str) -> list[str]:
+    return ["--config", "--json", *flags_of(verb)]
+
+
+def _keys() -> list[str]:
+    return [f"{key}=" for key in all_keys()]
+
+
+def _quoted(text: str) -> str:
+    """The text between single quotes, as bash, zsh and fish read it; it holds no quote of its own."""
+    return "'" + text.replace("'", "") + "'"

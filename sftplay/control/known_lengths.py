@@ -1,0 +1,13 @@
+"""What is known of a run's rows before its worker prepares them."""
+
+from __future__ import annotations
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.prepare.known_lengths import read_lengths
+from sftplay.plan.memory.row_lengths import RowLengths
+
+
+def known_lengths(cfg: RunConfig) -> RowLengths | None:
+    """Lengths of the rows of a resolved config, where they were prepared before; None where nothing is known."""
+    found = read_lengths(cfg)
+    return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None

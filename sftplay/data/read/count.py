@@ -1,0 +1,40 @@
+"""How many rows files have, where that is known before they are read: for the time that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sftplay.data.read.files import files_of, suffix_of
+from sftplay.errors import DataError
+
+LINES = (".jsonl", ".ndjson")
+BLOCK_BYTES = 1 << 20
+
+
+def count_rows(paths: Sequence[str]) -> int | None:
+    """About how many rows the files have; None where only reading them tells."""
+    try:
+        counts = [_count(file) for path in paths for file in files_of(path)]
+    except (DataError, OSError):  # a data set of the hub, or what reading will refuse
+        return None
+    known = [count for count in counts if count is not None]
+    return sum(known) if counts and len(known) == len(counts) else None
+
+
+def _count(file: Path) -> int | None:
+    kind = suffix_of(file)
+    if kind == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            return int(pyarrow.parquet.read_metadata(file).num_rows)
+        except (pyarrow.ArrowException, ValueError):
+            return None
+    if kind not in LINES:
+        return None
+    ends, last = 0, b"\n"
+    with file.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            ends, last = ends + block.count(b"\n"), block
+    return ends + (not last.endswith(b"\n"))

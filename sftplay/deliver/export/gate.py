@@ -1,0 +1,136 @@
+"""Lets through to a model's server only what a client of chat on this machine needs: an ASGI middleware.
+
+It knows nothing of models. vLLM finds it by its name; `chat_server` puts it before transformers' own server.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+"""The names of the ASGI specification, 3.0."""
+
+TOKEN = "SFTPLAY_SERVE_TOKEN"
+"""The environment variable with the token that clients must send; without it no token is asked for."""
+
+HOSTS = ("127.0.0.1", "localhost")
+"""Names under which a client on this machine asks. A page of another name that resolves to here is refused."""
+
+ENDPOINTS = {"/health": "GET", "/v1/models": "GET", "/v1/chat/completions": "POST"}
+
+BODY_BYTES = 8 * 2**20
+"""Longest request: a million tokens are about half of it."""
+
+
+class Refused(Exception):
+    """A request that is answered with an HTTP status of 4xx and a message in the shape of OpenAI's errors."""
+
+    def __init__(self, status: int, what: str, *, param: str | None = None) -> None:
+        super().__init__(what)
+        self.status, self.what, self.param = status, what, param
+
+    async def answer(self, send: Send) -> None:
+        error = {"message": self.what, "type": "invalid_request_error", "param": self.param, "code": None}
+        await send_json({"error": error}, send, status=self.status)
+
+
+class Gate:
+    """Checks host, origin, token, endpoint and length of each request before `app` hears of it."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.token = os.environ.get(TOKEN, "")
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            self._check(scope)
+            body = await _read_body(receive, _headers(scope))
+        except Refused as refusal:
+            await refusal.answer(send)
+        else:
+            await self.app(scope, replay(body, receive), send)
+
+    def _check(self, scope: Mapping[str, Any]) -> None:
+        headers = _headers(scope)
+        hosts = headers.get("host", [])
+        if len(hosts) != 1 or not is_local_host(hosts[0]):
+            raise Refused(403, f"this server answers to {' and '.join(HOSTS)} only")
+        for origin in headers.get("origin", []):
+            if not is_local_host(origin.partition("://")[2]):
+                raise Refused(403, "this server does not answer pages of other origins")
+        path = scope["path"]
+        if path not in ENDPOINTS:
+            raise Refused(404, f"there are {', '.join(ENDPOINTS)}")
+        if scope["method"] != ENDPOINTS[path]:
+            raise Refused(405, f"{path} takes {ENDPOINTS[path]}")
+        if self.token and path != "/health":
+            given = " ".join(headers.get("authorization", []))
+            if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+                raise Refused(401, f"send the token in {TOKEN} as the API key")
+        kinds = headers.get("content-type", [])
+        if scope["method"] == "POST" and [kind.partition(";")[0].strip().lower() for kind in kinds] != [
+            "application/json"
+        ]:
+            raise Refused(415, "the body must be application/json")
+
+
+def is_local_host(text: str) -> bool:
+    """True for a name of this machine with any port."""
+    return re.sub(r":\d{1,5}$", "", text).lower() in HOSTS
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that hands out the whole body first, and then what still comes."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def next_message() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return next_message
+
+
+async def send_json(content: Any, send: Send, *, status: int = 200) -> None:
+    """Answer with one JSON document."""
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _headers(scope: Mapping[str, Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in scope["headers"]:
+        found.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+    return found
+
+
+async def _read_body(receive: Receive, headers: Mapping[str, list[str]]) -> bytes:
+    too_long = Refused(413, f"the body is longer than {BODY_BYTES} bytes")
+    if any(text.isdecimal() and int(text) > BODY_BYTES for text in headers.get("content-length", [])):
+        raise too_long
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "the body ended early")
+        body += message.get("body", b"")
+        if len(body) > BODY_BYTES:
+            raise too_long
+        if not message.get("more_body", False):
+            return bytes(body)

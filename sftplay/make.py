@@ -1,0 +1,78 @@
+"""What make hands over: `ARGS` as words without a shell, its settings for flags, and a goal that is no target.
+
+make runs it with the user's Python. Old versions must be able to parse it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from sftplay.errors import ConfigError, nearest_names
+
+ARGS = "--make-args="
+"""What stands behind it, always in the last argument, is the text of ARGS as it was typed."""
+
+OTHER_NAMES = {"a": "RUN_A", "b": "RUN_B", "shell": "FOR"}
+"""Flags whose setting has another name than their own."""
+
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
+
+
+def split_args(text: str) -> list[str]:
+    """The words of ARGS. Quotation marks and backslashes count as in a shell; nothing is expanded or run.
+
+    Raises:
+        ConfigError: a quotation mark is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        fix = "close the quotation mark, or put a backslash before one that is meant"
+        raise ConfigError(f"cannot be split into words ({error})", where="ARGS", fix=fix) from None
+
+
+def in_settings(error: ConfigError) -> ConfigError:
+    """The error of the command line for somebody who typed make: its settings stand for the flags."""
+    if error.where == "--config":
+        what, where, fix = error.what, "CONFIG", _settings(error.fix.replace("python -m sftplay", "make"))
+    elif "--help" in error.fix:  # argparse's own
+        what, where, fix = _settings(error.what).removeprefix("argument "), "make", "see `make help`"
+    else:
+        what, where, fix = error.what, "ARGS", error.fix  # nothing else is typed by hand
+    return ConfigError(what, where=where, fix=fix, nearest=error.nearest)
+
+
+def _settings(text: str) -> str:
+    return _FLAG.sub(lambda flag: OTHER_NAMES.get(flag[1], flag[1].upper().replace("-", "_")), text)
+
+
+def refuse_goals(goals: list[str], makefile: Path = Path("Makefile")) -> ConfigError:
+    """The error for the first of the goals that is no target."""
+    targets = re.findall(r"^([a-z][a-z0-9-]*):", makefile.read_text(encoding="utf-8"), re.M)
+    unknown = next((goal for goal in goals if goal not in targets), None)
+    if unknown is None:
+        return ConfigError("a file that it names is missing", where=str(makefile), fix="git status shows which one")
+    near = nearest_names(unknown, targets)
+    fix = f"did you mean {near[0]!r}?" if near else "see `make help`"
+    return ConfigError(f"no target called {unknown!r}", where="make", fix=fix, nearest=near)
+
+
+def main(action: str, text: str, *program: str) -> NoReturn:
+    """`words`: become the program, with the words of ARGS behind its own. `goals`: say what is wrong with them."""
+    try:
+        if action == "goals":
+            raise refuse_goals(text.split())
+        argv = [sys.executable, *program, *split_args(text)]
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
+    os.execv(sys.executable, argv)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

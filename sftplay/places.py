@@ -1,0 +1,46 @@
+"""Where the kit keeps what it makes, and where it finds what it ships: in a checkout, or installed by pip."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CACHE = "SFTPLAY_CACHE"
+"""Names a folder for all caches in place of the usual one."""
+
+PROJECT = "sft-play"
+SHARED = "share/sftplay"
+"""Where pip puts what lies beside the package (pyproject.toml, data-files)."""
+
+
+def cache_root() -> Path:
+    """The folder of all caches: `.cache` where the current folder is a checkout, else the user's own.
+
+    A home that cannot be written leaves `.cache` of the current folder.
+    """
+    if given := os.environ.get(CACHE):
+        return Path(given)
+    if Path("sftplay/cli.py").is_file() and Path("Makefile").is_file():
+        return Path(".cache")
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() fails where no home is known
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "sftplay"
+    return Path(home) / ".cache" / "sftplay" if os.access(home, os.W_OK) else Path(".cache")
+
+
+def shipped(path: str) -> Path:
+    """A file or folder of the repository that the kit reads: beside the package, or where pip has put it."""
+    beside = Path(__file__).resolve().parents[1] / path
+    if beside.exists():
+        return beside
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        listed = files(PROJECT) or []
+    except PackageNotFoundError:
+        return beside
+    found = next((file for file in listed if f"{SHARED}/" in file.as_posix()), None)
+    if found is None:
+        return beside
+    whole = Path(str(found.locate())).resolve().as_posix()
+    return Path(whole[: whole.index(SHARED) + len(SHARED)]) / path

@@ -1,0 +1,28 @@
+"""What is known of the lengths of a run's rows before it starts, and how many tokens a row is planned with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sftplay.config.schema.run import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLengths:
+    """Lengths of the rows to train on, in tokens, after the long ones are cut."""
+
+    longest: int
+    mean: float
+    count: int
+
+
+def planned_tokens(cfg: RunConfig, lengths: RowLengths | None) -> int:
+    """Tokens of a row of a micro-batch at its fullest.
+
+    A packed row, and a micro-batch that is formed by tokens, is filled up to `model.max_seq_len` whatever the rows are.
+    `cfg.train.packing` is decided; where it is not, rows count as packed.
+    """
+    limit = cfg.model.max_seq_len
+    if lengths is None or cfg.train.packing is not False or cfg.train.batching == "tokens":
+        return limit
+    return min(limit, lengths.longest)

@@ -1,0 +1,1 @@
+"""The user's screen: lines, a live line below them, colours."""

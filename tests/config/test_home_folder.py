@@ -1,0 +1,70 @@
+"""`~` is the user's home folder wherever a path is taken, and never a folder of that name."""
+
+from __future__ import annotations
+
+import pytest
+
+from sftplay.cli import parse
+from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.schema.keys import path_keys
+
+BASE = ["model.name=builtin:tiny", "data.train_path=rows.jsonl"]
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_every_key_that_takes_a_path_is_known():
+    assert path_keys() == [
+        "output_dir", "model.name", "model.adapter", "train.resume", "data.train_path", "data.val_path",
+        "data.test_path", "data.template", "data.processed_dir", "cluster.deepspeed",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", path_keys())
+def test_a_path_key_takes_the_home_folder_from_file_and_command_line_alike(key, home, write):
+    more = ["cluster.strategy=zero2"] if key == "cluster.deepspeed" else []
+    cfg = load_config(write("seed: 1\n"), [*BASE, f"{key}=~/x/y", *more])
+    assert cfg.value_of(key) == str(home / "x" / "y")
+    resolved = write(dump_resolved(cfg), "resolved.yaml")
+    assert load_config(resolved).value_of(key) == str(home / "x" / "y")
+
+
+@pytest.mark.parametrize("key", path_keys())
+def test_the_home_of_a_user_whom_nobody_knows_is_refused_with_the_way_out(key, refusals):
+    problems = refusals("", f"{key}=~nobody-here/x")
+    (problem,) = [each for each in problems if "home folder" in each.what]
+    assert problem.where == f"command line {key}"
+    assert "~nobody-here" in problem.what
+    assert problem.fix == "write the whole path, or ./~nobody-here/x for a folder of that very name"
+
+
+def test_an_include_may_lie_in_the_home_folder(home, write):
+    home.mkdir()
+    (home / "base.yaml").write_text("seed: 7\n")
+    assert load_config(write("include: ~/base.yaml\n"), BASE).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["train", "--config=~/x"], "config"),
+        (["resume", "--config=c", "--run=~/x"], "run"),
+        (["eval", "--config=c", "--run=~/x"], "run"),
+        (["infer-batch", "--config=c", "--in=~/x", "--out=o"], "input"),
+        (["infer-batch", "--config=c", "--in=i", "--out=~/x"], "out"),
+        (["render", "--config=c", "--out=~/x"], "out"),
+        (["merge", "--config=c", "--out=~/x"], "out"),
+        (["export", "--config=c", "--out=~/x"], "out"),
+        (["merge-test", "--config=c", "--merged=~/x"], "merged"),
+        (["compare", "--a=~/x", "--b=y"], "a"),
+        (["compare", "--a=y", "--b=~/x"], "b"),
+        (["setup-accelerate", "--out=~/x"], "out"),
+        (["tensorboard", "--run=~/x"], "run"),
+    ],
+)
+def test_every_flag_that_takes_a_path_knows_the_home_folder(words, name, home):
+    assert getattr(parse(words), name) == str(home / "x")

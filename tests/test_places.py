@@ -1,0 +1,105 @@
+"""Caches of a checkout lie in it, those of an installed kit in the user's cache folder; what is shipped is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sftplay.places import CACHE, cache_root, shipped
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def without_own_cache(monkeypatch):
+    monkeypatch.delenv(CACHE)
+
+
+def test_a_checkout_keeps_its_caches_in_itself(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cache_root() == Path(".cache")
+
+
+def test_any_other_folder_stays_clean(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_root() == tmp_path / "home/.cache/sftplay"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_root() == tmp_path / "xdg/sftplay"
+    monkeypatch.setenv(CACHE, "mine")
+    assert cache_root() == Path("mine")
+
+
+def test_a_home_that_does_not_exist_leaves_the_current_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_root() == Path(".cache")
+
+
+def test_what_is_shipped_lies_beside_the_package():
+    assert shipped("data/base") == ROOT / "data/base"
+    assert shipped("configs/run_demo.yaml").is_file()
+
+
+FIND = """
+import sys; sys.path.insert(0, sys.argv[1])
+from sftplay.model.builtin import TEXT_DIR, text_files
+from sftplay.commands.train.demo import _default_config, _with_rows
+from sftplay.config.load import load_config
+import sftplay
+cfg = _with_rows(load_config(_default_config()))
+print(len(text_files(TEXT_DIR)), cfg.data.train_path, cfg.data.processed_dir, sftplay.__file__, sep="\\n")
+"""
+
+
+@pytest.mark.slow
+def test_installed_by_pip_the_kit_works_from_any_folder_and_leaves_nothing_there(tmp_path):
+    source, home, work = (tmp_path / name for name in ("source", "home", "work"))
+    for folder in (source, home, work):
+        folder.mkdir()
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.split(b"\0")
+    for name in filter(None, map(os.fsdecode, tracked)):
+        if name.startswith(("sftplay/", "configs/", "data/", "pyproject", "README", "LICENSE")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    options = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "wheel", *options, "-w", str(tmp_path), str(source)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert any(name.endswith("data/demo/train.jsonl") for name in zipfile.ZipFile(wheel).namelist())
+    prefix = tmp_path / "prefix"
+    subprocess.run([*pip, "install", *options, "--prefix", str(prefix), str(wheel)], check=True, capture_output=True)
+    (site,) = prefix.glob("lib/python*/site-packages")
+    env = {key: value for key, value in os.environ.items() if key not in (CACHE, "XDG_CACHE_HOME")}
+    env |= {"HF_HUB_OFFLINE": "1", "HOME": str(home), "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+
+    def call(*words: str) -> str:
+        done = subprocess.run(words, cwd=work, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    texts, rows, cache, own = call(sys.executable, "-c", FIND, str(site)).splitlines()
+    assert own.startswith(str(site))
+    assert int(texts) > 1
+    assert rows == str(prefix / "share/sftplay/data/demo/train.jsonl")
+    assert cache == str(home / ".cache/sftplay/processed")
+    kit = str(prefix / "bin/sftplay")
+    assert "run.yaml is written" in call(
+        kit, "init", rows, "run.yaml", "model.name=HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
+    assert "is valid" in call(kit, "validate", "--config", "run.yaml")
+    call(kit, "plan", "--config", "run.yaml")
+    assert [path.name for path in work.iterdir()] == ["run.yaml"]
