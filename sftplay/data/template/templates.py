@@ -189,8 +189,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     tick = staticmethod(tick)
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
+    def _parse(self, source: str, *place: Any) -> nodes.Template:
+        tree = super()._parse(source, *place)
         bodies: list[Any] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
         for node in bodies:
             call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
