@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import shlex
 import sys
 import traceback
@@ -17,8 +18,9 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from sftplay import log, make
-from sftplay.errors import ConfigError, SftplayError, nearest_names
+from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, nearest_names, out_of_ram
 from sftplay.flags import PATH, flags_of
+from sftplay.streams import drop, is_unwritable, open_closed
 from sftplay.terminal.colours import RED, painted
 
 VERBS = {
@@ -86,10 +88,12 @@ BUG = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code that docs/interfaces.md promises."""
+    open_closed()
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in split(arguments)[0]
     _print_anything()
     try:
+        _check_folder()
         is_make = bool(arguments) and arguments[-1].startswith(make.ARGS)
         if is_make:
             arguments += make.split_args(arguments.pop().removeprefix(make.ARGS))
@@ -101,22 +105,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
             log.say(text, args.verb)
         module, function, _ = VERBS[args.verb]
+        log.survive_reader(_launches(args.verb))
         exit_code: int = getattr(import_module(module), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
         return exit_code
     except SftplayError as error:
         return _report(error, as_json)
     except BrokenPipeError:
-        return _leave_quietly(0)
+        drop(1)  # the reader has closed the pipe, as `head` does; not an error
+        return 0
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        return _report_unwritable(error) if is_unwritable(error) else _report_bug(error, as_json)
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes exit code 1 with its traceback
-        if as_json:
-            print(json.dumps({"error": SftplayError(f"{type(error).__name__}: {error}").as_json()}))
-        traceback.print_exc()
-        return BUG
+        return _report_bug(error, as_json)
     finally:
         os.environ.pop(log.JSON, None)
+
+
+def _check_folder() -> None:
+    """Raise MachineError where the working folder was deleted: nothing that is written would be found again."""
+    try:
+        pathlib.Path.cwd()
+    except OSError:
+        fix = "go to a folder that exists: cd"
+        raise MachineError("does not exist any more", where="the working folder", fix=fix) from None
 
 
 def _print_anything() -> None:
@@ -234,11 +248,26 @@ def _report(error: SftplayError, as_json: bool) -> int:
         what, _, fix = str(error).partition("\n  fix: ")
         told = painted(what, RED, stream=sys.stderr)
         print(f"{told}\n  fix: {fix}" if fix else told, file=sys.stderr)
-    except BrokenPipeError:
-        _leave_quietly(0)
+    except OSError:  # nobody can be told; the exit code remains
+        drop(1)
+        drop(2)
     return error.exit_code
 
 
-def _leave_quietly(code: int) -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has closed the pipe, as `head` does; not an error
-    return code
+def _report_unwritable(error: OSError) -> int:
+    """Say that the output could not be written, where there still is a place to say it."""
+    drop(1)
+    fix = "make room, or send the output elsewhere"
+    return _report(RunError(f"writing failed ({error.strerror})", where="the output", fix=fix), as_json=False)
+
+
+def _report_bug(error: Exception, as_json: bool) -> int:
+    if refusal := out_of_ram(error):
+        return _report(refusal, as_json)
+    try:
+        if as_json:
+            print(json.dumps({"error": SftplayError(f"{type(error).__name__}: {error}").as_json()}))
+        traceback.print_exception(error)
+    except OSError:
+        drop(1)
+    return BUG

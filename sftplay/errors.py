@@ -99,6 +99,19 @@ class ConfigErrors(SeveralErrors, ConfigError):
     """Several config problems, in the order of the file."""
 
 
+OUT_OF_RAM = ("failed to map segment", "Cannot allocate memory", "can't allocate memory")
+"""What the loader of libraries, the system and torch say where a process may take no more memory."""
+
+
+def out_of_ram(error: BaseException) -> MachineError | None:
+    """The refusal for an error that says that this process gets no more memory; None for any other."""
+    if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in OUT_OF_RAM):
+        return None
+    said = next((line for line in str(error).splitlines() if line.strip()), "the system gives no more")
+    fix = "free memory, or raise the limit that was set for this shell (ulimit -v)"
+    return MachineError(f"out of memory ({said})", where="this machine", fix=fix)
+
+
 def presentable(text: str) -> str:
     """A message without tokens and passwords; what is too long in a line of it is left out of its middle."""
     return "\n".join(map(_cut, without_secrets(text).split("\n")))

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from sftplay.streams import drop
 from sftplay.terminal.colours import has_colours, is_terminal
 from sftplay.terminal.console import Console, Progress, Screen
 
@@ -194,8 +195,21 @@ def _own_console() -> Console:
 
 def _write_text(text: str) -> None:
     stream = screen()
-    stream.write(text)
-    stream.flush()
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        if not _SURVIVES_READER:
+            raise
+        drop(stream.fileno())
+
+
+def survive_reader(survives: bool) -> None:
+    """Whether this verb goes on when nobody reads its output any more, as a training does under `| head -1`."""
+    _SURVIVES_READER[:] = [True] if survives else []
+
+
+_SURVIVES_READER: list[bool] = []
 
 
 def screen() -> TextIO:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from sftplay import log
 from sftplay.config.load import load_resolved
-from sftplay.errors import SftplayError
+from sftplay.errors import SftplayError, out_of_ram
 from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.launch.supervise.exit_cause import Death
@@ -69,6 +69,9 @@ def main(run_folder: str) -> int:
             signal.signal(each, signal.SIG_IGN)
         if lost := lost_rank(folder) or lost_node(error):
             return end_after_lost_rank(folder, lost)
+        if refusal := out_of_ram(error):
+            traceback.print_exc()  # into the log
+            return _fail(folder, refusal.exit_code, cause=refusal.what, text=str(refusal), error=refusal.as_json())
         return _fail(folder, BUG, cause=f"{type(error).__name__}: {error}", text=traceback.format_exc())
 
 

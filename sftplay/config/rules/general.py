@@ -235,7 +235,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _texts(cfg: RunConfig) -> Iterator[Violation]:
-    name = cfg.run_name
+    name = cfg.run_name if cfg.run_name and _is_unicode(cfg.run_name) else None
     if name is not None and (name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()):
         what = f"{name!r} is a path, not a name of a folder" if name.isprintable() else f"{name!r} is no folder's name"
         yield Violation(("run_name",), what, fix="write a plain name; output_dir says where run folders go")

@@ -1,0 +1,123 @@
+"""Output that nobody reads or that cannot be written, a folder that is gone, a shell with limits: no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sftplay import log
+from sftplay.errors import MachineError, out_of_ram
+
+ROOT = Path(__file__).resolve().parents[1]
+HANG_S = 300
+
+
+@pytest.fixture
+def shell(tmp_path: Path):
+    """Runs a command line with `sftplay` in it, in a folder with a config and rows."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "run.yaml").write_text("model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n")
+
+    def run(line: str, **more: str) -> subprocess.CompletedProcess[str]:
+        line = line.replace("sftplay", f"{shlex.quote(sys.executable)} -m sftplay", 1)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+        return subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line],
+            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG_S, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("streams", "code"),
+    [
+        (">&-", 0),
+        (">&- 2>&- <&-", 0),
+        ("--json >&-", 0),
+        (">/dev/full", 5),
+        ("--json >/dev/full", 5),
+        (">/dev/full 2>/dev/full", 5),
+        ("| head -1", 0),
+    ],
+)
+def test_output_that_goes_nowhere_is_no_bug(shell, streams: str, code: int):
+    done = shell(f"sftplay validate --config run.yaml {streams}")
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    if streams == ">/dev/full":
+        assert done.stderr.startswith("the output: writing failed (No space left on device)\n  fix: ")
+
+
+def test_a_refusal_keeps_its_code_where_it_cannot_be_said(shell):
+    assert shell("sftplay validate --config run.yaml seed=x >/dev/full 2>/dev/full").returncode == 2
+
+
+def test_a_training_is_not_begun_where_nobody_can_be_told(shell, tmp_path: Path):
+    done = shell("sftplay train --config run.yaml run_name=r >/dev/full")
+    assert (done.returncode, "Traceback" in done.stderr) == (5, False)
+    assert not (tmp_path / "outputs" / "r" / "status.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["| head -1", ">&-"])
+def test_a_training_whose_output_nobody_reads_goes_on(write_config, streams: str):
+    config = write_config(run_name="unread", train__max_steps=1)
+    line = f"{shlex.quote(sys.executable)} -m sftplay train --config {config} {streams}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line], cwd=config.parent, env=env, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 0
+    (status,) = config.parent.glob("outputs/unread/status.json")
+    assert json.loads(status.read_text())["state"] == "done"
+
+
+def test_a_reader_that_has_gone_ends_a_verb_that_only_shows(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stream:
+        monkeypatch.setattr(log, "screen", lambda: stream)
+        log.survive_reader(False)
+        with pytest.raises(BrokenPipeError):
+            log._write_text("a")
+        log.survive_reader(True)
+        log._write_text("b")
+        log._write_text("c")
+        log.survive_reader(False)
+
+
+def test_a_folder_that_was_deleted_is_said(shell, tmp_path: Path):
+    done = shell("mkdir gone; cd gone; rmdir ../gone; sftplay plan --config ../run.yaml")
+    assert done.returncode == 3
+    assert done.stderr.startswith("the working folder: does not exist any more\n  fix: ")
+
+
+@pytest.mark.parametrize(
+    "more", [{"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, {"PYTHONOPTIMIZE": "2"}]
+)
+def test_a_narrow_locale_and_a_python_without_assertions_change_nothing(shell, more: dict[str, str]):
+    done = shell("sftplay plan --config run.yaml --json", **more)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] == "fits"
+
+
+@pytest.mark.slow
+def test_memory_that_a_limit_keeps_from_this_process_is_a_lack_of_the_machine(shell):
+    done = shell("ulimit -v 700000; sftplay inspect --config run.yaml")
+    assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
+    assert "ulimit -v" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), ImportError("libtorch_cpu.so: failed to map segment from shared object")]
+)
+def test_errors_of_a_process_that_gets_no_memory_are_known(error: Exception):
+    refusal = out_of_ram(error)
+    assert isinstance(refusal, MachineError)
+    assert out_of_ram(ImportError("no module named x")) is None
