@@ -29,6 +29,10 @@ PROGRESS = "\x1c"
 FOLLOWED = "SFTPLAY_FOLLOWED"
 """The parent sets it for its workers, because it reads their lines: they must mark them."""
 
+REDIRECTED = "2"
+"""Its value in a process whose other output goes to a log file."""
+
+
 JSON = "SFTPLAY_JSON"
 """The command line sets it for --json: standard output carries one document only, lines go to standard error."""
 
@@ -129,12 +133,12 @@ def redirect(path: Path) -> None:
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.close(log_fd)
-    os.environ[FOLLOWED] = "2"
+    os.environ[FOLLOWED] = REDIRECTED
 
 
 def _emit(mark: str, lines: list[str]) -> None:
     followed = os.environ.get(FOLLOWED)
-    if followed == "2":
+    if followed == REDIRECTED:
         os.write(_CONSOLE_FD, "".join(f"{mark}{line}\n" for line in lines).encode())
         if mark == LINE:
             _write(sys.stdout, lines)
