@@ -88,7 +88,7 @@ def _together(problems: Sequence[SftplayError]) -> SftplayError:
 def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterator[SftplayError]:
     """What is wrong with the inputs that these keys name."""
     checks: dict[str, Callable[[str], None]] = {
-        "model.name": lambda _: _check_model(resolve_names(cfg), asks_hub=asks_hub),
+        "model.name": lambda _: check_model(resolve_names(cfg), asks_hub=asks_hub),
         "data.template": lambda _: _check_template(cfg),
         "logging.backend": lambda _: _check_trackers(cfg),
     }
@@ -99,7 +99,13 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
             yield error
 
 
-def _check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
+def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:
+    """Refuse a model that is not there, or whose name is almost one that the kit knows; `cfg` has no names of runs.
+
+    Raises:
+        ConfigError: there is no such model.
+        MachineError: the hub was asked and did not answer.
+    """
     name = cfg.model.name
     where = _where(cfg, "model.name")
     check_source(name, where, allow_pickle=cfg.model.allow_pickle)

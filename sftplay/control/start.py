@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +39,7 @@ from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.terminal.colours import is_terminal
 from sftplay.units import GIB, format_bytes
 
 
@@ -228,7 +231,7 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
     log.say(f"run {folder.path}")
     if sized.decisions:
         log.say("chosen automatically:")
-        log.show("\n".join(decision_lines(sized)))
+        log.show("\n".join(decision_lines(sized, width=_width())))
     sizes = f"{train.batch_size} per {'GPU' if gpus else 'process'}"
     label = "Auto-calculated batch size" if "train.batch_size" in sized.decisions else "Batch size"
     log.say(f"{label}: {sizes}, gradient accumulation: {train.grad_accum}")
@@ -237,14 +240,21 @@ def say_sizing(sized: SizedRun, machine: Machine, *, folder: RunFolder) -> None:
         log.say(f"note: {note}")
 
 
-def decision_lines(sized: SizedRun) -> list[str]:
-    """Every automatic choice with its reason, one below the other; a reason is told once."""
+def _width() -> int:
+    """Columns of the user's terminal; a file or a pipe takes lines of any length."""
+    return max(80, shutil.get_terminal_size().columns) if is_terminal(log.screen()) else 10_000
+
+
+def decision_lines(sized: SizedRun, *, width: int) -> list[str]:
+    """Every automatic choice with its reason, one below the other; a reason is told once. Lines end at `width`."""
     rows = [(key, str(each.value), each.reason) for key, each in sized.decisions.items()]
     keys, values = (max(len(row[place]) for row in rows) for place in (0, 1))
     said: set[str] = set()
     lines = []
     for key, value, reason in rows:
-        lines.append(f"  {key:<{keys}}  {value:<{values}}  {'the same' if reason in said else reason}")
+        before = f"  {key:<{keys}}  {value:<{values}}  "
+        told = "the same" if reason in said else reason
+        lines += textwrap.wrap(told, width, initial_indent=before, subsequent_indent=" " * len(before)) or [before]
         said.add(reason)
     return lines
 

@@ -79,6 +79,14 @@ def test_what_cannot_be_used_is_refused_without_a_trace_on_the_disk(words, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_is_almost_known_is_asked_about_before_anything_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = tmp_path / "run.yaml"
+    assert main(["init", str(ROOT / "data/demo/train.jsonl"), str(out), "model.name=Qwen/Qwen2.5-0.5B-Instrct"]) == 2
+    assert "did you mean Qwen/Qwen2.5-0.5B-Instruct" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "flags"),
     [

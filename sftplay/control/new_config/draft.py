@@ -15,11 +15,13 @@ from typing import Any
 from sftplay.config.load import load_config
 from sftplay.config.read.resolved import flow
 from sftplay.config.schema.run import RunConfig
+from sftplay.control.inputs import check_model
 from sftplay.control.model_shape import known_shape
 from sftplay.control.new_config.choice import TOY, choose_model
 from sftplay.control.new_config.lengths import USUAL_SHARE, Measured, estimate, limit_for, measure
 from sftplay.control.new_config.survey import SURVEYED_ROWS, Survey, survey_rows
 from sftplay.machine.probe import Machine
+from sftplay.model.start_point import resolve_names
 from sftplay.plan.sizing.size_run import size_run
 
 EFFECTIVE_BATCHES = (32, 16, 8)
@@ -54,6 +56,8 @@ def draft_config(data: str, overrides: Sequence[str], *, machine: Machine, out: 
         DataError: the rows cannot be read, or nothing tells what is asked in them and what answered.
     """
     values = _Values(_bare(data, overrides))
+    if "model.name" in values.given:
+        check_model(resolve_names(values.cfg), asks_hub=False)
     survey = survey_rows(values.cfg)
     n_rows = len(survey.records)
     values.set("data.train_path", data, why=f"layout {' and '.join(survey.layouts)}")
