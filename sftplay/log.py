@@ -29,6 +29,10 @@ PROGRESS = "\x1c"
 FOLLOWED = "SFTPLAY_FOLLOWED"
 """The parent sets it for its workers, because it reads their lines: they must mark them."""
 
+REDIRECTED = "2"
+"""Its value in a process whose other output goes to a log file."""
+
+
 JSON = "SFTPLAY_JSON"
 """The command line sets it for --json: standard output carries one document only, lines go to standard error."""
 
@@ -129,12 +133,12 @@ def redirect(path: Path) -> None:
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.close(log_fd)
-    os.environ[FOLLOWED] = "2"
+    os.environ[FOLLOWED] = REDIRECTED
 
 
 def _emit(mark: str, lines: list[str]) -> None:
     followed = os.environ.get(FOLLOWED)
-    if followed == "2":
+    if followed == REDIRECTED:
         os.write(_CONSOLE_FD, "".join(f"{mark}{line}\n" for line in lines).encode())
         if mark == LINE:
             _write(sys.stdout, lines)
@@ -170,28 +174,21 @@ def new_console() -> Console:
 
 def close_live_line() -> None:
     """Clear the live line of this process, if there is one, before something else writes to the terminal."""
-    for console in _CONSOLES.values():
+    for _, console in _OWN:
         console.close()
 
 
-_CONSOLES: dict[int, Console] = {}
-"""This process's own console, by the stream it writes to."""
+_OWN: list[tuple[TextIO, Console]] = []
+"""This process's own console and the stream it writes to, once it was used."""
 
 
 def _own_console() -> Console:
     stream = screen()
-    if id(stream) not in _CONSOLES:
-        _CONSOLES.clear()
-        # A reader that has gone ends a verb, as with any command: nothing is caught here.
-        _CONSOLES[id(stream)] = Console(_write_text, is_tty=is_terminal(stream), has_colours=has_colours(stream))
-        atexit.register(close_live_line)
-    return _CONSOLES[id(stream)]
-
-
-def _write_text(text: str) -> None:
-    stream = screen()
-    stream.write(text)
-    stream.flush()
+    if not _OWN or _OWN[0][0] is not stream:
+        if not _OWN:
+            atexit.register(close_live_line)
+        _OWN[:] = [(stream, new_console())]
+    return _OWN[0][1]
 
 
 def screen() -> TextIO:

@@ -19,6 +19,7 @@ from torch import nn
 from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.model.source import SAFE_COPY, describe_pickle
+from sftplay.model.weights import reason_of, refusing
 
 
 def add_adapter(model: Any, lora: LoraConfig) -> Any:
@@ -86,20 +87,28 @@ def attach_adapter(model: Any, adapter: Path, *, dropout: float | None = None) -
     """`model` as a PeftModel with the adapter stored in `adapter`, in fp32; one that trains when `dropout` is given.
 
     Raises:
-        MachineError: it is a pickle that torch refuses.
+        MachineError: its files cannot be read, or hold what PEFT cannot use, or are a pickle that torch refuses.
     """
+    with refusing(lambda error: _explain(error, adapter)):
+        return _attached(model, adapter, dropout=dropout)
+
+
+def _explain(error: Exception, adapter: Path) -> MachineError:
+    if isinstance(error, pickle.UnpicklingError):
+        return MachineError(f"the adapter's pickle {describe_pickle(error)}", where=str(adapter), fix=SAFE_COPY)
+    fix = "correct the files there, or copy the adapter again"
+    return MachineError(f"the adapter cannot be used ({reason_of(error)})", where=str(adapter), fix=fix)
+
+
+def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
     config = PeftConfig.from_pretrained(str(adapter))
     if dropout is not None:
         config.lora_dropout = dropout
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        try:
-            attached = PeftModel.from_pretrained(
-                model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
-            )
-        except pickle.UnpicklingError as error:
-            what = f"the adapter's pickle {describe_pickle(error)}"
-            raise MachineError(what, where=str(adapter), fix=SAFE_COPY) from error
+        attached = PeftModel.from_pretrained(
+            model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
+        )
     in_full = [module for module in attached.modules() if isinstance(module, ModulesToSaveWrapper)]
     if in_full:
         # PEFT rounds them to the base's dtype, https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py

@@ -15,6 +15,16 @@ from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.model.source import ADAPTER_CONFIG, BUILTIN, check_pickles, is_downloaded, is_hub_shaped
 
+ADAPTER_KEYS: dict[str, tuple[tuple[type, ...], str]] = {
+    "base_model_name_or_path": ((str,), "a name"),
+    "peft_type": ((str,), "a name"),
+    "r": ((int,), "a whole number"),
+    "lora_alpha": ((int, float), "a number"),
+    "modules_to_save": ((list, type(None)), "a list of names"),
+    "revision": ((str, type(None)), "a name"),
+}
+"""Key of adapter_config.json -> what it must hold where it is given."""
+
 NAME, ADAPTER, MERGE = "model.name", "model.adapter", "model.merge_adapter"
 
 
@@ -63,8 +73,25 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """The settings of an adapter."""
-    content: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    """The settings of an adapter.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    where, fix = str(folder / ADAPTER_CONFIG), "copy the adapter again, or name another one"
+    try:
+        content: Any = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"is not JSON: {error}", where=where, fix=fix) from None
+    if not isinstance(content, dict):
+        raise ConfigError("holds no keys with values", where=where, fix=fix)
+    if "base_model_name_or_path" not in content:
+        raise ConfigError("names no base: base_model_name_or_path is missing", where=where, fix=fix)
+    for key, (kinds, words) in ADAPTER_KEYS.items():
+        if key in content and not (isinstance(content[key], kinds) and content[key] is not True):
+            raise ConfigError(f"{key} is {content[key]!r}, not {words}", where=where, fix=fix)
+    if any(not isinstance(name, str) for name in content.get("modules_to_save") or ()):
+        raise ConfigError("modules_to_save holds something that is no name", where=where, fix=fix)
     return content
 
 
@@ -103,6 +130,9 @@ def _resolve_adapter(cfg: RunConfig) -> RunConfig:
     if not (found / ADAPTER_CONFIG).is_file():
         fix = "name a finished run, its folder, or a folder with adapter_config.json"
         raise ConfigError(f"{found} holds no adapter", where=origin_of(cfg, ADAPTER), fix=fix)
+    if not any(found.glob("adapter_model*")):
+        fix = "name a finished run, its folder, or a folder with adapter_model.safetensors"
+        raise ConfigError(f"{found} holds no weights of an adapter", where=origin_of(cfg, ADAPTER), fix=fix)
     _check_base(cfg, found)
     absolute = str(found.resolve())
     if absolute == name:

@@ -8,10 +8,10 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from sftplay.config.schema.run import ModelConfig
-from sftplay.errors import ConfigError, DataError, MachineError
-from sftplay.model.hub import FOLDER_FIX, check_reachable, first_line
+from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
+from sftplay.model.hub import FOLDER_FIX, check_reachable
 from sftplay.model.source import ADAPTER_CONFIG, locate
-from sftplay.model.weights import announce_trust, refused_code
+from sftplay.model.weights import announce_trust, reason_of, refused_code, refusing
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
@@ -29,18 +29,10 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
     where = f"model.name {source}"
     options = {} if check_reachable(source, revision, where=where) else {"local_files_only": True}
     announce_trust(model, f"the tokenizer {source}")
-    try:
+    with refusing(lambda error: _explain(error, model, where=where)):
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=model.trust_remote_code, **options
         )
-    except (OSError, ValueError) as error:
-        if refusal := refused_code(error, model):
-            raise refusal from error
-        raise MachineError(
-            f"no tokenizer could be opened ({first_line(error)})",
-            where=where,
-            fix=f"check the name and the connection, {FOLDER_FIX}",
-        ) from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DataError("has no pad token and no end-of-text token", where=f"tokenizer of {source}", fix="add one")
@@ -48,6 +40,15 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def _explain(error: Exception, model: ModelConfig, *, where: str) -> SftplayError:
+    if refusal := refused_code(error, model):
+        return refusal
+    fix = f"check the name and the connection, {FOLDER_FIX}"
+    if Path(where.removeprefix("model.name ")).is_dir():
+        fix = "correct the files of the tokenizer and config.json there, or copy the model again"
+    return MachineError(f"no tokenizer could be opened ({reason_of(error)})", where=where, fix=fix)
 
 
 def _kept_by_adapter(model: ModelConfig) -> str | None:

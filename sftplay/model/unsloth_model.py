@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 
 from sftplay import log
@@ -18,7 +17,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
 from sftplay.model.hub import check_reachable, first_line, quieten_hub
-from sftplay.model.weights import announce_trust, explain_failure, frozen_dtype, keep_four_bit_exact
+from sftplay.model.weights import announce_trust, explain_failure, frozen_dtype, keep_four_bit_exact, refusing
 
 REPORTER = "transformers.modeling_utils"
 """The logger that says which weights were not in the files; unsloth hands on no loading information."""
@@ -41,24 +40,21 @@ def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -
     quieten_hub()
     options = {} if reachable else {"local_files_only": True}
     options |= {} if cfg.model.allow_pickle else {"use_safetensors": True}
-    try:
-        with _missing_weights() as missing:
-            model, _ = FastLanguageModel.from_pretrained(
-                model_name=name,
-                revision=revision,
-                max_seq_length=cfg.model.max_seq_len,
-                dtype=frozen_dtype(cfg),
-                load_in_4bit=cfg.tuning.mode == "qlora",
-                use_gradient_checkpointing=_checkpointing(cfg),
-                trust_remote_code=cfg.model.trust_remote_code,
-                attn_implementation=cfg.model.attn,
-                random_state=cfg.seed,
-                use_exact_model_name=True,  # else it opens a copy of its own under another name
-                fix_tokenizer=False,
-                **options,
-            )
-    except (OSError, ValueError, ImportError, RuntimeError, NotImplementedError, SafetensorError) as error:
-        raise explain_failure(error, cfg.model, where=where) from error
+    with refusing(lambda error: explain_failure(error, cfg.model, where=where)), _missing_weights() as missing:
+        model, _ = FastLanguageModel.from_pretrained(
+            model_name=name,
+            revision=revision,
+            max_seq_length=cfg.model.max_seq_len,
+            dtype=frozen_dtype(cfg),
+            load_in_4bit=cfg.tuning.mode == "qlora",
+            use_gradient_checkpointing=_checkpointing(cfg),
+            trust_remote_code=cfg.model.trust_remote_code,
+            attn_implementation=cfg.model.attn,
+            random_state=cfg.seed,
+            use_exact_model_name=True,  # else it opens a copy of its own under another name
+            fix_tokenizer=False,
+            **options,
+        )
     _check_held_as_asked(model, cfg, where=where, missing=missing)
     keep_four_bit_exact(model)
     return model

@@ -104,7 +104,7 @@ def test_setup_accelerate_writes_again_but_not_over_a_change(tmp_path, capsys):
     path.write_text(changed)
     assert main(["setup-accelerate", "--out", str(path)]) == 2
     assert path.read_text() == changed
-    assert "left as it is" in capsys.readouterr().err
+    assert "stays as it is" in capsys.readouterr().err
 
 
 def test_setup_accelerate_does_not_write_over_a_file_that_accelerate_made(tmp_path):

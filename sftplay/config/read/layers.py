@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from sftplay.config.read.yaml12 import Document, KeyPath, drop_below
 from sftplay.errors import ConfigError
 
 COMMAND_LINE = "command line"
+MAX_FILES = 100
+"""Most files of one config: 24 files that each include two others would be read 16 million times."""
+
 _FIRST_OVERRIDE = 1_000_000  # its rank comes after that of any file
 
 
@@ -62,7 +66,10 @@ def read_layers(path: str | Path) -> list[Layer]:
     Raises:
         ConfigError: a file that cannot be read, an include that is no path, or one that leads back to itself.
     """
-    files = list(_read_files(Path(path), os.fspath(path), including=[]))
+    files = list(islice(_read_files(Path(path), os.fspath(path), including=[]), MAX_FILES + 1))
+    if len(files) > MAX_FILES:
+        what = f"includes more than {MAX_FILES} files; each counts as often as it is included"
+        raise ConfigError(what, where=f"{os.fspath(path)} include", fix="put what they share into one file")
     return [_layer_of(document, len(files) - order, name=name) for order, (name, document) in enumerate(files, start=1)]
 
 
@@ -122,13 +129,18 @@ def _layer_of(document: Document, rank: int, *, name: str) -> Layer:
 def _read_files(path: Path, name: str, *, including: list[Path]) -> Iterator[tuple[str, Document]]:
     """Every included file and then the file itself, each with the name that messages give it."""
     document = yaml12.read(path, name)
-    opened = [*including, path.resolve()]
+    opened = [*including, _real(path)]
     for order, included in enumerate(_include_list(document, name)):
         line = document.lines.get(("include", order), document.lines["include",])
         inner = path.parent / os.path.expanduser(included)  # noqa: PTH111 - an unknown user's `~` stays as it is
         _check_include(inner, included, opened=opened, where=f"{name}:{line} include")
         yield from _read_files(inner, _display_name(inner), including=opened)
     yield name, document
+
+
+def _real(path: Path) -> Path:
+    """The path without links; unlike `Path.resolve` it takes links that lead to themselves."""
+    return Path(os.path.realpath(path))
 
 
 def _include_list(document: Document, name: str) -> list[str]:
@@ -141,8 +153,8 @@ def _include_list(document: Document, name: str) -> list[str]:
 
 
 def _check_include(inner: Path, included: str, *, opened: list[Path], where: str) -> None:
-    if inner.resolve() in opened:
-        chain = " -> ".join(_display_name(path) for path in [*opened, inner.resolve()])
+    if _real(inner) in opened:
+        chain = " -> ".join(_display_name(path) for path in [*opened, _real(inner)])
         raise ConfigError(f"leads back to itself: {chain}", where=where, fix="remove one of these includes")
     if inner.exists():
         return

@@ -7,6 +7,7 @@ text, `no` is false and `12:30` is 750. This module knows no key of the config.
 from __future__ import annotations
 
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ KeyPath = tuple[str | int, ...]
 
 MAX_VALUES = 20_000
 """Most values of one document with its aliases unfolded: a few lines of aliases can unfold into gigabytes."""
+
+MAX_BYTES = 1_000_000
+"""Most bytes of a config file. PyYAML reads about 100,000 a second, comments too."""
 
 _PLAIN = "plain"
 _TAG = "tag:yaml.org,2002:"
@@ -113,8 +117,25 @@ def read(path: Path, name: str) -> Document:
     return document
 
 
+def check_small_file(path: Path, name: str) -> None:
+    """Refuse what could not be read to its end in a moment; what is missing is left to whoever reads it.
+
+    Raises:
+        ConfigError: a device, a pipe or a socket, or a file of more than MAX_BYTES.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        # Of these some never end, others wait for a writer, and none can be read a second time.
+        fix = "write it into a file and name that"
+        raise ConfigError("is a device, a pipe or a socket, not a file", where=name, fix=fix)
+    if found.st_size > MAX_BYTES:
+        what = f"has {found.st_size:,} bytes; a config has at most {MAX_BYTES:,}"
+        raise ConfigError(what, where=name, fix="name the file that holds the settings")
+
+
 def _text(path: Path, name: str) -> str:
     try:
+        check_small_file(path, name)
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError("no such file", where=name, fix="check the path; it starts at the current folder") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,11 @@ SPARE_CHARACTERS, CHARACTERS_A_TOKEN = 1_000_000, 64
 EDGE_CHARACTERS = 1_000
 """At this distance from the cut, the tokens of a cut text are those of the whole text; few vocabularies have longer
 tokens."""
+
+
+MANY_EXAMPLES, USUAL_CHARACTERS = 8, 8
+"""From so many examples of one record on, what they share is read once. It is looked for in so many characters for each
+token that can be used."""
 
 
 class Placed(NamedTuple):
@@ -65,21 +71,52 @@ class Rendered:
 def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], *, max_tokens: int | None = None) -> list[Rendered]:
     """An example for each placed text, in order; those without a text keep their reason."""
     limit = None if max_tokens is None else SPARE_CHARACTERS + CHARACTERS_A_TOKEN * max_tokens
-    plain = [each.found.text[:limit] for each in placed if isinstance(each.found, Marked) and not each.is_spelled]
-    coming = iter(vocabulary.encode(plain))
+    beginnings = {} if max_tokens is None else _shared_beginnings(vocabulary, placed, max_tokens=max_tokens)
+    texts = {
+        at: beginning if each.found.text.startswith(beginning := beginnings.get(each.of, "\0")) else each.found.text
+        for at, each in enumerate(placed)
+        if isinstance(each.found, Marked)
+    }
+    plain = dict.fromkeys(text[:limit] for at, text in texts.items() if not placed[at].is_spelled)
+    known = dict(zip(plain, vocabulary.encode(list(plain)), strict=True))
     examples = []
-    for each in placed:
+    for at, each in enumerate(placed):
         if isinstance(each.found, str):
             examples.append(Rendered([], [], each.of, each.found))
             continue
-        text = each.found.text[:limit]
-        encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(next(coming))
-        if len(text) < len(each.found.text) and _n_sure(encoded.encoding, text) <= (max_tokens or 0):
+        text = texts[at][:limit]
+        encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(known[text])
+        is_shared = texts[at] is not each.found.text
+        is_enough = len(text) == len(each.found.text) or is_shared
+        if not is_enough and _n_sure(encoded.encoding, text) <= (max_tokens or 0):
             # A long text with few tokens, such as white space: its beginning is not enough.
             text = each.found.text
             encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(vocabulary.encode([text])[0])
         examples.append(_example(vocabulary, each, text=text, encoded=encoded))
     return examples
+
+
+def _shared_beginnings(vocabulary: Vocabulary, placed: Sequence[Placed], *, max_tokens: int) -> dict[int, str]:
+    """Record of many examples -> the beginning of its last text, if that alone has more tokens than can be used.
+
+    The examples of a chat that was split begin alike. To read each of them to its end takes quadratic time.
+    """
+    last: dict[int, Placed] = {}
+    for each in placed:
+        if isinstance(each.found, Marked) and not each.is_spelled:
+            last[each.of] = each
+    counts = Counter(each.of for each in placed)
+    found = {}
+    for of, each in last.items():
+        assert isinstance(each.found, Marked)
+        text = each.found.text[: USUAL_CHARACTERS * max_tokens + EDGE_CHARACTERS]
+        if counts[of] < MANY_EXAMPLES or len(text) == len(each.found.text):
+            continue
+        (encoding,) = vocabulary.encode([text])
+        if _n_sure(encoding, text) > max_tokens:
+            end = encoding.token_to_chars(max_tokens)[1] + EDGE_CHARACTERS
+            found[of] = text[:end]
+    return found
 
 
 def _example(vocabulary: Vocabulary, placed: Placed, *, text: str, encoded: Encoded) -> Rendered:

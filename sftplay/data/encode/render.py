@@ -7,6 +7,7 @@ was trained. It cuts nothing and counts nothing; that is done in `prepare`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,12 @@ from sftplay.data.records import Chat, Message, Record, Text
 from sftplay.data.template.masks import Method, TurnFinder
 from sftplay.data.template.sentinels import Unproven
 from sftplay.data.template.templates import ChatTemplate, template_hash
+from sftplay.data.template.time_limit import ROW_S, is_used, limited
 from sftplay.data.template.tool_checks import uses_tools
 from sftplay.errors import DataError
+
+MOST_LATE = 2
+"""Samples on which the template did not come to an end, before the template itself is refused."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,13 @@ class Renderer:
             raise DataError("this tokenizer does not say where its tokens lie in the text", where="model.name", fix=fix)
         vocabulary, proven = Vocabulary.of(tokenizer), None
         if template is not None:
-            chats = [sample for sample in samples if isinstance(sample, Chat)]
             compiled = ChatTemplate(template, vocabulary.specials.named)
-            proven = prove_masks(Writer(vocabulary), compiled, samples=chats)
+            chats = _rendered_in_time(compiled, [sample for sample in samples if isinstance(sample, Chat)])
+            with limited():
+                try:
+                    proven = prove_masks(Writer(vocabulary), compiled, samples=chats)
+                except DataError as error:
+                    raise (_endless() if is_used() else error) from None
         return cls(vocabulary, template, proven=proven, tokenizer=tokenizer)
 
     @classmethod
@@ -166,7 +175,8 @@ class Renderer:
         try:
             if isinstance(record, Text):
                 return [self._writer.place_text(of, record)]
-            return self._place_chat(of, record)
+            with limited():
+                return self._place_chat(of, record)
         except DataError as error:
             return [Placed(of, error.what)]
         except Unproven as error:
@@ -195,3 +205,24 @@ class Renderer:
             fix = "set data.template, or give data.format: text"
             raise DataError("is a chat, and there is no chat template", where="data.template", fix=fix)
         return self._finder
+
+
+def _rendered_in_time(template: ChatTemplate, samples: Sequence[Chat]) -> list[Chat]:
+    """The samples that tell something about the template; one that takes too long is refused later, as a row."""
+    kept, n_late = [], 0
+    for sample in samples:
+        with limited():
+            with suppress(DataError):
+                template.render(sample.messages, tools=sample.tools)
+            if not is_used():
+                kept.append(sample)
+                continue
+        n_late += 1
+        if n_late == MOST_LATE:
+            raise _endless()
+    return kept
+
+
+def _endless() -> DataError:
+    what = f"the chat template does not come to an end: it took {ROW_S:g} s on a few chats"
+    return DataError(what, where="data.template", fix="set data.template: chatml, or correct the template's loops")

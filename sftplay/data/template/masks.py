@@ -207,8 +207,14 @@ class TurnFinder:
 
     def _check_context(self, chat: Chat, marked: Marked) -> None:
         """Raise Unproven when the template leaves out what the answers answer; earlier answers it may shorten."""
+        at = 0
         for message in chat.messages:
-            if message.role in ("system", "user") and not has_text(marked.text, message):
+            if message.role not in ("system", "user"):
+                continue
+            # Texts nearly always stand in order; to look from the beginning each time would take quadratic time.
+            found = marked.text.find(message.content.strip(), at)
+            at = max(at, found)
+            if found < 0 and not has_text(marked.text, message):
                 raise Unproven(f"the template changes or drops the {message.role}'s text: {message.content[:60]!r}")
         if uses_tools(chat):
             check_results(marked.text, chat, starts=[start for start, _ in marked.spans])

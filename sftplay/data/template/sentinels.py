@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from sftplay.data.records import Message
 from sftplay.data.template.templates import ChatTemplate, Span
 
+TRIED_TURNS = 100
+"""Up to here, and for the last turn, the inference prompt of each answer is rendered. Further on, an answer before
+which the template writes the same text as before an earlier one has the same prompt: to render thousands takes
+quadratic time."""
+
 EDGE = " \n "
 """White space put around the marks, to see on which side a template trims."""
 
@@ -70,11 +75,17 @@ def read_sentinel_layout(template: ChatTemplate, roles: Sequence[str], *, end: r
         gaps[index] = gaps[index].removesuffix(EDGE) if keeps_left[index] else gaps[index]
         gaps[index + 1] = gaps[index + 1].removeprefix(EDGE) if keeps_right[index] else gaps[index + 1]
     heads, tails = [], []
+    known: dict[tuple[str, bool], int] = {}
     for index, role in enumerate(roles):
-        answers = role == "assistant" and index > 0
-        prompt = template.render(probes[:index], prompts=True)[0] if answers else ""
-        edge = len(EDGE) if keeps_left[index] else 0
-        heads.append(_head(text[: text.index(marks[index])], prompt, gap=gaps[index], edge=edge) if answers else 0)
+        head = 0
+        if role == "assistant" and index > 0:
+            form = gaps[index], keeps_left[index]
+            if form not in known or index < TRIED_TURNS or index == len(roles) - 1:
+                prompt = template.render(probes[:index], prompts=True)[0]
+                before = text[: text.index(marks[index])]
+                known[form] = _head(before, prompt, gap=gaps[index], edge=len(EDGE) if keeps_left[index] else 0)
+            head = known[form]
+        heads.append(head)
         tails.append(_tail(gaps[index + 1], end) if role == "assistant" else 0)
     return SentinelLayout(tuple(gaps), keeps_left, keeps_right, tuple(heads), tuple(tails))
 

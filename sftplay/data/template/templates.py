@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sftplay.data.records import Message
 from sftplay.data.template.chatml import CHATML as CHATML
+from sftplay.data.template.time_limit import limited, tick
 from sftplay.errors import DataError
 
 Span = tuple[int, int]
@@ -32,7 +33,9 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Put around generation blocks while rendering: noncharacters, which Unicode keeps for a program's own use.
 `typed_specials` refuses a record that holds them."""
 
-FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+FAULTS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError
+)  # fmt: skip
 """What a template may raise on a chat it was not made for."""
 
 
@@ -146,7 +149,8 @@ class ChatTemplate:
                 "add_generation_prompt": prompts,
             }
             # What Template.render does, without its rewriting of tracebacks.
-            text = "".join(self._template.root_render_func(self._template.new_context(given)))
+            with limited():
+                text = "".join(self._template.root_render_func(self._template.new_context(given)))
         except FAULTS as error:
             raise DataError(f"the chat template refuses it: {error}") from error
         if not prompts and messages[-1].role == "assistant":
@@ -180,9 +184,23 @@ def _without_marks(text: str) -> tuple[str, list[Span]]:
     return "".join(plain), spans
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which loops and macros end when their time is used."""
+
+    tick = staticmethod(tick)
+
+    def _parse(self, source: str, *place: Any) -> nodes.Template:
+        tree = super()._parse(source, *place)
+        bodies: list[Any] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for node in bodies:
+            call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+        return tree.set_environment(self)  # type: ignore[return-value]
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment of transformers/utils/chat_template_utils.py, so that every template means the same here."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sftplay.config.read.yaml12 import check_small_file
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, ConfigErrors, nearest_names
 
@@ -189,6 +190,7 @@ def strip_comments(text: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
+        check_small_file(path, str(path))
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"

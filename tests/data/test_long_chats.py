@@ -1,0 +1,110 @@
+"""Chats of thousands of turns take time in proportion; a template that does not come to an end is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sftplay.data.encode.render import Renderer
+from sftplay.data.encode.vocabulary import Vocabulary
+from sftplay.data.pipeline import load_examples
+from sftplay.data.records import Chat, Message, Source
+from sftplay.data.template import time_limit
+from sftplay.data.template.chatml import CHATML
+from sftplay.data.template.templates import ChatTemplate
+from sftplay.errors import DataError
+
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LAST_TURN_THINKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
+TRAP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = {
+    "loops": TRAP,
+    "a loop without a pass": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+    "a macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+}
+
+
+def chat(n_turns: int) -> Chat:
+    turns = [
+        turn
+        for n in range(n_turns // 2)
+        for turn in (Message("user", f"Stone {n} asks?"), Message("assistant", f"Salt {n} answers."))
+    ]
+    return Chat(tuple(turns), Source("rows.jsonl", 1))
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["markers", "sentinels"])
+def test_four_thousand_turns_take_as_many_renderings_as_four_hundred(tokenizer, monkeypatch, template):
+    renderer = Renderer.prove(tokenizer, template, samples=[])
+    real, counts = ChatTemplate.render, []
+
+    def counted(self: ChatTemplate, messages: Any, **options: Any) -> Any:
+        counts[-1] += 1
+        return real(self, messages, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    for n_turns in (400, 4000):
+        counts.append(0)
+        (example,) = renderer.render([chat(n_turns)], 2048)
+        assert not example.problem
+        assert sum(label in renderer.end_token_ids for label in example.labels) == n_turns // 2
+    assert counts[0] == counts[1] < 60
+
+
+def test_the_examples_of_a_long_chat_are_read_as_far_as_they_can_be_used(tokenizer, monkeypatch):
+    renderer = Renderer.prove(tokenizer, LAST_TURN_THINKS, samples=[])
+    assert renderer.rewrites_turns
+    whole = renderer.render([chat(160)])
+    real, read = Vocabulary.encode, []
+    monkeypatch.setattr(Vocabulary, "encode", lambda self, texts: read.extend(map(len, texts)) or real(self, texts))
+    cut = renderer.render([chat(160)], 128)
+    assert len(cut) == len(whole) == 80
+    for some, every in zip(cut, whole, strict=True):
+        assert some.input_ids[:128] == every.input_ids[:128]
+        assert some.labels[:128] == every.labels[:128]
+    assert sum(read) < 30 * (8 * 128 + 1000)
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_does_not_come_to_an_end_is_refused(tokenizer, monkeypatch, template):
+    monkeypatch.setattr(time_limit, "ROW_S", 0.2)
+    with pytest.raises(DataError, match="does not come to an end") as refusal:
+        Renderer.prove(tokenizer, template + PLAIN, samples=[])
+    assert refusal.value.where == "data.template"
+
+
+def test_a_row_on_which_the_template_does_not_come_to_an_end_is_refused_by_its_place(
+    tokenizer, config, write_rows, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(time_limit, "ROW_S", 0.2)
+    (tmp_path / "t.jinja").write_text("{% if 'trap' in messages[0]['content'] %}" + TRAP + "{% endif %}" + PLAIN)
+    rows = [{"prompt": word, "completion": "stones"} for word in ("boat", "trap", "hill")]
+    cfg = config(write_rows(rows), template=str(tmp_path / "t.jinja"), split=0)
+    with pytest.raises(DataError, match=r"train\.jsonl:2 takes the chat template longer than") as refusal:
+        load_examples(cfg, tokenizer)
+    assert "on_bad_row: skip" in refusal.value.fix
+    skipped = config(write_rows(rows), template=str(tmp_path / "t.jinja"), split=0, on_bad_row="skip")
+    assert load_examples(skipped, tokenizer).report["kept"] == 2
+
+
+def test_the_time_of_a_row_is_counted_over_all_its_renderings_and_anew_for_the_next():
+    def render_for_ever() -> None:
+        with time_limit.limited(0.05):
+            while True:
+                with time_limit.limited():
+                    time_limit.check()
+
+    with pytest.raises(DataError, match="takes the chat template longer"):
+        render_for_ever()
+    with time_limit.limited(60):
+        assert not time_limit.is_used()
+    assert not time_limit.is_used()
