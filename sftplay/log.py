@@ -175,16 +175,17 @@ def new_console() -> Console:
 
 def close_live_line() -> None:
     """Clear the live line of this process, if there is one, before something else writes to the terminal."""
-    for console in _CONSOLES.values():
+    for _, console in _OWN:
         console.close()
 
 
-_CONSOLES: dict[int, Console] = {}
-"""This process's own console, by the stream it writes to."""
+_OWN: list[tuple[TextIO, Console]] = []
+"""This process's own console and the stream it writes to, once it was used."""
 
 
 def _own_console() -> Console:
     stream = screen()
+<<<<<<< HEAD
     if id(stream) not in _CONSOLES:
         _CONSOLES.clear()
         # A reader that has gone ends a verb, as with any command: nothing is caught here.
@@ -210,6 +211,13 @@ def survive_reader(survives: bool) -> None:
 
 
 _SURVIVES_READER: list[bool] = []
+=======
+    if not _OWN or _OWN[0][0] is not stream:
+        if not _OWN:
+            atexit.register(close_live_line)
+        _OWN[:] = [(stream, new_console())]
+    return _OWN[0][1]
+>>>>>>> main
 
 
 def screen() -> TextIO:

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 
 from sftplay import log
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
-from sftplay.launch.run_folder import RunFolder, name_taken
+from sftplay.launch.run_folder import RESOLVED, RunFolder, name_taken
 from sftplay.launch.supervise.follow import FolderGone
 
 REFUSALS = (ConfigError.exit_code, MachineError.exit_code, DataError.exit_code)
 """Exit codes of a run that could not begin as it was asked to."""
+
+REMAINS = (RESOLVED, "status.json", "plan.json", "metrics.jsonl", "checkpoints", "logs")
+"""What a start leaves. Other files under the name of a run are the user's, and stay."""
 
 
 def free_name(folder: RunFolder) -> None:
@@ -21,7 +24,7 @@ def free_name(folder: RunFolder) -> None:
         ConfigError: the run has made a step, or runs.
         MachineError: its folder cannot be moved.
     """
-    if not any(path.name != ".lock" for path in folder.path.glob("*")):
+    if not any((folder.path / name).exists() for name in REMAINS):
         return
     with folder.locked():
         if folder.resolved.exists() and folder.has_made_step:

@@ -14,6 +14,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.read.resolved import flow
 from sftplay.config.rules.general import notes
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
@@ -247,7 +248,7 @@ def _width() -> int:
 
 def decision_lines(sized: SizedRun, *, width: int) -> list[str]:
     """Every automatic choice with its reason, one below the other; a reason is told once. Lines end at `width`."""
-    rows = [(key, str(each.value), each.reason) for key, each in sized.decisions.items()]
+    rows = [(key, flow(each.value), each.reason) for key, each in sized.decisions.items()]
     keys, values = (max(len(row[place]) for row in rows) for place in (0, 1))
     said: set[str] = set()
     lines = []

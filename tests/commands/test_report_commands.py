@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,17 @@ def test_eval_brings_the_report_up_to_date(config: Path, folder: RunFolder, caps
 
 
 def ended(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, *, code: int, state: str) -> int:
-    """`_start` with a run that ends at once: its exit code."""
+    """`run_workers` with a run that ends at once: its exit code."""
 
     def follow(launch: Launch, folder: RunFolder, *, check_nodes: Any) -> int:
         folder.update_status(state=state, exit_code=code, step=3)
         return code
 
     monkeypatch.setattr(start, "follow", follow)
-    return start._start(Launch(("python",), {}), folder, check_nodes=None)
+    monkeypatch.setattr(start, "prepare_deepspeed", lambda *_, **__: None)
+    args = Namespace(tb=False, json=False, verb="train", nnodes=1)
+    cfg = load_config(Path(__file__).resolve().parents[2] / "configs/run_demo.yaml")
+    return start.run_workers(Launch(("python",), {}), folder, cfg=cfg, args=args)
 
 
 @pytest.mark.parametrize(("code", "state"), [(143, "stopped"), (5, "failed"), (1, "failed"), (0, "done")])

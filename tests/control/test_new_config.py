@@ -79,6 +79,13 @@ def test_what_cannot_be_used_is_refused_without_a_trace_on_the_disk(words, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_names_no_file_that_the_user_has_not_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
+    assert main(["init", ".", "../run.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("init data.train_path: 'outputs' lies in the folder of rows")
+
+
 def test_a_model_that_is_almost_known_is_asked_about_before_anything_is_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     out = tmp_path / "run.yaml"

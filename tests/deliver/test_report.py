@@ -337,9 +337,10 @@ def test_memory_above_the_plan_is_said_and_shown_beside_it(folder: RunFolder, ke
 
 def test_charts_of_several_processes_and_of_nothing_are_left_out_for_one(folder: RunFolder):
     course(folder, loss=lambda n: 3.0 / n, communication_max_s=lambda n: 0.5, exposed_communication_share=lambda n: 0.2,
-           padding_share=lambda n: 0.0)  # fmt: skip
+           padding_share=lambda n: 0.0, tokens_per_s=lambda n: 9.0, padded_tokens_per_s=lambda n: 9.0)  # fmt: skip
     series = {value for name, value in page_of(folder).attributes if name == "data-series"}
-    assert not series & {"communication_max_s", "exposed_communication_share", "padding_share"}
+    assert "tokens_per_s" in series
+    assert not series & {"communication_max_s", "exposed_communication_share", "padding_share", "padded_tokens_per_s"}
     folder.write_json("plan.json", {"world_size": 2})
     series = {value for name, value in page_of(folder).attributes if name == "data-series"}
     assert series >= {"communication_max_s", "exposed_communication_share"}

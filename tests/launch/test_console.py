@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
+from sftplay import log
 from sftplay.terminal import console as terminal
 from sftplay.terminal.console import SIGN_OF_LIFE_S, Console, Progress
 
@@ -125,3 +129,13 @@ def test_a_terminal_shows_seconds_while_a_worker_says_nothing_yet(clock):
     clock[0] += 2
     screen.tick(clock[0])
     assert written[-1] == "\r\x1b[K[train] working (2 s)"
+
+
+def test_a_reader_that_leaves_does_not_end_what_is_being_done(monkeypatch):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        for n in range(3):
+            log.say(f"line {n}")
+            log.progress(n, 3, what="rows", tag="data")

@@ -84,6 +84,14 @@ def test_a_run_without_a_step_gives_its_name_to_the_next_start_and_is_kept_with_
     assert f"the earlier start of mine made no step (cause 0): kept in {kept[0]}" in capsys.readouterr().out
 
 
+def test_files_of_the_users_under_the_name_of_a_run_stay(config):
+    folder = new_folder(config(run_name="mine"), "x.yaml")
+    folder.path.mkdir(parents=True)
+    (folder.path / "notes.txt").write_text("mine")
+    free_name(folder)
+    assert (folder.path / "notes.txt").read_text() == "mine"
+
+
 def test_a_run_without_a_step_that_still_runs_keeps_its_name(config):
     folder = new_folder(config(run_name="mine"), "x.yaml")
     with folder.locked():

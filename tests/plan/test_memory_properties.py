@@ -166,3 +166,14 @@ def test_zero_holds_two_four_and_twelve_bytes_a_parameter_as_its_paper_says():
         share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy=strategy, world_size=64)
         held = sum(vars(share.standing).values())
         assert held / params * 7.5 == pytest.approx(published, abs=0.06)
+
+
+@given(shapes, methods, worlds, st.sampled_from(("fsdp", "fsdp_offload", "zero3")))
+def test_a_sharded_device_gathers_no_more_than_the_part_that_others_hold(shape, method, world, strategy):
+    flat = replace(shape, layers=1)  # so that this layer and the next, and those outside, are more than the model
+    execution = execution_for(method, weight_bytes=2, stream_bytes=2)
+    standing = standing_bytes(flat, execution)
+    share = share_of(flat, execution, standing=standing, strategy=strategy, world_size=world)
+    weights = standing.weights + (standing.adapters / 2 if strategy == "zero3" else 0)  # ZeRO's adapters are 16-bit
+    bucket = share.buffers - weights * (1 - 1 / world)
+    assert bucket == pytest.approx(0 if strategy != "zero3" else share.standing.gradients * world, abs=64)

@@ -20,6 +20,7 @@ from sftplay.control.model_shape import known_shape
 from sftplay.control.new_config.choice import TOY, choose_model
 from sftplay.control.new_config.lengths import USUAL_SHARE, Measured, estimate, limit_for, measure
 from sftplay.control.new_config.survey import SURVEYED_ROWS, Survey, survey_rows
+from sftplay.errors import ConfigErrors
 from sftplay.machine.probe import Machine
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.sizing.size_run import size_run
@@ -124,7 +125,12 @@ def _loaded(text: str, overrides: Sequence[str]) -> RunConfig:
     with tempfile.TemporaryDirectory(prefix="sftplay-init-") as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(text, encoding="utf-8")
-        return load_config(path, overrides)
+        try:
+            return load_config(path, overrides)
+        except ConfigErrors as errors:
+            for error in (errors, *errors.problems):
+                error.where = error.where.replace(f"{path}:1", "init")  # the file is nobody's but ours
+            raise
 
 
 def _batch(cfg: RunConfig, rows: int) -> int:

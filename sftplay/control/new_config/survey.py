@@ -101,7 +101,7 @@ def _guess_columns(rows: Sequence[Mapping[str, Any]], path: str) -> dict[str, st
     if text and not question and not answer:
         return {"text": text}
     names = list(dict.fromkeys(name for row in rows[:SURVEYED_ROWS] for name in row))
-    example = [*sorted(texts), "ASKED", "ANSWERED"]
+    example = sorted(texts) if len(texts) == 2 else ["ASKED", "ANSWERED"]
     fix = f"say which is which: data.columns.question={example[0]} data.columns.answer={example[1]}"
     raise DataError(f"no layout is known for its columns {listed(names)}", where=path, fix=fix)
 

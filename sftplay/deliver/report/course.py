@@ -63,6 +63,8 @@ def charts_of(run: RunFiles) -> list[Chart]:
     silent = AMONG_PROCESSES if run.plan.get("world_size", 1) == 1 else ()
     others = [name for name in history.values if name not in (*MAIN, *silent)][:MOST_OTHERS]
     held_out = Curve("held_out_loss", "held-out", held_out_points(run), "b", dots=True)
+    is_padded = history.values.get("padded_tokens_per_s") != history.values.get("tokens_per_s")
+    padded = [plain("padded_tokens_per_s", "padding included")] if is_padded else []
     waiting = [] if silent else [plain("communication_max_s", "between processes")]
     memory = [plain(key, name_of(key), colour=colour) for key, colour in zip(MEMORY, "cdab", strict=True)]
     all_curves: list[tuple[str, str, list[Curve]]] = [
@@ -70,7 +72,7 @@ def charts_of(run: RunFiles) -> list[Chart]:
         ("Learning rate", "learning_rate", [plain("learning_rate", "rate", colour="c")]),
         ("Gradient norm", "grad_norm", [noisy("grad_norm", "norm", colour="d")]),
         ("Speed", "tokens",
-         [noisy("tokens_per_s", "all processes"), plain("padded_tokens_per_s", "padding included")]),
+         [noisy("tokens_per_s", "all processes"), *padded]),
         ("Time of a step", "step_s", [noisy("step_s", "in all"), *waiting]),
         ("Memory of the main process", "_bytes", [*memory, *_plan_line(run)]),
         *((capitalized(name_of(key)), key, [noisy(key, name_of(key), colour="c")]) for key in others),

@@ -1,0 +1,96 @@
+"""Length, size on disk and rough time of a run, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle.cases import FAMILIES
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.plan.memory.budget import Device
+from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.forecast import Setting
+from sftplay.plan.memory.row_lengths import RowLengths
+from sftplay.plan.report.run_cost import flops_per_token, workload_of
+from sftplay.plan.shape.find import shape_from_config
+
+SHAPE = shape_from_config(FAMILIES["llama"], name="x")
+# By hand from the config: four layers of q, k, v, o and the MLP's three, and the head.
+LAYER = 1024 * 1024 * 2 + 1024 * 256 * 2 + 3 * 1024 * 2816
+PRODUCTS = 4 * LAYER + 32_000 * 1024
+PAIRS = 4 * 8 * ((1024 + 1024) * 2 + (1024 + 256) * 2 + 3 * (1024 + 2816))
+LORA = Execution(weight_bytes=2, compute_bytes=2, stream_bytes=2, adapter=Adapter(rank=8), checkpointing=False)
+CPU = Device(name="this CPU", is_gpu=False, total_bytes=2**34, free_bytes=2**34, cores=4)
+GPU = Device(name="a card", is_gpu=True, total_bytes=2**34, free_bytes=2**34, tflops=100.0)
+
+
+def setting(device: Device = CPU, **more: Any) -> Setting:
+    return Setting(shape=SHAPE, execution=LORA, device=device, **more)
+
+
+def config(tmp_path: Path, rows: int = 0, suffix: str = ".jsonl", **train: Any) -> RunConfig:
+    path = tmp_path / f"rows{suffix}"
+    path.write_text('{"text": "x"}\n\n' * rows)
+    tree = {
+        "model": {"name": "x", "max_seq_len": 100},
+        "data": {"train_path": str(path)},
+        "train": {"effective_batch_size": 8, "save_total_limit": 3, **train},
+    }
+    return RunConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 3), (2.0, 5), (0.1, 1)])
+def test_steps_are_the_rows_of_all_epochs_in_effective_batches_rounded_up(tmp_path: Path, epochs: float, steps: int):
+    found = workload_of(config(tmp_path, rows=20, epochs=epochs), setting())
+    assert (found.steps, found.tokens) == (steps, steps * 8 * 100)
+    assert found.steps_reason == "20 rows, every row at full length"
+
+
+def test_known_lengths_count_in_place_of_full_rows(tmp_path: Path):
+    lengths = RowLengths(longest=90, mean=12.5, count=16)
+    found = workload_of(config(tmp_path, rows=20, epochs=1), setting(), lengths=lengths)
+    assert (found.steps, found.tokens) == (2, 2 * 8 * 12.5)
+    assert "rows of 12 tokens" in found.steps_reason
+
+
+def test_steps_that_are_given_need_no_rows(tmp_path: Path):
+    found = workload_of(config(tmp_path, suffix=".parquet", max_steps=7), setting())
+    assert (found.steps, found.tokens) == (7, 7 * 8 * 100)
+
+
+def test_rows_that_cannot_be_counted_leave_tokens_and_time_open(tmp_path: Path):
+    found = workload_of(config(tmp_path, suffix=".parquet"), setting())
+    assert (found.steps, found.tokens, found.seconds) == (None, None, None)
+    assert found.time_basis == "the number of steps is not known"
+
+
+def test_operations_a_token_are_those_of_the_products_and_their_passes():
+    # Forward, and the gradient of what goes in; frozen weights have no gradient of their own.
+    assert flops_per_token(setting()) == 4 * PRODUCTS
+    recomputed = replace(LORA, checkpointing=True)
+    assert flops_per_token(replace(setting(), execution=recomputed)) == 6 * PRODUCTS
+    whole = replace(recomputed, adapter=None)
+    assert flops_per_token(replace(setting(), execution=whole)) == 8 * PRODUCTS
+
+
+def test_seconds_are_operations_over_the_speed_that_the_basis_names(tmp_path: Path):
+    cfg = config(tmp_path, max_steps=10)
+    operations = 10 * 8 * 100 * 4 * PRODUCTS
+    on_cpu = workload_of(cfg, setting())
+    assert on_cpu.seconds == pytest.approx(operations / (4 * 20e9))
+    assert on_cpu.time_basis == "20 GFLOP/s a core assumed, every row at full length"
+    on_gpus = workload_of(cfg, setting(GPU, world_size=2))
+    assert on_gpus.seconds == pytest.approx(operations / (2 * 0.35 * 100e12))
+    assert on_gpus.time_basis == "35% of 100 TFLOP/s a GPU (data sheet), every row at full length"
+    unknown = workload_of(cfg, setting(replace(GPU, tflops=None)))
+    assert unknown.seconds is None
+    assert "a card is not in the table" in unknown.time_basis
+
+
+def test_the_disk_holds_the_kept_checkpoints_one_that_is_written_and_the_result(tmp_path: Path):
+    found = workload_of(config(tmp_path, max_steps=1), setting())
+    assert found.checkpoint_bytes == PAIRS * (4 + 8)  # fp32 pairs, and two fp32 moments
+    assert found.disk_bytes == 4 * found.checkpoint_bytes + PAIRS * 4
