@@ -19,7 +19,7 @@ MODULES = {
 """Dotted name -> file, packages too."""
 
 FLOORS = {
-    0: ["errors", "log", "terminal", "places", "units", "heartbeat", "signals", "streams", "atomic", "install"],
+    0: ["errors", "log", "terminal", "places", "units", "heartbeat", "signals", "atomic", "install"],
     1: ["config", "machine", "data.records", "data.json_text", "data.order", "data.cache"],
     2: ["plan", "launch", "monitor", "data"],
     3: ["data.pipeline", "data.inspect", "model"],

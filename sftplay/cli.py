@@ -20,8 +20,8 @@ from typing import NoReturn
 from sftplay import log, make
 from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, nearest_names, out_of_ram
 from sftplay.flags import PATH, flags_of
-from sftplay.streams import drop, is_unwritable, open_closed
 from sftplay.terminal.colours import RED, painted
+from sftplay.terminal.streams import drop, is_unwritable, open_closed
 
 VERBS = {
     "train": ("sftplay.commands.train.train", "train", "train the run of a config"),
@@ -105,9 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
             log.say(text, args.verb)
         module, function, _ = VERBS[args.verb]
-        log.survive_reader(_launches(args.verb))
         exit_code: int = getattr(import_module(module), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
+        lost = log.own_screen()
+        if lost and lost.failure and not _launches(args.verb):  # a run needs no reader; what only shows has failed
+            return _report_unwritable(lost.failure)
         return exit_code
     except SftplayError as error:
         return _report(error, as_json)

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from sftplay.streams import drop
 from sftplay.terminal.colours import has_colours, is_terminal
 from sftplay.terminal.console import Console, Progress, Screen
 
@@ -185,39 +184,17 @@ _OWN: list[tuple[TextIO, Console]] = []
 
 def _own_console() -> Console:
     stream = screen()
-<<<<<<< HEAD
-    if id(stream) not in _CONSOLES:
-        _CONSOLES.clear()
-        # A reader that has gone ends a verb, as with any command: nothing is caught here.
-        _CONSOLES[id(stream)] = Console(_write_text, is_tty=is_terminal(stream), has_colours=has_colours(stream))
-        atexit.register(close_live_line)
-    return _CONSOLES[id(stream)]
-
-
-def _write_text(text: str) -> None:
-    stream = screen()
-    try:
-        stream.write(text)
-        stream.flush()
-    except BrokenPipeError:
-        if not _SURVIVES_READER:
-            raise
-        drop(stream.fileno())
-
-
-def survive_reader(survives: bool) -> None:
-    """Whether this verb goes on when nobody reads its output any more, as a training does under `| head -1`."""
-    _SURVIVES_READER[:] = [True] if survives else []
-
-
-_SURVIVES_READER: list[bool] = []
-=======
     if not _OWN or _OWN[0][0] is not stream:
         if not _OWN:
             atexit.register(close_live_line)
         _OWN[:] = [(stream, new_console())]
     return _OWN[0][1]
->>>>>>> main
+
+
+def own_screen() -> Screen | None:
+    """What this process's lines were written to; None before the first line."""
+    written = _OWN[0][1].write if _OWN else None
+    return written if isinstance(written, Screen) else None
 
 
 def screen() -> TextIO:

@@ -48,6 +48,9 @@ class Screen:
 
     def __init__(self, stream: Callable[[], TextIO]) -> None:
         self.is_read = True
+        self.failure: OSError | None = None
+        """Why nothing can be written, where it is not that the reader has gone."""
+
         self._stream = stream
 
     def __call__(self, text: str) -> None:
@@ -57,8 +60,9 @@ class Screen:
         try:
             stream.write(text)
             stream.flush()
-        except OSError:  # BrokenPipeError behind `head`, EIO when the terminal was closed
+        except OSError as error:  # BrokenPipeError behind `head`, EIO when the terminal was closed
             self.is_read = False
+            self.failure = None if isinstance(error, BrokenPipeError) else error
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -53,13 +53,14 @@ def memory_check(args: Namespace) -> int:
     if args.json:
         raise ConfigError("--watch and --json do not go together", where="command line", fix="leave one out")
     try:
-        while True:
+        while (screen := log.own_screen()) is None or screen.is_read:
             if sys.stdout.isatty():
                 sys.stdout.write(CLEAR)
             _show_memory(output, as_json=False)
             time.sleep(REFRESH_S)
     except KeyboardInterrupt:
-        return 0
+        pass
+    return 0
 
 
 def doctor(args: Namespace) -> int:
