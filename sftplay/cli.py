@@ -85,6 +85,10 @@ WORDS = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--sh
 
 BUG = 1
 
+SPINS = "1000"
+"""How often a thread of OpenMP looks for work before it sleeps (GOMP_SPINCOUNT). GNU's library looks 300,000 times, so
+that threads which wait take the cores from those which work, where anything else runs on the machine."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code that docs/interfaces.md promises."""
@@ -104,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if strays := log.clear_cluster_variables():
             text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
             log.say(text, args.verb)
+        limit_spinning()
         module, function, _ = VERBS[args.verb]
         exit_code: int = getattr(import_module(module), function)(args)
         sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, if the reader has left
@@ -124,6 +129,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_bug(error, as_json)
     finally:
         os.environ.pop(log.JSON, None)
+
+
+def limit_spinning() -> None:
+    """Let threads that wait leave their core soon, here and in what this starts. The user's own settings stay."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def _check_folder() -> None:
