@@ -113,4 +113,6 @@ def test_any_damage_to_the_text_is_refused_with_the_files_name(answer, settings,
     at %= len(text)
     code, problems = answer("validate", text[:at] + inserted + text[at + 1 :], [])
     assert code in PROMISED
-    assert all("run.yaml" in problem or names_a_key(problem, settings) for problem in problems), problems
+    assert all(
+        "run.yaml" in problem or "rows.jsonl:" in problem or names_a_key(problem, settings) for problem in problems
+    ), problems
