@@ -64,3 +64,9 @@ def test_many_files_that_each_include_one_are_read(write):
     for n in range(60):
         write(f"include: f{n + 1}.yaml\n" if n < 59 else "seed: 7\n", f"f{n}.yaml")
     assert load_config(write(f"include: f0.yaml\n{BASE}")).seed == 7
+
+
+@pytest.mark.parametrize("path", [r'"a\0b"', r'"\ud800"', '""'])
+def test_an_include_that_no_path_can_be_is_refused(write, path):
+    with pytest.raises(ConfigError, match="is no path and no list of paths"):
+        load_config(write(f"include: {path}\n{BASE}"))

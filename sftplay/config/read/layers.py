@@ -146,10 +146,17 @@ def _real(path: Path) -> Path:
 def _include_list(document: Document, name: str) -> list[str]:
     included = document.values.get("include", [])
     listed = [included] if isinstance(included, str) else included
-    if not isinstance(listed, list) or not all(isinstance(one, str) and one for one in listed):
+    if not isinstance(listed, list) or not all(isinstance(one, str) and _is_path(one) for one in listed):
         what = f"{'null' if included is None else repr(included)} is no path and no list of paths"
         raise ConfigError(what, where=f"{name}:{document.lines['include',]} include", fix="name a YAML file")
     return listed
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_include(inner: Path, included: str, *, opened: list[Path], where: str) -> None:
