@@ -5,6 +5,7 @@ A scratch name lies beside the final one, on the same file system, so that one r
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -50,13 +51,23 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+NOT_THE_FILES_FAULT = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.ESTALE)
+"""Errors after which a file may be whole all the same. Whoever took it for empty would write over it."""
+
+
 def examine_object(path: Path) -> tuple[dict[str, Any], str]:
-    """The file's object, and why it has none; both are empty where there is no file."""
+    """The file's object, and why it has none; both are empty where there is no file.
+
+    Raises:
+        OSError: the machine could not read it just now.
+    """
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}, ""
     except OSError as error:
+        if error.errno in NOT_THE_FILES_FAULT:
+            raise
         return {}, f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError):
         return {}, "is no JSON"
