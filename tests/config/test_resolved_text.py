@@ -64,9 +64,10 @@ def _types(value):
     return {key: _types(item) for key, item in value.items()} if isinstance(value, dict) else type(value)
 
 
-# Texts that a rule of the config refuses as a name (empty, `None`) are no part of a config that loaded.
+# Texts that a rule of the config refuses as a name (empty, `None`) are no part of a config that loaded, nor is a home
+# folder's `~`: it has been replaced.
 CLEAN = TEXTS.filter(lambda text: "\0" not in text)
-NAMES = CLEAN.filter(lambda text: text.strip() and text not in ("None", "none"))
+NAMES = CLEAN.filter(lambda text: text.strip() and not text.startswith("~") and text not in ("None", "none"))
 FOLDERS = st.text(string.ascii_letters + string.digits + "äß日 _-#:{}[],&*!|>'\"%@`", min_size=1, max_size=12)
 EXTRA = {
     "adam_beta1": st.floats(allow_nan=False, allow_infinity=False),
