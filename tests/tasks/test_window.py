@@ -294,6 +294,7 @@ def test_counts_of_a_window_by_hand(trainers: dict[str, Any]):
     assert counts.padded_tokens == 2 * 5 + 1 * 2
     assert counts.rows == [4, 1, 9]
     assert trainer.take_counts().tokens == 0
+    assert trainer.last_rows == [4, 1, 9]
 
 
 class Remember(TrainerCallback):
