@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from sftplay import log
 from sftplay.config.schema.cluster import SPLIT_WEIGHTS
 from sftplay.config.schema.run import ModelConfig, RunConfig
-from sftplay.errors import ConfigError, MachineError, SftplayError, without_secrets
+from sftplay.errors import ConfigError, MachineError, SftplayError, out_of_ram, without_secrets
 from sftplay.log import local_rank
 from sftplay.model.hub import FOLDER_FIX, check_reachable, quieten_hub
 from sftplay.model.source import PICKLE_FIX, REFUSED_PICKLE, SAFE_COPY, describe_pickle, is_local, read_shape
@@ -77,7 +77,15 @@ def refusing(explain: Callable[[Exception], SftplayError]) -> Iterator[None]:
         advises = isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error)
         if os.environ.get(log.FOLLOWED) == log.REDIRECTED and not advises:
             traceback.print_exc()
-        raise explain(error) from error
+        raise (no_memory(error) or explain(error)) from error
+
+
+def no_memory(error: Exception) -> MachineError | None:
+    """The refusal where this process or its GPU has no room for what is opened; None for any other error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        fix = "free memory on the GPU; `make plan` shows what would fit"
+        return MachineError(f"out of memory ({reason_of(error)})", where="this GPU", fix=fix)
+    return out_of_ram(error)
 
 
 def reason_of(error: Exception) -> str:
@@ -95,9 +103,7 @@ def explain_failure(error: Exception, model: ModelConfig, *, where: str) -> Sftp
     if isinstance(error, pickle.UnpicklingError) or REFUSED_PICKLE in str(error):
         return MachineError(f"the model's pickle {describe_pickle(error)}", where=where, fix=SAFE_COPY)
     fix = f"check the name, the connection and the files, {FOLDER_FIX}; the run's log says more"
-    if isinstance(error, MemoryError):
-        fix = "free memory, or raise the limit that was set (ulimit -v)"
-    elif is_local(model.name):
+    if is_local(model.name):
         fix = f"correct its files, or copy the model again{_guilty(model.name, error)}; the run's log says more"
     elif "safetensors" in str(error):
         fix = f"if it has pickled weights only: {PICKLE_FIX}"

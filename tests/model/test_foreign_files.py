@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sftplay.config.load import load_config
+from sftplay.config.schema.run import ModelConfig
 from sftplay.control.inputs import check_inputs
-from sftplay.errors import SftplayError
+from sftplay.errors import MachineError, SftplayError
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.weights import explain_failure, refusing
 
 RAW = [b"", b"[]", b"5", b"null", b"{", b"\xff\xfe", b"[" * 100_000]
 
@@ -143,3 +146,22 @@ def test_what_does_not_lie_is_opened(refused: Callable[..., str]):
 def test_an_adapter_without_weights_is_refused(refused: Callable[..., str]):
     Path("a/adapter_model.safetensors").unlink()
     assert "holds no weights of an adapter" in refused("model.adapter=./a")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_a_model_that_finds_no_memory_is_not_called_broken(error: Exception, tiny_llama: Path):
+    model = ModelConfig(name=str(tiny_llama))
+    with (
+        pytest.raises(MachineError) as caught,
+        refusing(lambda error: explain_failure(error, model, where="model.name")),
+    ):
+        raise error
+    assert "out of memory" in caught.value.what
+    assert caught.value.fix.startswith("free memory")
