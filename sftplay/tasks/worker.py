@@ -22,7 +22,7 @@ from sftplay.config.load import load_resolved
 from sftplay.errors import SftplayError, out_of_ram
 from sftplay.launch.command.command import PARENT
 from sftplay.launch.run_folder import RESOLVED, RunFolder
-from sftplay.launch.supervise.exit_cause import Death
+from sftplay.launch.supervise.exit_cause import LOST, Death
 from sftplay.launch.supervise.processes import parent_of, state_of
 from sftplay.launch.supervise.stacks import answer_with_stacks
 from sftplay.log import quiet_libraries
@@ -141,7 +141,7 @@ def lost_rank(folder: RunFolder) -> str:
     deadline = time.monotonic() + DISAPPEAR_S
     while len(ranks) > 1 and time.monotonic() < deadline:
         here = [(n, ranks[n]["pid"]) for n in log.local_ranks() if n < len(ranks)]
-        gone = [f"rank {n} (process {pid}) has gone" for n, pid in here if not state_of(pid)]
+        gone = [LOST.format(rank=n, pid=pid) for n, pid in here if not state_of(pid)]
         if gone:
             return gone[0]
         time.sleep(0.02)

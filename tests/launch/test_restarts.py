@@ -96,6 +96,16 @@ def test_rank_that_lost_another_and_the_launcher_agree_on_the_death(folder: RunF
         assert cause_of_death(folder) == "rank 1 was killed by SIGKILL"
 
 
+def test_rank_that_was_lost_is_the_one_that_died_even_if_torchrun_noticed_the_other_first(folder: RunFolder):
+    lost = Death("rank 1 (process 4001) has gone")
+    record_end(folder, 5, lost.what, error=lost.as_json())
+    assert final_exit_code(folder, 1, received=0, unmarked=failure_list((0, 5), (1, -9))) == 5
+    assert cause_of_death(folder) == "rank 1 was killed by SIGKILL"
+    record_end(folder, 5, lost.what, error=lost.as_json())
+    assert final_exit_code(folder, 1, received=0, unmarked=failure_list((0, 5), (2, -9))) == 5
+    assert cause_of_death(folder) == "rank 1 (process 4001) has gone"
+
+
 def test_death_before_the_launch_had_an_attempt_leaves_the_earlier_ones_as_they_were(folder: RunFolder):
     record_end(folder, 0, "rank 0 was killed by SIGKILL")
     folder.update_status(exit_code=None, ranks=[])

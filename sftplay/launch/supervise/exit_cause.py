@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import dropwhile
 from typing import Any
 
@@ -21,9 +21,13 @@ REPORTED_CODES = (0, 1, 2, 3, 4, 5, *(128 + number for number in STOP_SIGNALS))
 
 ROOT_CAUSE = "Root Cause"
 RANK_LINE = re.compile(r"\s*rank\s*: (\d+) \(local_rank: \d+\)")
-CODE_LINE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: \d+\)")
+CODE_LINE = re.compile(r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 """Lines in torchrun's list of failed ranks. The rank that failed first comes last, under the title `ROOT_CAUSE`
 (torch/distributed/elastic/multiprocessing/errors/__init__.py). Without the list a death is noticed with less detail."""
+
+LOST = "rank {rank} (process {pid}) has gone"
+LOST_LINE = re.compile(r"rank \d+ \(process (\d+)\) has gone")
+"""What a rank says that has lost another one of its node."""
 
 DEEPSPEED_LINE = re.compile(r"\[ERROR\] \[launch\.py:.*\] exits with return code = (-?\d+)$")
 """DeepSpeed's launcher writes it for the first process that failed. It does not name the rank (launcher/launch.py)."""
@@ -35,22 +39,35 @@ class Death(RunError):
     code = "death"
 
 
-def find_death(lines: Iterable[str]) -> str:
+def find_death(lines: Iterable[str], *, said: str = "") -> str:
     """Which rank died first and of what, from the launcher's `lines`; empty when that rank reported why it ended.
 
-    Only the first one counts: torchrun ends all others, at last with SIGKILL, and lists them too.
+    Only the first one counts: torchrun ends all others, at last with SIGKILL, and lists them too. `said` is the reason
+    that a rank recorded: where that is the loss of another one, the lost one died first, in whatever order torchrun
+    has noticed the two.
     """
     lines = list(lines)
-    rank = None
-    for line in dropwhile(lambda line: not line.startswith(ROOT_CAUSE), lines):
+    if lost := LOST_LINE.fullmatch(said):
+        causes = [cause for pid, cause in _listed_deaths(lines) if pid == lost[1]]
+        if any(causes):
+            return causes[0]
+    first = next(_listed_deaths(dropwhile(lambda line: not line.startswith(ROOT_CAUSE), lines)), None)
+    if first:
+        return first[1]
+    codes = [int(match[1]) for line in lines if (match := DEEPSPEED_LINE.search(line))]
+    cause = describe_code(codes[0]) if codes else ""
+    return f"a rank {cause}" if cause else ""
+
+
+def _listed_deaths(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The pid and the death of each rank of torchrun's list; the death is empty for one that reported why it ended."""
+    rank = ""
+    for line in lines:
         if match := RANK_LINE.match(line):
             rank = match[1]
         elif rank and (match := CODE_LINE.match(line)):
             cause = describe_code(int(match[1]))
-            return f"rank {rank} {cause}" if cause else ""
-    codes = [int(match[1]) for line in lines if (match := DEEPSPEED_LINE.search(line))]
-    cause = describe_code(codes[0]) if codes else ""
-    return f"a rank {cause}" if cause else ""
+            yield match[2], f"rank {rank} {cause}" if cause else ""
 
 
 def describe_code(code: int) -> str:

@@ -152,10 +152,11 @@ def final_exit_code(
     """
     status = folder.read_json("status.json")
     has_attempt, recorded = len(status.get("attempts", [])) > attempts_before, status.get("exit_code")
-    if not received and follows_from_death(status) and (death := find_death(unmarked)):
+    said = cause_of_death(folder)
+    if not received and follows_from_death(status) and (death := find_death(unmarked, said=said)):
         return _record_death(folder, death, unmarked=(), again=has_attempt)
     # After a stop signal, a rank that loses another one is no death that calls for a restart.
-    if recorded is not None and not (received and cause_of_death(folder)):
+    if recorded is not None and not (received and said):
         return int(recorded)
     if code == ConfigError.exit_code and status.get("pid", code) is None and unmarked:
         return _record_refusal(folder, unmarked)
