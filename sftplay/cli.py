@@ -6,6 +6,7 @@ A verb's module is imported only when the verb runs, so that help and refusals a
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import pathlib
@@ -85,6 +86,9 @@ WORDS = {"init": {"DATA": "--data", "OUT": "--out"}, "completion": {"FOR": "--sh
 
 BUG = 1
 
+REFUSED = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+"""What a file system says to a path that it does not serve. Readers with more to say about a path say it first."""
+
 SPINS = "1000"
 """How often a thread of OpenMP looks for work before it sleeps (GOMP_SPINCOUNT). GNU's library looks 300,000 times, so
 that threads which wait take the cores from those which work, where anything else runs on the machine."""
@@ -124,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        return _report_unwritable(error) if is_unwritable(error) else _report_bug(error, as_json)
+        return _report_unwritable(error) if is_unwritable(error) else _report_path(error, as_json)
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes exit code 1 with its traceback
         return _report_bug(error, as_json)
     finally:
@@ -272,6 +276,14 @@ def _report_unwritable(error: OSError) -> int:
     drop(1)
     fix = "make room, or send the output elsewhere"
     return _report(RunError(f"writing failed ({error.strerror})", where="the output", fix=fix), as_json=False)
+
+
+def _report_path(error: OSError, as_json: bool) -> int:
+    """Name the path that cannot be opened; an error of another kind is a bug."""
+    if error.filename is None or error.errno not in REFUSED:
+        return _report_bug(error, as_json)
+    fix = "name another path, or give this user the right to it"
+    return _report(ConfigError(str(error.strerror), where=os.fsdecode(error.filename), fix=fix), as_json)
 
 
 def _report_bug(error: Exception, as_json: bool) -> int:

@@ -97,6 +97,9 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
             checks.get(key, lambda key: _check_data(key, cfg=cfg))(key)
         except SftplayError as error:
             yield error
+        except OSError as error:  # a path that the file system does not serve
+            what = f"{error.filename}: {error.strerror}"
+            yield ConfigError(what, where=_where(cfg, key), fix="name another path, or give this user the right to it")
 
 
 def check_model(cfg: RunConfig, *, asks_hub: bool) -> None:

@@ -135,6 +135,13 @@ def test_a_character_that_no_path_can_hold_is_refused_by_its_key(said, key, text
     assert key in found
 
 
+@pytest.mark.parametrize("key", ["model.adapter", "model.name", "data.train_path", "data.template", "train.resume"])
+def test_a_path_that_no_file_can_have_is_refused_by_its_key(said, key):
+    code, found = said("validate", f"{key}={'x' * 300}")
+    assert code == 2
+    assert "is longer than any name or path" in found[key]["what"]
+
+
 def test_a_message_repeats_neither_a_huge_value_nor_a_password(said):
     for override in ("data.template=" + "x" * 100_000, "train.epochs=" + "9" * 100_000, "y" * 100_000 + "=1"):
         code, found = said("validate", override)

@@ -22,6 +22,9 @@ MAX_FILES = 100
 
 _FIRST_OVERRIDE = 1_000_000  # its rank comes after that of any file
 
+LONGEST_NAME_BYTES, LONGEST_PATH = 255, 4000
+"""What file systems take: bytes of one name, and less than the characters of a whole path."""
+
 
 class Place(NamedTuple):
     """Where a value was written. Places sort as a reader meets them: the file, its includes, the command line."""
@@ -126,15 +129,22 @@ def _layer_of(document: Document, rank: int, *, name: str) -> Layer:
     return Layer(values, {path: Place(rank, line, name) for path, line in document.lines.items() if path[0] in values})
 
 
-def _read_files(path: Path, name: str, *, including: list[Path]) -> Iterator[tuple[str, Document]]:
-    """Every included file and then the file itself, each with the name that messages give it."""
-    document = yaml12.read(path, name)
+def _read_files(path: Path, name: str, *, including: list[Path], at: str = "") -> Iterator[tuple[str, Document]]:
+    """Every included file and then the file itself, each with the name that messages give it; `at` is the place of the
+    include that leads here."""
+    try:
+        document = yaml12.read(path, name)
+    except ConfigError as error:
+        if not at or error.where != name:
+            raise
+        raise ConfigError(f"{name}: {error.what}", where=at, fix=error.fix) from None
     opened = [*including, _real(path)]
     for order, included in enumerate(_include_list(document, name)):
         line = document.lines.get(("include", order), document.lines["include",])
         inner = path.parent / os.path.expanduser(included)  # noqa: PTH111 - an unknown user's `~` stays as it is
-        _check_include(inner, included, opened=opened, where=f"{name}:{line} include")
-        yield from _read_files(inner, _display_name(inner), including=opened)
+        place = f"{name}:{line} include"
+        _check_include(inner, included, opened=opened, where=place)
+        yield from _read_files(inner, _display_name(inner), including=opened, at=place)
     yield name, document
 
 
@@ -152,9 +162,14 @@ def _include_list(document: Document, name: str) -> list[str]:
     return listed
 
 
+def is_overlong(text: str) -> bool:
+    """Whether no file can have that path, and no model that name."""
+    return max(map(len, os.fsencode(text).split(b"/"))) > LONGEST_NAME_BYTES or len(text) > LONGEST_PATH
+
+
 def _is_path(text: str) -> bool:
     try:
-        return bool(text) and b"\0" not in os.fsencode(text)
+        return bool(text) and not is_overlong(text) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
 
@@ -163,13 +178,16 @@ def _check_include(inner: Path, included: str, *, opened: list[Path], where: str
     if _real(inner) in opened:
         chain = " -> ".join(_display_name(path) for path in [*opened, _real(inner)])
         raise ConfigError(f"leads back to itself: {chain}", where=where, fix="remove one of these includes")
-    if inner.exists():
-        return
-    fix = "correct the path; it starts at the folder of the including file"
-    if Path(included).exists():
-        beside = os.path.relpath(included, opened[-1].parent)
-        fix = f"paths start at the including file: write include: {beside}"
-    raise ConfigError(f"no such file: {_display_name(inner)}", where=where, fix=fix)
+    try:
+        inner.stat()
+    except FileNotFoundError:
+        fix = "correct the path; it starts at the folder of the including file"
+        if Path(included).exists():
+            beside = os.path.relpath(included, opened[-1].parent)
+            fix = f"paths start at the including file: write include: {beside}"
+        raise ConfigError(f"no such file: {_display_name(inner)}", where=where, fix=fix) from None
+    except OSError:
+        return  # reading it says why
 
 
 def _display_name(path: Path) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from sftplay.config.explain.other_kits import kit_answer
 from sftplay.config.explain.trl_arguments import sft_config_fields, unfit
+from sftplay.config.read.layers import is_overlong
 from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
@@ -18,9 +19,6 @@ from sftplay.config.schema.keys import all_keys, path_keys
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.units import parse_seconds
-
-LONGEST_NAME_BYTES, LONGEST_PATH = 255, 4000
-"""What file systems take: bytes of one name, and less than the characters of a whole path."""
 
 _WORDS = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
 """Key -> the words it takes beside a path. A near miss of a word would be taken for a path."""
@@ -205,7 +203,7 @@ def _characters(cfg: RunConfig) -> Iterator[Violation]:
                 yield Violation((place,), "holds a NUL character", fix="remove it")
             elif not _is_unicode(text):
                 yield Violation((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
-            elif key != "data.system" and _is_overlong(text):
+            elif key != "data.system" and is_overlong(text):
                 yield Violation(
                     (place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it"
                 )
@@ -220,10 +218,6 @@ def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         for name, inner in value.items():
             yield from _texts_in(inner, f"{key}.{name}")
-
-
-def _is_overlong(text: str) -> bool:
-    return max(map(len, text.encode().split(b"/"))) > LONGEST_NAME_BYTES or len(text) > LONGEST_PATH
 
 
 def _is_unicode(text: str) -> bool:
