@@ -77,7 +77,7 @@ def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
             r=lora.r,
             lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
             lora_dropout=lora.dropout,
-            target_modules=sorted({path.rsplit(".", 1)[-1] for path in wanted}),
+            target_modules=sorted({path.rpartition(".")[2] for path in wanted}),
             modules_to_save=list(lora.modules_to_save) or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,

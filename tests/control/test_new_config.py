@@ -57,6 +57,11 @@ def test_layout_and_columns_of_real_data_sets_are_found(name):
     assert found.is_all
 
 
+def test_the_layout_that_the_config_names_is_the_one_that_is_found(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"instruction": "a", "output": "b"}] * 3)
+    assert survey(path, **{"data.format": "alpaca"}).layouts == ("alpaca",)
+
+
 def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", [{"links": "a", "rechts": "b"}] * 3)
     assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
