@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from sftplay import log
+from sftplay.config.explain.other_kits import kit_answer
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
@@ -22,11 +23,14 @@ from sftplay.model.weights import announce_trust, explain_failure, frozen_dtype,
 REPORTER = "transformers.modeling_utils"
 """The logger that says which weights were not in the files; unsloth hands on no loading information."""
 
+WATCHED = ("bf16", "fp16", "optim", "gradient_checkpointing", "dataloader_pin_memory")
+"""Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
+
 
 def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -> Any:
     """The base in the folder or of the hub name `name`, in the run's precision, in 4 bits for qlora.
 
-    `import_first` must have been called. The tokenizer that unsloth opens too is not used.
+    `libraries.import_unsloth` must have been called. The tokenizer that unsloth opens too is not used.
 
     Raises:
         MachineError: the weights cannot be read, some are missing, or they are not held as asked.
@@ -135,3 +139,21 @@ def _missing_weights() -> Iterator[list[str]]:
         logger.removeHandler(listener)
         for line in seen:
             log.say(line, "model")
+
+
+def check_arguments(given: dict[str, Any], taken: Any) -> None:
+    """Refuse a run when unsloth has changed one of its arguments while TRL's config was made.
+
+    On a CPU it switches off 16-bit numbers, and optimizers and kernels that it thinks a CPU has not.
+
+    Raises:
+        ConfigError: naming the first such argument, as given and as taken.
+    """
+    for key in WATCHED:
+        found = getattr(taken, key)
+        found = getattr(found, "value", found)
+        if key in given and found != given[key]:
+            answer = kit_answer(key)
+            assert answer, f"{key} is decided by no key"
+            what = f"unsloth turns {key} from {given[key]} into {found} on this machine"
+            raise ConfigError(what, where=answer.key, fix=f"write another {answer.key}, or tuning.backend: bnb")

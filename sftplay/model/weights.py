@@ -20,6 +20,7 @@ from sftplay.errors import ConfigError, MachineError, SftplayError, out_of_ram, 
 from sftplay.log import local_rank
 from sftplay.model.hub import FOLDER_FIX, check_reachable, quieten_hub
 from sftplay.model.source import PICKLE_FIX, REFUSED_PICKLE, SAFE_COPY, describe_pickle, is_local, read_shape
+from sftplay.startup import end_imports
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,6 +36,7 @@ def open_model(
         MachineError: the weights cannot be read, or some are missing.
         ConfigError: it needs code that ships with it, which is not trusted.
     """
+    end_imports()
     where = f"{cfg.origins.get('model.name', 'model')} model.name {name}"
     options: dict[str, Any] = {
         "revision": revision,
