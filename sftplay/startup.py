@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 RARELY = (100_000, 50, 100)
 """Thresholds of the search for circles of objects during imports. They make a million objects that all stay; with
 Python's own thresholds the search through them takes a third of the time."""
 
 _usual: tuple[int, int, int] | None = None
+_left_out: set[str] = set()
 
 
 def begin_imports() -> None:
@@ -20,14 +23,25 @@ def begin_imports() -> None:
     gc.set_threshold(*RARELY)
 
 
+class _PartialFinder(PathFinder):
+    """Python's own finder without what is left out. None in sys.modules would be a trace, at which datasets fails."""
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return None if name in _left_out else super().find_spec(name, path, target)
+
+
 def leave_out(libraries: Iterable[str]) -> None:
-    """Let others find these libraries nowhere in this process: None in sys.modules is Python's way to say so.
+    """Let nobody find these libraries in this process: others import them wherever they are installed.
 
     Only where `begin_imports` was called, and where neither the library nor PEFT, which asks for it, is in memory.
     """
     if _usual is not None and "peft" not in sys.modules:
-        for name in libraries:
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+        _left_out.update(name for name in libraries if name not in sys.modules)
+        if PathFinder in sys.meta_path:
+            sys.meta_path[sys.meta_path.index(PathFinder)] = _PartialFinder
 
 
 def end_imports() -> None:

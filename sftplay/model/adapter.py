@@ -18,8 +18,8 @@ from torch import nn
 
 from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.model.failures import reason_of, refusing
 from sftplay.model.source import SAFE_COPY, describe_pickle
-from sftplay.model.weights import reason_of, refusing
 
 
 def add_adapter(model: Any, lora: LoraConfig) -> Any:

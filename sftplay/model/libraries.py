@@ -7,10 +7,10 @@ import os
 import sys
 from typing import Any
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.run import ModelConfig, RunConfig
 from sftplay.errors import MachineError
 from sftplay.launch.command.strategy import ZERO_STAGES
-from sftplay.model.source import is_quantised
+from sftplay.model.source import BUILTIN, is_quantised
 from sftplay.places import cache_root
 
 CHANGED_BY_IT = ("transformers", "trl", "peft")
@@ -57,3 +57,12 @@ def unneeded(cfg: RunConfig) -> list[str]:
         or is_quantised(cfg.model.name, cfg.model.revision)
     )
     return [*([] if in_few_bits else ["bitsandbytes"]), *([] if cfg.cluster.strategy in ZERO_STAGES else ["deepspeed"])]
+
+
+def unneeded_for_rows(model: ModelConfig) -> list[str]:
+    """The libraries that opening the tokenizer of `model` and preparing rows cannot need.
+
+    transformers imports torch wherever it is installed. A builtin model may have to be made first, and foreign code may
+    use anything.
+    """
+    return [] if model.trust_remote_code or model.name.startswith(BUILTIN) else ["torch", "accelerate"]

@@ -17,8 +17,9 @@ from sftplay.config.explain.other_kits import kit_answer
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
+from sftplay.model.failures import announce_trust, explain_failure, refusing
 from sftplay.model.hub import check_reachable, first_line, quieten_hub
-from sftplay.model.weights import announce_trust, explain_failure, frozen_dtype, keep_four_bit_exact, refusing
+from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
 
 REPORTER = "transformers.modeling_utils"
 """The logger that says which weights were not in the files; unsloth hands on no loading information."""
