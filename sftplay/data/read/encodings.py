@@ -125,7 +125,7 @@ def _foreign_part(file: Path) -> bytes:
     with open_bytes(file) as stream:
         while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
             n_read += len(line)
-            if not line.isascii() and not is_utf8(line):
+            if not is_utf8(line):
                 part += line
     return part
 
