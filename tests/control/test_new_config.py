@@ -113,6 +113,15 @@ def test_names_may_stand_alone_or_behind_a_sign(words, flags):
     assert with_flags(["init", *words]) == ["init", *flags]
 
 
+def test_no_row_is_given_more_tokens_than_the_model_has_places(tmp_path, tiny_llama, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": "what?", "answer": "stone " * n} for n in (5, 900, 900, 900)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert main(["init", str(path), f"model.name={tiny_llama}"]) == 0
+    places = json.loads((tiny_llama / "config.json").read_text())["max_position_embeddings"]
+    assert load_config("run.yaml").model.max_seq_len == places == 512
+
+
 def test_the_config_that_is_written_is_valid_and_says_what_was_found(tmp_path, tiny_llama, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{n} what? " + "stone " * (n % 7), "code": "light " * (1 + n % 5)} for n in range(60)]
