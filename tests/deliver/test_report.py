@@ -34,7 +34,7 @@ from sftplay.deliver.report.remarks import find_remarks
 from sftplay.deliver.report.report import even_columns, write_report
 from sftplay.deliver.report.run_files import read_run_files
 from sftplay.deliver.report.sample import FILE, masked_sample, write_masked_sample
-from sftplay.deliver.report.sections import evaluation_bars
+from sftplay.deliver.report.sections import evaluation_bars, evaluation_tables
 from sftplay.launch.run_folder import RunFolder
 
 CURVES = {
@@ -352,6 +352,22 @@ def test_every_chart_names_its_axes(run: Finished):
     titles = re.findall(r'<div class="unit" aria-hidden="true">([^<]+)</div>', page)
     assert len(titles) == n_charts == page.count('<div class="unit steps" aria-hidden="true">step</div>')
     assert titles[0] == "nats a token"
+
+
+def test_evaluations_of_several_kinds_of_rows_are_one_table(folder: RunFolder):
+    for prefix, loss in (("", 4.0), ("test-", 2.0)):
+        folder.write_json(f"eval/{prefix}before.json", {"n": 40, "loss": loss})
+        folder.write_json(f"eval/{prefix}after.json", {"n": 40, "loss": loss / 2})
+    (table,) = evaluation_tables(read_run_files(folder))
+    assert [row[:4] for row in table.rows] == [
+        ["Held-out rows", "Prompts answered", "40", "40"], ["", "Loss", "4", "2"],
+        ["Test rows", "Prompts answered", "40", "40"], ["", "Loss", "2", "1"],
+    ]  # fmt: skip
+    assert len(table.head) == len(table.kinds) == 5
+    for path in folder.eval.glob("test-*"):
+        path.unlink()
+    (table,) = evaluation_tables(read_run_files(folder))
+    assert (table.caption, table.head[0], len(table.rows)) == ("Held-out rows", "Figure", 2)
 
 
 def test_metrics_before_and_after_are_bars_of_their_length(folder: RunFolder):
