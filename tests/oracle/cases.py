@@ -145,6 +145,10 @@ ADAPTER_VARIANTS = ("dropout", "16-bit adapter", "attention only")
 
 CHECKPOINTED = {"checkpointing": True}
 FULL = {"method": "full", "batch": 1}
+EAGER = {"attention": "eager", "batch": 1, "seq": 2048}
+PREPARED = {"method": "qlora", "kbit_prepared": True, "autocast": "fp32", "fp32_output": False}
+"""In 4 bits as PEFT prepares it, without autocast: whatever is not in 4 bits is fp32."""
+
 TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "the MLP's kept tensors": (2048, {}),
     "the norms' fp32 inputs": (2048, {}),
@@ -163,7 +167,8 @@ TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "the scores that the caller keeps": (
         8192, CHECKPOINTED | {"head": "plain", "keeps_output": True, "fp32_output": False, "layers": 2, "r": 1}
     ),
-    "eager attention's working set": (2048, CHECKPOINTED | {"attention": "eager", "batch": 1, "seq": 2048}),
+    "eager attention's working set": (2048, CHECKPOINTED | EAGER),
+    "eager attention's working set in fp32": (2048, CHECKPOINTED | EAGER | PREPARED),
 }  # fmt: skip
 """Term of the closed form -> vocabulary and settings of a step of a Llama in which it is large."""
 

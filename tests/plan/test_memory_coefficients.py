@@ -43,6 +43,7 @@ TRACED = {
     "the MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
     "the scores that the caller keeps": (memory, "_held_scores", "layer", 0.01),
     "eager attention's working set": (layer, "_attention_transient", "layer", 0.015),
+    "eager attention's working set in fp32": (layer, "_attention_transient", "layer", 0.015),
 }
 
 
