@@ -127,6 +127,7 @@ RECORDED_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 SMALL_VOCAB = 2048
 """So few scores that the layers, and not the head, decide the peak."""
 
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunked": {"head": "chunked"},
     "chunked in two micro-batches": {"head": "chunked", "micro_batches": 2},
@@ -137,7 +138,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "16-bit adapter": {"adapter": "bf16"},
     "fp32 without autocast": {"autocast": "fp32", "base": "fp32"},
-    "attention only": {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
+    "attention only": {"targets": QKVO},
     "output kept": {"keeps_output": True, "fp32_output": False},
     "scales not quantised": {"double_quant": False},
 }
@@ -164,6 +165,7 @@ TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
         512, CHECKPOINTED | {"method": "qlora", "batch": 1, "seq": 64, "layers": 2, "r": 1}
     ),
     "the MLP's working set": (2048, CHECKPOINTED),
+    "a frozen MLP's working set": (2048, CHECKPOINTED | {"targets": QKVO}),
     "the scores that the caller keeps": (
         8192, CHECKPOINTED | {"head": "plain", "keeps_output": True, "fp32_output": False, "layers": 2, "r": 1}
     ),

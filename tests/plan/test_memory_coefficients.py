@@ -41,6 +41,7 @@ TRACED = {
     "the layers' rounded weights": (memory, "_rounded_layers", "head", 0.003),
     "a 4-bit weight unpacked": (layer, "_weight_moment", "layer", 0.01),
     "the MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
+    "a frozen MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
     "the scores that the caller keeps": (memory, "_held_scores", "layer", 0.01),
     "eager attention's working set": (layer, "_attention_transient", "layer", 0.015),
     "eager attention's working set in fp32": (layer, "_attention_transient", "layer", 0.015),

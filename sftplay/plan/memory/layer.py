@@ -223,7 +223,7 @@ def _mlp_transient(shape: ModelShape, execution: Execution, *, tokens: int) -> f
     moments = (
         pair_moments(execution, execution.adapter, into=into, is_fused=is_fused)
         if is_pair and execution.adapter
-        else PairMoments(0, 0, into)
+        else PairMoments(0, 0, into if execution.trains_all else 0)  # a frozen projection keeps no input
     )
     weight = _weight_moment(execution, down)
     own_gradient = execution.weight_bytes * down.inputs * down.outputs if execution.trains_all else 0
