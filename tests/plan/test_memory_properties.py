@@ -197,9 +197,7 @@ def test_scales_of_four_bit_weights_are_whole_on_every_device(shape, world, stra
 @given(shapes, methods, rows, seqs, worlds)
 def test_no_weights_are_gathered_when_the_optimizer_steps(shape, method, n, seq, world):
     execution = execution_for(method)
-    share = share_of(
-        shape, execution, standing=standing_bytes(shape, execution), strategy="fsdp", world_size=world + 1
-    )
+    share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy="fsdp", world_size=world + 1)
     phases = estimate(
         shape,
         execution,

@@ -60,7 +60,9 @@ def _zero(
     gathered, scales = ALONE, 0.0
     if stage == 3:
         scales = _scales(shape, execution)
-        gathered = _gathered(shape, HALF, weights=weights - scales, elsewhere=(weights + adapters) * (1 - 1 / world_size))
+        gathered = _gathered(
+            shape, HALF, weights=weights - scales, elsewhere=(weights + adapters) * (1 - 1 / world_size)
+        )
         weights, adapters = (weights - scales) / world_size, adapters / world_size
     gradients = trained * HALF / (world_size if stage >= 2 else 1)
     # Each stage reduces through a bucket; stages 1 and 2 gather the updated weights through another.
@@ -80,7 +82,9 @@ def _fsdp(
 ) -> DeviceShare:
     scales = _scales(shape, execution)
     codes = standing.weights - scales
-    gathered = _gathered(shape, execution.compute_bytes, weights=codes, elsewhere=standing.weights * (1 - 1 / world_size))
+    gathered = _gathered(
+        shape, execution.compute_bytes, weights=codes, elsewhere=standing.weights * (1 - 1 / world_size)
+    )
     parts = Standing(*(part / world_size for part in vars(replace(standing, weights=codes)).values()))
     if not to_host:
         return DeviceShare(replace(parts, weights=parts.weights + scales), gathered)
