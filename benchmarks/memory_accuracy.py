@@ -245,8 +245,8 @@ def _line(each: Judged) -> str:
         return f"line {each.line} skipped ({name[:80]}): {each.excluded}"
     row = each.row
     what = (
-        f"{row['harness']:13.13} {row['model']:28.28} {row['method']:7.7} {row['parallelism']:16.16} x{row['n_gpus']:2} "
-        f"{row['batch']:>3} x {row['seq_len']:<6}"
+        f"{row['harness']:13.13} {row['model']:26.26} {row['method']:7.7} {row['n_gpus']:>2} "
+        f"{row['parallelism']:16.16} {row['batch']:>3} x {row['seq_len']:<6}"
     )
     if each.predicted_gib is None:
         return f"{what} measured {each.measured_gib:7.2f}  not predicted: {each.excluded}"
