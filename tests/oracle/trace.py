@@ -71,8 +71,8 @@ def trace_step(config: Mapping[str, Any], how: TraceSettings) -> Traced:
             stack.enter_context(context)
         stack.enter_context(FakeTensorMode())
         live = stack.enter_context(LiveBytes())
-        stack.enter_context(InPlaceSums())
         stack.enter_context(KernelTemporaries())
+        stack.enter_context(InPlaceSums())  # counts references, so that no other mode may hold a tensor before it
         step = _Step(config, how, live, labelled)
         return step.run()
 
