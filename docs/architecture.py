@@ -19,13 +19,13 @@ MODULES = {
 """Dotted name -> file, packages too."""
 
 FLOORS = {
-    0: ["errors", "log", "terminal", "places", "units", "heartbeat", "signals", "atomic", "install"],
+    0: ["errors", "log", "terminal", "places", "units", "heartbeat", "signals", "atomic", "install", "startup"],
     1: ["config", "machine", "data.records", "data.json_text", "data.order", "data.cache"],
     2: ["plan", "launch", "monitor", "data"],
     3: ["data.pipeline", "data.inspect", "model"],
     4: ["deliver"],
     5: ["tasks", "control"],
-    6: ["commands", "flags", "make", "cli", "__main__"],
+    6: ["commands", "flags", "cli", "__main__"],
 }
 """Each module stands on the floor of the longest name here that it begins with."""
 

@@ -18,7 +18,8 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from sftplay import log, make
+from sftplay import log
+from sftplay.commands import make
 from sftplay.errors import ConfigError, MachineError, RunError, SftplayError, nearest_names, out_of_ram
 from sftplay.flags import PATH, flags_of
 from sftplay.terminal.colours import RED, painted

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sftplay.cli import main
+from sftplay.commands.make import split_args
 from sftplay.errors import ConfigError
-from sftplay.make import split_args
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()

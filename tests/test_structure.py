@@ -255,6 +255,7 @@ FOREIGN = {
     "_begin": "ProcessPoolExecutor gives an initializer its arguments by position",
     "_mark_layers": "torch's forward hook",
     "compute_loss": "the Trainer's",
+    "find_spec": "Python's import system",
     "resolve": "PyYAML's resolver",
     "training_step": "the Trainer's",
 }

@@ -15,7 +15,9 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.launch.run_folder import RunFolder, find_run
+from sftplay.model.libraries import unneeded
 from sftplay.model.source import is_local
+from sftplay.startup import leave_out
 from sftplay.terminal.console import Screen
 
 
@@ -52,6 +54,7 @@ def prepare_environment(cfg: RunConfig) -> None:
     # It is no news that there is no GPU. DeepSpeed sets its logger's level when it is imported, and keeps a filter.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     log.quiet_libraries()
+    leave_out(unneeded(cfg))
 
 
 def load_renderer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, Any]:

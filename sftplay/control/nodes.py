@@ -31,7 +31,7 @@ from sftplay.launch.nodes.rendezvous import Rendezvous, RendezvousEnded
 from sftplay.launch.supervise.exit_cause import find_death
 from sftplay.launch.supervise.follow import follow, log_name
 from sftplay.machine.probe import Machine, library_versions, probe
-from sftplay.model.digests import weights_digests
+from sftplay.model.source import weights_digests
 from sftplay.units import format_bytes
 
 WHOLE_FILE_BYTES, DIGEST_CHUNKS = 2**26, 64

@@ -18,8 +18,8 @@ from torch import nn
 
 from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.model.failures import reason_of, refusing
 from sftplay.model.source import SAFE_COPY, describe_pickle
-from sftplay.model.weights import reason_of, refusing
 
 
 def add_adapter(model: Any, lora: LoraConfig) -> Any:
@@ -72,7 +72,7 @@ def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
     continued = attach_adapter(model, adapter, dropout=lora.dropout)
     adapted = {name for name, module in continued.get_base_model().named_modules() if hasattr(module, "lora_A")}
     if adapted != wanted:
-        its, mine = (sorted({path.rsplit(".", 1)[-1] for path in paths}) for paths in (adapted, wanted))
+        its, mine = (sorted({path.rpartition(".")[2] for path in paths}) for paths in (adapted, wanted))
         count = f"{len(wanted)} layers ({', '.join(mine)})"
         raise ConfigError(
             f"{count} here, but the adapter {adapter} that is continued has {len(adapted)} ({', '.join(its)})",
@@ -195,12 +195,12 @@ def _count(parameter: Any) -> int:
 
 def _linear_names(model: nn.Module) -> list[str]:
     named = model.named_modules()
-    return sorted({name.rsplit(".", 1)[-1] for name, module in named if isinstance(module, nn.Linear)})
+    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, nn.Linear)})
 
 
 def check_names(model: nn.Module, lora: LoraConfig) -> None:
     """Raise ConfigError, with the nearest name, where target_modules or modules_to_save names no module."""
-    known = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules() if name}
+    known = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
     full = [name for name, _ in model.named_modules()]
     targets = [] if lora.target_modules == "auto" else lora.target_modules
     for key, names in (("target_modules", targets), ("modules_to_save", lora.modules_to_save)):

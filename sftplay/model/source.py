@@ -1,13 +1,15 @@
-"""Where a model comes from: a local folder, a builtin, or a hub name; and what its config.json says.
+"""Where a model comes from: a local folder, a builtin, or a hub name; what its config.json says, its files' digests.
 
 It loads no weights and imports no heavy library. `start_point` knows the names of runs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,16 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
 _HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|[.-]/))\w[\w.-]*(?:/\w[\w.-]*)?(?<![.-])(?<!\.git)", re.ASCII)
 LONGEST_HUB_NAME = 96
 """The hub's own rules for names (huggingface_hub, utils/_validators.py)."""
+
+WEIGHTS = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
+"""Files of a folder that say which numbers a run starts from."""
+
+WHOLE_BYTES = 2**31
+"""Up to here a file of weights is read to its end, in a second or two; of a larger one only chunks are."""
+
+CHUNKS, CHUNK_BYTES = 512, 2**20
+"""Evenly spaced over a large file, its two ends among them. Training changes every matrix, so no chunk stays as it was;
+weights changed by hand in a few places can go unseen."""
 
 
 def is_local(name: str) -> bool:
@@ -145,3 +157,29 @@ def locate(name: str) -> str:
     return str(
         ensure_builtin(name.removeprefix(BUILTIN), BUILTIN_CACHE, say=lambda message: log.status(message, "model"))
     )
+
+
+def weights_digests(folder: str | None, *, whole_bytes: int = WHOLE_BYTES, chunks: int = CHUNKS) -> dict[str, str]:
+    """Path -> hex sha256 of each file of weights in a folder; empty for a name on a hub, or None."""
+    if folder is None or not Path(folder).is_dir():
+        return {}
+    files = {path for pattern in WEIGHTS for path in Path(folder).glob(pattern)}
+    return {str(path): weights_digest(path, whole_bytes=whole_bytes, chunks=chunks) for path in sorted(files)}
+
+
+def weights_digest(path: Path, *, whole_bytes: int = WHOLE_BYTES, chunks: int = CHUNKS) -> str:
+    """Hex sha256 of the file's size and of its bytes; of one above `whole_bytes`, of `chunks` of them."""
+    size_bytes = path.stat().st_size
+    digest = hashlib.sha256(str(size_bytes).encode())
+    with path.open("rb") as handle:
+        for start in _starts(size_bytes, whole_bytes, chunks=chunks):
+            handle.seek(start)
+            digest.update(handle.read(CHUNK_BYTES))
+    return digest.hexdigest()
+
+
+def _starts(size_bytes: int, whole_bytes: int, *, chunks: int) -> Iterator[int]:
+    if size_bytes <= whole_bytes:
+        return iter(range(0, size_bytes, CHUNK_BYTES))
+    last = size_bytes - CHUNK_BYTES
+    return (last * n // (chunks - 1) for n in range(chunks))

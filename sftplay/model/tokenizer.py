@@ -9,9 +9,9 @@ from transformers import AutoTokenizer
 
 from sftplay.config.schema.run import ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
+from sftplay.model.failures import announce_trust, reason_of, refused_code, refusing
 from sftplay.model.hub import FOLDER_FIX, check_reachable
 from sftplay.model.source import ADAPTER_CONFIG, locate
-from sftplay.model.weights import announce_trust, reason_of, refused_code, refusing
 
 
 def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:

@@ -13,20 +13,25 @@ from typing import Any
 from torch import nn
 
 from sftplay import log
+from sftplay.config.explain.other_kits import kit_answer
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
+from sftplay.model.failures import announce_trust, explain_failure, refusing
 from sftplay.model.hub import check_reachable, first_line, quieten_hub
-from sftplay.model.weights import announce_trust, explain_failure, frozen_dtype, keep_four_bit_exact, refusing
+from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
 
 REPORTER = "transformers.modeling_utils"
 """The logger that says which weights were not in the files; unsloth hands on no loading information."""
+
+WATCHED = ("bf16", "fp16", "optim", "gradient_checkpointing", "dataloader_pin_memory")
+"""Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
 
 
 def open_by_unsloth(cfg: RunConfig, name: str, *, revision: str | None = None) -> Any:
     """The base in the folder or of the hub name `name`, in the run's precision, in 4 bits for qlora.
 
-    `import_first` must have been called. The tokenizer that unsloth opens too is not used.
+    `libraries.import_unsloth` must have been called. The tokenizer that unsloth opens too is not used.
 
     Raises:
         MachineError: the weights cannot be read, some are missing, or they are not held as asked.
@@ -77,7 +82,7 @@ def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
             r=lora.r,
             lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
             lora_dropout=lora.dropout,
-            target_modules=sorted({path.rsplit(".", 1)[-1] for path in wanted}),
+            target_modules=sorted({path.rpartition(".")[2] for path in wanted}),
             modules_to_save=list(lora.modules_to_save) or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
@@ -135,3 +140,21 @@ def _missing_weights() -> Iterator[list[str]]:
         logger.removeHandler(listener)
         for line in seen:
             log.say(line, "model")
+
+
+def check_arguments(given: dict[str, Any], taken: Any) -> None:
+    """Refuse a run when unsloth has changed one of its arguments while TRL's config was made.
+
+    On a CPU it switches off 16-bit numbers, and optimizers and kernels that it thinks a CPU has not.
+
+    Raises:
+        ConfigError: naming the first such argument, as given and as taken.
+    """
+    for key in WATCHED:
+        found = getattr(taken, key)
+        found = getattr(found, "value", found)
+        if key in given and found != given[key]:
+            answer = kit_answer(key)
+            assert answer, f"{key} is decided by no key"
+            what = f"unsloth turns {key} from {given[key]} into {found} on this machine"
+            raise ConfigError(what, where=answer.key, fix=f"write another {answer.key}, or tuning.backend: bnb")

@@ -14,7 +14,7 @@ from sftplay.data.prepare.report import report_table
 from sftplay.deliver.evaluate.evaluate import evaluate
 from sftplay.deliver.report.sample import write_masked_sample
 from sftplay.launch.run_folder import RunFolder
-from sftplay.model.unsloth import check_arguments
+from sftplay.model.unsloth_model import check_arguments
 from sftplay.tasks.run.fingerprint import recipe_of
 from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.step.micro_batches import Collator

@@ -26,13 +26,12 @@ from sftplay.launch.supervise.exit_cause import LOST, Death
 from sftplay.launch.supervise.processes import parent_of, state_of
 from sftplay.launch.supervise.stacks import answer_with_stacks
 from sftplay.log import quiet_libraries
-from sftplay.model.source import is_quantised
-from sftplay.model.unsloth import import_first
+from sftplay.model.libraries import import_unsloth, unneeded
 from sftplay.signals import STOP_SIGNALS, StopAtOnce, Stopped, die_with_parent
+from sftplay.startup import begin_imports, leave_out
 from sftplay.tasks import TASKS
 
 if TYPE_CHECKING:
-    from sftplay.config.schema.run import RunConfig
     from sftplay.tasks.run.task import Task
 
 BUG = 1
@@ -79,9 +78,9 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
     quiet_libraries()
     cfg = load_resolved(folder.path / RESOLVED)
     if cfg.tuning.backend == "unsloth":
-        import_first()
-    elif not needs_bitsandbytes(cfg):
-        leave_out_bitsandbytes()
+        import_unsloth()
+    else:
+        leave_out(unneeded(cfg))
     from sftplay.monitor.disk import report_full_disk
     from sftplay.monitor.guards import StopOnSignal
     from sftplay.tasks.run.run_task import run_task
@@ -94,25 +93,6 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
     spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
     _finish(folder, "done", code=0, cause="done", step=outcome.step, **spent)
     return 0
-
-
-def needs_bitsandbytes(cfg: RunConfig) -> bool:
-    """Whether weights or optimizer states may be in 8 or 4 bits."""
-    return (
-        cfg.tuning.mode == "qlora"
-        or any(word in str(cfg.train.optim) for word in ("8bit", "paged"))
-        or is_quantised(cfg.model.name, cfg.model.revision)
-    )
-
-
-def leave_out_bitsandbytes() -> None:
-    """Let libraries find no bitsandbytes in this process: None in sys.modules is Python's way to say so.
-
-    PEFT imports it wherever it is installed, and it imports torch's inductor: a second of a core in every start
-    (bitsandbytes 0.50, `backends/default/ops.py`). Nothing happens where it or PEFT is in memory already.
-    """
-    if "peft" not in sys.modules:
-        sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
 
 
 def _stop(folder: RunFolder, number: int, **more: object) -> int:
@@ -213,4 +193,5 @@ def _print_error(text: str, *, on_screen: bool = True) -> None:
 
 
 if __name__ == "__main__":
+    begin_imports()
     raise SystemExit(main(sys.argv[1]))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG_S
 from transformers import AutoTokenizer
 
 from sftplay import cli
+from sftplay.config.load import load_config
+from sftplay.data.pipeline import load_examples
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.model.tokenizer import load_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -214,3 +221,19 @@ def test_process_says_where_the_token_rows_lie_and_whether_they_were_there(call:
 def test_a_number_of_rows_that_is_none_is_refused(count: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["inspect", "--config", "x.yaml", f"--n={count}"]) == 2
     assert f"not a number of rows: {count!r}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_rows_are_prepared_without_torch_and_found_again_by_who_has_it(
+    write_config: Callable[..., Path], tiny_llama: Path
+):
+    """The fingerprint of the rows knows nothing of the libraries in memory."""
+    config = str(write_config(model__name=str(tiny_llama)))
+    argv = [sys.executable, "-X", "importtime", "-m", "sftplay", "process", "--config", config, "--json"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANG_S)
+    assert not re.search(r"\| +(torch|accelerate)$", done.stderr, re.MULTILINE)
+    assert re.search(r"\| +transformers$", done.stderr, re.MULTILINE)
+    cfg = load_config(Path(config))
+    found = load_examples(cfg, load_tokenizer(cfg.model)).report
+    assert found["fingerprint"] == json.loads(done.stdout)["fingerprint"]
+    assert "torch" in sys.modules

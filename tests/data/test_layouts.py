@@ -56,6 +56,7 @@ def reason(row: dict[str, Any], **reading: Any) -> str:
             },
             ONE,
         ),
+        ({"messages": [{"role": "user", "content": ["Wh", "y?"]}, ANSWER]}, ONE),
         ({"messages": [USER, ANSWER | {"weight": 1, "train": True, "id": 7, "reasoning_content": None}]}, ONE),
         ({"messages": [USER | {"weight": 0, "train": False}, ANSWER]}, ONE),
         ({"messages": [USER, ANSWER], "prompt": "x", "completion": "y", "text": "z"}, ONE),

@@ -28,13 +28,13 @@ from processes import HANG_S
 
 from sftplay.deliver.report.charts import Chart, Curve, linear_axis, value_axis
 from sftplay.deliver.report.figures import change, format_figure, interval
-from sftplay.deliver.report.history import read_history, thin
+from sftplay.deliver.report.history import as_bytes, read_history, thin
 from sftplay.deliver.report.page import ENVIRONMENT, render
 from sftplay.deliver.report.remarks import find_remarks
 from sftplay.deliver.report.report import even_columns, write_report
 from sftplay.deliver.report.run_files import read_run_files
 from sftplay.deliver.report.sample import FILE, masked_sample, write_masked_sample
-from sftplay.deliver.report.sections import evaluation_bars
+from sftplay.deliver.report.sections import evaluation_bars, evaluation_tables
 from sftplay.launch.run_folder import RunFolder
 
 CURVES = {
@@ -354,6 +354,22 @@ def test_every_chart_names_its_axes(run: Finished):
     assert titles[0] == "nats a token"
 
 
+def test_evaluations_of_several_kinds_of_rows_are_one_table(folder: RunFolder):
+    for prefix, loss in (("", 4.0), ("test-", 2.0)):
+        folder.write_json(f"eval/{prefix}before.json", {"n": 40, "loss": loss})
+        folder.write_json(f"eval/{prefix}after.json", {"n": 40, "loss": loss / 2})
+    (table,) = evaluation_tables(read_run_files(folder))
+    assert [row[:4] for row in table.rows] == [
+        ["Held-out rows", "Prompts answered", "40", "40"], ["", "Loss", "4", "2"],
+        ["Test rows", "Prompts answered", "40", "40"], ["", "Loss", "2", "1"],
+    ]  # fmt: skip
+    assert len(table.head) == len(table.kinds) == 5
+    for path in folder.eval.glob("test-*"):
+        path.unlink()
+    (table,) = evaluation_tables(read_run_files(folder))
+    assert (table.caption, table.head[0], len(table.rows)) == ("Held-out rows", "Figure", 2)
+
+
 def test_metrics_before_and_after_are_bars_of_their_length(folder: RunFolder):
     folder.write_json("eval/before.json", {"n": 40, "exact_match": 0.25, "loss": 4.0, "perplexity": 54.6})
     folder.write_json("eval/after.json", {"n": 40, "exact_match": 0.75, "loss": 1.0, "perplexity": 2.7})
@@ -587,6 +603,13 @@ def test_intervals_are_those_of_the_published_table():
 )
 def test_figures_are_rounded_for_people(key: str, value: float, text: str):
     assert format_figure(key, value) == text
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, 2**70, 10**400, True, "7", None])
+def test_a_size_that_no_machine_has_is_none(value: object):
+    assert as_bytes(value) is None
+    assert as_bytes(0) == 0.0
+    assert as_bytes(2**50) == 2.0**50
 
 
 def test_a_change_is_signed_and_in_points_for_shares():

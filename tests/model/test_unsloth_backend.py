@@ -20,7 +20,7 @@ from unsloth_stand_in import FastLanguageModel, as_module
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.model.load import load_start, start_adapter
-from sftplay.model.unsloth import check_arguments
+from sftplay.model.unsloth_model import check_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,9 +145,9 @@ IMPORT = """
 import sys, importlib
 sys.path.insert(0, sys.argv[1])
 from sftplay.errors import MachineError
-from sftplay.model.unsloth import import_first
+from sftplay.model.libraries import import_unsloth
 try:
-    print(import_first().SEEN)
+    print(import_unsloth().SEEN)
 except MachineError as error:
     print(error)
 """
@@ -201,7 +201,7 @@ def test_training_process_imports_unsloth_before_the_task_and_only_for_its_runs(
         write_text(folder.resolved, dump_resolved(config().with_values({"tuning.backend": backend}, "test")))
         steps.clear()
         with (
-            patch.object(worker, "import_first", lambda: steps.append("unsloth")),
+            patch.object(worker, "import_unsloth", lambda: steps.append("unsloth")),
             patch.object(worker.importlib, "import_module", import_task),
             patch.object(worker, "quiet_libraries"),
             pytest.raises(Reached),

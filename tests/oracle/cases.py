@@ -174,6 +174,11 @@ TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
 }  # fmt: skip
 """Term of the closed form -> vocabulary and settings of a step of a Llama in which it is large."""
 
+SHALLOW_CHUNKS = Case(
+    "llama", TraceSettings(method="lora", layers=1, r=1, batch=4, seq=1024, checkpointing=True, head="chunked"), 512
+)
+"""A step in which a fifth of what lives in the head is what a loss in chunks keeps between them."""
+
 
 def cases_by_depth(family: str, method: Any) -> Iterator[Case]:
     """Two depths and two lengths; checkpointing at the smaller depth."""
@@ -214,5 +219,6 @@ def recorded_cases() -> list[Case]:
         *(case for family, method in grid for case in cases_with_few_scores(family, method)),
         *(case for name, method in product(VARIANTS, METHODS) for case in cases_of_variant(name, method)),
         *map(case_of_term, TERMS),
+        SHALLOW_CHUNKS,
     ]
     return list({case.key: case for case in found}.values())

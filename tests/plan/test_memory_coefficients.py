@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle.cases import FAMILIES, TERMS, TraceSettings, case_of_term
+from oracle.cases import FAMILIES, SHALLOW_CHUNKS, TERMS, TraceSettings, case_of_term
 from oracle.closed_form import closed_bytes, execution_of, traced_bytes
 
 from sftplay.plan.memory import execution, head, layer, sharding
@@ -61,6 +61,13 @@ def test_a_term_off_by_a_tenth_leaves_the_trace(term, monkeypatch):
     for factor in (TOO_LITTLE, TOO_MUCH):
         monkeypatch.setattr(module, name, times(right, factor))
         assert error_of(term) > tolerance, factor
+
+
+def test_what_a_loss_in_chunks_keeps_between_them_is_planned(monkeypatch):
+    traced = traced_bytes(SHALLOW_CHUNKS)["head"]
+    assert 1 <= closed_bytes(SHALLOW_CHUNKS)["head"] / traced < 1.03
+    monkeypatch.setattr(head, "_kept_for_chunks", lambda *_: 0.0)
+    assert closed_bytes(SHALLOW_CHUNKS)["head"] / traced < 0.85
 
 
 @pytest.mark.parametrize("constant", ["NF4_BYTES", "NF4_DOUBLE_BYTES"])

@@ -13,14 +13,16 @@ import pytest
 from processes import HANG_S
 
 from sftplay.config.load import load_config
-from sftplay.tasks.worker import needs_bitsandbytes
+from sftplay.model.libraries import unneeded
 
 STARTED = """
 import sys
-from sftplay.tasks.worker import leave_out_bitsandbytes
-leave_out_bitsandbytes()
+from sftplay.startup import begin_imports, leave_out
+begin_imports()
+leave_out(["bitsandbytes", "deepspeed"])
 import sftplay.tasks.sft, sftplay.tasks.run.run_task
-print(sorted(name for name in ("bitsandbytes", "torch._inductor.compile_fx", "peft") if sys.modules.get(name)))
+wanted = ("bitsandbytes", "torch._inductor.compile_fx", "peft", "deepspeed")
+print(sorted(name for name in wanted if sys.modules.get(name)))
 """
 
 
@@ -39,7 +41,14 @@ print(sorted(name for name in ("bitsandbytes", "torch._inductor.compile_fx", "pe
 def test_a_run_needs_bitsandbytes_for_its_numbers_in_few_bits_only(
     write_config: Callable[..., Path], values: dict[str, Any], expected: bool
 ) -> None:
-    assert needs_bitsandbytes(load_config(write_config(**({"tuning__mode": "lora"} | values)))) is expected
+    cfg = load_config(write_config(**({"tuning__mode": "lora"} | values)))
+    assert ("bitsandbytes" not in unneeded(cfg)) is expected
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"])
+def test_a_run_needs_deepspeed_for_its_own_strategies_only(write_config: Callable[..., Path], strategy: str) -> None:
+    cfg = load_config(write_config(tuning__mode="lora", cluster__strategy=strategy))
+    assert ("deepspeed" not in unneeded(cfg)) is strategy.startswith("zero")
 
 
 def test_a_base_that_is_published_quantised_needs_it(
@@ -49,7 +58,7 @@ def test_a_base_that_is_published_quantised_needs_it(
     base.mkdir()
     config = json.loads((tiny_llama / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
-    assert needs_bitsandbytes(load_config(write_config(tuning__mode="lora", model__name=str(base))))
+    assert "bitsandbytes" not in unneeded(load_config(write_config(tuning__mode="lora", model__name=str(base))))
 
 
 @pytest.mark.slow

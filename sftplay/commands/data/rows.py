@@ -14,7 +14,9 @@ from sftplay.atomic import check_new_file
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import load_checked, needs_no_hub
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
+from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
+from sftplay.startup import leave_out
 from sftplay.terminal.colours import has_colours
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ def _load(cfg: RunConfig) -> Examples:
         os.environ.update(offline_environment())
     log.say(f"reading {cfg.data.train_path}", "data")
     before = _seal_times(cfg)
+    leave_out(unneeded_for_rows(cfg.model))
     from sftplay.data.pipeline import load_examples
     from sftplay.model.tokenizer import load_tokenizer
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.records import Chat, Record
 from sftplay.errors import DataError, MachineError
+from sftplay.model.libraries import unneeded_for_rows
 from sftplay.plan.memory.row_lengths import RowLengths
+from sftplay.startup import leave_out
 
 BYTES_A_TOKEN = 3
 """UTF-8 bytes of a token: English text has 4 to 5 in a large vocabulary, code about 3, Chinese about 3."""
@@ -54,6 +56,7 @@ def estimate(records: Sequence[Record], reason: str = "") -> Measured:
 
 def measure(cfg: RunConfig, records: Sequence[Record]) -> Measured:
     """The rows' lengths by the model's own tokenizer and chat template, or by their bytes where it cannot be opened."""
+    leave_out(unneeded_for_rows(cfg.model))
     from sftplay.data.encode.render import Renderer
     from sftplay.data.template.templates import resolve_template
     from sftplay.model.tokenizer import load_tokenizer

@@ -20,7 +20,7 @@ from sftplay.deliver.report.figures import (
     is_share,
     name_of,
 )
-from sftplay.deliver.report.history import as_number
+from sftplay.deliver.report.history import as_bytes, as_number
 from sftplay.deliver.report.page import cut
 from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count
@@ -68,10 +68,10 @@ class Sample(NamedTuple):
 
 
 def evaluation_tables(run: RunFiles) -> list[Table]:
-    """Figures before and after side by side, then those of other evaluations."""
+    """Figures before and after in one table, then those of other evaluations."""
     pairs = sorted({name.removesuffix("after").removesuffix("before") for name in run.evals if _is_pair(name)})
     others = sorted(name for name in run.evals if not _is_pair(name) and not name.startswith("step-"))
-    tables = [_pair_table(run, prefix) for prefix in pairs[:MOST_TABLES]]
+    tables = [_pairs_table(run, pairs[:MOST_TABLES])] if pairs else []
     for name in others[:MOST_TABLES]:
         rows = [[cut(k, 80), cut(_cell(k, v), 200)] for k, v in list(_flat(run.evals[name]).items())[:60]]
         tables.append(Table(head=["Figure", "Value"], rows=rows, caption=f"eval/{name}.json", kinds=" n"))
@@ -90,7 +90,7 @@ def evaluation_bars(run: RunFiles) -> list[Bars]:
             known = {side: value for side, value in values.items() if value is not None and 0 <= value < 1e9}
             whole = 1.0 if is_share(key) else max(known.values(), default=0.0)
             if known and whole:
-                where = {"": "", "test-": "Test rows: "}.get(prefix, f"{prefix.rstrip('-')}: ")
+                where = f"{_rows_of(prefix)}: " if prefix else ""
                 rows = [
                     (side, f"{min(100.0, 100 * v / whole):.1f}%", format_figure(key, v)) for side, v in known.items()
                 ]
@@ -113,20 +113,31 @@ def _cell(key: str, value: object) -> str:
     return str(value) if as_number(value) is None else format_figure(key.rpartition(".")[2], value)
 
 
-def _pair_table(run: RunFiles, prefix: str) -> Table:
+def _pairs_table(run: RunFiles, prefixes: Sequence[str]) -> Table:
+    """With a first column for the rows that were measured, where more than one kind was."""
+    groups = {_rows_of(prefix): _pair_rows(run, prefix) for prefix in prefixes}
+    listed = [[name if n == 0 else "", *row] for name, rows in groups.items() for n, row in enumerate(rows)]
+    first = int(len(groups) == 1)
+    told = "below a share its 95 % interval" if "<small>" in str(listed) else ""
+    caption = "; ".join(filter(None, [*list(groups)[:first], told]))
+    head = ["Rows", "Figure", "Before", "After", "Change"][first:]
+    return Table(head=head, rows=[row[first:] for row in listed], caption=caption, kinds="  nnn"[first:])
+
+
+def _rows_of(prefix: str) -> str:
+    return {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix.rstrip("-"))
+
+
+def _pair_rows(run: RunFiles, prefix: str) -> list[list[str]]:
     before, after = (run.evals.get(f"{prefix}{name}", {}) for name in ("before", "after"))
     rows = []
     for key in [*after, *(key for key in before if key not in after)][:60]:
         better = is_better(key, before.get(key), after=after.get(key))
         moved = "" if key == "n" else change(key, before.get(key), after=after.get(key))
         verdict = {True: ' <b class="good">better</b>', False: ' <b class="bad">worse</b>', None: ""}[better]
-        cells = [
-            Markup("{}{}").format(format_figure(key, side.get(key)), _range(key, side)) for side in (before, after)
-        ]
+        cells = [Markup("{}{}").format(format_figure(key, s.get(key)), _range(key, s)) for s in (before, after)]
         rows.append([cut(capitalized(name_of(key)), 80), *cells, Markup("{}" + verdict).format(moved)])
-    caption = {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix.rstrip("-"))
-    caption += "; below a share its 95 % interval" if "<small>" in str(rows) else ""
-    return Table(head=["Figure", "Before", "After", "Change"], rows=rows, caption=caption, kinds=" nnn")
+    return rows
 
 
 def _range(key: str, figures: dict[str, Any]) -> Markup:
@@ -218,8 +229,8 @@ def choice_tables(run: RunFiles) -> list[Table]:
         [cut(d.get("key", ""), 100), cut(_yaml(d.get("value")), 200), cut(d.get("reason", ""), 400)]
         for d in mappings(run.plan.get("decisions"))[:100]
     ]
-    sizes = [(k, as_number(v)) for k, v in mapping(run.plan.get("components")).items()]
-    memory = [[cut(k.replace("_", " "), 80), format_bytes(n)] for k, n in sizes if n is not None and abs(n) < 2**60]
+    sizes = [(k, as_bytes(v)) for k, v in mapping(run.plan.get("components")).items()]
+    memory = [[cut(k.replace("_", " "), 80), format_bytes(n)] for k, n in sizes if n is not None]
     tables = [
         Table(head=["Key", "Value", "Why"], rows=chosen, kinds="cc", stacks=True),
         Table(
@@ -261,7 +272,7 @@ def version_facts(run: RunFiles) -> list[Fact]:
     manifest, machine = run.manifest, mapping(run.manifest.get("machine"))
     gpus = [str(gpu.get("name", gpu)) for gpu in mappings(machine.get("gpus"))]
     model = mapping(manifest.get("model"))
-    ram = as_number(machine.get("ram_bytes"))
+    ram = as_bytes(machine.get("ram_bytes"))
     rows: list[Fact] = [
         ("kit", manifest.get("kit")),
         ("git commit of the kit", manifest.get("git_commit")),
@@ -269,7 +280,7 @@ def version_facts(run: RunFiles) -> list[Fact]:
         ("system", machine.get("system")),
         ("GPUs", ", ".join(gpus[:64]) or f"none: {machine.get('gpu_reason', 'not known')}"),
         ("cores", machine.get("cores")),
-        ("memory", format_bytes(ram) if ram is not None and 0 <= ram < 2**60 else None),
+        ("memory", format_bytes(ram) if ram is not None else None),
         ("processes", run.plan.get("world_size")),
         ("seed", manifest.get("seed")),
         ("weights", _count(model.get("parameters"))),

@@ -16,8 +16,7 @@ from sftplay import __version__, log
 from sftplay.config.rules.resume_keys import SIZES, differences, held_out_decides, values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
-from sftplay.model.digests import weights_digests
-from sftplay.model.source import locate
+from sftplay.model.source import locate, weights_digests
 from sftplay.tasks.run.task import Rows
 
 BATCH_ROWS = 1000

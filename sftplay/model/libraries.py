@@ -1,7 +1,4 @@
-"""Brings unsloth into a training process: once, and before the libraries that it changes.
-
-Nothing heavy is imported with this module; what unsloth does with a model is in `unsloth_model`.
-"""
+"""Which libraries come into a run's process first, and which not at all. Nothing heavy is imported with this module."""
 
 from __future__ import annotations
 
@@ -10,8 +7,10 @@ import os
 import sys
 from typing import Any
 
-from sftplay.config.explain.other_kits import kit_answer
-from sftplay.errors import ConfigError, MachineError
+from sftplay.config.schema.run import ModelConfig, RunConfig
+from sftplay.errors import MachineError
+from sftplay.launch.command.strategy import ZERO_STAGES
+from sftplay.model.source import BUILTIN, is_quantised
 from sftplay.places import cache_root
 
 CHANGED_BY_IT = ("transformers", "trl", "peft")
@@ -20,14 +19,11 @@ CHANGED_BY_IT = ("transformers", "trl", "peft")
 SETTINGS = {"UNSLOTH_DISABLE_STATISTICS": "1"}
 """It counts its users by a download otherwise."""
 
-WATCHED = ("bf16", "fp16", "optim", "gradient_checkpointing", "dataloader_pin_memory")
-"""Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
-
 COMPILED = cache_root() / "unsloth"
 """Where it writes the code that it generates; left alone it uses a folder in the current directory."""
 
 
-def import_first() -> Any:
+def import_unsloth() -> Any:
     """The package unsloth, imported in a process that has none of the libraries it changes yet.
 
     Raises:
@@ -48,19 +44,25 @@ def import_first() -> Any:
         ) from error
 
 
-def check_arguments(given: dict[str, Any], taken: Any) -> None:
-    """Refuse a run when unsloth has changed one of its arguments while TRL's config was made.
+def unneeded(cfg: RunConfig) -> list[str]:
+    """The libraries that others import wherever they are installed, and that this run cannot need.
 
-    On a CPU it switches off 16-bit numbers, and optimizers and kernels that it thinks a CPU has not.
-
-    Raises:
-        ConfigError: naming the first such argument, as given and as taken.
+    PEFT imports bitsandbytes, which imports torch's inductor: a second of a core in every start (bitsandbytes 0.50,
+    `backends/default/ops.py`). Accelerate imports DeepSpeed at the first step, which imports torch's export: half a
+    second (accelerate 1.15, `utils/other.py`).
     """
-    for key in WATCHED:
-        found = getattr(taken, key)
-        found = getattr(found, "value", found)
-        if key in given and found != given[key]:
-            answer = kit_answer(key)
-            assert answer, f"{key} is decided by no key"
-            what = f"unsloth turns {key} from {given[key]} into {found} on this machine"
-            raise ConfigError(what, where=answer.key, fix=f"write another {answer.key}, or tuning.backend: bnb")
+    in_few_bits = (
+        cfg.tuning.mode == "qlora"
+        or any(word in str(cfg.train.optim) for word in ("8bit", "paged"))
+        or is_quantised(cfg.model.name, cfg.model.revision)
+    )
+    return [*([] if in_few_bits else ["bitsandbytes"]), *([] if cfg.cluster.strategy in ZERO_STAGES else ["deepspeed"])]
+
+
+def unneeded_for_rows(model: ModelConfig) -> list[str]:
+    """The libraries that opening the tokenizer of `model` and preparing rows cannot need.
+
+    transformers imports torch wherever it is installed. A builtin model may have to be made first, and foreign code may
+    use anything.
+    """
+    return [] if model.trust_remote_code or model.name.startswith(BUILTIN) else ["torch", "accelerate"]
