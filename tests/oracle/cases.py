@@ -127,6 +127,7 @@ RECORDED_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 SMALL_VOCAB = 2048
 """So few scores that the layers, and not the head, decide the peak."""
 
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunked": {"head": "chunked"},
     "chunked in two micro-batches": {"head": "chunked", "micro_batches": 2},
@@ -137,7 +138,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "16-bit adapter": {"adapter": "bf16"},
     "fp32 without autocast": {"autocast": "fp32", "base": "fp32"},
-    "attention only": {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
+    "attention only": {"targets": QKVO},
     "output kept": {"keeps_output": True, "fp32_output": False},
     "scales not quantised": {"double_quant": False},
 }
@@ -145,6 +146,10 @@ ADAPTER_VARIANTS = ("dropout", "16-bit adapter", "attention only")
 
 CHECKPOINTED = {"checkpointing": True}
 FULL = {"method": "full", "batch": 1}
+EAGER = {"attention": "eager", "batch": 1, "seq": 2048}
+PREPARED = {"method": "qlora", "kbit_prepared": True, "autocast": "fp32", "fp32_output": False}
+"""In 4 bits as PEFT prepares it, without autocast: whatever is not in 4 bits is fp32."""
+
 TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "the MLP's kept tensors": (2048, {}),
     "the norms' fp32 inputs": (2048, {}),
@@ -160,10 +165,12 @@ TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
         512, CHECKPOINTED | {"method": "qlora", "batch": 1, "seq": 64, "layers": 2, "r": 1}
     ),
     "the MLP's working set": (2048, CHECKPOINTED),
+    "a frozen MLP's working set": (2048, CHECKPOINTED | {"targets": QKVO}),
     "the scores that the caller keeps": (
         8192, CHECKPOINTED | {"head": "plain", "keeps_output": True, "fp32_output": False, "layers": 2, "r": 1}
     ),
-    "eager attention's working set": (2048, CHECKPOINTED | {"attention": "eager", "batch": 1, "seq": 2048}),
+    "eager attention's working set": (2048, CHECKPOINTED | EAGER),
+    "eager attention's working set in fp32": (2048, CHECKPOINTED | EAGER | PREPARED),
 }  # fmt: skip
 """Term of the closed form -> vocabulary and settings of a step of a Llama in which it is large."""
 

@@ -71,6 +71,15 @@ class InPlaceSums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class KernelTemporaries(TorchDispatchMode):
+    """While in force, the softmax's backward holds what its CUDA kernel makes for itself: gradient times output, as
+    large as either (torch, native/cuda/SoftMax.cu, softmax_backward_cuda_out). A log-softmax's makes none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _product = args[0] * args[1] if func is torch.ops.aten._softmax_backward_data.default else None
+        return func(*args, **(kwargs or {}))
+
+
 HELD_BY_THE_CALL = (4, 2, 3)
 """References to a tensor, to its storage and to its Python object that come from the call alone (torch 2.13)."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oracle.cases import TraceSettings
-from oracle.gpu_kernels import CudaKernels, InPlaceSums, replaced
+from oracle.gpu_kernels import CudaKernels, InPlaceSums, KernelTemporaries, replaced
 from oracle.live_bytes import Block, LiveBytes
 from oracle.traced_model import DTYPES, adapt, build_causal, pattern_length
 
@@ -71,7 +71,8 @@ def trace_step(config: Mapping[str, Any], how: TraceSettings) -> Traced:
             stack.enter_context(context)
         stack.enter_context(FakeTensorMode())
         live = stack.enter_context(LiveBytes())
-        stack.enter_context(InPlaceSums())
+        stack.enter_context(KernelTemporaries())
+        stack.enter_context(InPlaceSums())  # counts references, so that no other mode may hold a tensor before it
         step = _Step(config, how, live, labelled)
         return step.run()
 

@@ -41,8 +41,10 @@ TRACED = {
     "the layers' rounded weights": (memory, "_rounded_layers", "head", 0.003),
     "a 4-bit weight unpacked": (layer, "_weight_moment", "layer", 0.01),
     "the MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
+    "a frozen MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
     "the scores that the caller keeps": (memory, "_held_scores", "layer", 0.01),
     "eager attention's working set": (layer, "_attention_transient", "layer", 0.015),
+    "eager attention's working set in fp32": (layer, "_attention_transient", "layer", 0.015),
 }
 
 
@@ -153,14 +155,15 @@ def test_foreach_holds_one_more_copy_of_what_trains():
 def test_ddp_holds_a_copy_of_the_gradients_in_its_buckets():
     code = execution_of(TraceSettings(method="full"))
     standing = standing_bytes(SHAPE, code)
-    assert share_of(SHAPE, code, standing=standing, strategy="ddp", world_size=2).buffers == 4 * SHAPE.total_params
+    share = share_of(SHAPE, code, standing=standing, strategy="ddp", world_size=2)
+    assert share.communication.buffers == 4 * SHAPE.total_params
 
 
 def test_deepspeeds_buckets_hold_five_hundred_million_elements():
     wide = replace(SHAPE, layers=200)
     code = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
     share = share_of(wide, code, standing=standing_bytes(wide, code), strategy="zero1", world_size=2)
-    assert share.buffers == 2 * 2 * 500_000_000
+    assert share.communication.buffers == 2 * 2 * 500_000_000
     assert sharding.BUCKET_ELEMENTS == 500_000_000
 
 

@@ -223,7 +223,7 @@ def _mlp_transient(shape: ModelShape, execution: Execution, *, tokens: int) -> f
     moments = (
         pair_moments(execution, execution.adapter, into=into, is_fused=is_fused)
         if is_pair and execution.adapter
-        else PairMoments(0, 0, into)
+        else PairMoments(0, 0, into if execution.trains_all else 0)  # a frozen projection keeps no input
     )
     weight = _weight_moment(execution, down)
     own_gradient = execution.weight_bytes * down.inputs * down.outputs if execution.trains_all else 0
@@ -272,8 +272,9 @@ def _attention_transient(shape: ModelShape, execution: Execution, *, seq: int) -
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     held = query if execution.repeats_kv or execution.attention == "eager" else keys
     if execution.attention == "eager":
-        # The softmax, its gradient and that of the scores are fp32; the rounded probabilities are gone by then.
-        return inner * query + shape.heads * seq * (2 * FP32 - (inner if inner < FP32 else 0))
+        # The softmax, its gradient, the product of both, which CUDA's kernel makes for itself (torch,
+        # native/cuda/SoftMax.cu), and the scores' gradient are fp32; the rounded probabilities are gone by then.
+        return inner * query + shape.heads * seq * (3 * FP32 - (inner if inner < FP32 else 0))
     # Sums for the queries are fp32, and each head has gradients of the keys and values that it shares
     # (torch, flash_attn/flash_api.cpp, mha_bwd).
     return inner * (2 * query + 2 * held) + FP32 * query + (2 * inner * query if held != query else 0)
