@@ -332,6 +332,7 @@ def test_memory_above_the_plan_is_said_and_shown_beside_it(folder: RunFolder, ke
         page = page_of(folder)
         assert "Memory, planned and held" in page.text
         assert f"{factor * held / limit:.0%}" in page.text
+        assert f"of {format_figure('peak_bytes', limit * 2**20)} planned" in page.text
         assert ("data-series", "planned_bytes") in page.attributes
 
 
