@@ -277,3 +277,16 @@ def test_the_gradients_of_a_step_go_in_buckets_of_the_configs_size(tiny_llama: P
     for given, bucket in ((None, 25), (5, 5)):  # in MiB; torch's own default is 25
         cfg = load_config(write_config(tuning__mode="full", cluster__comm__bucket_cap_mb=given))
         assert comm_check.gradient_bytes(cfg, CPU, scale=TWO) == (size, bucket * 2**20)
+
+
+@pytest.mark.parametrize(("use_cpu", "device"), [("", "cuda:1"), ("true", "cpu")])
+def test_each_rank_measures_on_its_own_gpu_unless_accelerate_keeps_it_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, use_cpu: str, device: str
+):
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
+    assert str(rank._device()) == device
+    assert taken == ([1] if device == "cuda:1" else [])

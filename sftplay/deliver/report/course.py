@@ -83,7 +83,7 @@ def charts_of(run: RunFiles) -> list[Chart]:
             resumed=resumed, is_wide=unit == "loss", may_be_log=unit in ("loss", "grad_norm"),
         )
         for title, unit, curves in all_curves
-        if any(curve.points and any(value for _, value in curve.points) for curve in curves)
+        if any(value for curve in curves for _, value in curve.points)
     ]  # fmt: skip
 
 
