@@ -44,9 +44,7 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():
-        # Says that a tied head is trained apart from its embedding, which is what modules_to_save asks for.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+    with _nothing_said():
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:
@@ -57,6 +55,17 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
             ) from error
     make_trainable_fp32(adapted)
     return adapted
+
+
+@contextmanager
+def _nothing_said() -> Iterator[None]:
+    """PEFT without the warnings that nobody can act on."""
+    with warnings.catch_warnings():
+        # Says that a tied head is trained apart from its embedding, which is what modules_to_save asks for.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        # PEFT 0.21 asks transformers by the word of before (machine/releases.py).
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        yield
 
 
 def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
@@ -104,8 +113,7 @@ def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
     config = PeftConfig.from_pretrained(str(adapter))
     if dropout is not None:
         config.lora_dropout = dropout
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+    with _nothing_said():
         attached = PeftModel.from_pretrained(
             model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
         )

@@ -76,7 +76,7 @@ class TraceSettings:
 
     checkpointing: bool = True
     head: Literal["standard", "plain", "chunked"] = "standard"
-    """standard: scores only where a label waits (tasks/label_head); plain: scores of all tokens; chunked: TRL's."""
+    """standard: scores only where a label waits (label_head); plain: scores of all tokens; chunked: chunked_head."""
 
     optimizer: Literal["adamw_fused", "adamw", "none"] = "adamw_fused"
     micro_batches: int = 1
@@ -180,17 +180,27 @@ SHALLOW_CHUNKS = Case(
 """A step in which a fifth of what lives in the head is what a loss in chunks keeps between them."""
 
 
+def attention_of(family: str) -> Literal["sdpa", "eager"]:
+    """What `model.attn: auto` means for the family: Gemma 2 caps the scores of its attention, which sdpa does not."""
+    return "eager" if family == "gemma2" else "sdpa"
+
+
 def cases_by_depth(family: str, method: Any) -> Iterator[Case]:
     """Two depths and two lengths; checkpointing at the smaller depth."""
     for layers, tokens in product((2, 4), (512, 1024)):
-        yield Case(family, TraceSettings(method=method, layers=layers, batch=2, seq=tokens, checkpointing=layers == 2))
+        how = TraceSettings(
+            method=method, layers=layers, batch=2, seq=tokens, checkpointing=layers == 2, attention=attention_of(family)
+        )
+        yield Case(family, how)
 
 
 def cases_with_few_scores(family: str, method: Any) -> Iterator[Case]:
     """Steps whose peak a layer decides."""
     for checkpointing in (True, False):
-        settings = TraceSettings(method=method, layers=4, batch=2, seq=1024, checkpointing=checkpointing)
-        yield Case(family, settings, SMALL_VOCAB)
+        how = TraceSettings(
+            method=method, layers=4, batch=2, seq=1024, checkpointing=checkpointing, attention=attention_of(family)
+        )
+        yield Case(family, how, SMALL_VOCAB)
 
 
 def cases_of_variant(name: str, method: Any) -> Iterator[Case]:

@@ -51,7 +51,7 @@ class CudaKernels(TorchFunctionMode):
             return attend(*args, **kwargs)
         if name == "dropout" and func is nn.functional.dropout:
             return _drop(*args, **kwargs)
-        if name == "__index__":
+        if name in ("__index__", "__int__"):
             return self.host_reads
         if OTHER_SPELLINGS.get(name, name) in AUTOCAST_TO_FP32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_to_fp32, (args, kwargs))

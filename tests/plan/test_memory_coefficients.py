@@ -127,10 +127,10 @@ def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them(
     )
 
 
-def test_trls_chunks_are_as_many_tokens_as_its_own_default():
-    from trl.trainer import sft_trainer
+def test_chunks_are_counted_as_long_as_they_are():
+    from sftplay.tasks.step import chunked_head
 
-    assert head.CHUNK_TOKENS == sft_trainer._CHUNKED_LM_HEAD_CHUNK_SIZE
+    assert head.CHUNK_TOKENS == chunked_head.CHUNK_TOKENS
 
 
 def test_the_workspace_is_what_torch_configures_by_default():

@@ -119,7 +119,8 @@ def _attention_kept(shape: ModelShape, execution: Execution, *, seq: int) -> flo
     )
     leaving = _inputs_kept(shape, execution, linears=linears, width=query, into=inner, is_attention_output=True)
     if execution.attention == "eager":
-        probabilities = shape.heads * seq * (FP32 + (inner if inner < FP32 else 0))
+        capped = inner if shape.softcap_attn else 0  # the tanh of the scores
+        probabilities = shape.heads * seq * (FP32 + (inner if inner < FP32 else 0) + capped)
         return entering + leaving + inner * (query + 2 * held) + probabilities
     saved = execution.compute_bytes if execution.has_autocast else inner  # autocast rounds what goes into the kernel
     # Values that are a part of one tensor with queries and keys keep all of it, while rotation makes new ones of those.
