@@ -193,6 +193,9 @@ def test_without_a_gpu_it_says_what_the_memory_allows(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[:2] == ["Number of GPUs: 0", "  none: CUDA_VISIBLE_DEVICES hides every GPU"]
     assert any("allows on the CPU: tuning.mode full up to about" in line for line in lines)
+    (versions,) = (line for line in lines if line.startswith("Python "))
+    assert ", transformers " in versions
+    assert ", torch " not in versions  # it has a line of its own, with what it was built for
     result = json.loads(call("gpu-info", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="").stdout)
     assert result["n_gpus"] == 0
     assert 0 < result["ram_free_bytes"] <= result["ram_bytes"]

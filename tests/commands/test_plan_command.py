@@ -102,11 +102,14 @@ def test_what_a_run_does_already_is_not_suggested(capsys):
         assert ("train.gradient_checkpointing=true" in changes) is suggested
 
 
-def test_changes_that_fit_only_together_name_each_key_once(capsys):
-    plan = answer(capsys, *LONG, "--vram", "6GiB", "train.gradient_checkpointing=false")
+@pytest.mark.parametrize("given", ["standard", "chunked"])
+def test_changes_that_fit_only_together_name_each_key_once(capsys, given):
+    open_ones = ("train.gradient_checkpointing=false", "train.optim=sgd", f"train.loss_head={given}")
+    plan = answer(capsys, *LONG, "--vram", "6GiB", *open_ones)
     (only,) = plan["suggestions"]
     keys = [each.partition("=")[0] for each in only["change"].split(", ")]
-    assert {"train.gradient_checkpointing", "tuning.mode", "model.max_seq_len"} <= set(keys)
+    changed = {"train.gradient_checkpointing", "tuning.mode", "model.max_seq_len"}
+    assert set(keys) == changed | ({"train.loss_head"} if given == "standard" else set())
     assert (only["fits"], len(keys)) == (True, len(set(keys)))
 
 
