@@ -114,6 +114,14 @@ def test_the_page_tells_the_figures_before_and_after(run: Finished):
     assert "LoRA, rank 4" in page.text
 
 
+def test_the_page_counts_the_weights_and_those_that_train(run: Finished):
+    model = run.folder.read_json("manifest.json")["model"]
+    text = page_of(run.folder).text
+    assert 0 < model["trainable_parameters"] < model["parameters"]
+    for key in ("parameters", "trainable_parameters"):
+        assert f"({model[key]:,})" in text
+
+
 def test_every_answer_shown_stands_beside_its_reference_with_its_verdict(run: Finished):
     page = page_of(run.folder)
     rows = [json.loads(line) for line in (run.folder.eval / "after.jsonl").read_text().splitlines()]
