@@ -71,6 +71,11 @@ def flags_of(verb: str) -> Flags:
         "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
         "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
         "setup-accelerate": ACCELERATE,
+        "gpu-check": {
+            "--fast": {"action": "store_true", "help": "leave out the measurements of memory and speed"},
+            "--out": {"type": PATH, "default": "outputs", "help": "the folder for gpu-check.json and gpu-check.md"},
+            "--only": {"default": "", "help": "only checks whose name contains one of these words, with commas"},
+        },
         "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
     }
     return special.get(verb, {})
