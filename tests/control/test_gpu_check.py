@@ -140,7 +140,7 @@ def test_torch_and_driver_are_compared_in_memory_capability_and_peers():
 
 
 def learned_with(losses: dict[bool, list[float]]) -> Any:
-    return lambda place, mode, precision, on_cpu=False: SimpleNamespace(losses=losses[on_cpu])
+    return lambda place, *, mode, precision, on_cpu=False: SimpleNamespace(losses=losses[on_cpu])
 
 
 def test_a_loss_that_does_not_fall_and_one_that_is_not_the_cpus_fail(place: Place, monkeypatch: pytest.MonkeyPatch):
@@ -206,7 +206,7 @@ def test_a_card_that_is_too_small_for_a_shape_is_not_a_failure(place: Place, mon
 
     monkeypatch.setattr(speed, "run_script", script)
     with pytest.raises(NotPossible, match="the card is too small"):
-        speed.measure(place, "llama-8b-lora", "ours")
+        speed.measure(place, case="llama-8b-lora", who="ours")
 
 
 def test_a_kit_that_was_installed_without_benchmarks_says_so():

@@ -51,9 +51,8 @@ def test_memory_that_runs_out_in_a_step_leaves_the_same_weights(
 ):
     """The stand-in raises torch's own error where a capped GPU would."""
     monkeypatch.setattr(recovery, "LARGE", {**recovery.LARGE, "train.max_steps": 3})
-    monkeypatch.setattr(
-        recovery, "environment", lambda folder, *_, **__: hooked(folder, [(0, 2, 1, "backward")])["env"]
-    )
+    planted = hooked(place.folder, [(0, 2, 1, "backward")])["env"]
+    monkeypatch.setattr(recovery, "environment", lambda *_, **__: planted)
     assert recovery.out_of_memory(place).startswith("256 rows at a time, then 128; weights within")
     (event,) = place.details["events"]
     assert event["step"] == 2
@@ -61,7 +60,7 @@ def test_memory_that_runs_out_in_a_step_leaves_the_same_weights(
 
 def test_the_cap_is_planted_in_the_worker_and_nowhere_else(place: Place, builtin_tiny: Path):
     """Without a GPU the cap itself fails there: the run ends with that error, at the step that was asked for."""
-    run = kit.write_run(place.folder, "capped", {**recovery.SAVED, "train.save_steps": 1})
+    run = kit.write_run(place.folder, "capped", values={**recovery.SAVED, "train.save_steps": 1})
     code = kit.start("train", run, env=recovery.environment(place.folder, "cap", step=2)).wait()
     assert code != 0
     assert run.status["step"] == 1

@@ -83,7 +83,7 @@ CHECKS = (
         name="memory: planned beside held on five configs",
         run=planned_beside_held,
         needs=a_gpu_to_plan,
-        limit_s=900,
+        limit_s=1800,
         is_long=True,
     ),
     Check(name="memory: planned beside the resident set", run=planned_beside_resident, needs=no_gpu),

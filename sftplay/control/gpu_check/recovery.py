@@ -29,9 +29,9 @@ FREE_AGAIN_S = 20.0
 
 def out_of_memory(place: Place) -> str:
     """A real out-of-memory of CUDA inside a step: the same rows run again, and the weights are the same."""
-    usual = write_run(place.folder, "usual", {**SAVED, **LARGE})
+    usual = write_run(place.folder, "usual", values={**SAVED, **LARGE})
     call("train", usual)
-    run = write_run(place.folder, "capped", {**SAVED, **LARGE})
+    run = write_run(place.folder, "capped", values={**SAVED, **LARGE})
     call("train", run, env=environment(place.folder, "cap", step=2))
     events = [event for event in run.folder.read_events() if event["event"] == OUT_OF_MEMORY]
     place.details["events"] = events
@@ -48,7 +48,7 @@ def out_of_memory(place: Place) -> str:
 def kill_and_resume(place: Place) -> str:
     """kill -9 in a step; the resumed run is the undisturbed one."""
     usual, used = undisturbed(place), used_bytes()
-    run = write_run(place.folder, "killed", SAVED)
+    run = write_run(place.folder, "killed", values=SAVED)
     call("train", run, env=environment(place.folder, "kill", step=6), expects=5)
     left = await_free(used)
     saved = newest_complete(run.folder.checkpoints)[0]
@@ -64,7 +64,7 @@ def kill_and_resume(place: Place) -> str:
 def stop_by_signal(place: Place) -> str:
     """SIGTERM in a step: a complete checkpoint of that step, and code 143."""
     used = used_bytes()
-    run = write_run(place.folder, "stopped", {**SAVED, "train.save_steps": STEPS})
+    run = write_run(place.folder, "stopped", values={**SAVED, "train.save_steps": STEPS})
     call("train", run, env=environment(place.folder, "term", step=3), expects=128 + signal.SIGTERM)
     left = await_free(used)
     saved = newest_complete(run.folder.checkpoints)[0]

@@ -29,7 +29,7 @@ LEAST_EXACT_MATCH = 0.5
 
 def learns(place: Place, *, mode: str, precision: str) -> str:
     """The loss falls; on a GPU it begins as on a CPU."""
-    losses = learned(place, mode, precision).losses
+    losses = learned(place, mode=mode, precision=precision).losses
     place.details["losses"] = losses
     fall = 1 - sum(losses[-3:]) / sum(losses[:3])
     told = f"loss {losses[0]:.3f} to {losses[-1]:.3f}"
@@ -38,7 +38,7 @@ def learns(place: Place, *, mode: str, precision: str) -> str:
     if not place.has_gpu:
         return told
     count = COMPARED[precision]
-    beside = learned(place, mode, "fp32", on_cpu=True).losses
+    beside = learned(place, mode=mode, precision="fp32", on_cpu=True).losses
     place.details["losses_cpu"] = beside
     apart = losses_apart(losses[:count], beside[:count])
     if not apart <= BOUNDS[precision]:
@@ -48,15 +48,16 @@ def learns(place: Place, *, mode: str, precision: str) -> str:
 
 def same_with(place: Place, *, changes: Values, precision: str, beside: Values | None = None) -> str:
     """A LoRA run with other kernels has the losses of the run without them."""
-    usual = learned(place, "lora", precision) if beside is None else _kernel_run(place, "beside", beside)
-    apart = losses_apart(_kernel_run(place, "changed", {"train.precision": precision, **changes}).losses, usual.losses)
+    usual = learned(place, mode="lora", precision=precision) if beside is None else _kernel_run(place, beside)
+    apart = losses_apart(_kernel_run(place, {"train.precision": precision, **changes}).losses, usual.losses)
     if not apart <= KERNEL_BOUNDS[precision]:
         raise Broken(f"losses are {apart:.2%} apart, more than {KERNEL_BOUNDS[precision]:.1%}")
     return f"losses within {apart:.2g} as a share"
 
 
-def _kernel_run(place: Place, name: str, values: Values) -> Run:
-    return train(place, name, {"model.attn": "sdpa", "train.packing": False, **values})
+def _kernel_run(place: Place, values: Values) -> Run:
+    name = f"run-{len(list(place.folder.glob('*.yaml')))}"
+    return train(place, name, values={"model.attn": "sdpa", "train.packing": False, **values})
 
 
 def exact_match_rises(place: Place) -> str:
@@ -73,7 +74,7 @@ def exact_match_rises(place: Place) -> str:
         "eval.limit": None,
         "eval.max_new_tokens": 64,
     }
-    run = shared_run(place, "demo", values)
+    run = shared_run(place, "demo", values=values)
     before, after = (read_object(run.folder.eval / f"{name}.json")["exact_match"] for name in ("before", "after"))
     told = f"exact match {before:.3f} to {after:.3f} in {run.status['train_seconds']:.0f} s of training"
     if not after >= LEAST_EXACT_MATCH > before:

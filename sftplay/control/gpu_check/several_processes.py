@@ -24,10 +24,10 @@ def exchange(_place: Place, *, on_gpus: bool) -> str:
 
 def same_losses(place: Place, *, strategy: str, mode: str = "lora", on_gpus: bool = True) -> str:
     """As many processes as GPUs, or two on the CPU, have the losses of one."""
-    usual = learned(place, mode, "fp32", on_cpu=not on_gpus)
+    usual = learned(place, mode=mode, precision="fp32", on_cpu=not on_gpus)
     count = processes(place.machine) if on_gpus else 2
     values = {"tuning.mode": mode, "train.precision": "fp32", "model.attn": "sdpa", "train.packing": False}
-    run = write_run(place.folder, strategy, {**values, "train.batch_size": "auto", "cluster.strategy": strategy})
+    run = write_run(place.folder, strategy, values={**values, "train.batch_size": "auto", "cluster.strategy": strategy})
     call("train", run, "--nproc", str(count), env={} if on_gpus else NO_GPU)
     apart = losses_apart(run.losses, usual.losses)
     told = f"{count} processes; losses within {apart:.2g} as a share of one process's"

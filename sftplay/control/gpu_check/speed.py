@@ -18,12 +18,12 @@ LEAST_RATIO = 0.95
 
 def beside_trl(place: Place, *, case: str, published: str = "") -> str:
     """Steps of full rows by the kit and by TRL, each in a process of its own."""
-    found = {who: measure(place, case, who) for who in ("ours", "trl")}
+    found = {who: measure(place, case=case, who=who) for who in ("ours", "trl")}
     place.details.update(found)
     return judge(found["ours"], found["trl"], published=published)
 
 
-def measure(place: Place, case: str, who: str) -> dict[str, Any]:
+def measure(place: Place, *, case: str, who: str) -> dict[str, Any]:
     """What benchmarks/gpu_speed.py measured of one contestant."""
     target = place.folder / f"{who}.json"
     run_script("gpu_speed.py", "--case", case, "--contestant", who, "--out", str(target))
@@ -58,11 +58,14 @@ CHECKS = (
         name="speed: 8B shape, LoRA",
         run=partial(beside_trl, case="llama-8b-lora", published=PUBLISHED),
         needs=a_gpu,
-        limit_s=900,
+        limit_s=1800,
         is_long=True,
     ),
     Check(
-        name="speed: 1B shape, QLoRA", run=partial(beside_trl, case="llama-1b-qlora"), needs=a_gpu, limit_s=600,
+        name="speed: 1B shape, QLoRA",
+        run=partial(beside_trl, case="llama-1b-qlora"),
+        needs=a_gpu,
+        limit_s=1800,
         is_long=True,
     ),
-)  # fmt: skip
+)

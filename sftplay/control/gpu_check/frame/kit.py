@@ -54,7 +54,7 @@ class Run:
         return read_object(self.folder.path / "plan.json")
 
 
-def write_run(place: Path, name: str, values: Values | None = None) -> Run:
+def write_run(place: Path, name: str, *, values: Values | None = None) -> Run:
     """The config of a short run of this name below `place`; `values` replace or add keys."""
     place.mkdir(parents=True, exist_ok=True)
     rows = place / "rows.jsonl"
@@ -115,33 +115,33 @@ def call(verb: str, run: Run | None, *words: str, env: dict[str, str] | None = N
         raise Broken(f"`{verb}` ended with code {code}, not {expects}{told}")
 
 
-def train(place: Place, name: str, values: Values | None = None, *, env: dict[str, str] | None = None) -> Run:
+def train(place: Place, name: str, *, values: Values | None = None, env: dict[str, str] | None = None) -> Run:
     """Train a run in the check's own folder to its end."""
-    run = write_run(place.folder, name, values)
+    run = write_run(place.folder, name, values=values)
     call("train", run, env=env)
     return run
 
 
-def shared_run(place: Place, name: str, values: Values | None = None, *, env: dict[str, str] | None = None) -> Run:
+def shared_run(place: Place, name: str, *, values: Values | None = None, env: dict[str, str] | None = None) -> Run:
     """A finished run in the folder of all checks, trained by the first of them that asks for it."""
-    run = write_run(place.shared, name, values)
+    run = write_run(place.shared, name, values=values)
     if run.status.get("state") != "done":
         shutil.rmtree(run.folder.path, ignore_errors=True)
         call("train", run, env=env)
     return run
 
 
-def learned(place: Place, mode: str, precision: str, *, on_cpu: bool = False) -> Run:
+def learned(place: Place, *, mode: str, precision: str, on_cpu: bool = False) -> Run:
     """The shared run of this tuning mode and precision, on this machine's GPU where it has one, or on its CPU."""
     values = {"tuning.mode": mode, "train.precision": precision, "model.attn": "sdpa", "train.packing": False}
     if on_cpu and place.has_gpu:
-        return shared_run(place, f"{mode}-{precision}-cpu", values, env=NO_GPU)
-    return shared_run(place, f"{mode}-{precision}", values)
+        return shared_run(place, f"{mode}-{precision}-cpu", values=values, env=NO_GPU)
+    return shared_run(place, f"{mode}-{precision}", values=values)
 
 
 def undisturbed(place: Place) -> Run:
     """The LoRA run in fp32 that other runs are compared with."""
-    return learned(place, "lora", "fp32")
+    return learned(place, mode="lora", precision="fp32")
 
 
 def weights_apart(one: Run, two: Run) -> float:
