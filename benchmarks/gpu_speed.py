@@ -23,7 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback, set_seed
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    set_seed,
+)
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.gpu_sizing import TINY_CONFIG
@@ -32,7 +40,6 @@ from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
-from sftplay.model.builtin import TEXT_DIR, text_files, train_tokenizer
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.plan.memory.cards import find_card
@@ -140,7 +147,9 @@ def write_shape(case: Case, folder: Path) -> Path:
     """A folder with the shape's config.json and a tokenizer of few words, without weights."""
     entry = dict(read_table()[case.model] if case.model else TINY_CONFIG)
     AutoConfig.for_model(entry.pop("model_type"), **entry).save_pretrained(folder)
-    train_tokenizer(text_files(TEXT_DIR), 768).save_pretrained(folder)
+    words = {"<pad>": 0, "<eos>": 1, **{f"word{n}": n for n in range(2, 768)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="word2"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return folder
 
 

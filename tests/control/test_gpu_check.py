@@ -96,6 +96,23 @@ def test_both_files_are_whole_after_every_row(tmp_path: Path):
         assert (tmp_path / "gpu-check.md").read_text().splitlines()[-1] == f"| {name} | ok | a \\| b | 0 |"
 
 
+def test_a_folder_that_cannot_hold_the_table_is_refused_before_the_first_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_check, "conduct", None)
+    (tmp_path / "file").touch()
+    args = Namespace(only="", out=str(tmp_path / "file"), fast=True, json=False)
+    with pytest.raises(ConfigError, match="is a file"):
+        gpu_check.run_table(args, list(CHECKS), module="")
+    monkeypatch.setattr("sftplay.atomic.os.fsync", refuse)
+    with pytest.raises(PermissionError):
+        gpu_check.run_table(Namespace(**{**vars(args), "out": str(tmp_path / "new")}), list(CHECKS), module="")
+
+
+def refuse(*_: Any) -> None:
+    raise PermissionError(13, "no")
+
+
 def test_a_check_is_chosen_by_a_part_of_its_name_and_an_unknown_one_is_refused():
     chosen = gpu_check.select(list(CHECKS), "kill -9, bf16 qlora")
     assert [check.name for check in chosen] == ["run: bf16 qlora", "recovery: kill -9 and resume"]
@@ -159,6 +176,18 @@ def test_a_loss_that_does_not_fall_and_one_that_is_not_the_cpus_fail(place: Plac
     monkeypatch.setattr(runs, "learned", learned_with({False: [float("nan")] * 6}))
     with pytest.raises(Broken):
         runs.learns(place, mode="lora", precision="fp32")
+
+
+def test_other_kernels_that_begin_elsewhere_or_end_elsewhere_fail(place: Place, monkeypatch: pytest.MonkeyPatch):
+    usual = [3.5, 3.0, 2.5]
+    monkeypatch.setattr(runs, "learned", learned_with({False: usual}))
+    for losses, problem in (([3.5, 3.0, 2.501], None), ([3.502, 3.0, 2.5], "bounds"), ([3.5, 3.0, 2.6], "bounds")):
+        monkeypatch.setattr(runs, "train", lambda *_, losses=losses, **__: SimpleNamespace(losses=losses))
+        if problem is None:
+            assert "all within 0.0004" in runs.same_with(place, changes={}, precision="fp32")
+            continue
+        with pytest.raises(Broken, match=problem):
+            runs.same_with(place, changes={}, precision="fp32")
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,12 @@ def test_memory_that_runs_out_in_a_step_leaves_the_same_weights(
     place: Place, builtin_tiny: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The stand-in raises torch's own error where a capped GPU would."""
-    monkeypatch.setattr(recovery, "LARGE", {**recovery.LARGE, "train.max_steps": 3})
+    monkeypatch.setattr(
+        recovery, "LARGE", {"train.effective_batch_size": 32, "train.batch_size": 32, "train.max_steps": 3}
+    )
     planted = hooked(place.folder, [(0, 2, 1, "backward")])["env"]
     monkeypatch.setattr(recovery, "environment", lambda *_, **__: planted)
-    assert recovery.out_of_memory(place).startswith("256 rows at a time, then 128; weights within")
+    assert recovery.out_of_memory(place).startswith("32 rows at a time, then 16; weights within")
     (event,) = place.details["events"]
     assert event["step"] == 2
 

@@ -25,22 +25,21 @@ def run_table(args: Namespace, table: list[Check], *, module: str) -> int:
     """Run the checks of `table`, the CHECKS of `module`, as far as `--only` names them."""
     chosen = select(table, args.only)
     out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError("is a file, and the table needs a folder", where=str(out), fix="name a folder with OUT=")
     found = Table(probe(), out)
-    if args.json:
-        log.say(f"{len(chosen)} checks; their rows are in {out / JSON_FILE}", "gpu-check")
+    found.save()  # a folder that cannot be written is refused before the first check
 
     def note(row: Row) -> None:
         found.add(row)
-        if not args.json:
-            log.show(f"{STATES[row.state]:<18} {row.name}: {row.figure or row.why} ({row.seconds:.0f} s)")
+        log.show(f"{STATES[row.state]:<18} {row.name}: {row.figure or row.why} ({row.seconds:.0f} s)")
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         conduct(chosen, Path(scratch), module=module, is_fast=args.fast, note=note)
     if args.json:
         print(json.dumps(found.as_dict(), ensure_ascii=False))
-    else:
-        log.show(found.summary())
-        log.show(f"the table: {out / MARKDOWN_FILE}; to attach to a report: {out / JSON_FILE}")
+    log.show(found.summary())
+    log.show(f"the table: {out / MARKDOWN_FILE}; to attach to a report: {out / JSON_FILE}")
     return RunError.exit_code if found.count("failed") else 0
 
 

@@ -12,8 +12,8 @@ from sftplay.machine.gpu_info import holders, label
 from sftplay.machine.probe import Machine, probe
 from sftplay.units import format_bytes
 
-MOST_HIDDEN = 0.03
-"""Of a card's memory, what the driver may keep from torch."""
+MOST_HIDDEN, MOST_ADDED = 0.03, 0.01
+"""Of a card's memory, what the driver may keep from torch, and what torch may see more."""
 
 
 def driver_and_torch(place: Place) -> str:
@@ -47,7 +47,7 @@ def differences(gpu: Gpu, told: Any) -> list[str]:
     odd = []
     if (told.major, told.minor) != gpu.capability:
         odd.append(f"GPU {gpu.index}: capability {told.major}.{told.minor} by torch, {gpu.capability} by the driver")
-    if not (1 - MOST_HIDDEN) * gpu.total_bytes <= told.total_memory <= gpu.total_bytes:
+    if not (1 - MOST_HIDDEN) * gpu.total_bytes <= told.total_memory <= (1 + MOST_ADDED) * gpu.total_bytes:
         sizes = f"{format_bytes(told.total_memory)} by torch, {format_bytes(gpu.total_bytes)} by the driver"
         odd.append(f"GPU {gpu.index}: {sizes}")
     return odd

@@ -20,8 +20,9 @@ COMPARED = {"fp32": 3, "fp16": 1, "bf16": 3}
 LEAST_FALL = 0.2
 """The share by which the loss of the last steps must be below that of the first."""
 
-KERNEL_BOUNDS = {"fp32": 1e-3, "bf16": 2e-2}
-"""How far each loss may be from that of the same run with other kernels."""
+KERNEL_BOUNDS = {"fp32": (1e-4, 1e-3), "bf16": (5e-3, 5e-2)}
+"""How far the first loss and all losses may be from those of the same run with other kernels, as a share. Steps of Adam
+enlarge what rounding has begun."""
 
 LEAST_EXACT_MATCH = 0.5
 """What the demo reaches on a CPU is about 0.9; the untrained model answers nothing right."""
@@ -49,10 +50,14 @@ def learns(place: Place, *, mode: str, precision: str) -> str:
 def same_with(place: Place, *, changes: Values, precision: str, beside: Values | None = None) -> str:
     """A LoRA run with other kernels has the losses of the run without them."""
     usual = learned(place, mode="lora", precision=precision) if beside is None else _kernel_run(place, beside)
-    apart = losses_apart(_kernel_run(place, {"train.precision": precision, **changes}).losses, usual.losses)
-    if not apart <= KERNEL_BOUNDS[precision]:
-        raise Broken(f"losses are {apart:.2%} apart, more than {KERNEL_BOUNDS[precision]:.1%}")
-    return f"losses within {apart:.2g} as a share"
+    changed = _kernel_run(place, {"train.precision": precision, **changes})
+    place.details.update(losses=changed.losses, losses_beside=usual.losses)
+    first, every = losses_apart(changed.losses[:1], usual.losses[:1]), losses_apart(changed.losses, usual.losses)
+    told = f"the first loss within {first:.2g} as a share, all within {every:.2g}"
+    bounds = KERNEL_BOUNDS[precision]
+    if not (first <= bounds[0] and every <= bounds[1]):
+        raise Broken(f"{told}; the bounds are {bounds[0]:g} and {bounds[1]:g}")
+    return told
 
 
 def _kernel_run(place: Place, values: Values) -> Run:

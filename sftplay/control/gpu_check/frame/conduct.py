@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from sftplay import log
 from sftplay.atomic import read_object, write_text
 from sftplay.control.gpu_check.frame.check import Broken, Check, NotPossible, Place
 from sftplay.launch.supervise.processes import end_launch
@@ -51,6 +52,7 @@ def conduct(checks: Sequence[Check], scratch: Path, *, module: str, is_fast: boo
         elif check.is_long and is_fast:
             note(Row(name=check.name, state="not_possible", why="left out by FAST=1"))
         else:
+            log.status(f"{number + 1} of {len(checks)}: {check.name}", "gpu-check")
             own = scratch / str(number)
             note(run_apart(check, own, module=module, shared=scratch / "shared"))
             shutil.rmtree(own, ignore_errors=True)

@@ -28,6 +28,10 @@ class Table:
     def add(self, row: Row) -> None:
         """Add a row and write both files anew."""
         self.rows.append(row)
+        self.save()
+
+    def save(self) -> None:
+        """Write both files."""
         write_text(self._folder / JSON_FILE, json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n")
         write_text(self._folder / MARKDOWN_FILE, self.as_markdown())
 
