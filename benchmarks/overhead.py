@@ -30,12 +30,7 @@ from benchmarks.material import MAX_LENGTH, MICRO_BATCH, STEP_ROWS, make_model, 
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT.parent / "shared" / "data" / "alpaca" / "alpaca_2000.json"
-TRL_VARIANTS = {
-    "TRL nll, padded": ("nll", "padded"),
-    "TRL nll, packed": ("nll", "packed"),
-    "TRL chunked_nll, padded": ("chunked_nll", "padded"),
-    "TRL chunked_nll, packed": ("chunked_nll", "packed"),
-}
+TRL_VARIANTS = {"TRL, padded": "padded", "TRL, packed": "packed"}
 
 
 @dataclass
@@ -107,8 +102,8 @@ def build_contestants(work: Path, options: argparse.Namespace) -> dict:
         "SFT-Play, make train": lambda out: run_ours(work, out, env, options.steps),
         "SFT-Play, train.batching=tokens": lambda out: run_ours(work, out, env, options.steps, batching="tokens"),
     }
-    for label, (loss, layout) in TRL_VARIANTS.items():
-        contestants[label] = lambda out, loss=loss, layout=layout: run_plain(out, env, loss, layout)
+    for label, layout in TRL_VARIANTS.items():
+        contestants[label] = lambda out, layout=layout: run_plain(out, env, layout)
     if options.cli:
         contestants["trl sft command"] = lambda out: run_cli(work, out, env)
     for given in options.kit:
@@ -139,9 +134,9 @@ def run_ours(work: Path, out: Path, env: dict[str, str], steps: int, *, batching
     return measured
 
 
-def run_plain(out: Path, env: dict[str, str], loss: str, layout: str) -> Measured:
+def run_plain(out: Path, env: dict[str, str], layout: str) -> Measured:
     """The short script a TRL user writes."""
-    argv = [sys.executable, str(ROOT / "benchmarks" / "plain_trl.py"), loss, layout]
+    argv = [sys.executable, str(ROOT / "benchmarks" / "plain_trl.py"), layout]
     measured = measure(argv, {**env, "BENCH_OUT": str(out), "BENCH_STARTED": str(time.time())})
     told = json.loads((out / "told.json").read_text())
     measured.train_cpu_s, measured.first_step_s = told["train_cpu_s"], told["first_step_s"]
@@ -157,7 +152,7 @@ def run_cli(work: Path, out: Path, env: dict[str, str]) -> Measured:
         "bf16": False, "use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": "all-linear",
         "assistant_only_loss": True, "per_device_train_batch_size": MICRO_BATCH, "num_train_epochs": 1,
         "gradient_accumulation_steps": STEP_ROWS // MICRO_BATCH, "learning_rate": 1e-3, "max_length": MAX_LENGTH,
-        "gradient_checkpointing": False, "loss_type": "nll", "save_strategy": "no", "report_to": "none",
+        "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
         "datasets": [{"path": "json", "data_files": str(work / "rows.jsonl"), "split": "train"}],
     }  # fmt: skip
     config.write_text(json.dumps(values))

@@ -1,4 +1,4 @@
-"""The short script a TRL user writes for the same run; argv: nll|chunked_nll padded|packed. Measured by overhead.py."""
+"""The short script a TRL user writes for the same run; argv: padded|packed. Measured by overhead.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Clock(TrainerCallback):
         self.train_cpu_s = time.process_time() - self.cpu_began
 
 
-loss, layout = sys.argv[1:]
+layout = sys.argv[1]
 out = Path(os.environ["BENCH_OUT"])
 rows = load_dataset("json", data_files=os.environ["BENCH_ROWS"], split="train", cache_dir=str(out / "cache"))
 clock = Clock()
@@ -55,7 +55,6 @@ trainer = SFTTrainer(
         lr_scheduler_type="cosine",
         max_length=MAX_LENGTH,
         assistant_only_loss=True,
-        loss_type=loss,
         packing=layout == "packed",
         gradient_checkpointing=False,
         optim="adamw_torch_fused",

@@ -708,7 +708,7 @@ TABLE: dict[str, Check] = {
     ),
     "train.gradient_checkpointing": pair(arg("gradient_checkpointing"), False, True),
     "train.packing": pair(lambda run: "position_ids" in micro_batches(run)[0], False, True),
-    "train.loss_head": pair(arg("loss_type"), "nll", "chunked_nll"),
+    "train.loss_head": pair(lambda run: run.trainer.label_head is None, False, True),
     "train.optim": pair(lambda run: type(run.trainer.create_optimizer()).__name__, "AdamW", "SGD"),
     "train.neftune_alpha": pair(lambda run: run.trainer.neftune_noise_alpha, None, 5.0),
     "train.eval_steps": pair(arg("eval_steps"), 9, 2),

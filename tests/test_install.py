@@ -142,7 +142,7 @@ def test_the_file_that_refuses_old_pythons_uses_nothing_they_cannot_read():
     # 3.7 is the oldest that knows `from __future__ import annotations`; compile refuses newer syntax for it.
     import ast
 
-    for name in ("install", "make", "errors", "__init__"):  # the user's own Python runs them
+    for name in ("install", "commands/__init__", "commands/make", "errors", "__init__"):  # run by the user's own Python
         ast.parse((ROOT / f"sftplay/{name}.py").read_text(), feature_version=(3, 7))
 
 
@@ -224,13 +224,19 @@ def test_the_environment_of_unsloth_is_its_own_and_brings_nothing_that_unsloth_a
     assert len(pip.commands) == 3
 
 
-def test_the_lock_of_unsloth_is_one_the_kit_accepts_beside_its_own():
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements-unsloth.lock").read_text(), re.M))
-    assert pins == dict.fromkeys(("unsloth", "unsloth_zoo"), OLDEST)
+def test_the_lock_of_unsloth_holds_what_it_bounds_within_the_ranges_of_the_kit():
+    own, kit = (
+        dict(re.findall(r"^([\w.-]+)==([\d.]+)", (ROOT / f"requirements{name}.lock").read_text(), re.M))
+        for name in ("-unsloth", "")
+    )
+    assert {own["unsloth"], own["unsloth_zoo"]} == {OLDEST}
+    assert not [name for name, version in own.items() if kit.get(name) == version]
     # The bounds of that release: transformers <= 5.17.0, trl <= 1.15.0, datasets below 5.
-    kit = dict(re.findall(r"^([\w.-]+)==([\d.]+)", (ROOT / "requirements.lock").read_text(), re.M))
     bounds = {"transformers": "<=5.17.0", "trl": "<=1.15.0", "datasets": "<5"}
-    assert all(kit[name] in Requirement(name + bound).specifier for name, bound in bounds.items())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {wish.name: wish.specifier for wish in map(Requirement, project["dependencies"])}
+    for name, bound in bounds.items():
+        assert own[name] in Requirement(name + bound).specifier & ranges[name]
 
 
 def test_unsloth_as_an_extra_is_sent_to_its_environment(pip, monkeypatch, capsys):

@@ -97,7 +97,7 @@ def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict
 def _without_refused(values: dict[str, Any], error: ValidationError) -> RunConfig | None:
     """The config without the refused values, so that the rules between the others are checked in the same go."""
     tree = dict(values)
-    for refused in error.errors(include_url=False):
+    for refused in error.errors():
         _remove(tree, refused["loc"])
     stand_ins = [Layer(nested(key, "unknown")) for key in required_below("")]
     try:

@@ -106,7 +106,7 @@ def is_board(pid: int) -> bool:
 def start_time(pid: int) -> str:
     """The kernel's start time of process `pid`; empty when there is no such process. A zombie counts as none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
         return done.stdout.strip() if not Path("/proc/self").exists() else ""

@@ -169,7 +169,7 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...]:
             pid = process.pid
             used_bytes[pid] = max(used_bytes.get(pid) or 0, process.usedGpuMemory or 0) or None
     holders = (
-        GpuProcess(pid, _as_text(_ask(nvml, "nvmlSystemGetProcessName", pid)).rsplit("/", 1)[-1], used)
+        GpuProcess(pid, _as_text(_ask(nvml, "nvmlSystemGetProcessName", pid)).rpartition("/")[2], used)
         for pid, used in used_bytes.items()
     )
     return tuple(sorted(holders, key=lambda holder: (-(holder.used_bytes or 0), holder.pid)))

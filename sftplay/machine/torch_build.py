@@ -97,7 +97,7 @@ def ask_torch() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {ANSWER_S:.0f} s"}
     if process.returncode == 0 and "ANSWER" in process.stdout:
-        answer: dict[str, Any] = json.loads(process.stdout.rsplit("ANSWER", 1)[1])
+        answer: dict[str, Any] = json.loads(process.stdout.rpartition("ANSWER")[2])
         return answer
     lines = process.stderr.strip().splitlines()
     return {"error": lines[-1] if lines else f"it ended with code {process.returncode}"}

@@ -44,9 +44,7 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():
-        # Says that a tied head is trained apart from its embedding, which is what modules_to_save asks for.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+    with _nothing_said():
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:
@@ -57,6 +55,17 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
             ) from error
     make_trainable_fp32(adapted)
     return adapted
+
+
+@contextmanager
+def _nothing_said() -> Iterator[None]:
+    """PEFT without the warnings that nobody can act on."""
+    with warnings.catch_warnings():
+        # Says that a tied head is trained apart from its embedding, which is what modules_to_save asks for.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        # PEFT 0.21 asks transformers by the word of before (machine/releases.py).
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
+        yield
 
 
 def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
@@ -72,7 +81,7 @@ def continue_adapter(model: Any, lora: LoraConfig, *, adapter: Path) -> Any:
     continued = attach_adapter(model, adapter, dropout=lora.dropout)
     adapted = {name for name, module in continued.get_base_model().named_modules() if hasattr(module, "lora_A")}
     if adapted != wanted:
-        its, mine = (sorted({path.rsplit(".", 1)[-1] for path in paths}) for paths in (adapted, wanted))
+        its, mine = (sorted({path.rpartition(".")[2] for path in paths}) for paths in (adapted, wanted))
         count = f"{len(wanted)} layers ({', '.join(mine)})"
         raise ConfigError(
             f"{count} here, but the adapter {adapter} that is continued has {len(adapted)} ({', '.join(its)})",
@@ -104,8 +113,7 @@ def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
     config = PeftConfig.from_pretrained(str(adapter))
     if dropout is not None:
         config.lora_dropout = dropout
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+    with _nothing_said():
         attached = PeftModel.from_pretrained(
             model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
         )
@@ -195,12 +203,12 @@ def _count(parameter: Any) -> int:
 
 def _linear_names(model: nn.Module) -> list[str]:
     named = model.named_modules()
-    return sorted({name.rsplit(".", 1)[-1] for name, module in named if isinstance(module, nn.Linear)})
+    return sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, nn.Linear)})
 
 
 def check_names(model: nn.Module, lora: LoraConfig) -> None:
     """Raise ConfigError, with the nearest name, where target_modules or modules_to_save names no module."""
-    known = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules() if name}
+    known = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
     full = [name for name, _ in model.named_modules()]
     targets = [] if lora.target_modules == "auto" else lora.target_modules
     for key, names in (("target_modules", targets), ("modules_to_save", lora.modules_to_save)):

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sftplay.errors import MachineError, without_secrets
+from sftplay.machine.releases import hub_client
 from sftplay.model.source import check_source, is_hub_shaped, is_local
 
 CONNECT_S = 9.0
@@ -32,7 +33,6 @@ def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
         return True
     if not is_hub_shaped(name):
         check_source(name, where)
-    import httpx
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -46,7 +46,7 @@ def check_reachable(name: str, revision: str | None, *, where: str) -> bool:
     cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=CONNECT_S)
-    except (httpx.TransportError, OfflineModeIsEnabled) as error:
+    except (hub_client().TransportError, OfflineModeIsEnabled) as error:
         if cached:
             return False
         raise unreachable(name, error, where=where) from error
@@ -69,11 +69,10 @@ def fetch_weights(name: str, revision: str | None) -> None:
     """
     if is_local(name) or not check_reachable(name, revision, where=f"model.name {name}"):
         return
-    import httpx
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    with suppress(httpx.HTTPError, OSError, ValueError, KeyError):
+    with suppress(hub_client().HTTPError, OSError, ValueError, KeyError):
         try:
             hf_hub_download(name, WEIGHTS, revision=revision)
         except EntryNotFoundError:

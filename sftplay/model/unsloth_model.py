@@ -16,6 +16,7 @@ from sftplay import log
 from sftplay.config.explain.other_kits import kit_answer
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.releases import recomputation
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
 from sftplay.model.failures import announce_trust, explain_failure, refusing
 from sftplay.model.hub import check_reachable, first_line, quieten_hub
@@ -24,7 +25,7 @@ from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
 REPORTER = "transformers.modeling_utils"
 """The logger that says which weights were not in the files; unsloth hands on no loading information."""
 
-WATCHED = ("bf16", "fp16", "optim", "gradient_checkpointing", "dataloader_pin_memory")
+WATCHED = ("bf16", "fp16", "optim", "dataloader_pin_memory")
 """Arguments of TRL's config that the kit decides and unsloth rewrites on a CPU."""
 
 
@@ -82,7 +83,7 @@ def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
             r=lora.r,
             lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.r,
             lora_dropout=lora.dropout,
-            target_modules=sorted({path.rsplit(".", 1)[-1] for path in wanted}),
+            target_modules=sorted({path.rpartition(".")[2] for path in wanted}),
             modules_to_save=list(lora.modules_to_save) or None,
             use_rslora=lora.rslora,
             use_dora=lora.dora,
@@ -150,7 +151,7 @@ def check_arguments(given: dict[str, Any], taken: Any) -> None:
     Raises:
         ConfigError: naming the first such argument, as given and as taken.
     """
-    for key in WATCHED:
+    for key in (*WATCHED, recomputation()):
         found = getattr(taken, key)
         found = getattr(found, "value", found)
         if key in given and found != given[key]:

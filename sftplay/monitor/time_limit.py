@@ -80,7 +80,7 @@ def process_start_s() -> float:
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return time.time()
-    ticks = int(stat.read_text().rsplit(")", 1)[1].split()[19])
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 

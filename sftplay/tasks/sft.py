@@ -20,9 +20,6 @@ from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.step.micro_batches import Collator
 from sftplay.tasks.step.window import Window
 
-LOSS_TYPES = {"standard": "nll", "chunked": "chunked_nll", "liger": "nll"}
-"""TRL's loss_type for each of our loss heads; liger is switched on by a flag of its own."""
-
 
 class WindowedSFTTrainer(Window, SFTTrainer):
     """TRL's trainer with the kit's window."""
@@ -62,15 +59,14 @@ def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
     cfg = parts.cfg
     config = SFTConfig(
         **parts.arguments,
-        loss_type=LOSS_TYPES[str(cfg.train.loss_head)],
-        use_liger_kernel=cfg.train.loss_head == "liger",
+        loss_type="nll",
         packing=False,  # rows are packed inside the window, so that a step keeps its rows
         max_length=cfg.model.max_seq_len,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
     if cfg.tuning.backend == "unsloth":
         check_arguments(parts.arguments, config)
-    return WindowedSFTTrainer(
+    trainer = WindowedSFTTrainer(
         parts.step,
         model=parts.model,
         processing_class=parts.tokenizer,
@@ -80,3 +76,6 @@ def build_trainer(parts: TrainerParts) -> WindowedSFTTrainer:
         data_collator=Collator(parts.tokenizer.pad_token_id),
         callbacks=parts.callbacks,
     )
+    # TRL would leave Liger's loss out for one of its own, which the window passes over. The Trainer reads this later.
+    trainer.args.use_liger_kernel = cfg.train.loss_head == "liger"
+    return trainer

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sftplay.cli import main
+from sftplay.config.load import load_config
 from sftplay.control import comm_check
 from sftplay.errors import RunError
 from sftplay.launch.command.command import Launch, Scale
@@ -268,3 +269,24 @@ def test_values_without_a_config_to_set_them_in_are_refused(
 def test_one_process_has_nobody_to_exchange_with(capsys: pytest.CaptureFixture[str]):
     assert main(["comm-check", "--nproc", "1"]) == 3
     assert "nobody to exchange with" in capsys.readouterr().err
+
+
+def test_the_gradients_of_a_step_go_in_buckets_of_the_configs_size(tiny_llama: Path, write_config: Callable[..., Path]):
+    # The tiny Llama: 400 x 32 twice, 2 x (2 x 32 x 32 + 2 x 32 x 16 + 3 x 32 x 64), 5 norms of 32; fp32.
+    size = 4 * (2 * 400 * 32 + 2 * (2 * 1024 + 2 * 512 + 3 * 2048) + 5 * 32)
+    for given, bucket in ((None, 25), (5, 5)):  # in MiB; torch's own default is 25
+        cfg = load_config(write_config(tuning__mode="full", cluster__comm__bucket_cap_mb=given))
+        assert comm_check.gradient_bytes(cfg, CPU, scale=TWO) == (size, bucket * 2**20)
+
+
+@pytest.mark.parametrize(("use_cpu", "device"), [("", "cuda:1"), ("true", "cpu")])
+def test_each_rank_measures_on_its_own_gpu_unless_accelerate_keeps_it_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, use_cpu: str, device: str
+):
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
+    assert str(rank._device()) == device
+    assert taken == ([1] if device == "cuda:1" else [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import resource
 import signal
 import subprocess
@@ -12,6 +13,10 @@ from pathlib import Path
 
 import pytest
 from processes import HANG_S
+
+from sftplay.machine.gpu import Gpu, GpuProcess
+from sftplay.machine.memory_use import describe_run, owner_of, read_runs
+from sftplay.machine.probe import Machine, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -72,10 +77,6 @@ def test_a_running_run_shows_what_was_planned_and_what_each_process_holds(runnin
 
 
 def test_on_gpus_each_rank_is_found_by_its_process(running, monkeypatch):
-    from sftplay.machine.gpu import Gpu, GpuProcess
-    from sftplay.machine.memory_use import describe_run, read_runs
-    from sftplay.machine.probe import probe
-
     run = running / "outputs" / "mine"
     pids = [os.getpid(), os.getppid()]
     (run / "status.json").write_text(json.dumps({"state": "running", "step": 3, "ranks": [{"pid": p} for p in pids]}))
@@ -85,7 +86,7 @@ def test_on_gpus_each_rank_is_found_by_its_process(running, monkeypatch):
         Gpu(n, "card", 16 * GIB, GIB, (8, 0), processes=(GpuProcess(pid, "python", (7 + n) * GIB),))
         for n, pid in enumerate(pids)
     ]
-    machine = type(probe())(**{**vars(probe()), "gpus": tuple(cards)})
+    machine = Machine(**{**vars(probe()), "gpus": tuple(cards)})
     (result,) = read_runs(running / "outputs", machine)
     assert [(r.gpu, r.held_bytes, r.peak_bytes) for r in result.ranks] == [
         (0, 7 * GIB, 5 * GIB),
@@ -97,6 +98,26 @@ def test_on_gpus_each_rank_is_found_by_its_process(running, monkeypatch):
         " headroom 1.00 GiB"
     )
     assert describe_run(result)[2].endswith("peak 9.00 GiB, headroom -1.00 GiB")
+
+
+def test_before_the_first_step_a_rank_on_a_cpu_has_the_kernels_figures_and_one_on_a_gpu_none(running):
+    run = running / "outputs" / "mine"
+    (run / "metrics.jsonl").unlink()
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 0, "ranks": [{"pid": os.getpid()}]}))
+    known = vars(probe())
+    ((on_cpu,),) = (each.ranks for each in read_runs(running / "outputs", Machine(**{**known, "gpus": ()})))
+    assert 0 < on_cpu.held_bytes <= on_cpu.peak_bytes
+    assert on_cpu.headroom_bytes == 8 * GIB - on_cpu.peak_bytes
+    card = Gpu(0, "card", 16 * GIB, GIB, (8, 0))
+    ((on_gpu,),) = (each.ranks for each in read_runs(running / "outputs", Machine(**{**known, "gpus": (card,)})))
+    assert (on_gpu.gpu, on_gpu.held_bytes, on_gpu.peak_bytes, on_gpu.headroom_bytes) == (None, None, None, None)
+
+
+def test_the_owner_of_a_process_is_its_user_by_name_or_number(monkeypatch):
+    assert owner_of(os.getpid()) == pwd.getpwuid(os.getuid()).pw_name
+    assert owner_of(2**30) == ""  # no process has that number
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container without the host's users
+    assert owner_of(os.getpid()) == str(os.getuid())
 
 
 def test_a_run_whose_process_has_gone_is_named_and_damaged_files_give_no_traceback(running):
@@ -172,6 +193,9 @@ def test_without_a_gpu_it_says_what_the_memory_allows(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[:2] == ["Number of GPUs: 0", "  none: CUDA_VISIBLE_DEVICES hides every GPU"]
     assert any("allows on the CPU: tuning.mode full up to about" in line for line in lines)
+    (versions,) = (line for line in lines if line.startswith("Python "))
+    assert ", transformers " in versions
+    assert ", torch " not in versions  # it has a line of its own, with what it was built for
     result = json.loads(call("gpu-info", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="").stdout)
     assert result["n_gpus"] == 0
     assert 0 < result["ram_free_bytes"] <= result["ram_bytes"]

@@ -92,6 +92,35 @@ def test_suggestions_lead_to_a_run_that_fits_when_they_are_followed(capsys):
     assert followed["peak_bytes"] <= followed["budget_bytes"]
 
 
+LONG = ("--config", "configs/run_lora.yaml", "model.max_seq_len=8192")
+
+
+def test_what_a_run_does_already_is_not_suggested(capsys):
+    for given, suggested in (("true", False), ("false", True)):
+        plan = answer(capsys, *LONG, "--vram", "10GiB", f"train.gradient_checkpointing={given}")
+        changes = [each["change"] for each in plan["suggestions"]]
+        assert ("train.gradient_checkpointing=true" in changes) is suggested
+
+
+@pytest.mark.parametrize("given", ["standard", "chunked"])
+def test_changes_that_fit_only_together_name_each_key_once(capsys, given):
+    open_ones = ("train.gradient_checkpointing=false", "train.optim=sgd", f"train.loss_head={given}")
+    plan = answer(capsys, *LONG, "--vram", "6GiB", *open_ones)
+    (only,) = plan["suggestions"]
+    keys = [each.partition("=")[0] for each in only["change"].split(", ")]
+    changed = {"train.gradient_checkpointing", "tuning.mode", "model.max_seq_len"}
+    assert set(keys) == changed | ({"train.loss_head"} if given == "standard" else set())
+    assert (only["fits"], len(keys)) == (True, len(set(keys)))
+
+
+def test_rows_that_nobody_has_counted_leave_the_steps_open(capsys):
+    arguments = ("--config", "configs/run_lora.yaml", "--gpus", "H200", "data.train_path=data/demo")
+    assert main(["plan", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "\nsteps       not known: the rows are counted when the data are prepared\n" in printed
+    assert "\ndevice      H200, " in printed
+
+
 def test_an_old_card_is_planned_in_fp16(capsys):
     plan = answer(capsys, "--config", LLAMA, "--gpus", "V100-32GB", "train.precision=auto")
     assert {each["key"]: each["value"] for each in plan["decisions"]}["train.precision"] == "fp16"

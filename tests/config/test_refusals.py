@@ -95,7 +95,7 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_value_is_shown_with_what_is_accepted(refusals, text):
     key, what, fix = WRONG[text]
-    (problem, *_) = refusals(text + "\n")
+    (problem,) = refusals(text + "\n")
     assert problem.where == f"run.yaml:1 {key}"
     assert what in problem.what
     assert fix in problem.fix

@@ -73,6 +73,11 @@ def test_a_combination_that_cannot_be_meant_is_refused_with_a_way_out(refusals, 
     assert fix in problem.fix
 
 
+def test_a_name_that_no_file_system_writes_is_refused_once(refusals):
+    (problem,) = refusals("", "run_name=a\udcff")
+    assert (problem.where, problem.fix) == ("command line run_name", "write it as UTF-8")
+
+
 ACCEPTED = [
     "train: {batch_size: 8, grad_accum: 4}",
     "train: {batch_size: 4, grad_accum: 4}",

@@ -70,6 +70,28 @@ def test_an_argument_on_the_command_line_is_checked_too(refusals):
     assert problem.fix == "did you mean 'adam_epsilon'?"
 
 
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ("adam_beta1: high", "high is not a number"),
+        ("adam_beta1: true", "true is not a number"),
+        ("adam_beta1: .nan", ".nan is no number to train with"),
+        ("torch_empty_cache_steps: 1.5", "1.5 is not a whole number or null"),
+        ("tf32: 1", "1 is not true or false or null"),
+        ("adam_beta1: 1", None),
+        ("tf32: null", None),
+        ("bf16_full_eval: true", None),
+        ("hub_strategy: end", None),  # a class of transformers: what it takes is left to it
+    ],
+)
+def test_a_value_of_another_kind_than_trl_takes_is_refused_before_anything_is_loaded(load, refusals, given, what):
+    text = f"train: {{extra: {{{given}}}}}\n"
+    if what is None:
+        assert load(text).train.extra
+    else:
+        assert [problem.what for problem in refusals(text)] == [what]
+
+
 def test_where_the_library_is_missing_the_check_is_left_to_the_run(load, monkeypatch):
     monkeypatch.setattr(trl_arguments, "find_spec", lambda name: None)
     sft_config_kinds.cache_clear()

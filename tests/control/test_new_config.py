@@ -57,6 +57,11 @@ def test_layout_and_columns_of_real_data_sets_are_found(name):
     assert found.is_all
 
 
+def test_the_layout_that_the_config_names_is_the_one_that_is_found(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"instruction": "a", "output": "b"}] * 3)
+    assert survey(path, **{"data.format": "alpaca"}).layouts == ("alpaca",)
+
+
 def test_columns_that_no_name_tells_apart_are_asked_for(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", [{"links": "a", "rechts": "b"}] * 3)
     assert main(["init", str(path), str(tmp_path / "run.yaml")]) == 4
@@ -106,6 +111,15 @@ def test_a_model_that_is_almost_known_is_asked_about_before_anything_is_read(tmp
 )
 def test_names_may_stand_alone_or_behind_a_sign(words, flags):
     assert with_flags(["init", *words]) == ["init", *flags]
+
+
+def test_no_row_is_given_more_tokens_than_the_model_has_places(tmp_path, tiny_llama, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": "what?", "answer": "stone " * n} for n in (5, 900, 900, 900)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert main(["init", str(path), f"model.name={tiny_llama}"]) == 0
+    places = json.loads((tiny_llama / "config.json").read_text())["max_position_embeddings"]
+    assert load_config("run.yaml").model.max_seq_len == places == 512
 
 
 def test_the_config_that_is_written_is_valid_and_says_what_was_found(tmp_path, tiny_llama, monkeypatch, capsys):

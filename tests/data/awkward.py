@@ -75,6 +75,7 @@ ROWS = [row(n) for n in range(3)]
 THREE = lines(*ROWS)
 CJK = lines(*[row(n, " 一二三，一山一水。" * 20) for n in range(3)])
 UMLAUTS = lines(row(0), row(1, " Große Tür, schöne Grüße"), row(2))
+UMLAUT_FIRST = "Übung,prompt,completion\n" + "".join(f"{n},Which {n}?,The old one\n" for n in range(3))
 TABLE = "prompt,completion\n" + "".join(f"Which {n}?,The old one\n" for n in range(3))
 ASKED = {"role": "user", "content": "Which?"}
 SAID = {"role": "assistant", "content": "That."}
@@ -134,6 +135,8 @@ ENCODINGS = [
     Awkward("plain_16_be.jsonl", THREE.encode("utf-16-be"), 3),
     Awkward("plain_16_chinese.jsonl", CJK.encode("utf-16-le"), 3),
     Awkward("plain_32_be.jsonl", CJK.encode("utf-32-be"), 3),
+    Awkward("umlaut_first_16_le.csv", UMLAUT_FIRST.encode("utf-16-le"), 3),
+    Awkward("umlaut_first_16_be.csv", UMLAUT_FIRST.encode("utf-16-be"), 3),
     Awkward("cut_16.jsonl", THREE.encode("utf-16")[:-1], 2, 1, reason="not UTF-16"),
     Awkward("half_emoji_16.jsonl", f"{THREE}#\n".encode("utf-16-le").replace(b"#", b"\x3d\xd8"), 3, 1),
     Awkward("western.jsonl", UMLAUTS.encode("cp1252"), 2, 1, reason="set data.encoding: cp1252"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sftplay.data.json_text import encode_json
 from sftplay.data.layouts.convert import to_record
 from sftplay.data.records import Call, Chat, Message, Source, chat_from_json
 from sftplay.errors import DataError
@@ -228,3 +229,12 @@ def test_dialogues_in_openai_form_come_back_as_they_are():
             for call in turn.get("tool_calls", []):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
             assert message == turn | {"content": turn["content"] or ""}
+
+
+def test_a_hundred_levels_can_be_written_and_one_more_cannot():
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    assert json.loads(encode_json(deep)) == deep
+    with pytest.raises(ValueError, match="more than 100 levels"):
+        encode_json({"a": deep})

@@ -10,7 +10,9 @@ import pytest
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.pipeline import load_examples
+from sftplay.data.prepare.batch import RowOutcome
 from sftplay.data.prepare.report import RowCounts, report_table
+from sftplay.data.records import Source
 from sftplay.errors import DataError
 
 
@@ -92,3 +94,10 @@ def test_the_length_that_keeps_a_share_is_the_one_that_a_sorted_list_names():
         counts.add_length(length)
     assert counts.length_that_keeps(0.99) == 992  # 990 of 1,000 are not longer than 990; the next multiple of 8
     assert RowCounts().length_that_keeps(0.99) == 0
+
+
+def test_a_record_that_becomes_several_examples_is_one_split_record():
+    counts = RowCounts()
+    for lengths in ([7], [7, 9], [5, 7, 9]):
+        counts.add_record(RowOutcome(0, Source("rows.jsonl", 1), lengths=lengths))
+    assert (counts.as_json()["split_records"], counts.as_json()["kept"]) == (2, 3)

@@ -56,6 +56,7 @@ def reason(row: dict[str, Any], **reading: Any) -> str:
             },
             ONE,
         ),
+        ({"messages": [{"role": "user", "content": ["Wh", "y?"]}, ANSWER]}, ONE),
         ({"messages": [USER, ANSWER | {"weight": 1, "train": True, "id": 7, "reasoning_content": None}]}, ONE),
         ({"messages": [USER | {"weight": 0, "train": False}, ANSWER]}, ONE),
         ({"messages": [USER, ANSWER], "prompt": "x", "completion": "y", "text": "z"}, ONE),
@@ -185,6 +186,7 @@ def test_columns_map_the_files_names_to_ours():
     row = {"text": "Why?", "answer": "Because.", "question": "other"}
     assert turns(row, columns=(("question", "text"),)) == ONE
     assert unused_columns(row, Reading(columns=(("question", "text"),))) == ("question",)
+    assert turns({"system": "Why?", "answer": "Because."}, columns=(("question", "system"),)) == ONE
     # Names may be exchanged.
     row = {"answer": "Why?", "question": "Because."}
     assert turns(row, columns=(("question", "answer"), ("answer", "question"))) == ONE

@@ -333,6 +333,11 @@ def test_table_is_short_and_adds_up(tokenizer: Any, config: Config, write_rows: 
     table = report_table(report)
     assert len(table.splitlines()) <= 25
     assert f"120 read = {report['kept']} kept + {report['cut']} cut + 0 dropped + 1 refused" in table
+    n_fixed = len(report_table({**report, "notes": [], "length_histogram": {}}).splitlines())
+    for n in range(30):  # the lengths make room for what is to be read
+        shown = report_table({**report, "notes": ["look"] * n}).splitlines()
+        assert len(shown) <= 25
+        assert sum("note" in line for line in shown) == min(n, 25 - n_fixed)
 
 
 @pytest.mark.skipif(not ALPACA.is_file(), reason=f"needs the alpaca rows at {ALPACA}")

@@ -226,7 +226,7 @@ SPLIT = {"gptoss", "gptoss_training", "qwen3", "qwen3_5_nothink", "qwen3_5_think
 SPLIT |= {
     f"nemotron_3_{name}{kind}" for name in ("5_lightning", "nano", "super", "ultra") for kind in ("", "_training")
 }
-IN_PARTS = {"idefics3", "idefics3_training", "llava_next", "llava_next_training"}
+IN_PARTS = {name for name in shipped_templates() if name.startswith(("idefics3", "llava_next", "smolvlm"))}
 # These open the thinking in the prompt for good, so that only answers with a thought can be learned.
 THINKING = {"deepseek_r1_distill_training"} | {name for name in SPLIT if name.startswith("nemotron")}
 CLOSINGS = {"glm4moe": "<|user|>"}  # as GLM-4.5's generation_config.json has it among its eos_token_id

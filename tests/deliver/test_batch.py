@@ -27,7 +27,7 @@ from sftplay.deliver.infer import prompts as questions
 from sftplay.deliver.infer.generate import Generator, answer_all, answer_batch
 from sftplay.deliver.infer.partial_answers import PartialAnswers
 from sftplay.deliver.infer.prompts import PromptFile
-from sftplay.deliver.infer.sampling import Sampling
+from sftplay.deliver.infer.sampling import DrawByRow, Sampling
 from sftplay.errors import ConfigError, RunError
 
 pytestmark = pytest.mark.usefixtures("verbs_environment")
@@ -126,6 +126,14 @@ def test_tokens_are_drawn_as_often_as_temperature_and_top_p_say(
     # Five standard errors of a share of 0.5.
     assert shares.tolist() == pytest.approx(expected, abs=5 * 0.5 / n**0.5)
     assert [share for share, wanted in zip(shares.tolist(), expected, strict=True) if not wanted and share] == []
+
+
+def test_no_token_that_was_cut_off_is_drawn_at_either_end(monkeypatch: pytest.MonkeyPatch):
+    # Of the numbers that torch draws, 0 lies at the end of the first token's part, which is empty here.
+    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.zeros(n, dtype=torch.float64))
+    scores = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
+    drawn = DrawByRow(seed=1, rows=[0])(torch.zeros(1, 1, dtype=torch.long), scores)
+    assert drawn.argmax(-1).tolist() == [1]
 
 
 FINGERPRINT = {"input": "abc", "temperature": 0.5}

@@ -124,6 +124,7 @@ def test_card_has_a_front_matter_the_hub_reads_and_the_runs_figures(run: Finishe
         figures = json.loads((run.folder.eval / f"{name}.json").read_text())
         assert json.loads((exported / "eval" / f"{name}.json").read_text()) == figures
         assert f"{figures['loss']:.4f}" in text
+    assert "|  | before | after |" in text  # in the order of time
     report = json.loads((run.folder.path / "data_report.json").read_text())
     assert f"| {report['read']} | {report['kept']} |" in text
     assert f"{report['tokens']:,}" in text

@@ -22,6 +22,7 @@ from sftplay.deliver.evaluate import evaluate as measuring
 from sftplay.deliver.evaluate.evaluate import evaluate, held_out_loss, ready_to_answer, spread
 from sftplay.deliver.evaluate.metrics import score_answers
 from sftplay.deliver.infer.generate import Generator, answer_all, stream_answer
+from sftplay.machine.releases import is_recomputing, recomputation
 
 END = 2
 """Id of <|im_end|> in the tiny tokenizer."""
@@ -289,15 +290,15 @@ def test_a_call_is_compared_with_what_the_template_writes_for_it(
 def test_model_is_left_as_it_was(model: Any):
     model.train()
     model.config.use_cache = False
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    getattr(model, f"{recomputation()}_enable")()
     with ready_to_answer(model):
         assert not model.training
         assert model.config.use_cache
-        assert not model.is_gradient_checkpointing
+        assert not is_recomputing(model)
     assert model.training
     assert not model.config.use_cache
-    assert model.is_gradient_checkpointing
-    model.gradient_checkpointing_disable()
+    assert is_recomputing(model)
+    getattr(model, f"{recomputation()}_disable")()
     model.eval()
 
 

@@ -28,7 +28,7 @@ from processes import HANG_S
 
 from sftplay.deliver.report.charts import Chart, Curve, linear_axis, value_axis
 from sftplay.deliver.report.figures import change, format_figure, interval
-from sftplay.deliver.report.history import read_history, thin
+from sftplay.deliver.report.history import as_bytes, read_history, thin
 from sftplay.deliver.report.page import ENVIRONMENT, render
 from sftplay.deliver.report.remarks import find_remarks
 from sftplay.deliver.report.report import even_columns, write_report
@@ -332,6 +332,7 @@ def test_memory_above_the_plan_is_said_and_shown_beside_it(folder: RunFolder, ke
         page = page_of(folder)
         assert "Memory, planned and held" in page.text
         assert f"{factor * held / limit:.0%}" in page.text
+        assert f"of {format_figure('peak_bytes', limit * 2**20)} planned" in page.text
         assert ("data-series", "planned_bytes") in page.attributes
 
 
@@ -603,6 +604,13 @@ def test_intervals_are_those_of_the_published_table():
 )
 def test_figures_are_rounded_for_people(key: str, value: float, text: str):
     assert format_figure(key, value) == text
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, 2**70, 10**400, True, "7", None])
+def test_a_size_that_no_machine_has_is_none(value: object):
+    assert as_bytes(value) is None
+    assert as_bytes(0) == 0.0
+    assert as_bytes(2**50) == 2.0**50
 
 
 def test_a_change_is_signed_and_in_points_for_shares():

@@ -195,6 +195,7 @@ def test_room_for_the_kept_checkpoints_and_the_one_being_written_is_needed(tmp_p
     monkeypatch.setattr(system.shutil, "disk_usage", lambda path: usage)
     check = system.check_disk
     assert [check(tmp_path / "new", size, kept=2)[0].level for size in (3 * GIB, 4 * GIB)] == ["ok", "stop"]
+    assert [check(tmp_path, 10 * GIB + more, kept=0)[0].level for more in (0, 1)] == ["ok", "stop"]
     assert check(tmp_path, None, kept=2)[0].level == "ok"
     usage.free = 2 * GIB
     assert check(tmp_path, None, kept=2)[0].level == "warn"

@@ -101,6 +101,11 @@ def test_a_version_outside_the_bounds_of_the_package_is_named_with_the_bound(ins
     assert find_unsloth_problem(has_gpu=True) == problem
 
 
+def test_a_build_between_two_releases_counts_by_its_number(installed):
+    installed["torch"] = "2.14.0a0+nv25.10"  # as in NVIDIA's containers
+    assert find_unsloth_problem(has_gpu=True) == ""
+
+
 def test_requirements_that_training_does_not_use_may_be_missing(installed):
     # torchvision, xformers, triton and diffusers are in its requirements and are not installed here.
     assert "torchvision" not in installed

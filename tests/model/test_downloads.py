@@ -15,7 +15,6 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-import httpx
 import pytest
 from huggingface_hub import snapshot_download
 from in_process import Inputs, sized, written_config
@@ -23,6 +22,7 @@ from processes import HANG_S
 
 from sftplay.config.schema.run import ModelConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.releases import hub_client
 from sftplay.model import hub
 from sftplay.model.hub import check_reachable, first_line
 from sftplay.model.load import load_base
@@ -139,7 +139,7 @@ def test_library_with_its_retries_is_not_even_asked_when_the_hub_does_not_answer
     opens: str, tmp_path: Path, chat_rows: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: Any, **__: Any) -> Any:
-        raise httpx.ConnectError("[Errno -2] Name or service not known")
+        raise hub_client().ConnectError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
@@ -153,7 +153,7 @@ def test_library_with_its_retries_is_not_even_asked_when_the_hub_does_not_answer
 
 def test_model_in_the_cache_is_opened_when_the_hub_does_not_answer(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any, **__: Any) -> Any:
-        raise httpx.ConnectTimeout("timed out")
+        raise hub_client().ConnectTimeout("timed out")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tiny_llama / "config.json"))

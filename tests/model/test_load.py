@@ -18,7 +18,7 @@ from sftplay.config.schema.run import LoraConfig, ModelConfig
 from sftplay.errors import ConfigError, DataError, MachineError
 from sftplay.model.adapter import add_adapter, attach_adapter, describe_parameters, freeze_beside_text
 from sftplay.model.load import load_base
-from sftplay.model.source import check_source, is_local, read_shape
+from sftplay.model.source import check_source, is_local, is_quantised, read_shape
 from sftplay.model.tokenizer import load_tokenizer
 
 
@@ -213,6 +213,13 @@ def test_shape_is_read_from_config_json_and_from_a_nested_text_config(tiny_llama
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"vocab_size": 9}}))
     assert read_shape(str(tmp_path))["vocab_size"] == 9
     assert read_shape("org/model") == {}
+
+
+def test_a_model_counts_as_quantised_where_nothing_here_says_otherwise(tiny_llama: Path, broken: Path):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bnb"}}))
+    names = {"builtin:tiny": False, str(tiny_llama): False, str(broken): True, "org/nobody-has-it": True}
+    assert {name: is_quantised(name, None) for name in names} == names
 
 
 @pytest.fixture(scope="module")

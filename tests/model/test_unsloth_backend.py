@@ -19,6 +19,7 @@ from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.releases import recomputation
 from sftplay.model.load import load_start, start_adapter
 from sftplay.model.unsloth_model import check_arguments
 
@@ -128,14 +129,18 @@ def test_unreadable_weights_end_as_in_the_other_backend(config: Any, opened: Any
 
 @pytest.mark.parametrize(
     ("key", "given", "taken", "ours"),
-    [("bf16", True, False, "train.precision"), ("optim", "adamw_8bit", "adamw_torch_fused", "train.optim")],
+    [
+        ("bf16", True, False, "train.precision"),
+        ("optim", "adamw_8bit", "adamw_torch_fused", "train.optim"),
+        (recomputation(), False, True, "train.gradient_checkpointing"),
+    ],
 )
 def test_argument_that_unsloth_changed_on_the_way_is_named(key: str, given: Any, taken: Any, ours: str):
     class Taken:
-        bf16, fp16, optim = False, False, "adamw_torch_fused"
-        gradient_checkpointing, dataloader_pin_memory = True, False
+        bf16, fp16, optim, dataloader_pin_memory = False, False, "adamw_torch_fused", False
 
-    check_arguments({key: taken, "gradient_checkpointing": True}, Taken())
+    setattr(Taken, recomputation(), True)
+    check_arguments({key: taken, recomputation(): True}, Taken())
     with pytest.raises(ConfigError, match=f"unsloth turns {key} from {given} into {taken} on this machine") as caught:
         check_arguments({key: given}, Taken())
     assert caught.value.where == ours

@@ -79,6 +79,14 @@ def test_warning_gives_the_bytes_and_comes_once(disk: Disk, capsys: Any):
     assert warnings_in(capsys) == []
 
 
+def test_between_saves_the_disk_is_looked_at_after_the_first_step_only(disk: Disk, capsys: Any):
+    disk.predict(1, free=10**9)
+    disk.predict(2, free=0)
+    assert warnings_in(capsys) == []
+    disk.predict(10, free=0, saved=True)
+    assert len(warnings_in(capsys)) == 1
+
+
 def test_next_checkpoint_needs_room_beside_those_that_are_kept(disk: Disk, capsys: Any):
     disk.predict(1, free=100 * MIB)
     for step in (10, 20):

@@ -76,7 +76,7 @@ class TraceSettings:
 
     checkpointing: bool = True
     head: Literal["standard", "plain", "chunked"] = "standard"
-    """standard: scores only where a label waits (tasks/label_head); plain: scores of all tokens; chunked: TRL's."""
+    """standard: scores only where a label waits (label_head); plain: scores of all tokens; chunked: chunked_head."""
 
     optimizer: Literal["adamw_fused", "adamw", "none"] = "adamw_fused"
     micro_batches: int = 1
@@ -127,6 +127,7 @@ RECORDED_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 SMALL_VOCAB = 2048
 """So few scores that the layers, and not the head, decide the peak."""
 
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunked": {"head": "chunked"},
     "chunked in two micro-batches": {"head": "chunked", "micro_batches": 2},
@@ -137,7 +138,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.1},
     "16-bit adapter": {"adapter": "bf16"},
     "fp32 without autocast": {"autocast": "fp32", "base": "fp32"},
-    "attention only": {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
+    "attention only": {"targets": QKVO},
     "output kept": {"keeps_output": True, "fp32_output": False},
     "scales not quantised": {"double_quant": False},
 }
@@ -145,6 +146,10 @@ ADAPTER_VARIANTS = ("dropout", "16-bit adapter", "attention only")
 
 CHECKPOINTED = {"checkpointing": True}
 FULL = {"method": "full", "batch": 1}
+EAGER = {"attention": "eager", "batch": 1, "seq": 2048}
+PREPARED = {"method": "qlora", "kbit_prepared": True, "autocast": "fp32", "fp32_output": False}
+"""In 4 bits as PEFT prepares it, without autocast: whatever is not in 4 bits is fp32."""
+
 TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
     "the MLP's kept tensors": (2048, {}),
     "the norms' fp32 inputs": (2048, {}),
@@ -160,25 +165,42 @@ TERMS: dict[str, tuple[int | None, dict[str, Any]]] = {
         512, CHECKPOINTED | {"method": "qlora", "batch": 1, "seq": 64, "layers": 2, "r": 1}
     ),
     "the MLP's working set": (2048, CHECKPOINTED),
+    "a frozen MLP's working set": (2048, CHECKPOINTED | {"targets": QKVO}),
     "the scores that the caller keeps": (
         8192, CHECKPOINTED | {"head": "plain", "keeps_output": True, "fp32_output": False, "layers": 2, "r": 1}
     ),
-    "eager attention's working set": (2048, CHECKPOINTED | {"attention": "eager", "batch": 1, "seq": 2048}),
+    "eager attention's working set": (2048, CHECKPOINTED | EAGER),
+    "eager attention's working set in fp32": (2048, CHECKPOINTED | EAGER | PREPARED),
 }  # fmt: skip
 """Term of the closed form -> vocabulary and settings of a step of a Llama in which it is large."""
+
+SHALLOW_CHUNKS = Case(
+    "llama", TraceSettings(method="lora", layers=1, r=1, batch=4, seq=1024, checkpointing=True, head="chunked"), 512
+)
+"""A step in which a fifth of what lives in the head is what a loss in chunks keeps between them."""
+
+
+def attention_of(family: str) -> Literal["sdpa", "eager"]:
+    """What `model.attn: auto` means for the family: Gemma 2 caps the scores of its attention, which sdpa does not."""
+    return "eager" if family == "gemma2" else "sdpa"
 
 
 def cases_by_depth(family: str, method: Any) -> Iterator[Case]:
     """Two depths and two lengths; checkpointing at the smaller depth."""
     for layers, tokens in product((2, 4), (512, 1024)):
-        yield Case(family, TraceSettings(method=method, layers=layers, batch=2, seq=tokens, checkpointing=layers == 2))
+        how = TraceSettings(
+            method=method, layers=layers, batch=2, seq=tokens, checkpointing=layers == 2, attention=attention_of(family)
+        )
+        yield Case(family, how)
 
 
 def cases_with_few_scores(family: str, method: Any) -> Iterator[Case]:
     """Steps whose peak a layer decides."""
     for checkpointing in (True, False):
-        settings = TraceSettings(method=method, layers=4, batch=2, seq=1024, checkpointing=checkpointing)
-        yield Case(family, settings, SMALL_VOCAB)
+        how = TraceSettings(
+            method=method, layers=4, batch=2, seq=1024, checkpointing=checkpointing, attention=attention_of(family)
+        )
+        yield Case(family, how, SMALL_VOCAB)
 
 
 def cases_of_variant(name: str, method: Any) -> Iterator[Case]:
@@ -207,5 +229,6 @@ def recorded_cases() -> list[Case]:
         *(case for family, method in grid for case in cases_with_few_scores(family, method)),
         *(case for name, method in product(VARIANTS, METHODS) for case in cases_of_variant(name, method)),
         *map(case_of_term, TERMS),
+        SHALLOW_CHUNKS,
     ]
     return list({case.key: case for case in found}.values())

@@ -61,8 +61,10 @@ def closed_bytes(case: Case) -> dict[str, float]:
 def execution_of(settings: TraceSettings, **more: Any) -> Execution:
     """What a trace of these settings runs; `more` replaces fields."""
     sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
-    weights = sizes[settings.base or ("fp32" if settings.method == "full" else "bf16")]
-    compute = sizes[settings.autocast]
+    is_wide = settings.method == "full" or settings.kbit_prepared
+    weights = sizes[settings.base or ("fp32" if is_wide else "bf16")]
+    has_autocast = settings.autocast != "fp32"
+    compute = 2 if settings.method == "qlora" else sizes[settings.autocast]  # bitsandbytes' layer computes in 16 bits
     adapter = None
     if settings.method != "full":
         adapter = Adapter(
@@ -77,14 +79,14 @@ def execution_of(settings: TraceSettings, **more: Any) -> Execution:
         "stream_bytes": weights,
         "four_bit": settings.method == "qlora",
         "double_quant": settings.double_quant,
-        "has_autocast": compute < 4,
+        "has_autocast": has_autocast,
         "adapter": adapter,
         "checkpointing": settings.checkpointing,
         "attention": "eager" if settings.attention == "eager" else "efficient" if settings.padded else "flash",
         "repeats_kv": settings.padded,
         "is_masked": settings.padded,
         "head": "chunked" if settings.head == "chunked" else "standard",
-        "logits_bytes": compute,
+        "logits_bytes": compute if has_autocast else weights,
         "is_foreach": settings.optimizer == "adamw",
         "holds_scores": settings.keeps_output,
     }

@@ -51,7 +51,7 @@ class CudaKernels(TorchFunctionMode):
             return attend(*args, **kwargs)
         if name == "dropout" and func is nn.functional.dropout:
             return _drop(*args, **kwargs)
-        if name == "__index__":
+        if name in ("__index__", "__int__"):
             return self.host_reads
         if OTHER_SPELLINGS.get(name, name) in AUTOCAST_TO_FP32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_to_fp32, (args, kwargs))
@@ -68,6 +68,15 @@ class InPlaceSums(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and not kwargs and _is_engine_summing(args):
             func = torch.ops.aten.add_.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+class KernelTemporaries(TorchDispatchMode):
+    """While in force, the softmax's backward holds what its CUDA kernel makes for itself: gradient times output, as
+    large as either (torch, native/cuda/SoftMax.cu, softmax_backward_cuda_out). A log-softmax's makes none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _product = args[0] * args[1] if func is torch.ops.aten._softmax_backward_data.default else None
         return func(*args, **(kwargs or {}))
 
 

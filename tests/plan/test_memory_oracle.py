@@ -15,6 +15,7 @@ from oracle.cases import (
     VARIANTS,
     Case,
     TraceSettings,
+    attention_of,
     cases_by_depth,
     cases_of_variant,
     cases_with_few_scores,
@@ -60,7 +61,13 @@ def test_it_is_so_for_more_families_depths_and_heads(family, method):
         # Gemma 3 repeats its layers in sixes.
         depth = 3 * layers if family == "gemma3" else layers
         settings = TraceSettings(
-            method=method, layers=depth, batch=2, seq=tokens, checkpointing=checkpointing, head=head
+            method=method,
+            layers=depth,
+            batch=2,
+            seq=tokens,
+            checkpointing=checkpointing,
+            head=head,
+            attention=attention_of(family),
         )
         case = Case(family, settings)
         traced = by_closed_forms_phases(trace_step(case.config, settings).peaks_bytes)

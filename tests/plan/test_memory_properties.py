@@ -105,7 +105,7 @@ def test_fewer_labels_never_need_more(shape, execution, n, seq):
 
 def total(shape, execution, strategy, world) -> float:
     share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy=strategy, world_size=world)
-    return sum(vars(share.standing).values()) + share.buffers
+    return sum(vars(share.standing).values()) + sum(vars(share.communication).values())
 
 
 @given(shapes, executions(), worlds)
@@ -139,7 +139,7 @@ def test_one_device_holds_all_of_what_is_sharded(shape, execution):
     standing = standing_bytes(shape, execution)
     share = share_of(shape, execution, standing=standing, strategy="fsdp", world_size=1)
     assert share.standing == standing
-    assert share.buffers == 0
+    assert set(vars(share.communication).values()) == {0}
     assert share_of(shape, execution, standing=standing, strategy="single", world_size=1).standing == standing
 
 
@@ -175,5 +175,35 @@ def test_a_sharded_device_gathers_no_more_than_the_part_that_others_hold(shape, 
     standing = standing_bytes(flat, execution)
     share = share_of(flat, execution, standing=standing, strategy=strategy, world_size=world)
     weights = standing.weights + (standing.adapters / 2 if strategy == "zero3" else 0)  # ZeRO's adapters are 16-bit
-    bucket = share.buffers - weights * (1 - 1 / world)
-    assert bucket == pytest.approx(0 if strategy != "zero3" else share.standing.gradients * world, abs=64)
+    fetched = share.communication.gathered + share.communication.ahead
+    assert fetched == pytest.approx(weights * (1 - 1 / world), abs=64)
+    bucket = 0 if strategy != "zero3" else share.standing.gradients * world
+    assert share.communication.buffers == pytest.approx(bucket, abs=64)
+
+
+@given(shapes, worlds, st.sampled_from(("fsdp", "fsdp_offload", "zero3", "zero3_offload")))
+def test_scales_of_four_bit_weights_are_whole_on_every_device(shape, world, strategy):
+    plain, double = (
+        replace(execution_for("qlora"), weight_bytes=2, stream_bytes=2, double_quant=each) for each in (False, True)
+    )
+    one, other = (
+        share_of(shape, each, standing=standing_bytes(shape, each), strategy=strategy, world_size=world)
+        for each in (plain, double)
+    )
+    apart = shape.linear_params * (plain.scale_bytes - double.scale_bytes)
+    assert one.standing.weights - other.standing.weights == pytest.approx(apart)
+
+
+@given(shapes, methods, rows, seqs, worlds)
+def test_no_weights_are_gathered_when_the_optimizer_steps(shape, method, n, seq, world):
+    execution = execution_for(method)
+    share = share_of(shape, execution, standing=standing_bytes(shape, execution), strategy="fsdp", world_size=world + 1)
+    phases = estimate(
+        shape,
+        execution,
+        size=Size(rows=n, seq=seq),
+        standing=share.standing,
+        communication=share.communication,
+    ).phases
+    assert phases["step"]["buckets and sharding"] == 0
+    assert 0 < phases["head"]["buckets and sharding"] <= phases["layer"]["buckets and sharding"]

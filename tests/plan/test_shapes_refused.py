@@ -68,6 +68,8 @@ def test_a_whole_number_written_with_a_point_is_taken():
         ({"hidden_act": 3}, "hidden_act is 3, not a word"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is true"),
         ({"model_type": 7}, "model_type is 7, not a word"),
+        # transformers' Falcon layer knows one norm and two.
+        ({"model_type": "falcon", "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3"),
         ({"text_config": "llama"}, "text_config is 'llama', not a mapping"),
     ],
 )

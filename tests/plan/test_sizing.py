@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sftplay.config.load import load_config
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.plan.sizing import decisions
 from sftplay.plan.sizing import size_run as sizing
 from sftplay.plan.sizing.size_run import size_run, split_batch
@@ -175,6 +176,19 @@ def test_on_a_gpu_large_vocabularies_are_chunked():
     cfg = config(loss_head="auto")
     heads = [size_run(cfg, machine(H200), vocab_size=words).cfg.train.loss_head for words in (32_000, 151_936)]
     assert heads == ["standard", "chunked"]
+
+
+def test_a_model_that_caps_the_scores_of_its_attention_is_not_given_to_sdpa_which_does_not(monkeypatch):
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    capped = shape_from_config({"model_type": "gemma2", "num_attention_heads": 4, **sizes}, name="capped")
+    cfg = config()
+    free = cfg.with_values({"model.attn": "auto"}, "test")
+    assert size_run(free, machine(H200), shape=capped).cfg.model.attn == "eager"
+    with pytest.raises(MachineError, match="caps the scores of its attention, which sdpa does not do") as caught:
+        size_run(cfg.with_values({"model.attn": "sdpa"}, "test"), CPU, shape=capped)
+    assert caught.value.fix == "leave model.attn on auto (eager here)"
+    monkeypatch.setattr(decisions, "find_spec", lambda name: object())
+    assert size_run(free, machine(H200), shape=capped).cfg.model.attn == "flash_attention_2"
 
 
 def test_rows_are_packed_where_a_kernel_skips_the_gaps_and_nowhere_else(monkeypatch):

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from sftplay.config.load import load_config
 from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan.memory.budget import device_of
+from sftplay.plan.memory.forecast import Place
 from sftplay.plan.shape.find import find_shape
+from sftplay.plan.sizing import strategy
 from sftplay.plan.sizing.size_run import PLATEAU_TOKENS, size_run, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +95,27 @@ def test_a_plan_names_device_model_and_strategy_that_it_was_made_for():
     assert plan["device"]["name"] == "NVIDIA H200"
     assert (plan["model"], plan["strategy"]) == ("google/gemma-3-27b-it", "ddp")
     assert plan["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(
+    ("mode", "card_gib", "has_deepspeed", "taken", "reason"),
+    [
+        # The 7.6e9 weights of Qwen2.5-7B are 14.2 GiB in bf16 and 5.4 with the linear ones in 4 bits. Trained in full,
+        # with gradients and AdamW's states in fp32, they are 113 GiB.
+        ("lora", 80, True, "ddp", "each GPU can hold all of it"),
+        ("full", 80, True, "zero3", "split it is"),
+        ("full", 80, False, "fsdp", "split it is"),
+        ("lora", 4, True, "ddp", "no split makes it fit either"),
+        ("qlora", 7, True, "fsdp", "split it is"),
+    ],
+)
+def test_a_model_is_split_only_where_one_gpu_cannot_hold_it(monkeypatch, mode, card_gib, has_deepspeed, taken, reason):
+    monkeypatch.setattr(strategy, "find_spec", lambda name: has_deepspeed or None)
+    shape = find_shape("Qwen/Qwen2.5-7B")
+    changes = {"tuning.mode": mode, "model.max_seq_len": 512, "train.gradient_checkpointing": True}
+    cfg = size_run(BASE.with_values(changes, "test"), gpus(80 * GIB), shape=shape).cfg
+    decision = strategy.choose_strategy(cfg, shape, place=Place(device_of(gpus(*[card_gib * GIB] * 8), 8), 8))
+    assert (decision.value, reason in decision.reason) == (taken, True), decision
 
 
 def test_a_model_of_unknown_shape_is_sized_by_tokens_and_says_so():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +80,28 @@ def test_a_bug_on_the_main_rank_behind_anothers_failure_is_its_consequence(
     output = capsys.readouterr()
     assert "nobody came" in output.err  # the rank's log
     assert "nobody came" not in output.out
+
+
+def test_the_first_rank_that_fails_gives_the_reason_and_no_other_writes_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    folder.update_status(state="running", exit_code=None)
+    assert worker._fail(folder, 5, **TOLD, error=ERROR) == 5
+    assert worker._fail(folder, 4, cause="no rows", text="no rows", error={"code": "data", "what": "no rows"}) == 4
+    status = folder.read_json("status.json")
+    assert (status["state"], status["exit_code"], status["error"]) == ("failed", 5, ERROR)
+
+
+@pytest.mark.parametrize(("rank", "code"), [("0", 143), ("1", 0)])
+def test_a_stopped_run_ends_with_the_signals_code_on_the_main_rank_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, code: int
+):
+    monkeypatch.setenv("RANK", rank)
+    folder = RunFolder(tmp_path)
+    folder.update_status(state="running", exit_code=None)
+    # torchrun ends the others where one ends with another code than 0.
+    assert worker._stop(folder, signal.SIGTERM) == code
+    assert folder.read_json("status.json")["state"] == "stopped"

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from sftplay.data.order import training_order
 from sftplay.errors import DataError
+from sftplay.machine.releases import is_recomputing
 
 MODES = ("full", "lora", "qlora")
 RATES = {"full": 0.01, "lora": 0.05, "qlora": 0.05}
@@ -172,8 +173,8 @@ def test_gradient_checkpointing_changes_memory_not_losses(mode: str, inputs: Inp
     options = {"tuning__mode": mode, "train__max_steps": 3}
     plain = train(tmp_path / "off", inputs, **options)
     recomputed = train(tmp_path / "on", inputs, train__gradient_checkpointing=True, **options)
-    assert not plain.trainer.model.is_gradient_checkpointing
-    assert recomputed.trainer.model.is_gradient_checkpointing
+    assert not is_recomputing(plain.trainer.model)
+    assert is_recomputing(recomputed.trainer.model)
     assert recomputed.losses == pytest.approx(plain.losses, rel=1e-6)
 
 

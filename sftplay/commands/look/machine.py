@@ -145,6 +145,6 @@ def _run_needs(args: Namespace) -> RunNeeds:
         output=Path(cfg.output_dir),
         hub_model=None if is_local(cfg.model.name) else cfg.model.name,
         checkpoint_bytes=checkpoint_bytes(cfg),
-        checkpoints_kept=cfg.train.save_total_limit or 1,
+        checkpoints_kept=cfg.train.save_total_limit,
         wants_4bit=cfg.tuning.mode == "qlora",
     )

@@ -13,6 +13,7 @@ from sftplay import log
 from sftplay.control.inputs import ask_hub
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command.command import cache_environment, quiet_environment
+from sftplay.machine.releases import hub_client
 from sftplay.model.hub import CONNECT_S, first_line, unreachable
 from sftplay.model.source import PICKLE_FIX, is_hub_shaped, is_local
 from sftplay.units import format_bytes
@@ -48,7 +49,6 @@ def download_model(args: Namespace) -> int:
 
 def _needed(name: str, revision: str | None, *, where: str) -> tuple[str, dict[str, int]]:
     """The commit, and file -> bytes of the files that transformers opens."""
-    import httpx
     from huggingface_hub import HfApi, hf_hub_download
 
     try:
@@ -58,7 +58,7 @@ def _needed(name: str, revision: str | None, *, where: str) -> tuple[str, dict[s
         if not weights and INDEX in sizes:
             index = json.loads(Path(hf_hub_download(name, INDEX, revision=revision)).read_text(encoding="utf-8"))
             weights = set(index["weight_map"].values())
-    except (httpx.HTTPError, OSError, ValueError) as error:
+    except (hub_client().HTTPError, OSError, ValueError) as error:
         raise unreachable(name, error, where=where) from error
     if not weights:
         pickled = sorted(file for file in sizes if file.endswith((".bin", ".pt", ".pth")))
@@ -70,7 +70,6 @@ def _needed(name: str, revision: str | None, *, where: str) -> tuple[str, dict[s
 
 
 def _fetch(name: str, revision: str | None, *, sizes: dict[str, int], where: str) -> Path:
-    import httpx
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -88,7 +87,7 @@ def _fetch(name: str, revision: str | None, *, sizes: dict[str, int], where: str
             )
             folder = Path(hf_hub_download(name, file, revision=revision)).parent
             done += size
-    except (httpx.HTTPError, OSError) as error:
+    except (hub_client().HTTPError, OSError) as error:
         what = f"{file} could not be fetched ({first_line(error)})"
         fix = "run the same command again; it continues where this one stopped"
         raise MachineError(what, where=where, fix=fix) from error

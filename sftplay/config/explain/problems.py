@@ -30,9 +30,9 @@ class _Refusal(NamedTuple):
 
 def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Problem]:
     """One problem for each key that pydantic refuses; `file` is named for keys that are missing."""
-    refused = _by_key(error.errors(include_url=False), merged.values)
+    refused, nowhere = _by_key(error.errors(), merged.values), Place(0, 0, file)
     problems = [
-        _problem(path, merged.place_within(path) or Place(0, 0, file), refusal=_unknown(path))
+        _problem(path, merged.place_within(path) or nowhere, refusal=_unknown(path))
         for path, kind in refused.items()
         if kind == "extra_forbidden"
     ][:MOST_PROBLEMS]
@@ -43,9 +43,9 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
                 # A misspelt `modle:` also leaves model.name missing; one message is enough.
                 if not any(f"{key}.".startswith(f"{guess}.") for guess in guessed):
                     inner = tuple(key.split("."))
-                    problems.append(_problem(inner, merged.place_of(inner) or Place(0, 0, file), refusal=_missing(key)))
+                    problems.append(_problem(inner, merged.place_of(inner) or nowhere, refusal=_missing(key)))
         elif kind != "extra_forbidden":
-            place = merged.place_within(path) or merged.place_of(path) or Place(0, 0, file)
+            place = merged.place_within(path) or merged.place_of(path) or nowhere
             problems.append(_problem(path, place, refusal=_wrong_value(path, merged.values)))
     return problems
 
@@ -54,7 +54,7 @@ def offending_keys(problems: Iterable[Problem]) -> set[str]:
     """The dotted keys that problems are about, and those that an unknown name may have meant."""
     found: set[str] = set()
     for _, error in problems:
-        found |= {error.where.rsplit(" ", 1)[-1], *error.nearest}
+        found |= {error.where.rpartition(" ")[2], *error.nearest}
     return found
 
 
@@ -98,7 +98,7 @@ def _unknown(path: KeyPath) -> _Refusal:
         return _Refusal(f"{name!r} is another kit's name", f"write {action}", [key_of(action)])
     if near := nearest_names(_plain(name), [*siblings, *(() if inside else ("include",))]):
         return _Refusal(what, f"did you mean {near[0]!r}?", [f"{inside}.{one}".lstrip(".") for one in near])
-    if far := nearest_names(_plain(name), (key.rsplit(".", 1)[-1] for key in [*all_keys(), *all_sections()] if key)):
+    if far := nearest_names(_plain(name), (key.rpartition(".")[2] for key in [*all_keys(), *all_sections()] if key)):
         return _Refusal(what, f"did you mean {' or '.join(homes_of(far[0]))}?", homes_of(far[0]))
     return _Refusal(what, f"remove it; {inside or 'the config'} has {', '.join(siblings)}")
 
@@ -193,7 +193,7 @@ def _plain(name: str) -> str:
 
 
 def _noun(key: str) -> str:
-    return "task" if key == "task_mode" else key.rsplit(".", 1)[-1].replace("_", " ")
+    return "task" if key == "task_mode" else key.rpartition(".")[2].replace("_", " ")
 
 
 def _dotted(path: Iterable[str | int]) -> str:

@@ -41,7 +41,7 @@ def sft_config_fields() -> frozenset[str] | None:
 def unfit(name: str, value: object) -> str:
     """What the field `name` takes, in words, where `value` is no such thing; empty where it may be right."""
     words = (sft_config_kinds() or {}).get(name, ())
-    if not words or any(word not in _KINDS for word in words):
+    if any(word not in _KINDS for word in words):
         return ""
     for word in words:
         if isinstance(value, _KINDS[word][0]) and (word == "bool" or not isinstance(value, bool)):

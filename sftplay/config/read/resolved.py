@@ -78,10 +78,7 @@ def _escaped(character: str) -> str:
         return f"\\{character}"
     if character in "\n\t":
         return {"\n": "\\n", "\t": "\\t"}[character]
-    if character.isprintable():
-        return character
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
 
 
 def _comment(origin: str | None) -> str:

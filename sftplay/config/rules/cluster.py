@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sftplay.config.rules.matrix import PRECISIONS, STRATEGIES, TABLE
+from sftplay.config.rules.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.run import RunConfig
 
@@ -72,7 +72,7 @@ def _blocked(cfg: RunConfig) -> Iterator[Violation]:
     cells = dict(zip(PRECISIONS, TABLE[mode, strategy], strict=True))
     asked = [cells[precision]] if precision in cells else list(cells.values())
     if all(cell.state == "blocked" for cell in asked):
-        always = all(TABLE[method, strategy][0].state == "blocked" for method in ("full", "lora", "qlora"))
+        always = all(cell.state == "blocked" for method in METHODS for cell in TABLE[method, strategy])
         what = f"{strategy}{'' if always else f' with tuning.mode {mode}'}: {asked[0].why}"
         keys = (STRATEGY,) if always else (STRATEGY, "tuning.mode", "train.precision")
         yield Violation(keys, what, fix=f"write {asked[0].nearest}")

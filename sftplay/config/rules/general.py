@@ -51,7 +51,7 @@ def notes(cfg: RunConfig) -> list[str]:
 
 
 def _is_deliberate(origin: str, decider: str | None) -> bool:
-    return decider is None or origin == "command line" or origin.rsplit(":", 1)[0] == decider.rsplit(":", 1)[0]
+    return decider is None or origin == "command line" or origin.rpartition(":")[0] == decider.rpartition(":")[0]
 
 
 def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -65,7 +65,7 @@ def required_below(dotted: str) -> list[str]:
 def homes_of(name: str) -> list[str]:
     """The dotted keys and sections whose last part is `name`."""
     names = [*all_keys(), *all_sections()]
-    return [dotted for dotted in names if dotted and dotted.rsplit(".", 1)[-1] == name]
+    return [dotted for dotted in names if dotted and dotted.rpartition(".")[2] == name]
 
 
 @cache
@@ -79,7 +79,7 @@ def node_at(dotted: str) -> dict[str, Any]:
     node = json_schema()
     for name in dotted.split("."):
         reference = node.get("$ref", "")
-        node = json_schema()["$defs"][reference.rsplit("/", 1)[-1]] if reference else node
+        node = json_schema()["$defs"][reference.rpartition("/")[2]] if reference else node
         node = node["properties"][name]
     return node
 

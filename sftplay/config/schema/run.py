@@ -53,7 +53,8 @@ class ModelConfig(Section):
     safetensors cannot."""
 
     attn: Attention | Auto = "auto"
-    """Attention kernel. auto: flash_attention_2 if GPU and installed packages allow it, else sdpa."""
+    """Attention kernel. auto: flash_attention_2 if GPU and installed packages allow it, else sdpa, or eager
+    for models that cap the scores of their attention (Gemma 2)."""
 
 
 class LoraConfig(Section):

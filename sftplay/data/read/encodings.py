@@ -125,7 +125,7 @@ def _foreign_part(file: Path) -> bytes:
     with open_bytes(file) as stream:
         while len(part) < SAMPLE_BYTES and n_read < SEARCHED_BYTES and (line := stream.readline(SAMPLE_BYTES)):
             n_read += len(line)
-            if not line.isascii() and not is_utf8(line):
+            if not is_utf8(line):
                 part += line
     return part
 
@@ -138,10 +138,12 @@ def _wide(head: bytes) -> str:
         if n and zeros[empty] == n and 2 * zeros[mostly] > n > 2 * zeros[full]:
             return name
     even, odd = head[::2].count(0), head[1::2].count(0)
-    begins_le, begins_be = WIDE_LE.match(head), WIDE_BE.match(head)
-    is_wide = max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd)
-    if begins_le or begins_be or is_wide:
-        return "utf-16-le" if begins_le or (odd > even and not begins_be) else "utf-16-be"
+    if WIDE_LE.match(head):
+        return "utf-16-le"
+    if WIDE_BE.match(head):
+        return "utf-16-be"
+    if max(even, odd) > len(head) // 64 and max(even, odd) >= 4 * min(even, odd):
+        return "utf-16-le" if odd > even else "utf-16-be"
     return ""
 
 

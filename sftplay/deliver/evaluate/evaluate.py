@@ -24,6 +24,7 @@ from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.deliver.evaluate.metrics import score_answers
 from sftplay.deliver.infer.generate import Generator, answer_all
+from sftplay.machine.releases import nothing_recomputed
 from sftplay.monitor.out_of_memory import AdaptiveBatches
 
 LOSS_TOKENS = 8192
@@ -153,19 +154,14 @@ def ready_to_answer(model: Any) -> Iterator[None]:
     A 16-bit model with some fp32 weights that train computes under autocast, as in training.
     """
     was_training, had_cache = model.training, model.config.use_cache
-    recomputes = getattr(model, "is_gradient_checkpointing", False)
     model.eval()
     model.config.use_cache = True
-    if recomputes:
-        model.gradient_checkpointing_disable()
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), torch.bfloat16)
     mixed = len(dtypes) > 1
     try:
-        with torch.autocast(next(model.parameters()).device.type, dtype=half, enabled=mixed):
+        with nothing_recomputed(model), torch.autocast(next(model.parameters()).device.type, dtype=half, enabled=mixed):
             yield
     finally:
-        if recomputes:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.config.use_cache = had_cache
         model.train(was_training)

@@ -172,9 +172,9 @@ class Cleaner:
     def _text(self, text: str) -> str:
         text = _SECRET.sub(REMOVED, text)
         if _is_path(text):
-            return text.rstrip("/").rsplit("/", 1)[-1]
+            return text.rstrip("/").rpartition("/")[2]
         for path in self.known:
-            text = text.replace(path, path.rstrip("/").rsplit("/", 1)[-1])
+            text = text.replace(path, path.rstrip("/").rpartition("/")[2])
         return _PATH.sub(lambda match: match[1] or REMOVED, text)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sftplay.deliver.report.charts import Chart, Curve
 from sftplay.deliver.report.figures import capitalized, name_of
-from sftplay.deliver.report.history import Point, as_number
+from sftplay.deliver.report.history import Point, as_bytes, as_number
 from sftplay.deliver.report.run_files import RunFiles, mapping
 
 MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_rss_bytes")
@@ -37,9 +37,9 @@ def memory_of(run: RunFiles) -> Memory | None:
     planned, parts = as_number(run.plan.get("peak_bytes")), mapping(run.plan.get("components"))
     on_gpu, on_cpu = run.history.largest("peak_bytes"), run.history.largest("peak_rss_bytes")
     beside = as_number(parts.get("runtime")) or 0.0
-    held = on_gpu or on_cpu
-    planned = planned - beside if planned is not None and on_gpu else planned
-    if not planned or not held or not (0 < planned < 2**60 and 0 < held < 2**60):
+    held = as_bytes(on_gpu or on_cpu)
+    planned = as_bytes(planned - beside if planned is not None and on_gpu else planned)
+    if not planned or not held:
         return None
     return Memory("torch's allocator" if on_gpu else "the process", planned, held)
 
@@ -83,7 +83,7 @@ def charts_of(run: RunFiles) -> list[Chart]:
             resumed=resumed, is_wide=unit == "loss", may_be_log=unit in ("loss", "grad_norm"),
         )
         for title, unit, curves in all_curves
-        if any(curve.points and any(value for _, value in curve.points) for curve in curves)
+        if any(value for curve in curves for _, value in curve.points)
     ]  # fmt: skip
 
 

@@ -28,6 +28,9 @@ MOST_SERIES = 40
 MOST_STEPS = 2**53
 """Whole numbers up to here are exact as floats; no run has more steps."""
 
+EXBIBYTE = 2**60
+"""No machine has so much memory: a larger figure is nonsense, and would fill the page with digits."""
+
 LONGEST_NAME = 80
 NO_FIGURES = ("step", "attempt", "row_ids")
 
@@ -142,6 +145,12 @@ def as_number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def as_bytes(value: object) -> float | None:
+    """The value as bytes that a machine can have; None where it is no number, negative or nonsense."""
+    number = as_number(value)
+    return number if number is not None and 0 <= number < EXBIBYTE else None
 
 
 def thin(points: Sequence[Point], buckets: int) -> list[Point]:

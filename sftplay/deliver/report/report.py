@@ -15,7 +15,7 @@ from sftplay.deliver.report import sections
 from sftplay.deliver.report.answers import answers_of
 from sftplay.deliver.report.course import charts_of, memory_of, resumed_steps
 from sftplay.deliver.report.figures import capitalized, format_figure, is_share, name_of
-from sftplay.deliver.report.history import as_number
+from sftplay.deliver.report.history import as_bytes, as_number
 from sftplay.deliver.report.page import render_page
 from sftplay.deliver.report.remarks import find_remarks
 from sftplay.deliver.report.run_files import RunFiles, mapping, mappings, read_run_files
@@ -101,8 +101,8 @@ def _tiles(run: RunFiles) -> list[Tile]:
     speed = history.middle("tokens_per_s")
     if speed is not None:
         tiles.append(("Tokens per second", format_figure("tokens", speed), "median"))
-    memory = history.largest("peak_bytes") or history.largest("peak_rss_bytes")
-    if memory is not None and memory < 2**60:
+    memory = as_bytes(history.largest("peak_bytes") or history.largest("peak_rss_bytes"))
+    if memory is not None:
         plan = memory_of(run)
         beside = f"of {format_figure('peak_bytes', plan.planned)} planned" if plan else "main process"
         tiles.append(("Peak memory", format_figure("peak_bytes", memory), beside))

@@ -20,7 +20,7 @@ from sftplay.deliver.report.figures import (
     is_share,
     name_of,
 )
-from sftplay.deliver.report.history import as_number
+from sftplay.deliver.report.history import as_bytes, as_number
 from sftplay.deliver.report.page import cut
 from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count
@@ -229,8 +229,8 @@ def choice_tables(run: RunFiles) -> list[Table]:
         [cut(d.get("key", ""), 100), cut(_yaml(d.get("value")), 200), cut(d.get("reason", ""), 400)]
         for d in mappings(run.plan.get("decisions"))[:100]
     ]
-    sizes = [(k, as_number(v)) for k, v in mapping(run.plan.get("components")).items()]
-    memory = [[cut(k.replace("_", " "), 80), format_bytes(n)] for k, n in sizes if n is not None and abs(n) < 2**60]
+    sizes = [(k, as_bytes(v)) for k, v in mapping(run.plan.get("components")).items()]
+    memory = [[cut(k.replace("_", " "), 80), format_bytes(n)] for k, n in sizes if n is not None]
     tables = [
         Table(head=["Key", "Value", "Why"], rows=chosen, kinds="cc", stacks=True),
         Table(
@@ -272,7 +272,7 @@ def version_facts(run: RunFiles) -> list[Fact]:
     manifest, machine = run.manifest, mapping(run.manifest.get("machine"))
     gpus = [str(gpu.get("name", gpu)) for gpu in mappings(machine.get("gpus"))]
     model = mapping(manifest.get("model"))
-    ram = as_number(machine.get("ram_bytes"))
+    ram = as_bytes(machine.get("ram_bytes"))
     rows: list[Fact] = [
         ("kit", manifest.get("kit")),
         ("git commit of the kit", manifest.get("git_commit")),
@@ -280,7 +280,7 @@ def version_facts(run: RunFiles) -> list[Fact]:
         ("system", machine.get("system")),
         ("GPUs", ", ".join(gpus[:64]) or f"none: {machine.get('gpu_reason', 'not known')}"),
         ("cores", machine.get("cores")),
-        ("memory", format_bytes(ram) if ram is not None and 0 <= ram < 2**60 else None),
+        ("memory", format_bytes(ram) if ram is not None else None),
         ("processes", run.plan.get("world_size")),
         ("seed", manifest.get("seed")),
         ("weights", _count(model.get("parameters"))),

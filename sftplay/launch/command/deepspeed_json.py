@@ -235,7 +235,7 @@ def _leaves(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, 
 def _unknown(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Dotted name, problem and fix."""
     for section, dotted, value in _leaves(values):
-        name = dotted.rsplit(".", 1)[-1]
+        name = dotted.rpartition(".")[2]
         if dotted in OUTDATED:
             yield dotted, "is an outdated name", f"write {OUTDATED[dotted]}"
         elif dotted == DECOUPLED and value:

@@ -217,7 +217,7 @@ class Rendezvous:
         if earlier:
             earlier.poll()
         if (earlier and not earlier.has_gone) or not 0 < node < self.scale.nnodes:
-            problem = "is given twice" if 0 <= node < self.scale.nnodes else f"is not among 0..{self.scale.nnodes - 1}"
+            problem = "is given twice" if earlier else f"is not among 0..{self.scale.nnodes - 1}"
             fix = "number the nodes from 0, each number once"
             error = ConfigError(f"node rank {node} {problem}", where="--node-rank", fix=fix)
             peer.send({"error": error.as_json()})

@@ -163,9 +163,9 @@ def final_exit_code(
     if code in WORKER_CODES:  # the disk is too full even for status.json
         return code
     if received:
-        name = signal.Signals(received).name
-        _record_end(folder, name, again=has_attempt, state="stopped", exit_code=128 + received, signal=name, error=None)
-        return 128 + received
+        name, code = signal.Signals(received).name, 128 + received
+        _record_end(folder, name, again=has_attempt, state="stopped", exit_code=code, signal=name, error=None)
+        return code
     # torchrun's list of failed ranks may be unreadable. If the ranks had met, one was killed; if not, it was a bug.
     cause = f"killed by {signal_name(-code)}" if code < 0 else f"ended with code {code} and no message"
     if code < 0 or status.get("ranks"):

@@ -34,7 +34,7 @@ def state_of(pid: int) -> str:
 def _read_stat(pid: int, place: int, *, column: str) -> str:
     """A field after the command's name in /proc/PID/stat (proc(5)). Without /proc, the column of `ps`."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[place]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[place]
     except OSError:
         if Path("/proc/self").exists():
             return ""

@@ -23,10 +23,13 @@ STATE_BYTES: dict[Optimizer, float] = {"adamw": 2.0, "adamw_8bit": 0.0, "adafact
 STATE_BYTES_8BIT = 2.03
 """Two 8-bit moments and their block maxima (blocks of 256 with an fp32 maximum each): 2 * (1 + 4/256)."""
 
-NF4_BYTES = 0.5 + 4 / 64
+NF4_CODE_BYTES = 0.5
+"""A 4-bit code."""
+
+NF4_BYTES = NF4_CODE_BYTES + 4 / 64
 """A 4-bit code, and an fp32 scale for each 64 of them (QLoRA, Dettmers 2023, section 3)."""
 
-NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+NF4_DOUBLE_BYTES = NF4_CODE_BYTES + 1 / 64 + 4 / (64 * 256)
 """The same with the scales in 8 bits, and an fp32 scale for each 256 of those (double quantisation, ibid.)."""
 
 
@@ -88,6 +91,11 @@ class Execution:
     shifts_scores: bool = False
     """True where the loss copies the scores without the last token's (transformers before 4.46)."""
 
+    holds_inputs: bool = False
+    """True where each layer's input and the gradient of it live until backward has ended: torch's first FSDP around
+    frozen layers that are checkpointed with `use_reentrant=True`. Its hook on the input refers to that input's gradient
+    accumulator, which holds both (torch, `register_multi_grad_hook`; `tests/oracle/test_fsdp.py` shows it)."""
+
     optimizer: Optimizer = "adamw"
     is_foreach: bool = False
     """True for torch's foreach optimizers, which hold one more copy of what trains while they step."""
@@ -102,6 +110,11 @@ class Execution:
         if not self.four_bit:
             return float(self.weight_bytes)
         return NF4_DOUBLE_BYTES if self.double_quant else NF4_BYTES
+
+    @property
+    def scale_bytes(self) -> float:
+        """Bytes of a 4-bit weight's scales, which bitsandbytes keeps beside the parameter, not in it."""
+        return self.linear_bytes - NF4_CODE_BYTES if self.four_bit else 0.0
 
     @property
     def trained_bytes(self) -> int:

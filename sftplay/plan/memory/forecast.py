@@ -95,7 +95,7 @@ def forecast(setting: Setting, size: Size) -> Forecast:
     shape, execution = setting.shape, setting.execution
     standing = standing_bytes(shape, execution)
     share = share_of(shape, execution, standing=standing, strategy=setting.strategy, world_size=setting.world_size)
-    footprint = estimate(shape, execution, size=size, standing=share.standing, buffers=share.buffers)
+    footprint = estimate(shape, execution, size=size, standing=share.standing, communication=share.communication)
     if setting.fit is not None:
         footprint = _scaled(footprint, setting, size=size, fit=setting.fit)
     return Forecast(setting, size, footprint, round(share.host))

@@ -7,7 +7,7 @@ from sftplay.plan.memory.layer import FP32, norm_kept, norm_out_bytes
 from sftplay.plan.shape.model_shape import ModelShape
 
 CHUNK_TOKENS = 256
-"""Tokens whose scores exist at a time in TRL's chunked loss (trl 1.14, `_chunked_cross_entropy_loss`)."""
+"""Tokens whose scores exist at a time in the chunked loss (`tasks.step.chunked_head`)."""
 
 
 def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
@@ -16,7 +16,8 @@ def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, lab
     norm = tokens * (norm_kept(shape, execution) + out * shape.hidden)
     fp32_copy = 0 if execution.logits_bytes == FP32 else FP32
     shifted = FP32 if execution.shifts_scores else 0
-    scores = _scores(shape, execution, labelled=labelled, per_score=execution.logits_bytes + fp32_copy + shifted + FP32)
+    per_score = execution.logits_bytes + fp32_copy + shifted + FP32
+    scores = _scores(shape, execution, labelled=labelled, per_score=per_score, in_chunk=2 * FP32)
     return norm + _rounded_head(shape, execution) + scores
 
 
@@ -27,14 +28,14 @@ def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, la
     rounded = _rounded_head(shape, execution)
     # Its log-softmax, which autograd saves, the gradient of that, and of what went in: all fp32
     # (torch, `_log_softmax_backward_data`).
-    loss = rounded + _scores(shape, execution, labelled=labelled, per_score=held + 3 * FP32)
+    loss = rounded + _scores(shape, execution, labelled=labelled, per_score=held + 3 * FP32, in_chunk=3 * FP32)
     if not execution.trains_all:
         return norm + loss
     # The weight's gradient is made in the product's dtype and then in the weight's own.
     size = shape.vocab * shape.hidden
     product = (
         rounded
-        + _scores(shape, execution, labelled=labelled, per_score=held + execution.logits_bytes)
+        + _scores(shape, execution, labelled=labelled, per_score=held + execution.logits_bytes, in_chunk=3 * FP32)
         + size * execution.compute_bytes
     )
     cast = size * (execution.compute_bytes + execution.weight_bytes) if rounded else 0
@@ -46,8 +47,11 @@ def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, la
     return norm + max(so_far + max(loss, product, cast), 3 * so_far + _kept_for_chunks(shape, labelled))
 
 
-def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score: int) -> float:
-    """Of the scores over the vocabulary that exist at once, with what a chunked loss keeps for all tokens."""
+def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score: int, in_chunk: int) -> float:
+    """Of the scores over the vocabulary that exist at once, with what a chunked loss keeps for all tokens.
+
+    `in_chunk` is the bytes of a score in a chunk, whose 16-bit scores are gone by then.
+    """
     per_score += execution.logits_bytes if shape.softcap_final else 0  # its tanh is saved
     if execution.head == "standard":
         return float(labelled * shape.vocab * per_score)
@@ -59,7 +63,7 @@ def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score
             if rounded
             else 0
         )
-        scores = (5 if shape.softcap_final else 4) * FP32 * chunk  # the fifth is the tanh
+        scores = (in_chunk + (FP32 if shape.softcap_final else 0)) * chunk  # its tanh is saved
         return rounded + max(scores, widened) + _kept_for_chunks(shape, labelled)
     return (
         float(liger_chunk(shape, labelled) * shape.vocab * per_score)
@@ -73,7 +77,7 @@ def _kept_for_chunks(shape: ModelShape, labelled: int) -> float:
 
 
 def _rounded_for_chunks(shape: ModelShape, execution: Execution) -> float:
-    """TRL widens a 16-bit head to hidden states that a layer norm made fp32, and autocast rounds it back."""
+    """A 16-bit head is widened to hidden states that a layer norm made fp32, and autocast rounds it back."""
     if norm_out_bytes(shape, execution) == execution.weight_bytes or execution.weight_bytes != execution.compute_bytes:
         return 0.0
     return float(execution.compute_bytes * shape.vocab * shape.hidden)

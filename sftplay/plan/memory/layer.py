@@ -119,7 +119,8 @@ def _attention_kept(shape: ModelShape, execution: Execution, *, seq: int) -> flo
     )
     leaving = _inputs_kept(shape, execution, linears=linears, width=query, into=inner, is_attention_output=True)
     if execution.attention == "eager":
-        probabilities = shape.heads * seq * (FP32 + (inner if inner < FP32 else 0))
+        capped = inner if shape.softcap_attn else 0  # the tanh of the scores
+        probabilities = shape.heads * seq * (FP32 + (inner if inner < FP32 else 0) + capped)
         return entering + leaving + inner * (query + 2 * held) + probabilities
     saved = execution.compute_bytes if execution.has_autocast else inner  # autocast rounds what goes into the kernel
     # Values that are a part of one tensor with queries and keys keep all of it, while rotation makes new ones of those.
@@ -223,7 +224,7 @@ def _mlp_transient(shape: ModelShape, execution: Execution, *, tokens: int) -> f
     moments = (
         pair_moments(execution, execution.adapter, into=into, is_fused=is_fused)
         if is_pair and execution.adapter
-        else PairMoments(0, 0, into)
+        else PairMoments(0, 0, into if execution.trains_all else 0)  # a frozen projection keeps no input
     )
     weight = _weight_moment(execution, down)
     own_gradient = execution.weight_bytes * down.inputs * down.outputs if execution.trains_all else 0
@@ -272,8 +273,9 @@ def _attention_transient(shape: ModelShape, execution: Execution, *, seq: int) -
     query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     held = query if execution.repeats_kv or execution.attention == "eager" else keys
     if execution.attention == "eager":
-        # The softmax, its gradient and that of the scores are fp32; the rounded probabilities are gone by then.
-        return inner * query + shape.heads * seq * (2 * FP32 - (inner if inner < FP32 else 0))
+        # The softmax, its gradient, the product of both, which CUDA's kernel makes for itself (torch,
+        # native/cuda/SoftMax.cu), and the scores' gradient are fp32; the rounded probabilities are gone by then.
+        return inner * query + shape.heads * seq * (3 * FP32 - (inner if inner < FP32 else 0))
     # Sums for the queries are fp32, and each head has gradients of the keys and values that it shares
     # (torch, flash_attn/flash_api.cpp, mha_bwd).
     return inner * (2 * query + 2 * held) + FP32 * query + (2 * inner * query if held != query else 0)

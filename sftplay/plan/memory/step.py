@@ -71,6 +71,24 @@ class Standing:
     optimizer: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Bytes that working with other devices adds to one device."""
+
+    buffers: float = 0.0
+    """Held throughout a step."""
+
+    gathered: float = 0.0
+    """Whole weights outside the layers and of the layer at work; none are left when the optimizer steps."""
+
+    ahead: float = 0.0
+    """Whole weights of the layer after that, fetched before they are needed."""
+
+
+ALONE = Communication()
+SHARDING = "buckets and sharding"
+
+
 def standing_bytes(shape: ModelShape, execution: Execution) -> Standing:
     """Weights, adapters, gradients and optimizer state of a model that one device holds alone."""
     trained = trained_params(shape, execution)
@@ -84,29 +102,35 @@ def standing_bytes(shape: ModelShape, execution: Execution) -> Standing:
 
 
 def estimate(
-    shape: ModelShape, execution: Execution, *, size: Size, standing: Standing | None = None, buffers: float = 0.0
+    shape: ModelShape,
+    execution: Execution,
+    *,
+    size: Size,
+    standing: Standing | None = None,
+    communication: Communication = ALONE,
 ) -> Footprint:
     """Bytes of every phase of one optimizer step on one device, in the steady state.
 
-    `standing` is the device's part of what is held throughout, None for all of it; `buffers` is what communication
-    adds. The optimizer's state exists from the second step on, so the first step may fit where later ones do not.
+    `standing` is the device's part of what is held throughout, None for all of it. The optimizer's state exists from
+    the second step on, so the first step may fit where later ones do not.
     """
     standing = standing or standing_bytes(shape, execution)
     resident = {
         "weights": standing.weights,
         "adapters": standing.adapters,
         "optimizer": standing.optimizer,
-        "buckets and sharding": buffers,
+        SHARDING: communication.buffers + communication.gathered,
         "workspace": float(WORKSPACE_BYTES),
     }
     if execution.is_masked:
         resident["mask"] = float(_mask_bytes(shape, execution) * size.rows * size.seq**2)
+    layer = _layer_phase(shape, execution, size=size, standing=standing, communication=communication)
     step = {"gradients": standing.gradients, "optimizer step": standing.gradients if execution.is_foreach else 0.0}
     return Footprint(
         {
             "head": {**resident, **_head_phase(shape, execution, size=size, standing=standing)},
-            "layer": {**resident, **_layer_phase(shape, execution, size=size, standing=standing)},
-            "step": {**resident, "mask": 0.0, **step},
+            "layer": {**resident, **layer},
+            "step": {**resident, "mask": 0.0, SHARDING: communication.buffers, **step},
         }
     )
 
@@ -139,7 +163,9 @@ def _head_phase(shape: ModelShape, execution: Execution, *, size: Size, standing
     return {"gradients": waiting, "activations": kept_bytes(shape, execution, size=size), "head": fullest}
 
 
-def _layer_phase(shape: ModelShape, execution: Execution, *, size: Size, standing: Standing) -> dict[str, float]:
+def _layer_phase(
+    shape: ModelShape, execution: Execution, *, size: Size, standing: Standing, communication: Communication
+) -> dict[str, float]:
     """Backward in the layer it enters first, or in the one it leaves last: gradients grow while activations go."""
     layer = layer_bytes(shape, execution, tokens=size.tokens, seq=size.seq)
     kept, gradients = kept_bytes(shape, execution, size=size), standing.gradients
@@ -151,15 +177,19 @@ def _layer_phase(shape: ModelShape, execution: Execution, *, size: Size, standin
     early, late = (
         (gradients, gradients) if size.accumulates else _gradients_by_then(shape, execution, gradients=gradients)
     )
-    scores = _held_scores(shape, execution, size=size)
-    first = {"gradients": early, "activations": kept, "layer": own, "held scores": scores}
-    last = {"gradients": late, "activations": kept / shape.layers, "layer": own, "held scores": scores}
-    embedding = {
-        "gradients": gradients, "layer": _embedding_moment(shape, execution, size=size), "held scores": scores
-    }  # fmt: skip
+    left = kept / shape.layers
+    if execution.checkpointing and execution.holds_inputs:
+        # In the last layer all inputs are there, and the gradients of the others' save the one that enters it.
+        left = kept * (1 + max(0, shape.layers - 2) / shape.layers)
     last_norm = size.tokens * (norm_kept(shape, execution) + norm_moment(shape, execution))
-    norm = {"gradients": early, "activations": kept, "layer": last_norm, "held scores": scores}
-    return max(first, last, norm, embedding, key=lambda phase: sum(phase.values()))
+    end = communication.buffers + communication.gathered
+    start = end + communication.ahead
+    first = {SHARDING: start, "gradients": early, "activations": kept, "layer": own}
+    norm = {SHARDING: start, "gradients": early, "activations": kept, "layer": last_norm}
+    last = {SHARDING: end, "gradients": late, "activations": left, "layer": own}
+    embedding = {SHARDING: end, "gradients": gradients, "layer": _embedding_moment(shape, execution, size=size)}
+    fullest = max(first, last, norm, embedding, key=lambda phase: sum(phase.values()))
+    return {**fullest, "held scores": _held_scores(shape, execution, size=size)}
 
 
 def _held_scores(shape: ModelShape, execution: Execution, *, size: Size) -> float:

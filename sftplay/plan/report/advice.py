@@ -27,8 +27,9 @@ class Suggestion:
 
     change: str
     peak_bytes: int
-    batch_size: int
     fits: bool
+    batch_size: int = 1
+    """Rows of a micro-batch that `peak_bytes` are for."""
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self)
@@ -54,7 +55,7 @@ def suggest(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Suggesti
     gathered: list[_Step] = []
     found: list[Suggestion] = []
     for step in _steps(cfg, place):
-        gathered = [*(one for one in gathered if not set(one.values) & set(step.values) or not step.values), step]
+        gathered = [*(one for one in gathered if not set(one.values) & set(step.values)), step]
         found.append(_try(cfg, shape, place=place, steps=gathered))
         if found[-1].fits:
             return [found[-1]]
@@ -67,7 +68,7 @@ def _try(cfg: RunConfig, shape: ModelShape, *, place: Place, steps: list[_Step])
     usual: Strategy = "single" if place.world_size == 1 else "ddp"
     strategy = next((step.strategy for step in reversed(steps) if step.strategy), usual)
     seen = forecast_one_row(changed, shape, place=place, strategy=strategy)
-    return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, 1, seen.verdict == "fits")
+    return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
 
 
 def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:

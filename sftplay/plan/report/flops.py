@@ -134,7 +134,7 @@ def _products(linears: Sequence[Linear], adapter: Adapter | None, *, reached: bo
 
 def _trains(adapter: Adapter | None, names: Sequence[str]) -> bool:
     """True when the weights of a module of one of these names train themselves."""
-    return adapter is None or any(saved.rsplit(".", 1)[-1] in names for saved in adapter.in_full)
+    return adapter is None or any(saved.rpartition(".")[2] in names for saved in adapter.in_full)
 
 
 def _layers_with_window(shape: ModelShape) -> int:

@@ -54,7 +54,7 @@ def nearest_names(name: str, more: Iterable[str] = ()) -> list[str]:
 
     Names that go on where `name` ends come first; without a slash, only last parts are compared.
     """
-    spelled = {known if "/" in name else known.rsplit("/", 1)[-1]: known for known in [*known_names(), *more]}
+    spelled = {known if "/" in name else known.rpartition("/")[2]: known for known in [*known_names(), *more]}
     lowered = {word.lower(): known for word, known in spelled.items()}
     longer = [word for word in sorted(lowered) if name and word.startswith(name.lower())]
     best = longer or nearest(name.lower(), lowered)
@@ -102,7 +102,7 @@ def _cached(name: str, revision: str | None) -> Path | None:
 
 
 def _by_last_part(name: str) -> dict[str, Any] | None:
-    found = [entry for known, entry in read_table().items() if known.rsplit("/", 1)[-1] == name]
+    found = [entry for known, entry in read_table().items() if known.rpartition("/")[2] == name]
     return found[0] if found and all(entry == found[0] for entry in found) else None
 
 

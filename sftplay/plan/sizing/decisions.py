@@ -13,6 +13,7 @@ from sftplay.config.rules.cluster import BACKEND, unsloth_conflicts
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
+from sftplay.plan.shape.model_shape import ModelShape
 
 RATES = {("full", "sft"): 1e-5, ("lora", "sft"): 2e-4, ("qlora", "sft"): 2e-4}
 
@@ -63,8 +64,10 @@ def _unsloth_obstacle(cfg: RunConfig, machine: Machine, *, world_size: int) -> t
     return machine.unsloth_problem, UNSLOTH_FIX
 
 
-def decide_numerics(cfg: RunConfig, machine: Machine) -> Decisions:
+def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None = None) -> Decisions:
     """Precision, attention, packing, optimizer, pinned memory, learning rate.
+
+    `shape` is the model's, None where it is not known.
 
     Raises:
         MachineError: an explicit precision or attention cannot run here.
@@ -81,6 +84,14 @@ def decide_numerics(cfg: RunConfig, machine: Machine) -> Decisions:
             fix="leave model.attn on auto (sdpa here)",
         )
     attn = Decision("flash_attention_2" if has_flash else "sdpa", "fastest kernel installed for this device")
+    if shape is not None and shape.softcap_attn:
+        if cfg.model.attn == "sdpa":
+            raise MachineError(
+                "the model caps the scores of its attention, which sdpa does not do",
+                where=f"{cfg.origins.get('model.attn', 'model')} model.attn",
+                fix=f"leave model.attn on auto ({'flash_attention_2' if has_flash else 'eager'} here)",
+            )
+        attn = attn if has_flash else Decision("eager", "the model caps the scores of its attention; sdpa does not")
     has_varlen = (attn.value if cfg.model.attn == "auto" else cfg.model.attn) == "flash_attention_2"
     by_tokens = train.batching == "tokens"
     why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"

@@ -122,7 +122,7 @@ def size_run(
     place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
     decided = _fill(cfg, first)
-    rest = decide_numerics(decided, machine)
+    rest = decide_numerics(decided, machine, shape=shape)
     decided = _fill(decided, rest)
     row_tokens = planned_tokens(decided, lengths)
     vocab_size = shape.vocab if shape else vocab_size

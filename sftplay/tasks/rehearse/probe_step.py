@@ -99,7 +99,8 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
                 held_out=None,
                 arguments={**setup.arguments(has_held_out=False), **nothing_kept},
                 callbacks=[schedule],
-                step=StepSetup(micro_batcher=schedule),  # no replay: running out of memory is what is measured
+                # No replay: running out of memory is what is measured.
+                step=StepSetup(micro_batcher=schedule, loss_head=str(cfg.train.loss_head)),
             )
         )
         schedule.attach(trainer)

@@ -158,8 +158,8 @@ def check_same_run(checkpoint: Path, facts: dict[str, Any], *, resized: bool = F
 def accept_numbered_cpus() -> None:
     """Let torch.load put tensors on `cpu:0`.
 
-    Several processes that resume on CPUs ask for it, because accelerate gives the only device a number
-    (transformers 5.17, `_load_optimizer_and_scheduler`).
+    Several processes that resume on CPUs ask for it, because accelerate gives the only device a number (transformers
+    5.17, `_load_optimizer_and_scheduler`; 5.23 no longer asks).
     """
     torch.serialization.register_package(
         priority=100,

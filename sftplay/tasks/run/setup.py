@@ -15,6 +15,7 @@ from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.releases import as_named_here, recomputation_arguments
 from sftplay.tasks.step.micro_batches import MicroBatcher
 
 
@@ -83,7 +84,7 @@ class RunSetup:
             "dataloader_pin_memory": train.dataloader_pin_memory,
             **self._device_arguments(),
             **self._intervals(has_held_out),
-            **train.extra,
+            **as_named_here(train.extra),
         }
 
     def _sizes(self) -> dict[str, Any]:
@@ -108,8 +109,7 @@ class RunSetup:
             "ddp_bucket_cap_mb": comm.bucket_cap_mb if several else None,
             "ddp_static_graph": comm.static_graph if several else None,
             "ddp_timeout": self.cfg.cluster.timeout,
-            "gradient_checkpointing": train.gradient_checkpointing,
-            "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.gradient_checkpointing else None,
+            **recomputation_arguments(recomputes=train.gradient_checkpointing),
         }
 
     def _intervals(self, has_held_out: bool) -> dict[str, Any]:

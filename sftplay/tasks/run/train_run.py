@@ -133,6 +133,7 @@ class TrainRun:
             callbacks=self.callbacks,
             step=StepSetup(
                 micro_batcher=setup.micro_batcher(),
+                loss_head=str(self.cfg.train.loss_head),
                 replay=Replay(self.cfg, self.folder) if replays else None,
                 heartbeat=self.heartbeat,
                 check_loss=self.bad_step.check_loss,

@@ -76,12 +76,18 @@ def find_label_head(model: Any) -> LabelHead | None:
     return head
 
 
-@torch.no_grad()
-def _agrees(model: Any, head: LabelHead) -> bool:
+def proof_rows(model: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and labels of two short rows, some of them without a label, where `model` is."""
     device = model.get_input_embeddings().weight.device
     ids = torch.arange(2 * PROOF_TOKENS, device=device).reshape(2, PROOF_TOKENS)
     labels = ids.clone()
     labels[0, : PROOF_TOKENS // 2] = IGNORE_INDEX
+    return ids, labels
+
+
+@torch.no_grad()
+def _agrees(model: Any, head: LabelHead) -> bool:
+    ids, labels = proof_rows(model)
     wide = model(input_ids=ids, labels=labels, use_cache=False).loss
     narrow = model(input_ids=ids, labels=labels, shift_labels=head.narrow(labels), use_cache=False).loss
     return bool(torch.isclose(wide.float(), narrow.float(), rtol=PROOF_TOLERANCE))

@@ -2,9 +2,8 @@
 
 The Trainer is given `per_device = effective / processes` and accumulation 1. `training_step` cuts the window into
 micro-batches; when memory runs out, it runs the same rows again in smaller ones. The mixin overrides `training_step`,
-`compute_loss` and, on a CPU, `_clip_grad_norm`, puts random numbers back behind `evaluate` and `_save_checkpoint`, and
-copies nothing of TRL's. It does so for SFT and CPT on one process or DDP. With FSDP and DeepSpeed, whose ranks
-communicate within every micro-batch, the Trainer accumulates and hands over one micro-batch at a time.
+`compute_loss` and, on a CPU, `_clip_grad_norm`, and puts random numbers back behind `evaluate` and `_save_checkpoint`.
+With FSDP and DeepSpeed, whose ranks communicate within every micro-batch, the Trainer accumulates.
 """
 
 from __future__ import annotations
@@ -57,6 +56,9 @@ class StepSetup:
     micro_batcher: MicroBatcher | None
     """How windows are cut; None: the Trainer accumulates."""
 
+    loss_head: str
+    """train.loss_head, decided."""
+
     replay: Replay | None = None
     """What happens when memory runs out for a window; None: the run ends."""
 
@@ -78,16 +80,20 @@ class Window(Base):
         self.last_windows: list[Batch] = []
         """The rows of this rank's last step."""
 
-        self._accumulated_step = -1
-        args, model = self.args, self.model
+        self._accumulated_step, args, model = -1, self.args, self.model
         # In fp16 DeepSpeed's own scaler skips steps that are not finite.
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not args.fp16 else None
         self._agreement = Agreement(args.device)
         self.held_out_labels_per_row = labels_per_row(named.get("eval_dataset"))
         self.eval_batches = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        plain_head = args.loss_type == "nll" and not args.use_liger_kernel and not args.label_smoothing_factor
-        self.label_head = find_label_head(base) if plain_head else None
+        narrows = step.loss_head == "standard" and not args.label_smoothing_factor
+        self.label_head = find_label_head(base) if narrows else None
+        if step.loss_head == "chunked":
+            from sftplay.tasks.step.chunked_head import put_chunked_head  # brings torch's DTensor
+
+            with self.accelerator.autocast():
+                put_chunked_head(base, proves=self.micro_batcher is not None)
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over all micro-batches of the window; the sum of their losses.
@@ -179,11 +185,7 @@ class Window(Base):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The sum of the label tokens' losses over `num_items_in_batch`.
-
-        Skips SFTTrainer's own version, which computes entropy and accuracy over all scores and gathers them across
-        processes three times a micro-batch.
-        """
+        """The sum of the label tokens' losses over `num_items_in_batch`, without TRL's entropy and accuracy."""
         inputs = {key: value for key, value in inputs.items() if key not in ("row", "_prediction_loss_only")}
         if model.training:
             return self._model_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)

@@ -1,0 +1,69 @@
+"""Names that other libraries have changed, as the installed releases know them.
+
+The kit's environment and unsloth's hold different releases, so a name is looked up in the library itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+WORD_OF_BEFORE = "gradient_checkpointing"
+
+PLAIN_RECOMPUTATION = {"use_reentrant": False}
+"""For `torch.utils.checkpoint`: the kind that goes with frozen weights and with DDP."""
+
+
+@cache
+def recomputation() -> str:
+    """The word for recomputing activations that is in the names of arguments and methods of transformers.
+
+    New releases call it activation_checkpointing, and warn of the word they had before.
+    """
+    from transformers import TrainingArguments
+
+    new = "activation_checkpointing"
+    return new if new in TrainingArguments.__dataclass_fields__ else WORD_OF_BEFORE
+
+
+def as_named_here(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a TrainingArguments by their names of today. It takes old names too, and passes over them beside a
+    new one."""
+    return {name.replace(WORD_OF_BEFORE, recomputation()): value for name, value in arguments.items()}
+
+
+def recomputation_arguments(*, recomputes: bool) -> dict[str, Any]:
+    """The arguments of a TrainingArguments that switch it on or off."""
+    word = recomputation()
+    return {word: recomputes, f"{word}_kwargs": dict(PLAIN_RECOMPUTATION) if recomputes else None}
+
+
+def is_recomputing(model: Any) -> bool:
+    """True when a model of transformers recomputes its activations; False for any other model."""
+    return bool(getattr(model, f"is_{recomputation()}", False))
+
+
+@contextmanager
+def nothing_recomputed(model: Any) -> Iterator[None]:
+    """The model without recomputation, which a cache does not go with; switched on again afterwards if it was on."""
+    word = recomputation()
+    was_on = is_recomputing(model)
+    if was_on:
+        getattr(model, f"{word}_disable")()
+    try:
+        yield
+    finally:
+        if was_on:
+            getattr(model, f"{word}_enable")(**{f"{word}_kwargs": dict(PLAIN_RECOMPUTATION)})
+
+
+def hub_client() -> ModuleType:
+    """The library by which the hub's client speaks HTTP, for its classes of errors: httpx or httpx2."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    error = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return sys.modules[error.__module__.partition(".")[0]]

@@ -1,0 +1,32 @@
+"""What may differ between a run and its resume."""
+
+from __future__ import annotations
+
+import pytest
+
+from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
+
+VAL, TEST = "data.val_path=v.jsonl", "data.test_path=t.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "refused"),
+    [
+        ([], "train.learning_rate=1e-3", ["train.learning_rate"]),
+        ([], "logging.steps=7", []),
+        ([], "run_name=other", []),
+        # Rows that are only measured on may come from another file. Where they come from no file any more, or from one
+        # for the first time, other rows are left to train on.
+        ([VAL], "data.val_path=other.jsonl", []),
+        ([TEST], "data.test_path=other.jsonl", []),
+        ([], VAL, ["data.val_path"]),
+        ([VAL], "data.val_path=null", ["data.val_path"]),
+        # They decide where they choose the checkpoint, end the run, or take rows out of the training.
+        ([VAL, "train.best_metric=loss"], "data.val_path=other.jsonl", ["data.val_path"]),
+        ([VAL, "train.early_stopping=2"], "data.val_path=other.jsonl", ["data.val_path"]),
+        ([VAL, "data.leaks=drop"], "data.val_path=other.jsonl", ["data.val_path"]),
+    ],
+)
+def test_what_changes_neither_rows_nor_weights_may_differ(load, before, change, refused):
+    old, new = (values_that_decide_weights(load("", *overrides)) for overrides in (before, [*before, change]))
+    assert [key for key, _, _ in differences(old, new)] == refused
