@@ -64,7 +64,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture process inspect render style train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -153,6 +153,8 @@ memory-check: $(READY) ## who holds which memory, planned and real (WATCH=1, JSO
 	@$(SFTPLAY) memory-check $(WHICH) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
 doctor: $(READY) ## what would go wrong here, with remedies (CONFIG=, FAST=1 asks neither torch nor the network, JSON=1)
 	@$(SFTPLAY) doctor $(WHICH) $(call switch,--fast,FAST) $(JSONFLAG) $(WORDS)
+gpu-check: $(READY) ## try here what the kit promises; a table and a file for a report (FAST=1 minutes, OUT=folder)
+	@$(SFTPLAY) gpu-check $(call switch,--fast,FAST) $(OUTPUT) $(JSONFLAG) $(WORDS)
 report: $(READY) ## write report.html of a run: CONFIG= (RUN=)
 	@$(SFTPLAY) report $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 compare: $(READY) ## two runs side by side: RUN_A= RUN_B= (JSON=1)

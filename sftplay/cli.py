@@ -66,6 +66,7 @@ VERBS = {
     "memory-check": ("sftplay.commands.look.machine", "memory_check", "who holds which memory, planned and real"),
     "comm-check": ("sftplay.commands.scale.comm_check", "comm_check", "how fast processes exchange gradients here"),
     "doctor": ("sftplay.commands.look.machine", "doctor", "what would go wrong here, and what to do about it"),
+    "gpu-check": ("sftplay.commands.look.gpu_check", "gpu_check", "try what the kit promises on this machine's GPUs"),
     "matrix": ("sftplay.commands.scale.cluster", "matrix", "what goes together: tuning mode, strategy, precision"),
     "setup-accelerate": (
         "sftplay.commands.scale.cluster",
@@ -78,7 +79,7 @@ VERBS = {
 
 WITHOUT_CONFIG = (
     "demo", "init", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
-    "memory-check", "doctor", "check", "comm-check", "matrix", "setup-accelerate",
+    "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate",
 )  # fmt: skip
 """Verbs that run without --config."""
 

@@ -18,6 +18,12 @@ ACCELERATE: Flags = {
     "--interactive": {"action": "store_true", "help": "let accelerate ask its own questions"},
 }
 
+GPU_CHECK: Flags = {
+    "--fast": {"action": "store_true", "help": "leave out the measurements of memory and speed"},
+    "--out": {"type": PATH, "default": "outputs", "help": "the folder for gpu-check.json and gpu-check.md"},
+    "--only": {"default": "", "help": "only checks whose name contains one of these words, with commas"},
+}
+
 LAUNCH: Flags = {
     "--dry-run": {"action": "store_true", "help": "print the command, start nothing"},
     "--nproc": {"default": None, "help": "processes on this node; `gpu` means one per GPU"},
@@ -71,6 +77,7 @@ def flags_of(verb: str) -> Flags:
         "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
         "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
         "setup-accelerate": ACCELERATE,
+        "gpu-check": GPU_CHECK,
         "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
     }
     return special.get(verb, {})

@@ -76,6 +76,13 @@ def test_a_layout_added_by_the_page_is_read(tiny_llama: Path, tmp_path: Path):
     assert "better than" in printed.split("}")[-1]
 
 
+def test_a_check_added_by_the_page_is_a_row_of_the_table(tmp_path: Path):
+    copy, printed = carry_out("A check", tmp_path, tmp_path)
+    (row,) = json.loads((copy / "outputs" / "gpu-check.json").read_text())["rows"]
+    assert (row["name"], row["state"]) == ("facts: enough cores", "ok")
+    assert row["figure"] in printed
+
+
 @pytest.mark.parametrize("name", ["numbers_task.py", "debate_layout.py"])
 def test_the_examples_are_short(name: str):
     assert len((ROOT / "tests" / "extending" / name).read_text().splitlines()) < 60

@@ -75,6 +75,7 @@ def doctor(args: Namespace) -> int:
         for each in findings:
             log.show(each.as_text())
         log.show(", ".join(f"{n} {level}" for level, n in counts.items()))
+        log.show("`make gpu-check` then tries here what the kit promises, and writes a file to attach to a report")
     return MachineError.exit_code if counts["stop"] else 0
 
 

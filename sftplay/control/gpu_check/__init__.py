@@ -1,0 +1,1 @@
+"""The checks of `make gpu-check`, by subject: what the kit promises, tried on this machine."""
