@@ -222,3 +222,13 @@ def test_a_mixture_of_experts_is_said_to_be_unmodelled():
     shape = find_shape("mistralai/Mixtral-8x7B-v0.1")
     assert shape.experts == 8
     assert any("mixture of experts" in words for words in shape.unmodelled)
+
+
+@pytest.mark.parametrize("uses", [True, False])
+def test_a_window_that_the_config_switches_off_is_none(uses):
+    # Published Qwen2 and Qwen2.5 have a sliding_window and do not use it.
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 160}  # fmt: skip
+    config = {"model_type": "qwen2", **sizes, "sliding_window": 8, "use_sliding_window": uses}
+    library = AutoConfig.for_model(**config)
+    assert shape_from_config(config, name="x").sliding_window == library.sliding_window == (8 if uses else None)
