@@ -215,7 +215,7 @@ def build_ours(cfg: RunConfig, scratch: Path, clock: Clock) -> Any:
             held_out=None,
             arguments={**setup.arguments(has_held_out=False), **nothing_kept},
             callbacks=[clock],
-            step=StepSetup(micro_batcher=setup.micro_batcher()),
+            step=StepSetup(micro_batcher=setup.micro_batcher(), loss_head=str(cfg.train.loss_head)),
         )
     )
 

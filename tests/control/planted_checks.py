@@ -46,7 +46,7 @@ def cannot(_: Place) -> str:
 
 CHECKS = (
     Check(name="well before", run=well),
-    Check(name="hangs", run=hangs, limit_s=2.0),
+    Check(name="hangs", run=hangs, limit_s=1.0),
     Check(name="dies", run=dies),
     Check(name="runs out", run=runs_out),
     Check(name="breaks", run=breaks),

@@ -13,6 +13,7 @@ import planted_checks
 import pytest
 import torch
 from processes import is_alive
+from safetensors.torch import save_file
 
 from sftplay.commands.look import gpu_check
 from sftplay.control.gpu_check import facts, fault, memory, recovery, runs, several_processes, speed
@@ -66,7 +67,7 @@ def test_a_check_that_hangs_dies_or_runs_out_of_memory_leaves_the_others_alone(
     states = {name: (row["state"], row["why"]) for name, row in rows.items()}
     assert states == {
         "well before": ("ok", ""),
-        "hangs": ("failed", "no end within 2 s"),
+        "hangs": ("failed", "no end within 1 s"),
         "dies": ("failed", "killed by SIGKILL, as the kernel does where memory runs out"),
         "runs out": ("failed", "ended with code 1: MemoryError: no room for 2 GiB"),
         "breaks": ("failed", "3 is not 4"),
@@ -188,6 +189,25 @@ def test_other_kernels_that_begin_elsewhere_or_end_elsewhere_fail(place: Place, 
             continue
         with pytest.raises(Broken, match=problem):
             runs.same_with(place, changes={}, precision="fp32")
+
+
+def test_losses_are_compared_step_by_step_and_one_that_is_not_finite_is_a_failure():
+    assert kit.losses_apart([2.0, 1.1], [2.0, 1.0]) == pytest.approx(0.1)
+    for odd, problem in (([2.0], "1 steps beside 2"), ([2.0, float("nan")], "not finite")):
+        with pytest.raises(Broken, match=problem):
+            kit.losses_apart(odd, [2.0, 1.0])
+
+
+def test_weights_apart_is_the_norm_of_the_difference_over_the_norm(tmp_path: Path):
+    runs = []
+    for n, last in enumerate((4.0, 4.5)):
+        run = kit.write_run(tmp_path, f"run-{n}")
+        (run.folder.path / "adapter").mkdir(parents=True)
+        weights = {"a": torch.tensor([3.0]), "b": torch.tensor([last])}
+        save_file(weights, run.folder.path / "adapter" / "adapter_model.safetensors")
+        runs.append(run)
+    assert kit.weights_apart(runs[1], runs[0]) == pytest.approx(0.5 / (9 + 4.5**2) ** 0.5)
+    assert kit.weights_apart(runs[0], runs[0]) == 0.0
 
 
 @pytest.mark.parametrize(

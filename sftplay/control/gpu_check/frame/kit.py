@@ -6,6 +6,7 @@ Runs train the built-in tiny model on a part of the demo's rows.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -159,10 +160,12 @@ def losses_apart(one: list[float], two: list[float]) -> float:
     """The largest difference between the losses of the same steps, as a share.
 
     Raises:
-        Broken: they are not of as many steps.
+        Broken: they are not of as many steps, or not finite.
     """
     if len(one) != len(two) or not one:
         raise Broken(f"{len(one)} steps beside {len(two)}")
+    if not all(map(math.isfinite, (*one, *two))):
+        raise Broken("a loss is not finite")
     return max(abs(a - b) / abs(b) for a, b in zip(one, two, strict=True))
 
 
