@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +29,7 @@ from sftplay.errors import ConfigError
 from sftplay.machine.gpu import Gpu
 from sftplay.machine.probe import Machine
 from sftplay.machine.torch_build import TorchBuild
+from sftplay.signals import STOP_SIGNALS
 
 HERE = Path(__file__).parent
 CPU = Machine(
@@ -108,6 +112,26 @@ def test_a_folder_that_cannot_hold_the_table_is_refused_before_the_first_check(
     monkeypatch.setattr("sftplay.atomic.os.fsync", refuse)
     with pytest.raises(PermissionError):
         gpu_check.run_table(Namespace(**{**vars(args), "out": str(tmp_path / "new")}), list(CHECKS), module="")
+
+
+def test_a_stop_signal_ends_it_with_its_code_and_leaves_nothing_but_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def stop_here(*_: Any, note: Any, **__: Any) -> None:
+        note(Row(name="one", state="ok"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    monkeypatch.setattr(gpu_check, "conduct", stop_here)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    try:
+        assert gpu_check.gpu_check(Namespace(only="", out=str(tmp_path), fast=True, json=False)) == 143
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-check.json", "gpu-check.md"]
+    assert "stopped by SIGTERM" in capsys.readouterr().out
 
 
 def refuse(*_: Any) -> None:

@@ -14,11 +14,21 @@ from sftplay.control.gpu_check.frame.conduct import Row, conduct
 from sftplay.control.gpu_check.frame.table import JSON_FILE, MARKDOWN_FILE, STATES, Table
 from sftplay.errors import ConfigError, RunError, nearest_names
 from sftplay.machine.probe import probe
+from sftplay.signals import StopAtOnce, Stopped
 
 
 def gpu_check(args: Namespace) -> int:
-    """`gpu-check`: a row for each check on the screen and in both files; code 5 when one has failed."""
-    return run_table(args, list(checks.CHECKS), module=checks.__name__)
+    """`gpu-check`: a row for each check on the screen and in both files; code 5 when one has failed.
+
+    A stop signal ends the check that runs and removes what it has written. The rows so far stay.
+    """
+    stop = StopAtOnce()
+    stop.install()
+    try:
+        return run_table(args, list(checks.CHECKS), module=checks.__name__)
+    except Stopped as signal:
+        log.show(f"stopped by {signal}; the rows so far are in {args.out}")
+        return 128 + stop.received
 
 
 def run_table(args: Namespace, table: list[Check], *, module: str) -> int:

@@ -65,7 +65,7 @@ def run_apart(check: Check, folder: Path, *, module: str, shared: Path) -> Row:
     argv = [sys.executable, "-m", ROW, module, check.name, str(folder), str(shared)]
     began = time.monotonic()
     with (folder / OUTPUT).open("wb") as output:
-        process = popen_tied(argv, output=output)
+        process = popen_tied(argv, output=output, env={"TMPDIR": str(folder)})  # what a killed check leaves goes too
         try:
             code: int | None = process.wait(check.limit_s)
         except subprocess.TimeoutExpired:
