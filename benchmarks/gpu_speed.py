@@ -259,7 +259,7 @@ def build_trl(cfg: RunConfig, scratch: Path, clock: Clock) -> Any:
             learning_rate=RATE,
             lr_scheduler_type="cosine",
             max_length=cfg.model.max_seq_len,
-            gradient_checkpointing=cfg.train.gradient_checkpointing,
+            activation_checkpointing=cfg.train.gradient_checkpointing,
             optim="adamw_torch_fused",
             train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},

@@ -152,7 +152,7 @@ def run_cli(work: Path, out: Path, env: dict[str, str]) -> Measured:
         "bf16": False, "use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": "all-linear",
         "assistant_only_loss": True, "per_device_train_batch_size": MICRO_BATCH, "num_train_epochs": 1,
         "gradient_accumulation_steps": STEP_ROWS // MICRO_BATCH, "learning_rate": 1e-3, "max_length": MAX_LENGTH,
-        "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
+        "activation_checkpointing": False, "save_strategy": "no", "report_to": "none",
         "datasets": [{"path": "json", "data_files": str(work / "rows.jsonl"), "split": "train"}],
     }  # fmt: skip
     config.write_text(json.dumps(values))

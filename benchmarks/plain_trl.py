@@ -56,7 +56,7 @@ trainer = SFTTrainer(
         max_length=MAX_LENGTH,
         assistant_only_loss=True,
         packing=layout == "packed",
-        gradient_checkpointing=False,
+        activation_checkpointing=False,
         optim="adamw_torch_fused",
         train_sampling_strategy="sequential",
         logging_steps=1,
