@@ -316,3 +316,10 @@ def test_as_many_processes_as_gpus_but_a_power_of_two_that_divides_a_step():
     counts = {n: several_processes.processes(replace(CPU, gpus=(CARD,) * n)) for n in (1, 2, 3, 6, 8, 40)}
     assert counts == {1: 1, 2: 2, 3: 2, 6: 4, 8: 8, 40: 16}
     assert all(16 % n == 0 for n in counts.values())
+
+
+def test_a_measurement_that_leaves_no_file_is_a_failure_and_nothing_else(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "run_script", lambda *_: None)
+    for check in (memory.planned_beside_held, memory.planned_beside_resident):
+        with pytest.raises(Broken, match="was not written"):
+            check(place)

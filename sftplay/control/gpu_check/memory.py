@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sftplay.control.gpu_check.frame.check import NEEDS_GPU, Broken, Check, NotPossible, Place, a_gpu
+from sftplay.control.gpu_check.frame.check import NEEDS_GPU, Broken, Check, Place, a_gpu
 from sftplay.control.gpu_check.frame.kit import run_script
 from sftplay.machine.probe import Machine
 from sftplay.units import format_bytes
@@ -66,7 +66,7 @@ def planned_beside_resident(place: Place) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise NotPossible(f"{path.name} was not written")
+        raise Broken(f"{path.name} was not written")
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
