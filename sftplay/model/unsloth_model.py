@@ -18,7 +18,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.releases import recomputation
 from sftplay.model.adapter import check_names, describe_parameters, make_trainable_fp32, target_paths
-from sftplay.model.failures import announce_trust, explain_failure, refusing
+from sftplay.model.failures import announce_trust, explain_failure, no_memory, refusing
 from sftplay.model.hub import check_reachable, first_line, quieten_hub
 from sftplay.model.weights import frozen_dtype, keep_four_bit_exact
 
@@ -94,7 +94,8 @@ def adapt_by_unsloth(model: Any, cfg: RunConfig) -> Any:
         )
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         what = f"unsloth cannot put this adapter on the model ({first_line(error)})"
-        raise ConfigError(what, where="tuning.lora", fix="change tuning.lora, or write tuning.backend: bnb") from error
+        refusal = ConfigError(what, where="tuning.lora", fix="change tuning.lora, or write tuning.backend: bnb")
+        raise (no_memory(error) or refusal) from error
     found = {name for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A")}
     if found != wanted:
         other = sorted(found ^ wanted)
