@@ -41,6 +41,8 @@ def put_chunked_head(model: Any, *, proves: bool) -> None:
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise _refusal("the adapter has a pair on the output head, which a loss in chunks passes over")
     whole, config = model.forward, model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise _refusal("the model adds a loss of its router, which a loss in chunks leaves out")
 
     @functools.wraps(type(model).forward)  # generate() looks at its signature
     def forward(self: Any, *given: Any, labels: Any = None, num_items_in_batch: Any = None, **named: Any) -> Any:
