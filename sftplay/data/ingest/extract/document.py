@@ -62,7 +62,7 @@ def need(*modules: str, kind: str) -> None:
         raise MachineError(f"{kind} documents need {', '.join(lacking)}", fix="make install EXTRAS=ingest")
 
 
-def heading(text: str, level: int, page: int | None = None) -> Block:
+def heading(text: str, level: int, *, page: int | None = None) -> Block:
     """A heading's block."""
     level = min(max(level, 1), 6)
     return Block(f"{'#' * level} {' '.join(text.split())}", "heading", level, page)
