@@ -15,6 +15,9 @@ SUFFIXES = {
     ".text": "txt",
     ".md": "md",
     ".markdown": "md",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "html",
 }
 """File name ending -> kind; what a walk over a folder takes as documents."""
 
@@ -67,6 +70,10 @@ def kind_of(path: Path, head: bytes) -> str:
 
 def reader_of(kind: str) -> Callable[[Path, str], Extracted]:
     """The function that reads a kind."""
+    if kind == "html":
+        from sftplay.data.ingest.extract.markup.page import read_page
+
+        return read_page
     if kind == "md":
         from sftplay.data.ingest.extract.text.markdown import read_markdown
 
