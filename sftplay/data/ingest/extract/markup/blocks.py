@@ -63,7 +63,9 @@ def _add(element: Any, out: list[Block]) -> None:
         _add_definitions(element, out)
     elif tag == "blockquote":
         inner = blocks_of(element)
-        out += [Block(_prefix(block.text, "> ", "> "), "paragraph") if not block.level else block for block in inner]
+        out += [
+            Block(_prefix(block.text, "> ", others="> "), "paragraph") if not block.level else block for block in inner
+        ]
     else:
         _walk(element, out)
 
@@ -86,12 +88,12 @@ def _list_text(element: Any) -> str:
     for item in element:
         if item.tag in LISTS:  # not allowed, but frequent: a list directly in a list belongs to the item before
             inner = _list_text(item)
-            lines += [_prefix(inner, "  ", "  ")] if inner else []
+            lines += [_prefix(inner, "  ", others="  ")] if inner else []
         elif isinstance(item.tag, str) and item.tag not in DROPPED:
             inner = _joined(blocks_of(item))
             if inner:
                 marker = f"{number}. " if element.tag == "ol" else "- "
-                lines.append(_prefix(inner, marker, " " * len(marker)))
+                lines.append(_prefix(inner, marker, others=" " * len(marker)))
                 number += 1
     return "\n".join(lines)
 
@@ -104,7 +106,7 @@ def _joined(blocks: list[Block]) -> str:
     return text
 
 
-def _prefix(text: str, first: str, others: str) -> str:
+def _prefix(text: str, first: str, *, others: str) -> str:
     lines = text.split("\n")
     return "\n".join([first + lines[0], *((others + line).rstrip() for line in lines[1:])])
 

@@ -44,7 +44,7 @@ def cells_of(row: Any) -> list[Any]:
 
 def is_layout(table: Any) -> bool:
     """Whether a table only places things on a page: it has one column, is marked so, or holds headings."""
-    widths = [sum(_span(cell, "colspan", MOST_COLUMNS) for cell in cells_of(row)) for row in own_rows(table)]
+    widths = [sum(_span(cell, "colspan", most=MOST_COLUMNS) for cell in cells_of(row)) for row in own_rows(table)]
     if max(widths, default=0) <= 1 or table.get("role") in ("presentation", "none"):
         return True
     return any(element.tag in HEADINGS for element in table.iter())
@@ -60,7 +60,7 @@ def grid_of(table: Any, text_of: Callable[[Any], str]) -> list[list[str]]:
         for cell in cells_of(row):
             _fill(line, hanging)
             text = text_of(cell)
-            rows, columns = _span(cell, "rowspan", MOST_ROWS_SPANNED), _span(cell, "colspan", MOST_COLUMNS)
+            rows, columns = _span(cell, "rowspan", most=MOST_ROWS_SPANNED), _span(cell, "colspan", most=MOST_COLUMNS)
             for place in range(columns):
                 shown = "" if place else text
                 if rows > 1:
@@ -85,6 +85,6 @@ def _fill(line: list[str], hanging: dict[int, tuple[int, str]]) -> None:
         line.append(text)
 
 
-def _span(cell: Any, name: str, most: int) -> int:
+def _span(cell: Any, name: str, *, most: int) -> int:
     digits = (cell.get(name) or "1").strip()
     return min(max(int(digits), 1), most) if digits.isdecimal() and len(digits) < 6 else 1
