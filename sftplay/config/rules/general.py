@@ -13,9 +13,10 @@ from sftplay.config.explain.trl_arguments import sft_config_fields, unfit
 from sftplay.config.read.layers import is_overlong
 from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
+from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.keys import all_keys, path_keys
+from sftplay.config.schema.keys import keys_in, path_keys
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.units import parse_seconds
@@ -41,7 +42,7 @@ def notes(cfg: RunConfig) -> list[str]:
     a resolved file is reported, because it writes down every key.
     """
     origins = cfg.origins
-    if set(origins) >= set(all_keys()):
+    if set(origins) >= {key for key, _ in keys_in(cfg)}:
         return []
     return [
         f"{origins[key]} {key} has no effect: {reason}"
@@ -57,7 +58,7 @@ def _is_deliberate(origin: str, decider: str | None) -> bool:
 def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
     mode, train = cfg.tuning.mode, cfg.train
-    for key in all_keys():
+    for key, _ in keys_in(cfg):
         if key.startswith("tuning.lora.") and mode == "full":
             yield key, "tuning.mode", "tuning.mode full trains no adapter"
         if key in ("tuning.quant_type", "tuning.double_quant") and mode != "qlora":
@@ -72,7 +73,8 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.epochs", "train.max_steps", f"train.max_steps {train.max_steps} ends the run"
     if train.lr_scheduler == "constant":
         yield "train.warmup_ratio", "train.lr_scheduler", "the schedule constant has no warm-up"
-    yield from idle_data_keys(cfg.data)
+    yield from idle_data_keys(cfg)
+    yield from idle_cpt_keys(cfg)
 
 
 def _has_one_process(train: TrainConfig) -> bool:
@@ -116,7 +118,7 @@ def _held_out(cfg: RunConfig) -> Iterator[Violation]:
     if data.val_path is not None and data.split is not None:
         what = f"{data.split:g} is given, but data.val_path names the held-out rows already"
         yield Violation(("data.split", "data.val_path"), what, fix="remove one of the two")
-    if data.val_path is not None or data.split != 0:
+    if data.val_path is not None or (has_held_out(cfg) if cfg.datasets else data.split != 0):
         return
     for key in ("train.best_metric", "train.early_stopping", "train.eval_steps", "eval.before", "eval.after"):
         if cfg.value_of(key):
@@ -197,7 +199,7 @@ def _extra(cfg: RunConfig) -> Iterator[Violation]:
 
 def _characters(cfg: RunConfig) -> Iterator[Violation]:
     """No path, name or text can hold a NUL or half of a character: files, processes and tokenizers refuse both."""
-    for key in all_keys():
+    for key, _ in keys_in(cfg):
         for place, text in _texts_in(cfg.value_of(key), key):
             if "\0" in text:
                 yield Violation((place,), "holds a NUL character", fix="remove it")
@@ -237,7 +239,7 @@ def _texts(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("run_name",), "'latest' always points at the newest run", fix="choose another name")
     if name == ".set-aside":
         yield Violation(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
-    for key, field in all_keys().items():
+    for key, field in keys_in(cfg):
         value = cfg.value_of(key)
         if isinstance(value, str) and not value.strip() and key != "data.delimiter":
             yield Violation((key,), "is empty", fix="give it a value, or leave the key out")
@@ -252,7 +254,7 @@ def _texts(cfg: RunConfig) -> Iterator[Violation]:
 
 
 def _homes(cfg: RunConfig) -> Iterator[Violation]:
-    for key in path_keys():
+    for key in path_keys(cfg):
         value = cfg.value_of(key)
         if isinstance(value, str) and value.startswith("~"):
             what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
@@ -291,5 +293,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _rate_scaling,
     _extra,
     broken_data_rules,
+    broken_cpt_rules,
     broken_cluster_rules,
 )

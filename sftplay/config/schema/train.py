@@ -44,7 +44,8 @@ class TrainConfig(Section):
     """Number of optimizer steps. None means that epochs decides."""
 
     learning_rate: NotNegative | Auto = "auto"
-    """Peak learning rate. auto: 2e-4 for lora and qlora, 1e-5 for full."""
+    """Peak learning rate. auto: 1e-5 for full; for lora and qlora 2e-4, and 1e-4 on documents (task modes cpt and
+    cpt_mixed)."""
 
     lr_scaling: Scaling = "none"
     """Scale learning_rate with the effective batch size: linear by effective_batch_size / lr_batch_size, sqrt by its
