@@ -72,6 +72,9 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.epochs", "train.max_steps", f"train.max_steps {train.max_steps} ends the run"
     if train.lr_scheduler == "constant":
         yield "train.warmup_ratio", "train.lr_scheduler", "the schedule constant has no warm-up"
+    if train.lr_scheduler != "warmup_stable_decay":
+        reason = f"the schedule {train.lr_scheduler} has no stable part that it could end"
+        yield "train.decay_ratio", "train.lr_scheduler", reason
     yield from idle_data_keys(cfg.data)
 
 
@@ -109,6 +112,22 @@ def _rate_scaling(cfg: RunConfig) -> Iterator[Violation]:
     if train.learning_rate == "auto":
         what = f"{train.lr_scaling} scales a rate that you have found, but train.learning_rate is auto"
         yield Violation((scaling, "train.learning_rate"), what, fix=f"give train.learning_rate, or remove {scaling}")
+
+
+def _schedule(cfg: RunConfig) -> Iterator[Violation]:
+    train, scheduler = cfg.train, "train.lr_scheduler"
+    falls_late = train.lr_scheduler == "warmup_stable_decay"
+    if falls_late and train.warmup_ratio + train.decay_ratio > 1:
+        what = f"{train.decay_ratio:g} and train.warmup_ratio {train.warmup_ratio:g} are more than all steps"
+        fix = f"write train.decay_ratio: {1 - train.warmup_ratio:g}, or less"
+        yield Violation(("train.decay_ratio", "train.warmup_ratio", scheduler), what, fix=fix)
+    if train.min_lr_ratio and train.lr_scheduler not in ("cosine", "warmup_stable_decay"):
+        what = f"{train.min_lr_ratio:g} is given, but {scheduler} {train.lr_scheduler} has no lowest rate"
+        fix = f"write {scheduler}: cosine or warmup_stable_decay, or remove train.min_lr_ratio"
+        yield Violation(("train.min_lr_ratio", scheduler), what, fix=fix)
+    if "lr_scheduler_kwargs" in train.extra and (falls_late or train.min_lr_ratio):
+        what = "the kit sets it from train.decay_ratio and train.min_lr_ratio"
+        yield Violation(("train.extra.lr_scheduler_kwargs", scheduler), what, fix="write these two keys in its place")
 
 
 def _held_out(cfg: RunConfig) -> Iterator[Violation]:
@@ -289,6 +308,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _limits,
     _static_graph,
     _rate_scaling,
+    _schedule,
     _extra,
     broken_data_rules,
     broken_cluster_rules,
