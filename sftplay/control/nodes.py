@@ -17,8 +17,8 @@ from typing import Any
 
 from sftplay import __version__, log
 from sftplay.config.load import load_config
-from sftplay.config.rules.resume_keys import flatten
 from sftplay.config.rules.data import row_paths
+from sftplay.config.rules.resume_keys import flatten
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
 from sftplay.control.start import build_command, read_scale

@@ -34,6 +34,8 @@ _NAMES: dict[str, str] = {
     "train.learning_rate": "lr",
     "train.lr_scheduler": "lr_scheduler_type scheduler",
     "train.warmup_ratio, the share of all steps": "warmup_steps num_warmup_steps",
+    "train.decay_ratio, the share of all steps": "decay_steps num_decay_steps lr_decay_steps cooldown_steps",
+    "train.min_lr_ratio, the share of the peak rate": "min_lr min_lr_rate cosine_min_lr_ratio",
     "train.optim": "optimizer optimizer_type",
     "train.max_grad_norm": "gradient_clipping clip_grad_norm grad_clip",
     # memory and numbers
