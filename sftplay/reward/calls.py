@@ -103,13 +103,10 @@ class RewardCall:
         self._process.start()
         theirs.close()
         self._pipe = ours
-        kind, answer = ours.recv() if ours.poll(START_S) else ("raised", f"did not start within {START_S:g} s")
-        if kind == "refused":
+        refusal = ours.recv() if ours.poll(START_S) else TimeoutError(f"did not start within {START_S:g} s")
+        if refusal is not None:
             self.close()
-            raise answer
-        if kind == "raised":
-            self.close()
-            raise OSError(answer)
+            raise refusal
         return ours
 
 
@@ -149,9 +146,9 @@ def _serve(pipe: Connection, use: str, options: dict[str, Any], parent: int) -> 
     try:
         function = load_reward(use, options)
     except SftplayError as error:
-        pipe.send(("refused", error))
+        pipe.send(error)
         return
-    pipe.send(("ready", None))
+    pipe.send(None)
     while True:
         try:
             completions, columns = pipe.recv()

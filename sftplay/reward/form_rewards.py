@@ -61,7 +61,7 @@ def has_length(
 def not_overlong(
     completions: Sequence[Completion], *, most: int, soft: int, completion_ids: Any = None, **_: Any
 ) -> list[float]:
-    """0 up to `most` - `soft` tokens, then falling in a line to -1 at `most`; -1 beyond (DAPO, arXiv 2503.14476, eq. 13).
+    """0 up to `most` - `soft` tokens, falling in a line to -1 at `most`, -1 beyond (DAPO, arXiv 2503.14476, eq. 13).
 
     >>> not_overlong(["a a", "a a a", "a a a a", "a a a a a"], most=4, soft=2)
     [0.0, -0.5, -1.0, -1.0]

@@ -1,6 +1,6 @@
-"""Rewards for mathematics: the answer of a completion found and compared, numbers by ourselves, the rest by math-verify.
+"""A reward for mathematics: a completion's answer is found and compared, numbers by ourselves, formulas by math-verify.
 
-A parser of formulas can be made to run for ever: the reward runs where a deadline ends it (`reward.process`).
+A parser of formulas can be made to run for ever: the reward runs where a deadline ends it (`reward.calls`).
 """
 
 from __future__ import annotations

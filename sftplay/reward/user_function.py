@@ -29,7 +29,7 @@ def load_function(name: str, *, where: str = "rewards") -> RewardFunction:
     place, _, function_name = name.rpartition(":")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # noqa: BLE001 - a border to the user's code
+    except Exception as error:
         what = f"{place!r} cannot be imported: {type(error).__name__}: {error}"
         raise ConfigError(
             what, where=where, fix="name a Python file (path.py:function) or an installed module"
@@ -42,7 +42,7 @@ def load_function(name: str, *, where: str = "rewards") -> RewardFunction:
             where=where,
             fix=f"it has {', '.join(known) or 'no function at all'}",
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _from_file(path: Path) -> Any:
@@ -50,7 +50,8 @@ def _from_file(path: Path) -> Any:
         raise FileNotFoundError(f"no file {str(path)!r}")
     name = f"sftplay_user_reward_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look modules up there
     spec.loader.exec_module(module)
