@@ -684,6 +684,16 @@ TABLE: dict[str, Check] = {
     "train.learning_rate": pair(lambda run: group(run)["initial_lr"], 0.01, 0.5),
     "train.lr_scheduler": pair(lambda run: rates(run)[-2:], cosine(4)[-2:], [round(2 / 3, 6), round(1 / 3, 6)]),
     "train.warmup_ratio": pair(lambda run: rates(run)[:2], cosine(4)[:2], [0.0, round(1 / 3, 6)]),
+    # Of 4 steps: the last 2, by 1 - sqrt(progress), or the last alone.
+    "train.decay_ratio": each(
+        "train__decay_ratio",
+        rates,
+        {0.5: [1.0, 1.0, 1.0, round(1 - 0.5**0.5, 6)], 0.25: [1.0] * 4},
+        train__lr_scheduler="warmup_stable_decay",
+    ),
+    "train.min_lr_ratio": each(
+        "train__min_lr_ratio", rates, {0.0: cosine(4), 0.1: [round(0.1 + 0.9 * share, 6) for share in cosine(4)]}
+    ),
     "train.weight_decay": pair(lambda run: group(run)["weight_decay"], 0.0, 0.3),
     "train.max_grad_norm": pair(arg("max_grad_norm"), 1.0, 0.7),
     "train.effective_batch_size": pair(lambda run: len(window(run)["row"]), 8, 12),

@@ -84,15 +84,15 @@ def load_examples(
             training row keeps a token to learn.
     """
     split = DEFAULT_SPLIT if cfg.data.split is None else cfg.data.split
-    inputs = [Input(cfg.data.train_path, split)]
+    inputs = [Input(cfg.rows_path, split)]
     if cfg.data.val_path:
-        inputs = [Input(cfg.data.train_path, 0.0), Input(cfg.data.val_path, 1.0)]
+        inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
     if len(examples.train):
         note_lengths(cfg, examples.report)
     if not len(examples.train) and examples.report["files"] != checked:
-        raise _nothing_to_learn(cfg.data.train_path, examples.report)
+        raise _nothing_to_learn(cfg.rows_path, examples.report)
     _check_loss(cfg, examples.report["sources"].get("train"))
     return examples
 
@@ -153,7 +153,7 @@ def _check_loss(cfg: RunConfig, train: Mapping[str, Any] | None) -> None:
     raise DataError(
         f"{train['lost_to_cut_share']:.0%} of the tokens to learn lie behind the cut at {cfg.model.max_seq_len:,}"
         f" tokens; the longest row has {train['longest_tokens']:,}",
-        where=cfg.data.train_path,
+        where=cfg.rows_path,
         fix=f"write model.max_seq_len: {train['tokens_that_keep_99_percent']}, which keeps 99 % of the rows whole;"
         " or data.too_long: drop, or truncate where the cut is meant",
     )

@@ -34,6 +34,21 @@ REFUSED = {
         "10 is no multiple of train.eval_steps 20, which train.early_stopping needs",
         "write 20",
     ),
+    "train: {lr_scheduler: warmup_stable_decay, warmup_ratio: 0.5, decay_ratio: 0.75}": (
+        "train.decay_ratio",
+        "0.75 and train.warmup_ratio 0.5 are more than all steps",
+        "write train.decay_ratio: 0.5, or less",
+    ),
+    "train: {lr_scheduler: linear, min_lr_ratio: 0.1}": (
+        "train.min_lr_ratio",
+        "0.1 is given, but train.lr_scheduler linear has no lowest rate",
+        "cosine or warmup_stable_decay",
+    ),
+    "train: {min_lr_ratio: 0.1, extra: {lr_scheduler_kwargs: {num_cycles: 1}}}": (
+        "train.extra.lr_scheduler_kwargs",
+        "the kit sets it from train.decay_ratio and train.min_lr_ratio",
+        "these two keys",
+    ),
     "logging: {backend: []}": ("logging.backend", "the list is empty", "write logging.backend: none"),
     "logging: {backend: [wandb, wandb]}": ("logging.backend", "wandb is listed twice", "list it once"),
     "eval: {metrics: [chrf, chrf]}": ("eval.metrics", "chrf is listed twice", "list it once"),
@@ -173,6 +188,13 @@ def test_epochs_beside_max_steps_and_warm_up_without_one_are_noted(load):
         "run.yaml:1 train.epochs has no effect: train.max_steps 4 ends the run"
     ]
     assert len(notes(load("train: {warmup_ratio: 0.1, lr_scheduler: constant}\n"))) == 1
+
+
+def test_a_share_of_decay_is_noted_where_the_schedule_has_no_stable_part(load):
+    assert notes(load("train: {decay_ratio: 0.1}\n")) == [
+        "run.yaml:1 train.decay_ratio has no effect: the schedule cosine has no stable part that it could end"
+    ]
+    assert notes(load("train: {decay_ratio: 0.1, lr_scheduler: warmup_stable_decay}\n")) == []
 
 
 def test_profile_keys_without_steps_are_noted(load):

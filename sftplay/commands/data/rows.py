@@ -87,7 +87,7 @@ def _load(cfg: RunConfig) -> Examples:
     os.environ.update(quiet_environment() | cache_environment())
     if needs_no_hub(cfg):
         os.environ.update(offline_environment())
-    log.say(f"reading {cfg.data.train_path}", "data")
+    log.say(f"reading {cfg.rows_path}", "data")
     before = _seal_times(cfg)
     leave_out(unneeded_for_rows(cfg.model))
     from sftplay.data.pipeline import load_examples

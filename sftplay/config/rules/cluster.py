@@ -61,6 +61,8 @@ def _unsloth_table(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:
     yield "model.adapter", continued, "an adapter cannot be continued", "model.merge_adapter: true"
     yield "model.attn", model.attn == "eager", "eager would be ignored for its own attention", "model.attn: auto"
     # Its attention separates packed rows by a list of lengths from its own trainer, not by the position ids used here.
+    kept_apart = cfg.learns_documents
+    yield "task_mode", kept_apart, f"{cfg.task_mode} would not keep the documents of a block apart", "task_mode: sft"
     yield "train.packing", train.packing is True, "packed rows would not be kept apart", "train.packing: auto"
     other = train.loss_head in ("chunked", "liger")
     yield "train.loss_head", other, f"{train.loss_head} would meet a loss of its own", "train.loss_head: auto"

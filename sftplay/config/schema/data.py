@@ -45,9 +45,9 @@ Column = Literal[
 class DataConfig(Section):
     """Where the rows are and what happens to unusual ones."""
 
-    train_path: UserPath
+    train_path: UserPath | None = None
     """Training rows: a file (jsonl, json, csv, tsv, parquet; all but parquet also as .gz), a folder of such files, or
-    the hub name of a dataset."""
+    the hub name of a dataset. Required, unless datasets names the sources of a mixture."""
 
     val_path: UserPath | None = None
     """Held-out rows, in the same formats. None splits them off the training rows, see split."""

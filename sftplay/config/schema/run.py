@@ -12,6 +12,8 @@ from pydantic import Field, PrivateAttr
 from sftplay.config.schema.cluster import ClusterConfig as ClusterConfig
 from sftplay.config.schema.data import DataConfig as DataConfig
 from sftplay.config.schema.data import EvalConfig as EvalConfig
+from sftplay.config.schema.mixture import CptConfig as CptConfig
+from sftplay.config.schema.mixture import DatasetConfig as DatasetConfig
 from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share, UserPath
 from sftplay.config.schema.section import Section as Section
 from sftplay.config.schema.train import Optimizer as Optimizer
@@ -120,8 +122,9 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run, complete. `origins` remembers where each value that is not a default came from."""
 
-    task_mode: Literal["sft"] = "sft"
-    """The task. sft: supervised fine-tuning on the assistant's turns."""
+    task_mode: Literal["sft", "cpt", "cpt_mixed"] = "sft"
+    """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
+    on every token of documents. cpt_mixed: documents and chats in one stream, see datasets."""
 
     run_name: str | None = None
     """Folder below output_dir. None means the name of the config and the time."""
@@ -141,8 +144,14 @@ class RunConfig(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     """How it trains."""
 
-    data: DataConfig
+    data: DataConfig = Field(default_factory=DataConfig)
     """What it trains on."""
+
+    datasets: list[DatasetConfig] = Field(default_factory=list)
+    """The sources of a mixture."""
+
+    cpt: CptConfig = Field(default_factory=CptConfig)
+    """How documents become blocks (task modes cpt and cpt_mixed)."""
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """How it is evaluated."""
@@ -156,15 +165,41 @@ class RunConfig(Section):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
+    def learns_documents(self) -> bool:
+        """Whether rows are full blocks of documents, or of documents and chats."""
+        return self.task_mode in ("cpt", "cpt_mixed")
+
+    @property
+    def sources(self) -> list[DatasetConfig]:
+        """What cpt and cpt_mixed read: `datasets`, or the documents of data.train_path as the only source."""
+        if self.datasets or self.data.train_path is None:
+            return self.datasets
+        path, val_path = self.data.train_path, self.data.val_path
+        return [DatasetConfig(name="documents", path=path, type="cpt", val_path=val_path, split=self.data.split)]
+
+    @property
+    def rows_path(self) -> str:
+        """The path of the training rows, or of the first source; empty only in a config that is refused."""
+        return self.data.train_path or next((source.path for source in self.datasets), "")
+
+    @property
+    def row_tokens(self) -> int:
+        """The most tokens of a row that is trained on."""
+        return (self.cpt.block_size if self.learns_documents else None) or self.model.max_seq_len
+
+    @property
     def origins(self) -> dict[str, str]:
         """Dotted key -> `file:line` or `command line`, for every value that is not a default."""
         return self._origins
 
     def value_of(self, dotted: str) -> Any:
-        """The value of a dotted key; also of one below `data.columns` and `train.extra`."""
+        """The value of a dotted key; also of one below `data.columns`, `train.extra` and an entry of `datasets`."""
         value: Any = self
         for name in dotted.split("."):
-            value = value[name] if isinstance(value, dict) else getattr(value, name)
+            if isinstance(value, dict):
+                value = value[name]
+            else:
+                value = value[int(name)] if isinstance(value, list) else getattr(value, name)
         return value
 
     def with_origins(self, origins: dict[str, str]) -> RunConfig:
@@ -178,8 +213,8 @@ class RunConfig(Section):
         tree = self.model_dump()
         for dotted, value in values.items():
             *path, last = dotted.split(".")
-            branch = tree
+            branch: Any = tree
             for part in path:
-                branch = branch[part]
+                branch = branch[int(part) if isinstance(branch, list) else part]
             branch[last] = value
         return RunConfig.model_validate(tree).with_origins(self._origins | dict.fromkeys(values, origin))

@@ -69,7 +69,7 @@ def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]
 
 
 def _count_rows(cfg: RunConfig) -> int | None:
-    path = Path(cfg.data.train_path)
+    path = Path(cfg.rows_path)
     if path.suffix not in LINE_FILES or not path.is_file() or path.stat().st_size > COUNTED_BYTES:
         return None
     with path.open("rb") as file:

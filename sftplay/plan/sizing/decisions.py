@@ -15,7 +15,13 @@ from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.shape.model_shape import ModelShape
 
-RATES = {("full", "sft"): 1e-5, ("lora", "sft"): 2e-4, ("qlora", "sft"): 2e-4}
+RATES = {
+    ("full", "sft"): 1e-5,
+    ("lora", "sft"): 2e-4,
+    ("qlora", "sft"): 2e-4,
+    **{("full", task): 1e-5 for task in ("cpt", "cpt_mixed")},
+    **{(mode, task): 1e-4 for mode in ("lora", "qlora") for task in ("cpt", "cpt_mixed")},
+}
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     if keys and rows.held_out is None:
         raise DataError(
             f"{', '.join(keys)} needs held-out rows, but none were held out",
-            where=cfg.data.val_path or cfg.data.train_path,
+            where=cfg.data.val_path or cfg.rows_path,
             fix="raise data.split or give data.val_path",
         )
 

@@ -67,8 +67,7 @@ class RunSetup:
             "remove_unused_columns": False,
             "average_tokens_across_devices": True,
             "learning_rate": train.peak_rate,
-            "lr_scheduler_type": train.lr_scheduler,
-            "warmup_steps": math.ceil(train.warmup_ratio * self.steps),
+            **self._schedule(),
             "weight_decay": train.weight_decay,
             "max_grad_norm": train.max_grad_norm,
             "optim": train.optim,
@@ -86,6 +85,18 @@ class RunSetup:
             **self._intervals(has_held_out),
             **as_named_here(train.extra),
         }
+
+    def _schedule(self) -> dict[str, Any]:
+        train = self.cfg.train
+        warmup_steps = math.ceil(train.warmup_ratio * self.steps)
+        name, given = str(train.lr_scheduler), {}
+        if name == "warmup_stable_decay":
+            decay_steps = min(math.ceil(train.decay_ratio * self.steps), self.steps - warmup_steps)
+            given = {"num_decay_steps": decay_steps, "decay_type": "1-sqrt", "min_lr_ratio": train.min_lr_ratio}
+        elif train.min_lr_ratio:
+            name, given = "cosine_with_min_lr", {"min_lr_rate": train.min_lr_ratio}
+        schedule = {"lr_scheduler_type": name, "warmup_steps": warmup_steps}
+        return schedule | ({"lr_scheduler_kwargs": given} if given else {})
 
     def _sizes(self) -> dict[str, Any]:
         """A whole window at a time, which the kit cuts; or micro-batches, which the Trainer accumulates."""
