@@ -91,7 +91,7 @@ class TextBlocks:
         first, end = block * self._new, (block + 1) * self._new
         if self._crosses and block:
             first -= 1
-        parts = [self._pieces_of(number, first, end) for number in self._chunks_of(first, end)]
+        parts = [self._pieces_of(number, first=first, end=end) for number in self._chunks_of(first, end)]
         documents, begins, ends = map(np.concatenate, zip(*parts, strict=True))
         if not self._crosses:
             begins[0] -= begins[0] > 0
@@ -126,7 +126,7 @@ class TextBlocks:
             high += 1
         return range(low, min(high, len(self._chunk_starts) - 1))
 
-    def _pieces_of(self, number: int, first: int, end: int) -> tuple[Ints, Ints, Ints]:
+    def _pieces_of(self, number: int, *, first: int, end: int) -> tuple[Ints, Ints, Ints]:
         """The parts of one chunk's documents that lie within tokens `first` to `end` of the stream."""
         chunk = self._order.chunk(number)
         assert chunk is not None

@@ -61,11 +61,11 @@ class Documents:
 
     def lengths(self, first: int, end: int) -> Ints:
         """Tokens of each of these consecutive documents."""
-        return np.diff(self._ends("end", first, end))
+        return np.diff(self._ends("end", first=first, end=end))
 
     def learned_lengths(self, first: int, end: int) -> Ints:
         """Learned tokens of each of these consecutive documents."""
-        return np.diff(self._ends("learned_end", first, end))
+        return np.diff(self._ends("learned_end", first=first, end=end))
 
     def starts(self, documents: Ints) -> Ints:
         """Where in `tokens` these documents begin."""
@@ -74,7 +74,7 @@ class Documents:
 
     def span(self, document: int) -> slice:
         """Where in `tokens` a document lies."""
-        first, end = self._ends("end", document, document + 1)
+        first, end = self._ends("end", first=document, end=document + 1)
         return slice(int(first), int(end))
 
     @property
@@ -87,7 +87,7 @@ class Documents:
         """Tokens that are learned where no document sees another."""
         return int(self.table["learned_end"][-1]) if len(self.table) else 0
 
-    def _ends(self, name: str, first: int, end: int) -> Ints:
+    def _ends(self, name: str, *, first: int, end: int) -> Ints:
         """The ends of the documents before `first` .. `end`: one more than documents."""
         known = np.asarray(self.table[name][max(first - 1, 0) : end], np.int64)
         return known if first else np.concatenate((np.zeros(1, np.int64), known))

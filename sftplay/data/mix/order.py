@@ -69,7 +69,7 @@ class ReadingOrder:
             if not self._plan():
                 return None
         if number not in self._kept:
-            self._kept[number] = self._made(*self._chunks[number])
+            self._kept[number] = self._made(self._chunks[number])
             if len(self._kept) > KEPT_CHUNKS:
                 self._kept.popitem(last=False)
         return self._kept[number]
@@ -88,7 +88,8 @@ class ReadingOrder:
         self._next = first + n_epochs * (end - start), group + 1, epoch + n_epochs - 1
         return True
 
-    def _made(self, first: int, group: int, epochs: range) -> Chunk:
+    def _made(self, planned: tuple[int, int, range]) -> Chunk:
+        first, group, epochs = planned
         start, end = self.documents.group(group)
         if self._seed is None:
             places = np.arange(end - start)
