@@ -97,11 +97,11 @@ class Server:
                 break
             child = self._children.pop(pid, None)
             if child is not None:
-                self._tell(child, os.waitstatus_to_exitcode(status), used.ru_maxrss * 1024)
+                self._tell(child, os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
             for stray in set(_children_of(os.getpid())) - set(self._children):
                 _kill(stray)
 
-    def _tell(self, child: Child, exit_code: int, peak_bytes: int) -> None:
+    def _tell(self, child: Child, exit_code: int, *, peak_bytes: int) -> None:
         answer = {
             "number": child.number, "exit_code": exit_code, "killed_for": child.killed_for,
             "seconds": time.monotonic() - child.began, "peak_bytes": max(peak_bytes, child.peak_bytes),

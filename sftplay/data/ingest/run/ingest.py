@@ -137,12 +137,12 @@ def _make(
     with ChildPool(settings.workers, warmed=[":".join([READ, *kinds]), FINISH], errors=errors) as pool:
         documents = read_all(files, settings, work=work, pool=pool)
         lines = repeated_lines(documents, settings)
-        chunks = finish_all(documents, lines, settings, work=work, pool=pool)
+        chunks = finish_all(documents, settings, lines=lines, work=work, pool=pool)
     log.status("comparing texts", "ingest")
     records = Records(chunks)
     verdict = compare(records, settings)
     passed_over = [each for each in found if each.reason]
-    report = report_of(documents, passed_over, chunks, records=records, verdict=verdict, settings=settings)
+    report = report_of(documents, chunks, passed_over=passed_over, records=records, verdict=verdict, settings=settings)
     report = {"in": str(settings.source), "out": str(settings.out), "mark": mark, **report}
     report |= {"tokens": None, "tokenizer": settings.tokenizer or None, "out_bytes": 0}
     if report["kept"]:

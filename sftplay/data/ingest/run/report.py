@@ -21,7 +21,7 @@ KEPT_EXAMPLES = 5
 
 
 def report_of(
-    documents: Sequence[Document], passed_over: Sequence[Found], chunks: Sequence[Chunk], *, records: Records,
+    documents: Sequence[Document], chunks: Sequence[Chunk], *, passed_over: Sequence[Found], records: Records,
     verdict: Verdict, settings: Settings,
 ) -> dict[str, Any]:  # fmt: skip
     """The report, without tokens."""
@@ -44,7 +44,10 @@ def report_of(
         "boilerplate": dict(sum((Counter(chunk.answer["taken"]) for chunk in chunks), Counter()).most_common(100)),
         "near_duplicate_pairs": _pairs(records, verdict),
         "near_duplicate_pairs_in_all": len(verdict.pairs),
-        "examples": {"kept": _kept(records, reasons), "dropped": _dropped(documents, chunks, records, verdict)},
+        "examples": {
+            "kept": _kept(records, reasons),
+            "dropped": _dropped(documents, chunks, records=records, verdict=verdict),
+        },
         "files": sorted([*files, *rest], key=lambda file: file["path"].split("/")),
     }
 
@@ -104,7 +107,9 @@ def _kept(records: Records, reasons: Any) -> list[dict[str, Any]]:
     return [example_of(records.record(int(number))) for number in spread]
 
 
-def _dropped(documents: Sequence[Document], chunks: Sequence[Chunk], records: Records, verdict: Verdict) -> list[Any]:
+def _dropped(
+    documents: Sequence[Document], chunks: Sequence[Chunk], *, records: Records, verdict: Verdict
+) -> list[Any]:
     """A few of each reason."""
     found = [
         {"source": shown(document.found.name), **example}

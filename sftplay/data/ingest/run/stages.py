@@ -56,7 +56,7 @@ def read_all(files: Sequence[Found], settings: Settings, *, work: Work, pool: Ch
     Raises:
         MachineError: a library is missing.
     """
-    stems = [_stem(found, settings, work) for found in files]
+    stems = [_stem(found, settings, work=work) for found in files]
     answers = [read_answer(stem) for stem in stems]
     places = {answer_path(stem): place for place, stem in enumerate(stems)}
     tasks = (_task(files[place], settings, stem=stems[place]) for place, known in enumerate(answers) if not known)
@@ -80,7 +80,7 @@ def repeated_lines(documents: Sequence[Document], settings: Settings) -> list[in
 
 
 def finish_all(
-    documents: Sequence[Document], lines: list[int], settings: Settings, *, work: Work, pool: ChildPool
+    documents: Sequence[Document], settings: Settings, *, lines: list[int], work: Work, pool: ChildPool
 ) -> list[Chunk]:
     """The records of all documents, in order, in chunks of bounded size.
 
@@ -110,7 +110,7 @@ def finish_all(
     return [Chunk(stem, read_answer(stem) or {}) for stem in stems]
 
 
-def _stem(found: Found, settings: Settings, work: Work) -> str:
+def _stem(found: Found, settings: Settings, *, work: Work) -> str:
     facts = {"name": found.name, "size": found.size, "mtime": found.mtime_ns}
     return work.stem({**facts, "path": str(found.path.absolute()), "settings": settings.reading()})
 

@@ -133,7 +133,7 @@ def records_of(shard: Shard, keys: set[int], *, by: str, counts: Counts) -> Iter
             if "text" in document:
                 yield _record(shard, document, text=document["text"], section="", pages=[])
                 continue
-            blocks = without_lines(document["blocks"], keys, counts.taken)
+            blocks = without_lines(document["blocks"], keys, taken=counts.taken)
             sections = list(sections_of(blocks)) if by == "section" else []
             for section, part in sections or [("", blocks)]:
                 text, pages = joined(part)

@@ -59,7 +59,7 @@ def _read_keys(path: Path) -> array[int]:
     return keys
 
 
-def without_lines(blocks: Sequence[TextBlock], keys: set[int], taken: Counter[str]) -> list[TextBlock]:
+def without_lines(blocks: Sequence[TextBlock], keys: set[int], *, taken: Counter[str]) -> list[TextBlock]:
     """The blocks without such lines; `taken` counts each line that goes."""
     if not keys:
         return list(blocks)
