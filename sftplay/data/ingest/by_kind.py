@@ -6,6 +6,7 @@ No library is imported before a file of its kind is read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from sftplay.data.ingest.extract.document import Extracted, Unreadable
@@ -15,6 +16,10 @@ SUFFIXES = {
     ".text": "txt",
     ".md": "md",
     ".markdown": "md",
+    ".html": "html",
+    ".htm": "html",
+    ".xhtml": "html",
+    ".docx": "docx",
 }
 """File name ending -> kind; what a walk over a folder takes as documents."""
 
@@ -65,12 +70,17 @@ def kind_of(path: Path, head: bytes) -> str:
     return SUFFIXES[suffix]
 
 
+READERS = {
+    "txt": ("text.plain", "read_plain"),
+    "md": ("text.markdown", "read_markdown"),
+    "html": ("markup.page", "read_page"),
+    "docx": ("office.word", "read_word"),
+}
+"""Kind -> the module below `extract` and its function; it is imported when a file of the kind is read."""
+
+
 def reader_of(kind: str) -> Callable[[Path, str], Extracted]:
     """The function that reads a kind."""
-    if kind == "md":
-        from sftplay.data.ingest.extract.text.markdown import read_markdown
-
-        return read_markdown
-    from sftplay.data.ingest.extract.text.plain import read_plain
-
-    return read_plain
+    module, name = READERS[kind]
+    reader: Callable[[Path, str], Extracted] = getattr(import_module(f"sftplay.data.ingest.extract.{module}"), name)
+    return reader

@@ -1,0 +1,1 @@
+"""Trees of HTML, whatever format they came from -> Markdown blocks; web pages lose their navigation first."""
