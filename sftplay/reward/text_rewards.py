@@ -30,11 +30,11 @@ def exact_match(
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
         text = without_reasoning(text_of(completion))
-        _, mark, behind = text.rpartition(after) if after else ("", "", text)
-        given, right = behind.strip(), str(wanted).strip()
+        begin = text.rfind(after) if after else 0
+        given, right = text[begin + len(after) :].strip() if begin >= 0 else "", str(wanted).strip()
         if ignore_case:
             given, right = given.casefold(), right.casefold()
-        scores.append(float(given == right and bool(right) and mark == after))
+        scores.append(float(given == right and bool(right)))
     return scores
 
 

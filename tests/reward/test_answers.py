@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytest.importorskip("jsonschema", reason="needs jsonschema: make install EXTRAS=reward")
+
 from sftplay.reward.completions import text_of
 from sftplay.reward.form_rewards import has_form, has_length, is_code, not_overlong, not_repetitive
 from sftplay.reward.math_rewards import solves
