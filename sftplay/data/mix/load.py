@@ -82,7 +82,7 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     train = Mixture(sources, form, seed=cfg.seed)
     steps, per_epoch = _steps(cfg, train)
     train.n_rows = steps * cfg.train.effective_batch_size
-    held_out = {source.name: SourceRows(source, "held_out", form) for source in sources}
+    held_out = {source.name: SourceRows(source, "held_out", form=form) for source in sources}
     renderer = renderers.chats or renderers.texts
     parts = {
         "stores": [job.folder.name for job in jobs],

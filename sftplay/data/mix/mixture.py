@@ -61,7 +61,7 @@ class MixSource:
     weight: float
     store: Store
 
-    def blocks(self, side: Side, form: BlockForm, *, seed: int | None) -> Blocks:
+    def blocks(self, side: Side, *, form: BlockForm, seed: int | None) -> Blocks:
         """The blocks of one side: endless in a seeded order, or once in the order of the files."""
         return form.of(ReadingOrder(self.store.sides[side], seed=seed, source=self.number), self.kind)
 
@@ -80,9 +80,9 @@ class MixSource:
 class SourceRows:
     """Blocks of one source as rows: `len`, and `[i]` as a dict of int64 arrays, see `Mixture`."""
 
-    def __init__(self, source: MixSource, side: Side, form: BlockForm) -> None:
+    def __init__(self, source: MixSource, side: Side, *, form: BlockForm) -> None:
         self.source, self.side = source, side
-        self._blocks = source.blocks(side, form, seed=None)
+        self._blocks = source.blocks(side, form=form, seed=None)
         self.sizes: list[int] = []
         """What each row teaches."""
 
@@ -108,7 +108,7 @@ class Mixture:
     def __init__(self, sources: list[MixSource], form: BlockForm, *, seed: int) -> None:
         """Rows of the sources with a weight above 0. `n_rows` is to be set before they are counted."""
         self.sources = [source for source in sources if source.weight > 0]
-        self._blocks = [source.blocks("train", form, seed=seed) for source in self.sources]
+        self._blocks = [source.blocks("train", form=form, seed=seed) for source in self.sources]
         self.schedule = Schedule(self._blocks, [source.weight for source in self.sources])
         self.n_rows = 0
 

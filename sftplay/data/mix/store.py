@@ -72,7 +72,7 @@ class Store:
     def open(cls, folder: Path) -> Store:
         """The store in `folder`, which must be whole."""
         index = Index.read(folder)
-        return cls(folder, index, {side: _mapped(folder, side, index) for side in SIDES})
+        return cls(folder, index, {side: _mapped(folder, side, index=index) for side in SIDES})
 
     def place(self, side: Side, document: int) -> Source:
         """Where a document stands."""
@@ -89,17 +89,17 @@ class Store:
         return (self.folder / CHATS).read_text(encoding="utf-8").splitlines()
 
 
-def _mapped(folder: Path, side: Side, index: Index) -> Documents:
+def _mapped(folder: Path, side: Side, *, index: Index) -> Documents:
     groups = index.groups[side]
     n_documents = groups[-1] if groups else 0
-    table = map_file(folder / f"{side}.documents", ENTRY, n_documents)
+    table = map_file(folder / f"{side}.documents", ENTRY, count=n_documents)
     n_tokens = int(table["end"][-1]) if n_documents else 0
-    tokens = map_file(folder / f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"), n_tokens)
-    learned = map_file(folder / f"{side}.learned", np.dtype(np.uint8), n_tokens) if index.has_mask else None
+    tokens = map_file(folder / f"{side}.tokens", np.dtype(f"<u{index.id_bytes}"), count=n_tokens)
+    learned = map_file(folder / f"{side}.learned", np.dtype(np.uint8), count=n_tokens) if index.has_mask else None
     return Documents(tokens, table, groups, learned, index.is_whole)
 
 
-def map_file(path: Path, dtype: np.dtype[Any], count: int) -> Any:
+def map_file(path: Path, dtype: np.dtype[Any], *, count: int) -> Any:
     """The first `count` numbers of a file, without reading them."""
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
 
