@@ -56,7 +56,7 @@ def write_run(path: Path, *, after: Measured, before: Measured | None = None, sh
     write_text(path / "config.resolved.yaml", CONFIG)
     folder = RunFolder(path)
     folder.write_json("status.json", {"state": "done", "step": 30, "attempts": []})
-    table = with_side(with_side({}, "before", before), "after", after)
+    table = with_side(with_side({}, "before", measured=before), "after", measured=after)
     for name, content in {"perplexity": table, "step-30": {"loss": 2.0, "sources": {"domain": {"loss": 2.25}}}}.items():
         write_text(folder.eval / f"{name}.json", json.dumps(content))
     for name, measured in (("before", before), ("after", after)):

@@ -27,7 +27,7 @@ def side(loss: float, chat: float | None = None, *, exact: float = 0.5, stride: 
 
 
 def both(before: Measured, after: Measured) -> dict[str, Any]:
-    return with_side(with_side({}, "before", before), "after", after)
+    return with_side(with_side({}, "before", measured=before), "after", measured=after)
 
 
 def test_each_source_has_its_figures_of_both_sides():
@@ -58,7 +58,7 @@ def test_forgetting_is_the_rise_of_the_loss_on_chats_with_what_it_means(after: f
 
 
 def test_one_side_alone_says_nothing_about_forgetting():
-    content = with_side({}, "after", side(2.0, 1.0))
+    content = with_side({}, "after", measured=side(2.0, 1.0))
     assert content["anchor"]["chat"]["forgetting_percent"] is None
     assert content["sources"]["domain"]["perplexity_before"] is None
     assert content["perplexity_compares"]
@@ -79,7 +79,7 @@ def test_a_side_that_was_measured_with_another_stride_does_not_stand_beside_it()
 
 
 def test_measuring_again_replaces_one_side_only():
-    content = with_side(both(side(3.0), side(2.0)), "before", side(3.5))
+    content = with_side(both(side(3.0), side(2.0)), "before", measured=side(3.5))
     assert (content["sources"]["domain"]["loss_before"], content["sources"]["domain"]["loss_after"]) == (3.5, 2.0)
 
 

@@ -34,7 +34,7 @@ class Measured:
     """Source of chats -> its figures."""
 
 
-def with_side(content: Figures, side: Side, measured: Measured) -> dict[str, Any]:
+def with_side(content: Figures, side: Side, *, measured: Measured) -> dict[str, Any]:
     """`content`, what perplexity.json holds so far, with the figures of one side in it.
 
     `sources`: for each source of documents `perplexity_before`, `perplexity_after`, the same of `loss` and

@@ -82,7 +82,7 @@ def measure_perplexity(
         for n, document in enumerate(documents)
         for piece in _pieces(n, len(document.ids), window=window, stride=stride)
     ]
-    scorer = _Scorer(model, documents, pad_token_id)
+    scorer = _Scorer(model, documents, pad_token_id=pad_token_id)
     total, done = 0.0, 0
     batches = AdaptiveBatches(len(pieces), "the perplexity")
     for batch in scorer.batches(pieces):
@@ -136,7 +136,7 @@ def _pieces(document: int, length: int, *, window: int, stride: int) -> Iterator
 class _Scorer:
     """Sums the losses of pieces; never holds the scores of more positions than `SCORES_BYTES` allows."""
 
-    def __init__(self, model: Any, documents: Sequence[Document], pad_token_id: int) -> None:
+    def __init__(self, model: Any, documents: Sequence[Document], *, pad_token_id: int) -> None:
         self._model, self._documents, self._pad = model, documents, pad_token_id
         self._device = next(model.parameters()).device
         self._positions = max(1, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))

@@ -61,7 +61,7 @@ def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunCo
         anchors=anchors,
     )
     table = path.with_name(f"{prefix}{TABLE}")
-    content = with_side(read_object(table), side, measured)
+    content = with_side(read_object(table), side, measured=measured)
     write_text(table, json.dumps(content, indent=1) + "\n")
     write_text(path, json.dumps(pooled(list(texts.values())).as_json(), indent=1) + "\n")
     return content
