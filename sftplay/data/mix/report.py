@@ -43,8 +43,8 @@ def mixture_report(
             "planned_share": source.weight / total,
             "planned_rows": n_rows,
             "planned_epochs": n_epochs,
-            **_side(cfg, source.store.sides["train"], counts.get("train", {})),
-            "held_out": _side(cfg, source.store.sides["held_out"], counts.get("held_out", {})),
+            **_side(source.store.sides["train"], counts.get("train", {}), cfg=cfg),
+            "held_out": _side(source.store.sides["held_out"], counts.get("held_out", {}), cfg=cfg),
             "refused_rows": str(source.store.folder / REFUSED),
             "fingerprint": job.folder.name,
         }
@@ -94,7 +94,7 @@ def mixture_table(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"  note           {note}" for note in report["notes"])])
 
 
-def _side(cfg: RunConfig, documents: Documents, counts: Mapping[str, Any]) -> dict[str, Any]:
+def _side(documents: Documents, counts: Mapping[str, Any], *, cfg: RunConfig) -> dict[str, Any]:
     """What the pass has counted of one side, and what becomes of its tokens when it is read once."""
     n_documents, n_tokens, n_learned = len(documents.table), documents.n_tokens, documents.n_learned
     n_first = n_documents
