@@ -20,6 +20,7 @@ SUFFIXES = {
     ".htm": "html",
     ".xhtml": "html",
     ".docx": "docx",
+    ".pdf": "pdf",
 }
 """File name ending -> kind; what a walk over a folder takes as documents."""
 
@@ -75,6 +76,7 @@ READERS = {
     "md": ("text.markdown", "read_markdown"),
     "html": ("markup.page", "read_page"),
     "docx": ("office.word", "read_word"),
+    "pdf": ("pdf.read", "read_pdf"),
 }
 """Kind -> the module below `extract` and its function; it is imported when a file of the kind is read."""
 
