@@ -21,7 +21,8 @@ from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.prepare.known_lengths import note_lengths
-from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation
+from sftplay.data.prepare.one_pass import Input, Preparation
+from sftplay.data.prepare.output import CHATS, REFUSED, REPORT, RowFiles
 from sftplay.data.prepare.policies import SIDES, Side
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
@@ -139,7 +140,8 @@ def _load(
     preparation = Preparation(data, renderer, max_tokens=cfg.model.max_seq_len, only_held_out=only_held_out)
 
     def make(unfinished: Path) -> None:
-        preparation.run(inputs, unfinished, guarded=guarded)
+        with RowFiles(unfinished) as files:
+            preparation.run(inputs, files, guarded=guarded)
         _expect_unchanged(digests)
 
     ensure_folder(folder, make)
