@@ -23,8 +23,8 @@ HEIGHT_POINTS = 6.0
 """Running rows stand at the same height, within rounding."""
 
 PAGE_NUMBER = re.compile(
-    r"(?:page|p\.|seite|side|página|pagina|стр\.?)?\s*[-–—|(\[]*\s*(?:\d{1,4}|[ivxlc]{1,6}|[A-Z]?\d{0,2}[-.]\d{1,3})\s*[-–—|)\]]*"
-    r"(?:\s*(?:/|of|von|de|из)\s*\d{1,4})?",
+    r"(?:page|p\.|seite|side|página|pagina|стр\.?)?\s*[-–—|(\[]*\s*"
+    r"(?:\d{1,4}|[ivxlc]{1,6}|[A-Z]?\d{0,2}[-.]\d{1,3})\s*[-–—|)\]]*(?:\s*(?:/|of|von|de|из)\s*\d{1,4})?",
     re.I,
 )
 

@@ -115,7 +115,7 @@ def find_gutter(rows: list[Row]) -> float | None:
                 crossed[step] += 1
     scores = {}
     for x in (first + step * STEP for step in range(n_steps) if crossed[step] <= MOST_CROSSED * len(rows)):
-        bands = _bands(rows, x, half)
+        bands = _bands(rows, x, half=half)
         scores[x] = sum(_score(band, x, edges=(left, right)) for band, is_divided in bands if is_divided)
     best = max(scores.values(), default=0)
     return median(x for x in scores if scores[x] == best) if best else None
@@ -132,7 +132,7 @@ def segments(words: list[Word], gap: float) -> list[tuple[float, float]]:
     return found
 
 
-def _bands(rows: list[Row], x: float, half: float = 0.1) -> list[tuple[list[Row], bool]]:
+def _bands(rows: list[Row], x: float, *, half: float = 0.1) -> list[tuple[list[Row], bool]]:
     """The rows in runs, each with whether its rows leave the strip at x free; free runs that are short are not."""
     bands: list[tuple[list[Row], bool]] = []
     for row in rows:
