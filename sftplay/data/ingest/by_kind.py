@@ -68,7 +68,7 @@ PARTS = {"word/document.xml": "docx", "ppt/presentation.xml": "pptx", "xl/workbo
 
 OLD_OFFICE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 LOCKED = "EncryptedPackage".encode("utf-16-le")
-"""The name of a stream in a locked docx, pptx or xlsx, which is packed as an old Office file is; [MS-OFFCRYPTO] 2.3.4."""
+"""The name of a stream in a locked docx, pptx or xlsx, which is packed as an old Office file is ([MS-OFFCRYPTO])."""
 
 PAGE = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*<(?:!doctype html|html[\s>])", re.I | re.S
