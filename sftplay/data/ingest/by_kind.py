@@ -32,8 +32,8 @@ SUFFIXES = {
 READERS = {
     "txt": ("text.plain", "read_plain"),
     "md": ("text.markdown", "read_markdown"),
-    "rst": ("text.restructured", "read_restructured"),
-    "eml": ("text.mail", "read_mail"),
+    "rst": ("markup.restructured", "read_restructured"),
+    "eml": ("markup.mail", "read_mail"),
     "html": ("markup.page", "read_page"),
     "docx": ("office.word", "read_word"),
     "pptx": ("office.slides", "read_slides"),
