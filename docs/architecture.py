@@ -94,8 +94,7 @@ def picture() -> str:
     lines = ["```mermaid", "flowchart TD"]
     for floor in sorted(set(tops.values()), reverse=True):
         lines.append(f'  subgraph floor{floor}["floor {floor}"]')
-        lines += [f"    {name}" for name in names if tops[name] == floor]
-        lines.append("  end")
+        lines += ["    " + "; ".join(name for name in names if tops[name] == floor), "  end"]
     for name in names:
         implied = set().union(*(reached(each) for each in edges[name]))
         lines += [f"  {name} --> {each}" for each in sorted(edges[name] - implied)]

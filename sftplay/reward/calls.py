@@ -75,7 +75,7 @@ class RewardCall:
         n = len(completions)
         try:
             pipe = self._started()
-            pipe.send((list(completions), dict(columns)))
+            pipe.send({"completions": list(completions), **columns})
             if not pipe.poll(self.deadline_s):
                 self.close()
                 return Scores([None] * n, [f"took longer than {self.deadline_s:g} s"])
@@ -98,7 +98,11 @@ class RewardCall:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, self.use, self.options, os.getpid()), daemon=True, name=f"reward {self.use}"
+            target=_serve,
+            args=(theirs, self.use),
+            kwargs={"options": self.options, "parent": os.getpid()},
+            daemon=True,
+            name=f"reward {self.use}",
         )
         self._process.start()
         theirs.close()
@@ -140,7 +144,7 @@ def load_reward(use: str, options: Mapping[str, Any]) -> RewardFunction:
     return partial(function, **options)
 
 
-def _serve(pipe: Connection, use: str, options: dict[str, Any], parent: int) -> None:
+def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     try:
@@ -151,15 +155,15 @@ def _serve(pipe: Connection, use: str, options: dict[str, Any], parent: int) -> 
     pipe.send(None)
     while True:
         try:
-            completions, columns = pipe.recv()
+            given = pipe.recv()
         except EOFError:
             return
-        pipe.send(_answer(function, completions, columns))
+        pipe.send(_answer(function, given))
 
 
-def _answer(function: RewardFunction, completions: list[Any], columns: dict[str, Any]) -> tuple[str, Any]:
+def _answer(function: RewardFunction, given: dict[str, Any]) -> tuple[str, Any]:
     try:
-        answer = function(completions=completions, **columns)
+        answer = function(**given)
     except SftplayError as error:
         return "raised", str(error)[:LONGEST_REASON]
     except Exception as error:  # noqa: BLE001 - a border to foreign code

@@ -30,7 +30,8 @@ _ANSWER_IS = re.compile(r"answer(?:\s+is)?\s*[:=]?\s*(.+)", re.IGNORECASE)
 _NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _LITERAL = re.compile(
     rf"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+)\s+(?=\d+\s*/))?(?P<top>{_NUMBER})(?:\s*/\s*(?P<bottom>{_NUMBER}))?"
-    r"(?:\s*[eE](?P<e>[+-]?\d{1,4})|\s*(?:\*|x|×)\s*10\^\{?(?P<power>[+-]?\d{1,4})\}?)?\s*(?P<percent>%?)\s*(?P<unit>.*)"
+    r"(?:\s*[eE](?P<e>[+-]?\d{1,4})|\s*(?:\*|x|×)\s*10\^\{?(?P<power>[+-]?\d{1,4})\}?)?"
+    r"\s*(?P<percent>%?)\s*(?P<unit>.*)"
 )
 _UNIT = re.compile(r"[A-Za-z°µ$€£][A-Za-z°µ./ ]*(?:\^?[23²³])?(?:/[A-Za-z]+)?")
 _CHOICE = re.compile(r"\b(?:or|and|not|either|neither|to|maybe|versus|than)\b", re.IGNORECASE)
