@@ -169,7 +169,7 @@ def test_a_finished_run_answers_as_it_did_when_it_ended(run: Finished):
         assert greedy(load_result(run.cfg, run.folder.path), tokenizer) == greedy(run.trainer.model, tokenizer)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["two weights", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["two weights", "tied"])
 def test_new_tokens_beside_matrices_that_train_in_full(tied: bool, inputs: Inputs, tmp_path: Path):
     full = {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
     with quiet():
@@ -209,6 +209,7 @@ def test_a_loss_in_chunks_trains_the_same_rows(inputs: Inputs, tmp_path: Path):
         assert torch.allclose(rows[1][name], value, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(inputs: Inputs, tmp_path: Path):
     whole = trained(tmp_path / "whole", inputs, tied=True, train__save_steps=2, eval__after=False)
     wish = {"train__save_steps": 2, "eval__after": False}
@@ -229,6 +230,7 @@ def test_a_resume_with_other_terms_is_refused_by_name(inputs: Inputs, tmp_path: 
     assert "terms.txt, or train under a new run_name" in caught.value.fix
 
 
+@pytest.mark.slow
 def test_an_adapter_with_new_tokens_is_trained_further(inputs: Inputs, tmp_path: Path):
     first = trained(tmp_path / "first", inputs, tied=True, train__max_steps=2)
     given = Inputs(first.folder.path, Path(first.cfg.data.train_path or ""), Path(first.cfg.data.val_path or ""))
@@ -244,6 +246,7 @@ def test_an_adapter_with_new_tokens_is_trained_further(inputs: Inputs, tmp_path:
     assert greedy(plain, tokenizer) == greedy(second.trainer.model, tokenizer)
 
 
+@pytest.mark.slow
 def test_new_tokens_on_top_of_a_merged_run_that_has_some(inputs: Inputs, tmp_path: Path):
     (tmp_path / "terms.txt").write_text("aileron\nrudder\n")
     listed = {"tuning__new_tokens": {"path": str(tmp_path / "terms.txt")}, "train__max_steps": 2, "eval__after": False}

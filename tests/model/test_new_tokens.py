@@ -18,7 +18,8 @@ from sftplay.model.adapter import add_adapter
 from sftplay.model.new_tokens.forms import HAS_NO_FORM, IS_ONE_TOKEN, Form, choose_forms
 from sftplay.model.new_tokens.rows import add_rows
 from sftplay.model.new_tokens.terms import find_terms, read_terms
-from sftplay.model.new_tokens.tokens import NewToken, load_extended
+from sftplay.model.new_tokens.tokens import NewToken
+from sftplay.model.tokenizer import load_extended
 
 PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"
 

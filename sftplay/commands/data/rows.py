@@ -91,7 +91,7 @@ def _load(cfg: RunConfig) -> Examples:
     before = _seal_times(cfg)
     leave_out(unneeded_for_rows(cfg.model))
     from sftplay.data.pipeline import load_examples
-    from sftplay.model.new_tokens.tokens import load_extended
+    from sftplay.model.tokenizer import load_extended
 
     tokenizer, _ = load_extended(cfg)
     examples = load_examples(cfg, tokenizer)

@@ -50,7 +50,7 @@ def choose_forms(backend: Tokenizer, terms: Sequence[str]) -> tuple[dict[str, Fo
             del open_forms[term]
         trial = Tokenizer.from_str(backend.to_str())
         trial.add_tokens([forms[0].as_token() for forms in open_forms.values()])
-        failed = [term for term in open_forms if not _works(term, backend, trial)]
+        failed = [term for term in open_forms if not _works(term, backend, trial=trial)]
         if not failed:
             return {term: forms[0] for term, forms in open_forms.items()}, refused
         for term in failed:
@@ -90,19 +90,16 @@ def _begins_another(text: str, pieces: Sequence[str]) -> bool:
     return after < len(pieces) and pieces[after].startswith(text)
 
 
-def _works(term: str, backend: Tokenizer, trial: Tokenizer) -> bool:
-    return all(_is_kept(text, backend, trial) for text in _probes(term)) and len(ids_of(trial, term)) < len(
-        ids_of(backend, term)
-    )
+def _works(term: str, backend: Tokenizer, *, trial: Tokenizer) -> bool:
+    saves = len(ids_of(trial, term)) < len(ids_of(backend, term))
+    return saves and all(_is_kept(text, backend, trial=trial) for text in _probes(term))
 
 
-def _is_kept(text: str, backend: Tokenizer, trial: Tokenizer) -> bool:
+def _is_kept(text: str, backend: Tokenizer, *, trial: Tokenizer) -> bool:
     """Whether the text comes back as before, or as it is, and has no more tokens than before."""
     before, after = (each.encode(text, add_special_tokens=False).ids for each in (backend, trial))
-    came_back, comes_back = (
-        each.decode(ids, skip_special_tokens=False) for each, ids in ((backend, before), (trial, after))
-    )
-    return comes_back in (text, came_back) and len(after) <= len(before)
+    kept = (text, backend.decode(before, skip_special_tokens=False))
+    return trial.decode(after, skip_special_tokens=False) in kept and len(after) <= len(before)
 
 
 def _probes(term: str) -> Iterator[str]:

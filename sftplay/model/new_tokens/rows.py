@@ -65,7 +65,7 @@ def rows_that_train(model: Any, lora: LoraConfig, *, ids: Sequence[int]) -> dict
         what = f"{adapted[0]} has a pair of the adapter, beside which the rows of new tokens cannot train"
         raise ConfigError(what, where="tuning.lora.target_modules", fix=f"move {adapted[0]} to {IN_FULL}")
     if left and getattr(head, "bias", None) is not None:
-        # Its forward pass leaves the bias out, https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/trainable_tokens/layer.py
+        # peft 0.21, tuners/trainable_tokens/layer.py: the forward pass of such a linear is given no bias.
         what = f"{names[1]} has a bias, which PEFT leaves out where single rows train"
         raise ConfigError(what, where=IN_FULL, fix=f"write [{', '.join(names)}]")
     return {name: list(ids) for name in (left[:1] if is_tied else left)} or None

@@ -21,7 +21,6 @@ from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.new_tokens.forms import Form, choose_forms, ids_of
 from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts
-from sftplay.model.tokenizer import load_tokenizer
 
 CODE_VERSION = 1
 """To be raised when the same texts give another list."""
@@ -56,16 +55,16 @@ class NewToken:
         return self.count * (len(self.pieces) - 1)
 
 
-def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
-    """The tokenizer of the resolved `cfg` with its new tokens, and these; none where the config asks for none.
+def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
+    """Give the tokenizer of the resolved `cfg` its new tokens, and return these; none where the config asks for none.
 
     Raises:
         ConfigError: the file of terms cannot be used, or holds a term that cannot be a token.
         DataError: no term of the training data would save tokens.
     """
-    tokenizer, wanted = load_tokenizer(cfg.model), cfg.tuning.new_tokens
+    wanted = cfg.tuning.new_tokens
     if not wanted.is_on:
-        return tokenizer, []
+        return []
     path, held_out = source_of(cfg)
     data = cfg.data
     parts = {
@@ -83,7 +82,7 @@ def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
     ensure_folder(folder, make)
     tokens = _from_text((folder / LIST).read_text(encoding="utf-8"))
     add_to(tokenizer, tokens)
-    return tokenizer, tokens
+    return tokens
 
 
 def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
@@ -125,7 +124,7 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
             what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
             raise ConfigError(what, where=f"{KEY}.path {wanted.path}", fix="take them out of the file")
     else:
-        forms = _found_forms(cfg, texts, backend)
+        forms = _found_forms(cfg, texts, backend=backend)
     replaced = {term: tuple(ids_of(backend, term)) for term in forms}
     before = _count_ids(backend, texts)
     tokenizer.add_tokens([form.as_token() for form in forms.values()])
@@ -142,7 +141,7 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     ]
 
 
-def _found_forms(cfg: RunConfig, texts: Sequence[str], backend: Any) -> dict[str, Form]:
+def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[str, Form]:
     wanted = cfg.tuning.new_tokens
     log.status(f"looking for {wanted.count} terms in {source_of(cfg)[0]}", "data")
     # Some will have no form in this tokenizer.

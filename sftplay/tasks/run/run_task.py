@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text
 from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
-from sftplay.model.new_tokens.tokens import keep_list, load_extended
+from sftplay.model.new_tokens.tokens import NewToken, keep_list
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
+from sftplay.model.tokenizer import load_extended
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
@@ -46,8 +46,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
-        tokenizer, new_tokens = load_extended(cfg)
-        keep_list(folder, new_tokens, cfg=cfg)
+        tokenizer, new_tokens = open_tokenizer(cfg, folder)
         rows = task.load_rows(cfg, tokenizer)
         check_held_out(cfg, rows)
         if is_first:
@@ -78,14 +77,19 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         result = save_result(
             trainer.model, tokenizer, cfg=cfg, folder=folder, base=locate(cfg.model.name), weights=weights
         )
-        if own_base and cfg.tuning.mode == "full":
-            shutil.rmtree(own_base)  # the result is whole without it
         log.say(f"result: {result}")
         if cfg.eval.after:
             task.measure(
                 whole_model(trainer, setup.cfg, folder=folder), rows, cfg=setup.cfg, path=folder.eval / "after.json"
             )
     return outcome
+
+
+def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToken]]:
+    """The run's tokenizer, and its new tokens: those of the run's first start, or a ConfigError."""
+    tokenizer, new_tokens = load_extended(cfg)
+    keep_list(folder, new_tokens, cfg=cfg)
+    return tokenizer, new_tokens
 
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
