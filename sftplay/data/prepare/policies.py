@@ -28,7 +28,7 @@ NAMED_COLUMNS, OTHERS = 100, "(others)"
 class RowPolicies:
     """Decides for each outcome what is kept, and counts it once."""
 
-    def __init__(self, data: DataConfig, max_tokens: int) -> None:
+    def __init__(self, data: DataConfig, max_tokens: int | None) -> None:
         self._data, self._max_tokens = data, max_tokens
         self.counts: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
         self.n_bad = 0
@@ -65,6 +65,7 @@ class RowPolicies:
         reason = self._reason_to_leave(outcome, side, is_seen=is_seen)
         if reason:
             counts.dropped[reason] += 1
+            counts.dropped_tokens[reason] += sum(outcome.lengths)
             counts.learnable_tokens += outcome.learnable * (reason == CUT_AWAY)
             return []
         counts.add_record(outcome)
