@@ -153,9 +153,8 @@ class Window(Base):
     def evaluation_loop(self, *given: Any, **named: Any) -> Any:
         """As the Trainer's, with a loss of each source of a mixture among the metrics."""
         output = super().evaluation_loop(*given, **named)
-        if self.source_names:
-            self.held_out_sources = self._held_out_tally.take()
-            output.metrics |= {f"eval_{name}_loss": each["loss"] for name, each in self.held_out_sources.items()}
+        self.held_out_sources = self._held_out_tally.take() if self.source_names else {}
+        output.metrics.update({f"eval_{name}_loss": each["loss"] for name, each in self.held_out_sources.items()})
         return output
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
