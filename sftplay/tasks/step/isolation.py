@@ -37,10 +37,11 @@ def check_isolation(model: Any) -> None:
 
 def gradients(model: Any) -> tuple[bool, bool]:
     """Whether the scores of a document depend on the document itself, and whether on the other one in its row."""
-    embeddings, seen = model.get_input_embeddings(), []
+    embeddings = model.get_input_embeddings()
+    seen: list[Tensor] = []
 
-    def keep(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        seen.append(output.detach().requires_grad_())
+    def keep(*hooked: Any) -> Tensor:
+        seen.append(hooked[-1].detach().requires_grad_())
         return seen[0]
 
     device = embeddings.weight.device
