@@ -5,6 +5,7 @@ It checks single values only. Rules between fields are in `rules`; `load` reads 
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
@@ -186,6 +187,15 @@ class RunConfig(Section):
     def row_tokens(self) -> int:
         """The most tokens of a row that is trained on."""
         return (self.cpt.block_size if self.learns_documents else None) or self.model.max_seq_len
+
+    def steps_of_tokens(self, tokens: int) -> int:
+        """Optimizer steps that train on at least so many tokens: a block repeats one token of the block before it."""
+        return max(1, math.ceil(tokens / (self.train.effective_batch_size * (self.row_tokens - 1))))
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of a step are packed into one. Blocks of documents are packed already."""
+        return self.train.packing is True and not self.learns_documents
 
     @property
     def origins(self) -> dict[str, str]:

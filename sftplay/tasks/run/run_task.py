@@ -59,7 +59,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
     model = make_trainable(model, cfg)
     wait_for_nodes(folder)
-    setup = make_setup(cfg, folder, n_rows=len(rows.train))
+    setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
     train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint)
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
     if log.is_main():
@@ -139,10 +139,8 @@ def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> 
         f"{cfg.tuning.mode}: {format_count(trainable)} of {format_count(total)} weights train"
         f" ({trainable / total:.1%}){four_bit}"
     )
-    if cfg.tuning.mode != "full":
-        trained = rows.report.get("sources", {}).get("train", rows.report)
-        if told := describe_capacity(trainable, int(trained.get("trainable_tokens", 0))):
-            log.say(told)
+    if cfg.tuning.mode != "full" and (told := describe_capacity(trainable, rows.learned_tokens)):
+        log.say(told)
     log.say(describe_rate(cfg, train_run.setup.folder.read_json("plan.json")))
     kind = {"lora": "LoRA", "qlora": "QLoRA", "full": "full"}[cfg.tuning.mode]
     kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""
