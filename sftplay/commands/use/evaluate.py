@@ -79,7 +79,7 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
     if measure.split == "test":
         cfg = cfg.with_values({"data.val_path": cfg.data.test_path, "data.split": None}, "eval-test")
 
-    def measured(side: str, tokenizer: Any, open_model: Callable[[], Any]) -> dict[str, Any]:
+    def measured(side: str, *, tokenizer: Any, open_model: Callable[[], Any]) -> dict[str, Any]:
         held_out = held_out_of(load_mixture(cfg, tokenizer, renderer_template=template))
         if not held_out.documents and not held_out.chats:
             raise _nothing_held_out()
@@ -89,8 +89,8 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
     own = load_tokenizer(cfg.model, str(folder.result))
     template = stored_template(own, folder)
     if measure.has_base:
-        measured("before", load_tokenizer(cfg.model), lambda: load_base(cfg).eval())
-    content = measured("after", own, lambda: load_result(cfg, folder.path))
+        measured("before", tokenizer=load_tokenizer(cfg.model), open_model=lambda: load_base(cfg).eval())
+    content = measured("after", tokenizer=own, open_model=lambda: load_result(cfg, folder.path))
     return content, comparison_table(content)
 
 
