@@ -122,7 +122,7 @@ def answer_chats(generator: Generator, renderer: Renderer, *, chats: Sequence[Ch
 def held_out_loss(model: Any, rows: Any, *, pad_token_id: int) -> float:
     """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
     total, count = 0.0, 0
-    room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
+    room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.config.get_text_config().vocab_size))
     batches = AdaptiveBatches(len(rows), "the held-out loss")
     for batch in _by_length(rows["input_ids"], rows["labels"], room=room):
         for loss, labels in batches.each(

@@ -23,7 +23,8 @@ from sftplay.config.load import load_resolved
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.model.load import load_base
-from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.tokenizer import load_extended
 from sftplay.monitor.observer import Observer, StepTrainer
 from sftplay.plan.memory.probe_fit import Point, Refusal, fit
 from sftplay.signals import die_with_parent
@@ -84,8 +85,10 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
     """
     cfg = _probe_config(cfg, request)
     with gauge:
-        tokenizer = load_tokenizer(cfg.model)
-        model = make_trainable(load_base(cfg), cfg)
+        tokenizer, new_tokens = load_extended(cfg)
+        model = load_base(cfg)
+        add_rows(model, new_tokens)
+        model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
         gauge.follow(model)
         rows = synthetic_rows(cfg, tokenizer, count=request.most_rows * request.micro_batches)
         setup, schedule = make_setup(cfg, folder, n_rows=len(rows)), ProbeSchedule(cfg, request, gauge=gauge)
