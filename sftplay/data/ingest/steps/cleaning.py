@@ -9,8 +9,10 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection
+from importlib.util import find_spec
 
-from sftplay.data.ingest.extract.document import Block, need
+from sftplay.data.ingest.extract.document import Block
+from sftplay.errors import MachineError
 
 UNWANTED = re.compile(
     "[\x00-\x08\x0b\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u200b\u2060\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
@@ -27,8 +29,9 @@ EMPTY_LINES = re.compile(r"\n{3,}")
 
 def check_installed(steps: Collection[str]) -> None:
     """Raise MachineError where a step's library is missing."""
-    if "encoding" in steps:
-        need("ftfy", kind="text of")
+    if "encoding" in steps and find_spec("ftfy") is None:
+        fix = "make install EXTRAS=ingest, or leave that step out with --without=encoding"
+        raise MachineError("the step `encoding` needs ftfy, which is not installed", where="ingest", fix=fix)
 
 
 class Cleaner:
