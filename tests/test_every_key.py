@@ -34,6 +34,8 @@ from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
 from sftplay.data.order import training_order
+from sftplay.deliver.evaluate.perplexity import Document
+from sftplay.deliver.evaluate.sources import HeldOut, measure_sources
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
 from sftplay.heartbeat import Heartbeat
@@ -582,6 +584,19 @@ def check_too_long(bench: Bench) -> None:
         bench.build(data__train_path=path, data__too_long="error")
 
 
+def check_stride(bench: Bench) -> None:
+    documents = HeldOut(documents={"domain": [Document([3 + n % 390 for n in range(200)], 200)]})
+    strides = {}
+    for stride in (None, 100):
+        cfg = bench.plain.cfg.with_values({"eval.stride": stride}, "test")
+        path = bench.home / f"stride-{stride}" / "after.json"
+        trainer = bench.plain.trainer
+        found = measure_sources(trainer.model, documents, tokenizer=trainer.processing_class, cfg=cfg, path=path)
+        strides[found["stride"]] = json.loads(path.read_text())["loss"]
+    assert set(strides) == {64, 100}  # the window has 128 tokens
+    assert strides[64] != pytest.approx(strides[100], rel=1e-6)
+
+
 def check_processed_dir(bench: Bench) -> None:
     for name in ("here", "there"):
         bench.build(data__processed_dir=str(bench.home / name))
@@ -774,6 +789,7 @@ TABLE: dict[str, Check] = {
     "data.on_bad_row": check_bad_rows,
     "data.too_long": check_too_long,
     "data.processed_dir": check_processed_dir,
+    "eval.stride": check_stride,
     "logging.backend": pair(lambda run: callback(run, "TensorBoardCallback") is not None, False, True),
     "logging.steps": pair(arg("logging_steps"), 1, 3),
     "cluster.strategy": each(

@@ -120,6 +120,11 @@ def test_a_resume_compares_each_key_of_each_entry(mixture):
             "4096 is more than model.max_seq_len 2048",
         ),
         (
+            ["cpt.block_size=64", "eval.stride=64"],
+            "command line eval.stride",
+            "64 is not less than the window, a block of 64 tokens",
+        ),
+        (
             ["cpt.train_tokens=100", "train.max_steps=5"],
             "command line cpt.train_tokens",
             "100 is given, but train.max_steps 5 says how long the run is",

@@ -30,6 +30,7 @@ def idle_cpt_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
     if not cfg.learns_documents:
         yield from ((f"cpt.{name}", "task_mode", "task_mode sft has no blocks") for name in type(cfg.cpt).model_fields)
+        yield "eval.stride", "task_mode", "task_mode sft slides no window over documents"
         return
     yield "train.packing", "task_mode", f"the rows of task_mode {cfg.task_mode} are full blocks"
     if cfg.cpt.train_tokens is not None:
@@ -95,6 +96,10 @@ def _sizes(cfg: RunConfig) -> Iterator[Violation]:
         what = f"{size} is more than model.max_seq_len {limit}"
         fix = f"write model.max_seq_len: {size}, or a smaller block_size"
         yield Violation(("cpt.block_size", "model.max_seq_len"), what, fix=fix)
+    if cfg.eval.stride is not None and cfg.eval.stride >= cfg.row_tokens:
+        what = f"{cfg.eval.stride} is not less than the window, a block of {cfg.row_tokens} tokens"
+        fix = f"write eval.stride: {cfg.row_tokens // 2}, or remove it"
+        yield Violation(("eval.stride", "cpt.block_size", "model.max_seq_len"), what, fix=fix)
     if cfg.cpt.train_tokens is not None and train.max_steps is not None:
         what = f"{cfg.cpt.train_tokens} is given, but train.max_steps {train.max_steps} says how long the run is"
         yield Violation(("cpt.train_tokens", "train.max_steps"), what, fix="keep one of the two")

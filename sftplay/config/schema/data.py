@@ -120,3 +120,7 @@ class EvalConfig(Section):
 
     metrics: list[Metric] = Field(default=["exact_match"], min_length=1)
     """Metrics that compare an answer with its reference, without surrounding white space."""
+
+    stride: Positive | None = None
+    """Tokens by which the window slides over held-out documents (task modes cpt and cpt_mixed); the window is a block.
+    Smaller gives each token more text before it, and takes longer. None means half the window."""

@@ -1,1 +1,1 @@
-"""Trees of HTML, whatever format they came from -> Markdown blocks; web pages lose their navigation first."""
+"""HTML, and what is made to HTML on the way -> Markdown blocks; web pages lose their navigation first."""

@@ -16,7 +16,10 @@ BLOCK_NAMES = """
 """
 BLOCKS = frozenset(BLOCK_NAMES.split())
 LISTS = ("ul", "ol", "menu", "dir")
-LANGUAGE = re.compile(r"(?:language-|lang-|brush: ?|highlight-source-|highlight-)([a-z0-9+#-]+)")
+LANGUAGE = re.compile(
+    r"(?:language-|lang-|brush: ?|highlight-source-|highlight-)([a-z0-9+#-]+)"
+    r"|\bcode ([a-z0-9+#-]+) (?:literal-block|doctest)"
+)
 NO_LANGUAGE = ("default", "text", "none", "plaintext", "notranslate")
 CODE_SIGNS = re.compile(r"[{}=<>$#\\|@]|\(\)|\w[_/]\w")
 PARAGRAPHS = re.compile(rf"(?:{BREAK}[ \t\r\n\f]*){{2,}}")
@@ -180,6 +183,7 @@ def _add_pre(element: Any, out: list[Block]) -> None:
         ]
         return
     named = LANGUAGE.search(classes) or LANGUAGE.search(above)
-    language = named[1] if named and named[1] not in NO_LANGUAGE else ""
+    language = (named[1] or named[2]) if named else ""
+    language = "" if language in NO_LANGUAGE else language
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
     out.append(Block(f"{fence}{language}\n{text}\n{fence}", "code"))

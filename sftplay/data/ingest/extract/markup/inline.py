@@ -18,6 +18,9 @@ DROPPED = frozenset(DROPPED_NAMES.split())
 BREAK = "\x00"
 """Stands for a line break until white space is made one; HTML cannot hold it."""
 
+CODE, DOCUTILS_CODE = ("code", "kbd", "samp", "tt"), "docutils literal"
+"""Elements of inline code, and the class by which docutils marks it."""
+
 POWER = re.compile(r"[-+−]?\d+|[a-z]", re.A)
 EDGE = re.compile(rf"[ \t\r\n\f]*{BREAK}[ \t\r\n\f]*")
 SPACES = re.compile(r"[ \t\r\n\f]+")
@@ -38,7 +41,8 @@ def inline_text(element: Any) -> str:
     if tag == "math":
         return math_text(element)
     inner = (element.text or "") + "".join(inline_text(child) + (child.tail or "") for child in element)
-    if tag in ("code", "kbd", "samp", "tt") and inner.strip() and "`" not in inner:
+    is_code = tag in CODE or element.get("class") == DOCUTILS_CODE
+    if is_code and inner.strip() and "`" not in inner:
         return f"`{inner.strip()}`"
     if tag == "q":
         return f"“{inner}”"

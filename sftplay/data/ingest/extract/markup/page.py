@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading, need
+from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading
 from sftplay.data.ingest.extract.markup.blocks import blocks_of
 from sftplay.data.ingest.extract.markup.inline import inline_text, tidy
 from sftplay.data.ingest.extract.text.gutenberg import cut_blocks
@@ -54,7 +54,6 @@ CONTENTS = re.compile(r"(?:table of )?contents|on this page|in this article", re
 
 def read_page(path: Path, encoding: str) -> Extracted:
     """An HTML file's title and blocks."""
-    need("lxml", kind="HTML")
     if path.stat().st_size > MOST_BYTES:
         raise Unreadable(
             "too_large", f"{path.stat().st_size >> 20} MiB; pages of up to {MOST_BYTES >> 20} MiB are read"

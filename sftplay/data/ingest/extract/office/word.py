@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Extracted, Unreadable, need
+from sftplay.data.ingest.extract.document import Extracted, Unreadable
 from sftplay.data.ingest.extract.markup.blocks import blocks_of
 from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
 from sftplay.data.ingest.extract.office.word_runs import runs_of
@@ -29,7 +29,6 @@ WRAPPERS = ("sdt", "sdtContent", "customXml", "ins", "moveTo", "smartTag")
 
 def read_word(path: Path, encoding: str) -> Extracted:
     """A docx file's title and blocks."""
-    need("lxml", kind="Word")
     with Archive(path) as archive:
         body = archive.tree("word/document.xml")
         found = body.find(f"{W}body") if body is not None else None

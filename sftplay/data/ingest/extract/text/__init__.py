@@ -1,1 +1,1 @@
-"""Documents that are text already: plain text, Markdown, reStructuredText, and the characters of all of them."""
+"""Documents that are text already, plain or Markdown, and the characters of all files of text."""

@@ -21,15 +21,20 @@ NARROWEST_WRAP, JOINED_SHARE = 50, 0.75
 def read_plain(path: Path, encoding: str) -> Extracted:
     """A text file's paragraphs."""
     named, text = cut_licence(read_characters(path, encoding))
-    parts = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*(?:\n[ \t]*)+", text)]
-    parts = [part for part in parts if part.strip()]
-    width = wrap_width(parts)
-    blocks = tuple(to_block(part, width) for part in parts)
+    blocks = tuple(split_plain(text))
     title = named or next((block.text.lstrip("# ") for block in blocks if block.kind == "heading"), "")
     if not title and blocks:
         first = blocks[0].text.split("\n")[0].strip()
         title = first if len(first) <= LONGEST_HEADING else path.stem
     return Extracted(title[:LONGEST_TITLE], blocks)
+
+
+def split_plain(text: str) -> list[Block]:
+    """The paragraphs of a text, which empty lines divide."""
+    parts = [part.strip("\n").rstrip() for part in re.split(r"\n[ \t]*(?:\n[ \t]*)+", text)]
+    parts = [part for part in parts if part.strip()]
+    width = wrap_width(parts)
+    return [to_block(part, width) for part in parts]
 
 
 def to_block(part: str, width: int) -> Block:
