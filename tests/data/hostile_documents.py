@@ -118,9 +118,9 @@ def bytes_of(content: bytes) -> Callable[[Path], object]:
 
 
 def gz_bomb(path: Path) -> None:
-    """A row of 3 GB, packed into 3 MB. A gzip file may consist of several, one behind the other."""
+    """A row of 512 MB, packed into 0.5 MB. A gzip file may consist of several, one behind the other."""
     part = gzip.compress(b"a" * (32 << 20))
-    path.write_bytes(gzip.compress(b'{"text": "') + part * 96 + gzip.compress(b'"}\n'))
+    path.write_bytes(gzip.compress(b'{"text": "') + part * 16 + gzip.compress(b'"}\n'))
 
 
 def zip_bomb(path: Path) -> None:

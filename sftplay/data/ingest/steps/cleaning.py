@@ -20,9 +20,13 @@ UNWANTED = re.compile(
 """Control characters, soft hyphens and others that show nothing. Joiners and marks of direction stay: some scripts need
 them."""
 
+SUSPECT = re.compile("[\x80-\u045f\u2010-\u25ff\ufb01\ufb02]{2}|[\xc2\xc3\xce\xd0\xd1\xe2] ")
+"""What a wrong decoding leaves at least: two characters of a single-byte encoding, the second perhaps a space by now. The
+check itself takes a hundred times longer."""
+
 LINE_ENDS = re.compile("\r\n?|[\x0c\x1c-\x1e\x85\u2028\u2029]")
 SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
-TRAILING = re.compile(r"[ \t]+(?=\n|$)")
+TRAILING = re.compile(r"[ \t]+(?=\n|\Z)")
 GAPS = re.compile(r"(?<=\S)[ \t]{2,}(?=\S)")
 EMPTY_LINES = re.compile(r"\n{3,}")
 
@@ -55,7 +59,7 @@ class Cleaner:
 
     def _encoding(self, text: str, _kind: str) -> str:
         """Undo a wrong decoding, such as `Ã©` for `é`, where the text shows it."""
-        if text.isascii():
+        if text.isascii() or not SUSPECT.search(text):
             return text
         from ftfy import fix_encoding
         from ftfy.badness import is_bad
@@ -67,11 +71,16 @@ class Cleaner:
         return text if text.isascii() else unicodedata.normalize("NFC", text)
 
     def _control(self, text: str, _kind: str) -> str:
+        if text.replace("\n", "").isprintable():
+            return text
         return UNWANTED.sub("", LINE_ENDS.sub("\n", text))
 
     def _spaces(self, text: str, kind: str) -> str:
         """One kind of space, none at the ends of lines; outside code and tables no runs of them either."""
-        text = TRAILING.sub("", text if text.isascii() else SPACES.sub(" ", text))
-        if kind in ("code", "table"):
-            return text.strip("\n")
-        return EMPTY_LINES.sub("\n\n", GAPS.sub(" ", text)).strip("\n")
+        text = text if text.isascii() else SPACES.sub(" ", text)
+        if "\t" in text or " \n" in text or text.endswith(" "):
+            text = TRAILING.sub("", text)
+        if kind not in ("code", "table"):
+            text = GAPS.sub(" ", text) if "  " in text or "\t" in text else text
+            text = EMPTY_LINES.sub("\n\n", text)
+        return text.strip("\n")
