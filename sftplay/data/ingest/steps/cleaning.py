@@ -21,8 +21,8 @@ UNWANTED = re.compile(
 them."""
 
 SUSPECT = re.compile("[\x80-\u045f\u2010-\u25ff\ufb01\ufb02]{2}|[\xc2\xc3\xce\xd0\xd1\xe2] ")
-"""What a wrong decoding leaves at least: two characters of a single-byte encoding, the second perhaps a space by now. The
-check itself takes a hundred times longer."""
+"""What a wrong decoding leaves at least: two characters of a single-byte encoding, the second perhaps a space by now.
+The real check takes far longer."""
 
 LINE_ENDS = re.compile("\r\n?|[\x0c\x1c-\x1e\x85\u2028\u2029]")
 SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
