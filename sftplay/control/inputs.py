@@ -31,6 +31,7 @@ from sftplay.errors import (
 )
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
+from sftplay.reward.table import reward_problems
 
 SAMPLED_ROWS = 32
 NAMED_ROWS = 5
@@ -97,6 +98,7 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
         "data.template": lambda _: _check_template(cfg),
         "logging.backend": lambda _: _check_trackers(cfg),
     }
+    yield from reward_problems(cfg)
     for key in keys:
         try:
             checks.get(key, lambda key: _check_data(key, cfg=cfg))(key)
