@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -86,10 +87,23 @@ def read_markitdown(path: Path) -> tuple[str, str]:
     return found.markdown, found.title or ""
 
 
-def read_docling(path: Path) -> tuple[str, str]:
-    from docling.document_converter import DocumentConverter
+DOCLING = {
+    ".docx": ("msword_backend", "MsWordDocumentBackend", "docx"),
+    ".html": ("html_backend", "HTMLDocumentBackend", "html"),
+    ".htm": ("html_backend", "HTMLDocumentBackend", "html"),
+    ".md": ("md_backend", "MarkdownDocumentBackend", "md"),
+}
 
-    return DocumentConverter().convert(path).document.export_to_markdown(), ""
+
+def read_docling(path: Path) -> tuple[str, str]:
+    from docling.datamodel.base_models import InputFormat
+    from docling.datamodel.document import InputDocument
+
+    # docling-slim's converter of all formats does not import without torch (2.143); its readers of one format do.
+    module, name, kind = DOCLING[path.suffix]
+    backend = getattr(importlib.import_module(f"docling.backend.{module}"), name)
+    document = InputDocument(path_or_stream=path, format=InputFormat(kind), backend=backend, filename=path.name)
+    return document._backend.convert().export_to_markdown(), ""
 
 
 def read_mammoth(path: Path) -> tuple[str, str]:
