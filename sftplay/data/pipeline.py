@@ -16,7 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import reading_of, to_record
@@ -118,7 +118,7 @@ def _load(
 ) -> Examples:
     # Digests come first, so that a missing file ends the run before any work.
     digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
-    samples = _samples(cfg, inputs[0].path)
+    samples = sample_records(cfg.data, inputs[0].path)
     if template is None and not _is_plain(samples, tokenizer):
         template = resolve_template(cfg.data.template, tokenizer)
     renderer = Renderer.prove(tokenizer, template, samples=samples)
@@ -142,7 +142,7 @@ def _load(
     def make(unfinished: Path) -> None:
         with RowFiles(unfinished) as files:
             preparation.run(inputs, files, guarded=guarded)
-        _expect_unchanged(digests)
+        expect_unchanged(digests)
 
     ensure_folder(folder, make)
     return _opened(folder, renderer, digests=digests)
@@ -161,7 +161,7 @@ def _check_loss(cfg: RunConfig, train: Mapping[str, Any] | None) -> None:
     )
 
 
-def _expect_unchanged(digests: Mapping[str, str]) -> None:
+def expect_unchanged(digests: Mapping[str, str]) -> None:
     """Raise DataError when a file was written to while it was read: new rows would lie under the old digest."""
     for path, digest in digests.items():
         if content_digest(path) != digest:
@@ -169,11 +169,11 @@ def _expect_unchanged(digests: Mapping[str, str]) -> None:
             raise DataError("has changed while it was read", where=path, fix=fix)
 
 
-def _samples(cfg: RunConfig, path: str) -> list[Record]:
+def sample_records(data: DataConfig, path: str) -> list[Record]:
     """The readable rows among the first ones; the full pass reports the others together with all bad rows."""
     records = []
-    reading = reading_of(cfg.data)
-    for source, value in islice(read_rows(path, dialect_of(cfg.data)), SAMPLE_ROWS):
+    reading = reading_of(data)
+    for source, value in islice(read_rows(path, dialect_of(data)), SAMPLE_ROWS):
         if isinstance(value, Refused):
             continue
         try:

@@ -5,8 +5,10 @@ Nothing here reads a token before `row` is called: blocks are found by the lengt
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -45,6 +47,12 @@ class Blocks(Protocol):
 
     def grow(self) -> Ints | None:
         """How much each of the next blocks teaches, of a few or of many; None behind the last block."""
+
+    def n_until(self, epochs: Fraction) -> int | None:
+        """How many blocks hold all that is read in so many epochs; None where `grow` has not come so far."""
+
+    def epochs_in(self, n_blocks: int) -> float:
+        """How many times the source is read in its first blocks."""
 
     def pieces(self, block: int) -> Pieces:
         """What a block holds, as far as `grow` has come."""
@@ -85,6 +93,15 @@ class TextBlocks:
         begun = chunk.first + np.searchsorted(chunk.starts[:-1], edges - start)
         self._chunk_starts.append(end)
         return self._teach(edges, begun)
+
+    def n_until(self, epochs: Fraction) -> int | None:
+        """As `Blocks.n_until`."""
+        n_blocks = math.ceil(epochs * self._order.documents.n_tokens / self._new)
+        return n_blocks if n_blocks <= self._n_blocks else None
+
+    def epochs_in(self, n_blocks: int) -> float:
+        """As `Blocks.epochs_in`."""
+        return n_blocks * self._new / max(self._order.documents.n_tokens, 1)
 
     def pieces(self, block: int) -> Pieces:
         """As `Blocks.pieces`."""
@@ -172,6 +189,15 @@ class ChatBlocks:
         self._taught = int(totals[-1] - totals[begin]) + (0 if cuts else self._taught)
         self._firsts += [chunk.first + cut for cut in cuts]
         return taught
+
+    def n_until(self, epochs: Fraction) -> int | None:
+        """As `Blocks.n_until`."""
+        n_chats = math.ceil(epochs * len(self._order.documents.table))
+        return bisect_left(self._firsts, n_chats) if self._firsts[-1] >= n_chats else None
+
+    def epochs_in(self, n_blocks: int) -> float:
+        """As `Blocks.epochs_in`."""
+        return self._firsts[n_blocks] / max(len(self._order.documents.table), 1)
 
     def pieces(self, block: int) -> Pieces:
         """As `Blocks.pieces`."""

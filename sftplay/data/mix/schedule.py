@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,20 @@ class Schedule:
         """Find the places of so many rows, or of all where there are fewer."""
         while self.n_rows < n_rows and not self._is_over:
             self._extend()
+
+    def rows_until(self, source: int, epochs: Fraction) -> int:
+        """How many rows there are until a source has been read so many times."""
+        while (n_blocks := self._sources[source].n_until(epochs)) is None:
+            self._extend()
+        return self.row_of(source, n_blocks - 1) + 1
+
+    def n_blocks(self, n_rows: int) -> list[int]:
+        """How many of the first rows each source gives."""
+        self.reach(n_rows)
+        counts = np.zeros(len(self._sources), np.int64)
+        for first, (sources, _) in zip(self._firsts, self._parts, strict=True):
+            counts += np.bincount(sources[: max(n_rows - first, 0)], minlength=len(counts))
+        return [int(count) for count in counts]
 
     def row_of(self, source: int, block: int) -> int:
         """The row that is this block."""
