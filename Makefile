@@ -61,10 +61,10 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.commands.make goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-documents bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -120,6 +120,8 @@ style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: pr
 ##@ train
 train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command)
 	@$(SFTPLAY) train $(WHICH) $(SCALE) $(WORDS)
+dapt-train: $(READY) ## train on documents, alone or mixed with chats: CONFIG=configs/run_dapt.yaml (as train)
+	@$(SFTPLAY) train --documents $(WHICH) $(SCALE) $(WORDS)
 train-tb: $(READY) ## train with TensorBoard
 	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
 train-bnb: $(READY) ## train with the bitsandbytes backend
@@ -173,6 +175,8 @@ bench: $(READY) ## speed beside other ways to train, docs/benchmarks.md
 	@$(PROGRAM) benchmarks/overhead.py
 bench-data: $(READY) ## speed of data preparation beside datasets.map
 	@$(PROGRAM) benchmarks/preparing.py
+bench-documents: $(READY) ## libraries that read documents, side by side (ARGS="--folder ../shared/data/documents")
+	@$(PROGRAM) benchmarks/ingest_libraries.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@$(PROGRAM) benchmarks/startup.py
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU

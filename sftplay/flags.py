@@ -136,7 +136,7 @@ def flags_of(verb: str) -> Flags:
     run: Flags = {"--run": {"type": PATH, "default": None, "help": "name or folder of the run"}}
     count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
     special: dict[str, Flags] = {
-        "train": LAUNCH,
+        "train": {"--documents": {"action": "store_true", "help": "refuse a config of task sft"}, **LAUNCH},
         "resume": {**LAUNCH, **run},
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
+from domain import write_texts
 from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unsloth_stand_in import FastLanguageModel, as_module
@@ -294,6 +295,26 @@ def check_trust(bench: Bench) -> None:
 def check_pickle(bench: Bench) -> None:
     assert what_libraries_are_told(bench, "use_safetensors") == [None, True]  # tokenizer, model
     assert what_libraries_are_told(bench, "use_safetensors", model__allow_pickle=True) == [None, None]
+
+
+def check_new_tokens(bench: Bench) -> None:
+    """The rows that train, and what they stand for."""
+    terms = bench.home / "terms.txt"
+    terms.write_text("bellcrank\nstatic-port\n")
+    rows = str(write_texts(bench.home / "domain.jsonl", 160, seed=1))
+
+    def listed(**new_tokens: Any) -> list[dict[str, Any]]:
+        run = bench.build(tuning__new_tokens=new_tokens, data__train_path=rows)
+        entries = json.loads((run.folder.path / "new_tokens.json").read_text())["tokens"]
+        (trains, *_) = [p for n, p in run.trainer.model.named_parameters() if "trainable_tokens_delta" in n]
+        assert trains.shape == (len(entries), 32)
+        return entries
+
+    assert [len(listed(count=count)) for count in (3, 5)] == [3, 5]
+    often, seldom = (listed(count=90, min_count=least) for least in (25, 10))
+    assert min(entry["count"] for entry in often) >= 25
+    assert 10 <= min(entry["count"] for entry in seldom) < 25
+    assert [entry["term"] for entry in listed(path=str(terms))] == ["bellcrank", "static-port"]
 
 
 def check_adapter(bench: Bench) -> None:
@@ -706,6 +727,9 @@ TABLE: dict[str, Check] = {
         {True: True, False: False},
         tuning__mode="qlora",
     ),
+    "tuning.new_tokens.count": check_new_tokens,
+    "tuning.new_tokens.min_count": check_new_tokens,
+    "tuning.new_tokens.path": check_new_tokens,
     "tuning.lora.r": pair(lambda run: adapted(run).lora_A["default"].weight.shape[0], 4, 3),
     "tuning.lora.alpha": pair(lambda run: adapted(run).lora_alpha["default"], 8, 12.0),
     "tuning.lora.dropout": pair(lambda run: getattr(adapted(run).lora_dropout["default"], "p", 0.0), 0.0, 0.25),

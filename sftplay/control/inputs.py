@@ -29,13 +29,15 @@ from sftplay.errors import (
     SftplayError,
     nearest_names,
 )
+from sftplay.model.new_tokens.terms import read_terms
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
 from sftplay.reward.table import reward_problems
 
+TERMS = "tuning.new_tokens.path"
 SAMPLED_ROWS = 32
 NAMED_ROWS = 5
-KEYS = ("model.name", "data.template", "logging.backend")
+KEYS = ("model.name", "data.template", "logging.backend", TERMS)
 """Keys of inputs that are looked at, beside those that name rows."""
 
 
@@ -97,6 +99,7 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
         "model.name": lambda _: check_model(resolve_names(cfg), asks_hub=asks_hub),
         "data.template": lambda _: _check_template(cfg),
         "logging.backend": lambda _: _check_trackers(cfg),
+        TERMS: lambda _: _check_terms(cfg),
     }
     yield from reward_problems(cfg)
     for key in keys:
@@ -215,6 +218,11 @@ def _check_trackers(cfg: RunConfig) -> None:
                 where=_where(cfg, "logging.backend"),
                 fix=f"{sys.executable} -m pip install {tracker}, or logging.backend=none",
             )
+
+
+def _check_terms(cfg: RunConfig) -> None:
+    if cfg.tuning.new_tokens.path is not None:
+        read_terms(cfg.tuning.new_tokens.path)
 
 
 def _where(cfg: RunConfig, key: str) -> str:

@@ -40,6 +40,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         report=examples.report,
         recipe=recipe_of(examples.renderer),
         source=examples,
+        learned_tokens=int(examples.report["sources"].get("train", examples.report)["trainable_tokens"]),
     )
 
 

@@ -68,6 +68,12 @@ _NAMES: dict[str, str] = {
     "tuning.lora.dropout": "lora_dropout",
     "tuning.lora.target_modules": "lora_target lora_target_modules lora_target_linear lora_attn_modules",
     "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
+    "tuning.new_tokens.path, a file with one term a line": (
+        "add_tokens add_special_tokens new_special_tokens additional_special_tokens tokens"
+    ),
+    "tuning.new_tokens.count or path; the model gets the rows it needs, each the mean of its pieces": (
+        "resize_vocab resize_token_embeddings_to_32x mean_resizing_embeddings init_special_tokens"
+    ),
     "tuning.lora.dora": "use_dora peft_use_dora",
     "tuning.lora.rslora": "use_rslora peft_use_rslora",
     # data

@@ -15,6 +15,7 @@ from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.lists import broken_list_rules
+from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in
@@ -76,6 +77,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.decay_ratio", "train.lr_scheduler", reason
     yield from idle_data_keys(cfg)
     yield from idle_cpt_keys(cfg)
+    yield from idle_new_token_keys(cfg)
 
 
 def _has_one_process(train: TrainConfig) -> bool:
@@ -247,5 +249,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     broken_data_rules,
     broken_list_rules,
     broken_cpt_rules,
+    broken_new_token_rules,
     broken_cluster_rules,
 )

@@ -5,6 +5,7 @@ It checks single values only. Rules between fields are in `rules`; `load` reads 
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
@@ -76,13 +77,34 @@ class LoraConfig(Section):
     """Names of the linear layers that get an adapter. auto takes every linear layer but the output head."""
 
     modules_to_save: list[str] = Field(default_factory=list)
-    """Modules trained in full and saved with the adapter, such as embed_tokens or lm_head after adding tokens."""
+    """Modules trained in full and saved with the adapter. [embed_tokens, lm_head] trains all tokens, not only those of
+    tuning.new_tokens."""
 
     dora: bool = False
     """DoRA, weight-decomposed LoRA: better at small r, slower."""
 
     rslora: bool = False
     """Rank-stabilised LoRA: scale by alpha / sqrt(r) in place of alpha / r, which keeps a large r useful."""
+
+
+class NewTokensConfig(Section):
+    """Terms of a domain that become tokens of their own, see docs/continued-pretraining.md. Each gets a row in input
+    embedding and output head, which begins as the mean of the rows of its pieces, and trains."""
+
+    count: Annotated[int, Field(ge=0)] = 0
+    """Number of terms to find: those words and word sequences of the training data that save most tokens. 0 finds none.
+    A number that makes the vocabulary a multiple of 64 keeps the output head fast on a GPU."""
+
+    min_count: Positive = 10
+    """How often a term must occur in the training data to be found."""
+
+    path: UserPath | None = None
+    """A text file with one term a line, in place of terms that are found."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are any."""
+        return self.count > 0 or self.path is not None
 
 
 class TuningConfig(Section):
@@ -104,6 +126,15 @@ class TuningConfig(Section):
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """The adapter."""
+
+    new_tokens: NewTokensConfig = Field(default_factory=NewTokensConfig)
+    """Terms that become tokens of their own."""
+
+    @property
+    def trains_single_rows(self) -> bool:
+        """Whether rows of new tokens train beside an adapter: at least one end of the model does not train in full."""
+        ends = [name for name in self.lora.modules_to_save if any(word in name for word in ("embed", "wte", "lm_head"))]
+        return self.mode != "full" and self.new_tokens.is_on and len(ends) < 2
 
 
 class LoggingConfig(Section):
@@ -190,6 +221,15 @@ class RunConfig(Section):
     def row_tokens(self) -> int:
         """The most tokens of a row that is trained on."""
         return (self.cpt.block_size if self.learns_documents else None) or self.model.max_seq_len
+
+    def steps_of_tokens(self, tokens: int) -> int:
+        """Optimizer steps that train on at least so many tokens: a block repeats one token of the block before it."""
+        return max(1, math.ceil(tokens / (self.train.effective_batch_size * (self.row_tokens - 1))))
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of a step are packed into one. Blocks of documents are packed already."""
+        return self.train.packing is True and not self.learns_documents
 
     @property
     def origins(self) -> dict[str, str]:
