@@ -1,4 +1,4 @@
-"""Runs the kit's SFT task inside the test process, as a worker would, and hands out what it really built."""
+"""Runs a task of the kit inside the test process, as a worker would, and hands out what it really built."""
 
 from __future__ import annotations
 
