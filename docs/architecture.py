@@ -21,7 +21,7 @@ MODULES = {
 FLOORS = {
     0: ["errors", "log", "terminal", "places", "units", "heartbeat", "signals", "atomic", "install", "startup"],
     1: ["config", "machine", "data.records", "data.json_text", "data.order", "data.cache"],
-    2: ["plan", "launch", "monitor", "data"],
+    2: ["plan", "launch", "monitor", "data", "sandbox"],
     3: ["data.pipeline", "data.inspect", "model"],
     4: ["deliver"],
     5: ["tasks", "control"],
