@@ -61,7 +61,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.commands.make goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
@@ -102,6 +102,10 @@ download-model: $(READY) ## fetch a model from the hub into its cache: MODEL=org
 	@$(SFTPLAY) download-model $(call flag,--model,MODEL) $(call flag,--revision,REVISION) $(JSONFLAG) $(WORDS)
 
 ##@ data
+ingest: $(READY) ## documents to rows of text, with a report: IN=docs/ OUT=file.jsonl (JSON=1, ARGS="--by section")
+	@$(SFTPLAY) ingest $(call flag,--in,IN) $(OUTPUT) $(JSONFLAG) $(WORDS)
+dapt-docx: $(READY) ## another name of ingest
+	@$(SFTPLAY) ingest $(call flag,--in,IN) $(OUTPUT) $(JSONFLAG) $(WORDS)
 process: $(READY) ## read, render and cache the data, print the report: CONFIG=
 	@$(SFTPLAY) process $(WHICH) $(JSONFLAG) $(WORDS)
 inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG= (N=3, JSON=1)
@@ -114,6 +118,8 @@ style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: pr
 ##@ train
 train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command)
 	@$(SFTPLAY) train $(WHICH) $(SCALE) $(WORDS)
+dapt-train: $(READY) ## train on documents, alone or mixed with chats: CONFIG=configs/run_dapt.yaml (as train)
+	@$(SFTPLAY) train --documents $(WHICH) $(SCALE) $(WORDS)
 train-tb: $(READY) ## train with TensorBoard
 	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
 train-bnb: $(READY) ## train with the bitsandbytes backend

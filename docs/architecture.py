@@ -20,9 +20,9 @@ MODULES = {
 
 FLOORS = {
     0: ["errors", "log", "terminal", "places", "units", "heartbeat", "signals", "atomic", "install", "startup"],
-    1: ["config", "machine", "data.records", "data.json_text", "data.order", "data.cache"],
-    2: ["plan", "launch", "monitor", "data", "sandbox"],
-    3: ["data.pipeline", "data.inspect", "model"],
+    1: ["config", "machine", "data.records", "data.json_text", "data.order", "data.cache", "sandbox"],
+    2: ["plan", "launch", "monitor", "reward", "data"],
+    3: ["data.pipeline", "data.inspect", "data.mix", "model"],
     4: ["deliver"],
     5: ["tasks", "control"],
     6: ["commands", "flags", "cli", "__main__"],
@@ -94,8 +94,7 @@ def picture() -> str:
     lines = ["```mermaid", "flowchart TD"]
     for floor in sorted(set(tops.values()), reverse=True):
         lines.append(f'  subgraph floor{floor}["floor {floor}"]')
-        lines += [f"    {name}" for name in names if tops[name] == floor]
-        lines.append("  end")
+        lines += ["    " + "; ".join(name for name in names if tops[name] == floor), "  end"]
     for name in names:
         implied = set().union(*(reached(each) for each in edges[name]))
         lines += [f"  {name} --> {each}" for each in sorted(edges[name] - implied)]

@@ -37,6 +37,11 @@ VERBS = {
         "show rows as the chat template writes them, or write all to a file",
     ),
     "style": ("sftplay.commands.data.style", "style", "set the system prompt of a config, data.system"),
+    "ingest": (
+        "sftplay.commands.data.ingest",
+        "ingest",
+        "turn a folder of documents into rows of text, with a report",
+    ),
     "init": ("sftplay.commands.setup.init", "init", "write a commented config for a data file"),
     "validate": ("sftplay.commands.setup.config", "validate", "check a config and say what each value is and why"),
     "completion": ("sftplay.commands.setup.completion", "completion", "print a shell's completion: bash, zsh or fish"),
@@ -79,8 +84,8 @@ VERBS = {
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "init", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop", "gpu-info",
-    "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate", "sandbox",
+    "demo", "init", "ingest", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop",
+    "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate", "sandbox",
 )  # fmt: skip
 """Verbs that run without --config."""
 

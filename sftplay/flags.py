@@ -5,13 +5,79 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+from sftplay.units import parse_bytes, parse_seconds
+
+T = TypeVar("T")
 
 Flags = dict[str, dict[str, Any]]
 """flag -> keywords of argparse's add_argument."""
 
 PATH = os.path.expanduser
 """The type of a path: a shell leaves the `~` of `--out=~/x`, and make that of OUT=~/x."""
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"not a number of rows: {text!r}")
+    return int(text)
+
+
+def _processes(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a number of processes: {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r}")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    return _number(text, lambda value: 0 <= value < float("inf"), what="a temperature, 0 or more")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 < value <= 1, what="a share above 0 and up to 1")
+
+
+def _number(text: str, holds: Callable[[float], bool], *, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not holds(value):
+        raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"not a port: {text!r}")
+    return int(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _seconds(text: str) -> float:
+    return _parsed(parse_seconds, text)
+
+
+def _size(text: str) -> int:
+    return _parsed(parse_bytes, text)
+
+
+def _parsed(parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
 
 ACCELERATE: Flags = {
     "--out": {"type": PATH, "default": "accelerate_configs/this_machine.yaml", "help": "the file to write"},
@@ -37,6 +103,28 @@ LAUNCH: Flags = {
 """The flags of the verbs that launch a run."""
 
 
+INGEST: Flags = {
+    "--in": {"type": PATH, "dest": "input", "required": True, "help": "a folder of documents, or one file"},
+    "--out": {"type": PATH, "required": True, "help": "the jsonl file to write; the report lies beside it"},
+    "--by": {"choices": ["document", "section"], "default": "document", "help": "what becomes a row"},
+    "--without": {"type": _names, "default": (), "help": "steps to leave out, with commas; docs/ingest.md has them"},
+    "--near": {"type": _share, "default": 0.8, "help": "least similarity of near-duplicates"},
+    "--min-chars": {"type": int, "default": 50, "help": "shorter texts are dropped"},
+    "--max-chars": {"type": int, "default": None, "help": "longer texts are dropped"},
+    "--language": {"type": _names, "default": (), "help": "languages to keep, such as en,de; else all"},
+    "--encoding": {"default": "auto", "help": "of text files without a byte order mark; else UTF-8 or UTF-16"},
+    "--timeout": {"type": _seconds, "default": 30.0, "help": "seconds for one file"},
+    "--memory": {"type": _size, "default": 10**9, "help": "for one file's reader, such as 2GB"},
+    "--workers": {"type": _processes, "default": None, "help": "files read side by side; else one for each core"},
+    "--on-bad-file": {
+        "choices": ["report", "error"],
+        "default": "report",
+        "help": "error: end with 4 after all others",
+    },
+    "--tokenizer": {"default": "", "help": "a model's name, to count tokens"},
+    "--replace": {"action": "store_true", "help": "write over a file that is there"},
+}
+
 _FILES: Flags = {
     "--in": {"type": PATH, "dest": "input", "required": True},
     "--out": {"type": PATH, "required": True},
@@ -48,7 +136,7 @@ def flags_of(verb: str) -> Flags:
     run: Flags = {"--run": {"type": PATH, "default": None, "help": "name or folder of the run"}}
     count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
     special: dict[str, Flags] = {
-        "train": LAUNCH,
+        "train": {"--documents": {"action": "store_true", "help": "refuse a config of task sft"}, **LAUNCH},
         "resume": {**LAUNCH, **run},
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
@@ -56,6 +144,7 @@ def flags_of(verb: str) -> Flags:
             "--data": {"default": "", "help": "a file or folder with rows"},
             "--out": {"default": "run.yaml", "help": "the config to write"},
         },
+        "ingest": INGEST,
         "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
         "inspect": count,
         "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
@@ -135,55 +224,3 @@ def _result_flags(run: Flags) -> dict[str, Flags]:
             "--b": {"type": PATH, "required": True, "help": "name or folder of the other"},
         },
     }
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"not a number of rows: {text!r}")
-    return int(text)
-
-
-def _processes(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"not a number of processes: {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86_400:
-        raise argparse.ArgumentTypeError(f"not a number of seconds: {text!r}")
-    return value
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r}")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    return _number(text, lambda value: 0 <= value < float("inf"), what="a temperature, 0 or more")
-
-
-def _share(text: str) -> float:
-    return _number(text, lambda value: 0 < value <= 1, what="a share above 0 and up to 1")
-
-
-def _number(text: str, holds: Callable[[float], bool], *, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not holds(value):
-        raise argparse.ArgumentTypeError(f"not {what}: {text!r}")
-    return value
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"not a port: {text!r}")
-    return int(text)

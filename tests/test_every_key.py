@@ -22,6 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
+from domain import write_texts
 from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from unsloth_stand_in import FastLanguageModel, as_module
@@ -34,6 +35,8 @@ from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
 from sftplay.data.order import training_order
+from sftplay.deliver.evaluate.perplexity import Document
+from sftplay.deliver.evaluate.sources import HeldOut, measure_sources
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
 from sftplay.heartbeat import Heartbeat
@@ -291,6 +294,26 @@ def check_trust(bench: Bench) -> None:
 def check_pickle(bench: Bench) -> None:
     assert what_libraries_are_told(bench, "use_safetensors") == [None, True]  # tokenizer, model
     assert what_libraries_are_told(bench, "use_safetensors", model__allow_pickle=True) == [None, None]
+
+
+def check_new_tokens(bench: Bench) -> None:
+    """The rows that train, and what they stand for."""
+    terms = bench.home / "terms.txt"
+    terms.write_text("bellcrank\nstatic-port\n")
+    rows = str(write_texts(bench.home / "domain.jsonl", 160, seed=1))
+
+    def listed(**new_tokens: Any) -> list[dict[str, Any]]:
+        run = bench.build(tuning__new_tokens=new_tokens, data__train_path=rows)
+        entries = json.loads((run.folder.path / "new_tokens.json").read_text())["tokens"]
+        (trains, *_) = [p for n, p in run.trainer.model.named_parameters() if "trainable_tokens_delta" in n]
+        assert trains.shape == (len(entries), 32)
+        return entries
+
+    assert [len(listed(count=count)) for count in (3, 5)] == [3, 5]
+    often, seldom = (listed(count=90, min_count=least) for least in (25, 10))
+    assert min(entry["count"] for entry in often) >= 25
+    assert 10 <= min(entry["count"] for entry in seldom) < 25
+    assert [entry["term"] for entry in listed(path=str(terms))] == ["bellcrank", "static-port"]
 
 
 def check_adapter(bench: Bench) -> None:
@@ -582,6 +605,19 @@ def check_too_long(bench: Bench) -> None:
         bench.build(data__train_path=path, data__too_long="error")
 
 
+def check_stride(bench: Bench) -> None:
+    documents = HeldOut(documents={"domain": [Document([3 + n % 390 for n in range(200)], 200)]})
+    strides = {}
+    for stride in (None, 100):
+        cfg = bench.plain.cfg.with_values({"eval.stride": stride}, "test")
+        path = bench.home / f"stride-{stride}" / "after.json"
+        trainer = bench.plain.trainer
+        found = measure_sources(trainer.model, documents, tokenizer=trainer.processing_class, cfg=cfg, path=path)
+        strides[found["stride"]] = json.loads(path.read_text())["loss"]
+    assert set(strides) == {64, 100}  # the window has 128 tokens
+    assert strides[64] != pytest.approx(strides[100], rel=1e-6)
+
+
 def check_processed_dir(bench: Bench) -> None:
     for name in ("here", "there"):
         bench.build(data__processed_dir=str(bench.home / name))
@@ -662,6 +698,9 @@ TABLE: dict[str, Check] = {
         {True: True, False: False},
         tuning__mode="qlora",
     ),
+    "tuning.new_tokens.count": check_new_tokens,
+    "tuning.new_tokens.min_count": check_new_tokens,
+    "tuning.new_tokens.path": check_new_tokens,
     "tuning.lora.r": pair(lambda run: adapted(run).lora_A["default"].weight.shape[0], 4, 3),
     "tuning.lora.alpha": pair(lambda run: adapted(run).lora_alpha["default"], 8, 12.0),
     "tuning.lora.dropout": pair(lambda run: getattr(adapted(run).lora_dropout["default"], "p", 0.0), 0.0, 0.25),
@@ -684,6 +723,16 @@ TABLE: dict[str, Check] = {
     "train.learning_rate": pair(lambda run: group(run)["initial_lr"], 0.01, 0.5),
     "train.lr_scheduler": pair(lambda run: rates(run)[-2:], cosine(4)[-2:], [round(2 / 3, 6), round(1 / 3, 6)]),
     "train.warmup_ratio": pair(lambda run: rates(run)[:2], cosine(4)[:2], [0.0, round(1 / 3, 6)]),
+    # Of 4 steps: the last 2, by 1 - sqrt(progress), or the last alone.
+    "train.decay_ratio": each(
+        "train__decay_ratio",
+        rates,
+        {0.5: [1.0, 1.0, 1.0, round(1 - 0.5**0.5, 6)], 0.25: [1.0] * 4},
+        train__lr_scheduler="warmup_stable_decay",
+    ),
+    "train.min_lr_ratio": each(
+        "train__min_lr_ratio", rates, {0.0: cosine(4), 0.1: [round(0.1 + 0.9 * share, 6) for share in cosine(4)]}
+    ),
     "train.weight_decay": pair(lambda run: group(run)["weight_decay"], 0.0, 0.3),
     "train.max_grad_norm": pair(arg("max_grad_norm"), 1.0, 0.7),
     "train.effective_batch_size": pair(lambda run: len(window(run)["row"]), 8, 12),
@@ -764,6 +813,7 @@ TABLE: dict[str, Check] = {
     "data.on_bad_row": check_bad_rows,
     "data.too_long": check_too_long,
     "data.processed_dir": check_processed_dir,
+    "eval.stride": check_stride,
     "logging.backend": pair(lambda run: callback(run, "TensorBoardCallback") is not None, False, True),
     "logging.steps": pair(arg("logging_steps"), 1, 3),
     "cluster.strategy": each(

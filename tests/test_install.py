@@ -193,14 +193,15 @@ def test_an_extra_with_a_lock_of_its_own_is_held_by_both(pip, monkeypatch):
     assert words[words.index("-c") :][:5] == ["-c", "requirements.lock", "-c", "requirements-serve.lock", install.TORCH]
 
 
-def test_the_lock_of_an_extra_holds_what_it_asks_for_and_the_base_lock_none_of_it():
+@pytest.mark.parametrize("extra", ["serve", "ingest"])
+def test_the_lock_of_an_extra_holds_what_it_asks_for_and_the_base_lock_none_of_it(extra):
     def pins(name):
         lines = (line.partition(";")[0].split("==") for line in (ROOT / name).read_text().splitlines() if "==" in line)
         return {canonicalize_name(package): version.strip() for package, version in lines}
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [Requirement(text) for text in project["optional-dependencies"]["serve"]]
-    own = pins("requirements-serve.lock")
+    asked = [Requirement(text) for text in project["optional-dependencies"][extra]]
+    own = pins(f"requirements-{extra}.lock")
     assert all(own[canonicalize_name(wish.name)] in wish.specifier for wish in asked)
     assert own.keys().isdisjoint(pins("requirements.lock"))
 

@@ -13,13 +13,23 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from sftplay.config.explain.problems import offending_keys, translated
+from sftplay.config.explain.problems import missing_key, offending_keys, translated
 from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
 from sftplay.config.read.precision import resolve_precision
 from sftplay.config.read.resolved import dump_resolved, read_origins
+from sftplay.config.read.task_mode import resolve_task_mode
 from sftplay.config.read.yaml12 import KeyPath
+from sftplay.config.rules.cpt import needs_train_path
 from sftplay.config.rules.general import broken_rules
-from sftplay.config.schema.keys import all_sections, required_below, section_of
+from sftplay.config.schema.keys import (
+    all_keys,
+    all_sections,
+    entry_of,
+    general_key,
+    list_keys,
+    required_below,
+    section_of,
+)
 from sftplay.config.schema.run import RunConfig, Section
 from sftplay.errors import ConfigError, ConfigErrors
 
@@ -55,7 +65,7 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
     override_layer, problems = read_overrides(overrides)
     layers, contradictions = resolve_precision([*read_layers(path), override_layer])
     problems += contradictions
-    merged = merge(layers)
+    merged = merge(resolve_task_mode(layers))
     merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.places)
     cfg: RunConfig | None
     try:
@@ -65,6 +75,8 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
         cfg = _without_refused(merged.values, error)
     if cfg is not None:
         cfg = cfg.with_origins(_origins(merged))
+        if needs_train_path(cfg) and "data.train_path" not in offending_keys(problems):
+            problems.append(missing_key("data.train_path", merged, file=os.fspath(path)))
         problems += _rule_problems(cfg, merged, offending=offending_keys(problems))
         offending = offending_keys(problems)
         cfg = cfg.with_origins({key: place for key, place in cfg.origins.items() if key not in offending})
@@ -91,6 +103,8 @@ def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict
             filled[key] = _with_empty_sections(value, inner)
         elif value is None and field and (inner or get_origin(field.annotation) is dict):
             filled[key] = {}
+        elif value is None and field and entry_of(field):
+            filled[key] = []
     return filled
 
 
@@ -118,10 +132,15 @@ def _remove(tree: dict[str, Any], path: KeyPath) -> None:
 
 
 def _origins(merged: Layer) -> dict[str, str]:
-    """Dotted key -> place, of every key that holds a value and of every key below `extra`."""
-    keys = [path for path in merged.places if all(isinstance(part, str) for part in path)]
-    dotted = {".".join(map(str, path)): str(merged.places[path]) for path in keys}
-    return {key: place for key, place in dotted.items() if key not in all_sections()}
+    """Dotted key -> place, of every key that holds a value, of a list's entries too, and of every key below `extra`."""
+    dotted = {".".join(map(str, path)): (path, str(place)) for path, place in merged.places.items()}
+    return {
+        key: place
+        for key, (path, place) in dotted.items()
+        if (key not in all_sections() or key in list_keys())
+        and (all(isinstance(part, str) for part in path) or general_key(key) in all_keys())
+        and isinstance(path[-1], str)
+    }
 
 
 def _rule_problems(cfg: RunConfig, merged: Layer, *, offending: set[str]) -> list[Problem]:

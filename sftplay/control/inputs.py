@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sftplay import log
 from sftplay.config.load import examine_config
+from sftplay.config.rules.data import row_paths
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.model_shape import known_shape, near_names
 from sftplay.data.layouts.convert import reading_of, to_record
@@ -28,18 +29,20 @@ from sftplay.errors import (
     SftplayError,
     nearest_names,
 )
+from sftplay.model.new_tokens.terms import read_terms
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
 
+TERMS = "tuning.new_tokens.path"
 SAMPLED_ROWS = 32
 NAMED_ROWS = 5
-KEYS = ("model.name", "data.train_path", "data.val_path", "data.test_path", "data.template", "logging.backend")
+KEYS = ("model.name", "data.template", "logging.backend", TERMS)
+"""Keys of inputs that are looked at, beside those that name rows."""
 
 
 def needs_no_hub(cfg: RunConfig) -> bool:
     """True when the model and all data are on this machine."""
-    data = (cfg.data.train_path, cfg.data.val_path, cfg.data.test_path)
-    return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for path in data if path)
+    return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for _, path in row_paths(cfg))
 
 
 def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
@@ -53,7 +56,7 @@ def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
         MachineError: a tracker is not installed; the hub does not answer.
         SeveralErrors: more than one of these.
     """
-    if problems := list(_problems(cfg, KEYS, asks_hub=asks_hub)):
+    if problems := list(_problems(cfg, _keys(cfg), asks_hub=asks_hub)):
         raise _together(problems)
     return resolve_names(cfg)
 
@@ -68,12 +71,16 @@ def load_checked(path: str, overrides: Sequence[str] = (), *, asks_hub: bool = T
     problems: list[SftplayError] = list(found)
     if cfg is not None:
         # A key that is missing or was refused has no origin. Its stand-in says nothing about the inputs.
-        keys = [key for key in KEYS if not found or key in cfg.origins]
+        keys = [key for key in _keys(cfg) if not found or key in cfg.origins]
         problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
     if problems:
         raise _together(problems)
     assert cfg is not None
     return cfg
+
+
+def _keys(cfg: RunConfig) -> list[str]:
+    return [KEYS[0], *(key for key, _ in row_paths(cfg)), *KEYS[1:]]
 
 
 def _together(problems: Sequence[SftplayError]) -> SftplayError:
@@ -91,6 +98,7 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
         "model.name": lambda _: check_model(resolve_names(cfg), asks_hub=asks_hub),
         "data.template": lambda _: _check_template(cfg),
         "logging.backend": lambda _: _check_trackers(cfg),
+        TERMS: lambda _: _check_terms(cfg),
     }
     for key in keys:
         try:
@@ -208,6 +216,11 @@ def _check_trackers(cfg: RunConfig) -> None:
                 where=_where(cfg, "logging.backend"),
                 fix=f"{sys.executable} -m pip install {tracker}, or logging.backend=none",
             )
+
+
+def _check_terms(cfg: RunConfig) -> None:
+    if cfg.tuning.new_tokens.path is not None:
+        read_terms(cfg.tuning.new_tokens.path)
 
 
 def _where(cfg: RunConfig, key: str) -> str:

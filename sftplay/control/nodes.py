@@ -17,6 +17,7 @@ from typing import Any
 
 from sftplay import __version__, log
 from sftplay.config.load import load_config
+from sftplay.config.rules.data import row_paths
 from sftplay.config.rules.resume_keys import flatten
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
@@ -124,10 +125,9 @@ def describe_gpus(machine: Machine) -> str:
 def describe_files(cfg: RunConfig) -> dict[str, str]:
     """Digests of the files that the run reads on this node, by config key; of weights, by key and file."""
     digests_by_key = {}
-    for key in ("train_path", "val_path", "test_path"):
-        path = getattr(cfg.data, key)
-        if path is not None and not is_hub_name(path):
-            digests_by_key[f"data.{key}"] = content_digest(path)
+    for key, path in row_paths(cfg):
+        if not is_hub_name(path):
+            digests_by_key[key] = content_digest(path)
     for key, name in (("data.template", cfg.data.template), ("cluster.deepspeed", cfg.cluster.deepspeed)):
         if name is not None and Path(name).is_file():
             digests_by_key[key] = hashlib.sha256(Path(name).read_bytes()).hexdigest()

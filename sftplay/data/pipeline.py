@@ -16,12 +16,13 @@ from typing import Any
 
 from datasets import Dataset
 
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.prepare.known_lengths import note_lengths
-from sftplay.data.prepare.one_pass import CHATS, REFUSED, REPORT, Input, Preparation
+from sftplay.data.prepare.one_pass import Input, Preparation
+from sftplay.data.prepare.output import CHATS, REFUSED, REPORT, RowFiles
 from sftplay.data.prepare.policies import SIDES, Side
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
@@ -84,15 +85,15 @@ def load_examples(
             training row keeps a token to learn.
     """
     split = DEFAULT_SPLIT if cfg.data.split is None else cfg.data.split
-    inputs = [Input(cfg.data.train_path, split)]
+    inputs = [Input(cfg.rows_path, split)]
     if cfg.data.val_path:
-        inputs = [Input(cfg.data.train_path, 0.0), Input(cfg.data.val_path, 1.0)]
+        inputs = [Input(cfg.rows_path, 0.0), Input(cfg.data.val_path, 1.0)]
     guarded = [cfg.data.test_path] if cfg.data.test_path else []
     examples = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded, checked=checked)
     if len(examples.train):
         note_lengths(cfg, examples.report)
     if not len(examples.train) and examples.report["files"] != checked:
-        raise _nothing_to_learn(cfg.data.train_path, examples.report)
+        raise _nothing_to_learn(cfg.rows_path, examples.report)
     _check_loss(cfg, examples.report["sources"].get("train"))
     return examples
 
@@ -117,7 +118,7 @@ def _load(
 ) -> Examples:
     # Digests come first, so that a missing file ends the run before any work.
     digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
-    samples = _samples(cfg, inputs[0].path)
+    samples = sample_records(cfg.data, inputs[0].path)
     if template is None and not _is_plain(samples, tokenizer):
         template = resolve_template(cfg.data.template, tokenizer)
     renderer = Renderer.prove(tokenizer, template, samples=samples)
@@ -139,8 +140,9 @@ def _load(
     preparation = Preparation(data, renderer, max_tokens=cfg.model.max_seq_len, only_held_out=only_held_out)
 
     def make(unfinished: Path) -> None:
-        preparation.run(inputs, unfinished, guarded=guarded)
-        _expect_unchanged(digests)
+        with RowFiles(unfinished) as files:
+            preparation.run(inputs, files, guarded=guarded)
+        expect_unchanged(digests)
 
     ensure_folder(folder, make)
     return _opened(folder, renderer, digests=digests)
@@ -153,13 +155,13 @@ def _check_loss(cfg: RunConfig, train: Mapping[str, Any] | None) -> None:
     raise DataError(
         f"{train['lost_to_cut_share']:.0%} of the tokens to learn lie behind the cut at {cfg.model.max_seq_len:,}"
         f" tokens; the longest row has {train['longest_tokens']:,}",
-        where=cfg.data.train_path,
+        where=cfg.rows_path,
         fix=f"write model.max_seq_len: {train['tokens_that_keep_99_percent']}, which keeps 99 % of the rows whole;"
         " or data.too_long: drop, or truncate where the cut is meant",
     )
 
 
-def _expect_unchanged(digests: Mapping[str, str]) -> None:
+def expect_unchanged(digests: Mapping[str, str]) -> None:
     """Raise DataError when a file was written to while it was read: new rows would lie under the old digest."""
     for path, digest in digests.items():
         if content_digest(path) != digest:
@@ -167,11 +169,11 @@ def _expect_unchanged(digests: Mapping[str, str]) -> None:
             raise DataError("has changed while it was read", where=path, fix=fix)
 
 
-def _samples(cfg: RunConfig, path: str) -> list[Record]:
+def sample_records(data: DataConfig, path: str) -> list[Record]:
     """The readable rows among the first ones; the full pass reports the others together with all bad rows."""
     records = []
-    reading = reading_of(cfg.data)
-    for source, value in islice(read_rows(path, dialect_of(cfg.data)), SAMPLE_ROWS):
+    reading = reading_of(data)
+    for source, value in islice(read_rows(path, dialect_of(data)), SAMPLE_ROWS):
         if isinstance(value, Refused):
             continue
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLora
 from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
-from peft.utils import ModulesToSaveWrapper, load_peft_weights
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper, load_peft_weights
 from torch import nn
 
 from sftplay.config.schema.run import LoraConfig
 from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.model.failures import reason_of, refusing
+from sftplay.model.new_tokens.rows import rows_that_train
 from sftplay.model.source import SAFE_COPY, describe_pickle
 
 
-def add_adapter(model: Any, lora: LoraConfig) -> Any:
-    """`model` as a PeftModel with a fresh adapter whose weights are fp32.
+def add_adapter(model: Any, lora: LoraConfig, *, new_ids: Sequence[int] = ()) -> Any:
+    """`model` as a PeftModel with a fresh adapter whose weights are fp32; the rows of the tokens `new_ids` train too.
 
     fp32 adapters make a 4-bit run resume bit for bit; TRL would turn them into bf16
     (https://github.com/huggingface/trl/blob/v1.14.0/trl/trainer/sft_trainer.py, "When using QLoRA").
@@ -39,6 +40,7 @@ def add_adapter(model: Any, lora: LoraConfig) -> Any:
         lora_dropout=lora.dropout,
         target_modules=_every_linear_of_text(model) if targets == "auto" else list(targets),
         modules_to_save=list(lora.modules_to_save) or None,
+        trainable_token_indices=rows_that_train(model, lora, ids=new_ids),
         use_dora=lora.dora,
         use_rslora=lora.rslora,
         bias="none",
@@ -117,13 +119,20 @@ def _attached(model: Any, adapter: Path, *, dropout: float | None) -> Any:
         attached = PeftModel.from_pretrained(
             model, str(adapter), config=config, is_trainable=dropout is not None, torch_device=str(model.device)
         )
-    in_full = [module for module in attached.modules() if isinstance(module, ModulesToSaveWrapper)]
-    if in_full:
+    rounded = [_stored_beside_pairs(module) for module in attached.modules()]
+    if any(rounded):
         # PEFT rounds them to the base's dtype, https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py
-        for module in in_full:
-            module.modules_to_save.float()
+        for module in filter(None, rounded):
+            module.float()
         set_peft_model_state_dict(attached, load_peft_weights(str(adapter), device="cpu"))
     return attached
+
+
+def _stored_beside_pairs(module: nn.Module) -> nn.Module | None:
+    """What an adapter stores of a module that trains in full, or of one some of whose rows train."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return module.modules_to_save
+    return module.token_adapter.trainable_tokens_delta if isinstance(module, TrainableTokensWrapper) else None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Never falls back in silence: what cannot be loaded as asked is an error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from sftplay.config.schema.run import RunConfig
 from sftplay.log import local_rank, status
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
-from sftplay.model.merged_start import keep_merged, merged_start
+from sftplay.model.merged_start import keep_base, merged_start
+from sftplay.model.new_tokens.tokens import NewToken
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.unsloth_model import adapt_by_unsloth, open_by_unsloth
@@ -32,13 +34,15 @@ def load_start(cfg: RunConfig, *, source: str | None = None) -> Any:
     return open_by_unsloth(cfg, locate(cfg.model.name), revision=cfg.model.revision)
 
 
-def start_adapter(model: Any, cfg: RunConfig) -> Any:
-    """`model`, as `load_start` gave it, with a fresh adapter by the same backend.
+def start_adapter(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:
+    """`model`, as `load_start` gave it, with a fresh adapter by the same backend; the rows of `new_ids` train too.
 
     Raises:
         ConfigError: a name in tuning.lora fits no module, or one that cannot have a pair.
     """
-    return adapt_by_unsloth(model, cfg) if cfg.tuning.backend == "unsloth" else add_adapter(model, cfg.tuning.lora)
+    if cfg.tuning.backend == "unsloth":
+        return adapt_by_unsloth(model, cfg)
+    return add_adapter(model, cfg.tuning.lora, new_ids=new_ids)
 
 
 def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
@@ -53,7 +57,7 @@ def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
         MachineError: the weights cannot be read, or some are missing.
     """
     if source is not None:
-        return open_model(cfg, source, dtype=frozen_dtype(cfg))
+        return open_model(cfg, source, dtype=_start_dtype(cfg))
     cfg = resolve_names(cfg)
     if cfg.model.adapter is None or not cfg.model.merge_adapter:
         base = _open_named(cfg)
@@ -62,32 +66,36 @@ def load_base(cfg: RunConfig, *, source: str | None = None) -> Any:
         merged = merged_start(cfg, torch.float32)
         return merged.to(f"cuda:{local_rank()}") if torch.cuda.is_available() else merged
     with TemporaryDirectory() as scratch:  # 4-bit weights are made from files only
-        return load_base(cfg, source=str(keep_merged(cfg, Path(scratch), dtype=frozen_dtype(cfg))))
+        return load_base(cfg, source=str(keep_base(cfg, Path(scratch), dtype=frozen_dtype(cfg))))
 
 
-def stored_base(cfg: RunConfig, folder: Path) -> str | None:
+def stored_base(cfg: RunConfig, folder: Path, *, new_tokens: Sequence[NewToken] = ()) -> str | None:
     """The base that a run keeps in its own folder, made if it is not there; None when it needs none to begin with.
 
-    A merged base is kept, so that the adapter trained on it has one that plain PEFT can load.
+    A merged base is kept, and one with rows for new tokens, so that the adapter trained on it has one that plain PEFT
+    can load.
     """
     cfg = resolve_names(cfg)
-    if not cfg.model.merge_adapter or cfg.tuning.mode == "full":
+    if not new_tokens and (not cfg.model.merge_adapter or cfg.tuning.mode == "full"):
         return None
-    return str(keep_merged(cfg, folder, dtype=frozen_dtype(cfg)).resolve())
+    return str(keep_base(cfg, folder, dtype=_start_dtype(cfg), new_tokens=new_tokens).resolve())
 
 
 def load_result(cfg: RunConfig, folder: Path) -> Any:
     """The tuned model of a finished run, in evaluation mode: `folder/model`, or the base with `folder/adapter`."""
     if (folder / "model").is_dir():
-        return load_base(cfg, source=str(folder / "model")).eval()
+        return open_model(cfg, str(folder / "model"), dtype=frozen_dtype(cfg)).eval()
     own = folder / "base"
     base = load_base(cfg, source=str(own)) if own.is_dir() else _open_named(resolve_names(cfg))
     return attach_adapter(base, folder / "adapter").eval()
 
 
 def _open_named(cfg: RunConfig) -> Any:
-    dtype = torch.float32 if cfg.tuning.mode == "full" else frozen_dtype(cfg)
-    return open_model(cfg, locate(cfg.model.name), dtype=dtype, revision=cfg.model.revision)
+    return open_model(cfg, locate(cfg.model.name), dtype=_start_dtype(cfg), revision=cfg.model.revision)
+
+
+def _start_dtype(cfg: RunConfig) -> torch.dtype:
+    return torch.float32 if cfg.tuning.mode == "full" else frozen_dtype(cfg)
 
 
 def _continued(base: Any, cfg: RunConfig) -> Any:

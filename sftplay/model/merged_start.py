@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from sftplay.atomic import locked, whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import MachineError, RunError
 from sftplay.model.adapter import attach_adapter
+from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.tokens import NewToken, add_to
 from sftplay.model.source import locate
 from sftplay.model.start_point import origin_of
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import open_model
 
 
-def keep_merged(cfg: RunConfig, folder: Path, *, dtype: torch.dtype) -> Path:
-    """The folder `folder/base` with the merged start of the resolved `cfg`, made if it is not there.
+def keep_base(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, new_tokens: Sequence[NewToken] = ()) -> Path:
+    """The folder `folder/base` with what the resolved `cfg` starts from, made if it is not there.
+
+    That is the merged start in `dtype`, or the base as it is stored; either with rows for `new_tokens`.
 
     It appears under its name only when it is complete; of several processes one makes it and the others wait.
     """
@@ -30,10 +35,18 @@ def keep_merged(cfg: RunConfig, folder: Path, *, dtype: torch.dtype) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".base.lock"):
         if not target.is_dir():
+            merges = cfg.model.merge_adapter
             with whole_folder(target) as scratch:
-                merged_start(cfg, dtype).save_pretrained(scratch)
-                load_tokenizer(cfg.model).save_pretrained(scratch)
-            log.say(f"merged {cfg.model.adapter} into its base: {target}", "model")
+                start = merged_start(cfg, dtype) if merges else _plain_base(cfg, None)
+                tokenizer = load_tokenizer(cfg.model)
+                add_to(tokenizer, new_tokens)
+                add_rows(start, new_tokens)
+                start.save_pretrained(scratch)
+                tokenizer.save_pretrained(scratch)
+            if merges:
+                log.say(f"merged {cfg.model.adapter} into its base: {target}", "model")
+            if new_tokens:
+                log.say(f"the base with rows for {len(new_tokens)} new tokens: {target}", "model")
     return target
 
 
@@ -46,17 +59,24 @@ def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:
         MachineError: the base cannot be read, or is stored quantised.
         RunError: a merged value is not finite.
     """
-    name, adapter = locate(cfg.model.name), Path(str(cfg.model.adapter))
-    log.status(f"merging {adapter} into {name}", "model")
-    opened_in = torch.float32 if dtype == torch.float32 else None
-    base = open_model(cfg, name, dtype=opened_in, revision=cfg.model.revision, is_plain=True)
-    if getattr(base.config, "quantization_config", None):
-        what = f"{name} is stored quantised; an adapter merged into rounded weights is not what was trained"
-        fix = "leave model.merge_adapter out, or start from the same model in full precision"
-        raise MachineError(what, where=origin_of(cfg, "model.merge_adapter"), fix=fix)
+    adapter = Path(str(cfg.model.adapter))
+    log.status(f"merging {adapter} into {cfg.model.name}", "model")
+    base = _plain_base(cfg, torch.float32 if dtype == torch.float32 else None)
     whole, _ = merge_adapter(base, adapter, dtype=dtype, fix="use train.precision: bf16 or fp32, or train it again")
     whole.requires_grad_(True)  # PEFT has frozen it
     return whole
+
+
+def _plain_base(cfg: RunConfig, dtype: torch.dtype | None) -> Any:
+    name = locate(cfg.model.name)
+    base = open_model(cfg, name, dtype=dtype, revision=cfg.model.revision, is_plain=True)
+    if getattr(base.config, "quantization_config", None):
+        key, change = ("model.merge_adapter", "an adapter merged into rounded weights is not what was trained")
+        if not cfg.model.merge_adapter:
+            key, change = "tuning.new_tokens", "it cannot be stored again with rows for new tokens"
+        fix = f"leave {key} out, or start from the same model in full precision"
+        raise MachineError(f"{name} is stored quantised; {change}", where=origin_of(cfg, key), fix=fix)
+    return base
 
 
 def merge_adapter(base: Any, adapter: Path, *, dtype: torch.dtype | None, fix: str) -> tuple[Any, bool]:

@@ -7,10 +7,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from sftplay.config.schema.run import ModelConfig
+from sftplay.config.schema.run import ModelConfig, RunConfig
 from sftplay.errors import ConfigError, DataError, MachineError, SftplayError
 from sftplay.model.failures import announce_trust, reason_of, refused_code, refusing
 from sftplay.model.hub import FOLDER_FIX, check_reachable
+from sftplay.model.new_tokens.tokens import NewToken, extend
 from sftplay.model.source import ADAPTER_CONFIG, locate
 
 
@@ -40,6 +41,15 @@ def load_tokenizer(model: ModelConfig, folder: str | None = None) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def load_extended(cfg: RunConfig) -> tuple[Any, list[NewToken]]:
+    """The tokenizer of the resolved `cfg` with the new tokens that it asks for, and these.
+
+    Raises what `load_tokenizer` and `new_tokens.tokens.extend` raise.
+    """
+    tokenizer = load_tokenizer(cfg.model)
+    return tokenizer, extend(tokenizer, cfg)
 
 
 def _explain(error: Exception, model: ModelConfig, *, where: str) -> SftplayError:

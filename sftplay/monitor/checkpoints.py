@@ -44,6 +44,7 @@ class Marker(BaseModel):
     step: Annotated[int, Field(ge=0)]
     files: dict[str, MarkedFile] = {}
     counters: dict[str, int] = {}
+    sources: dict[str, dict[str, int | float | None]] = {}
     world_size: Annotated[int, Field(ge=1)] = 1
     order_hash: str = ""
     config: dict[str, Any] = {}

@@ -35,6 +35,20 @@ CURVES = (
 
 
 @dataclass
+class SourceCounts:
+    """What this rank has trained on of one source since the last line of metrics."""
+
+    tokens: int = 0
+    label_tokens: int = 0
+    loss_sum: Any = None
+    """Sum of the label tokens' losses, a tensor; None where a micro-batch holds several sources."""
+
+    def add_loss(self, loss_sum: Any) -> None:
+        """Add the sum of a micro-batch."""
+        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
+
+
+@dataclass
 class StepCounts:
     """What this rank has trained on since the last line of metrics."""
 
@@ -47,6 +61,13 @@ class StepCounts:
     rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     """Real tokens of each of `rows`."""
+
+    sources: dict[int, SourceCounts] = field(default_factory=dict)
+    """The same by the number of a mixture's source; empty in other tasks."""
+
+    def of_source(self, source: int) -> SourceCounts:
+        """The counts of one source."""
+        return self.sources.setdefault(source, SourceCounts())
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,49 @@ class CostModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceTotals:
+    """What was trained on of one source of a mixture, in plain numbers that can be added and kept."""
+
+    tokens: int = 0
+    label_tokens: int = 0
+    loss_sum: float | None = 0.0
+    """None where a micro-batch held several sources."""
+
+    def __add__(self, other: SourceTotals) -> SourceTotals:
+        is_known = self.loss_sum is not None and other.loss_sum is not None
+        return SourceTotals(
+            tokens=self.tokens + other.tokens,
+            label_tokens=self.label_tokens + other.label_tokens,
+            loss_sum=(self.loss_sum or 0.0) + (other.loss_sum or 0.0) if is_known else None,
+        )
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the label tokens; None without any, and where the sum is not known."""
+        return self.loss_sum / self.label_tokens if self.loss_sum is not None and self.label_tokens else None
+
+
+def totals_of(counts: SourceCounts) -> SourceTotals:
+    """The counts of a rank as plain numbers; waits for the losses."""
+    known = None if counts.loss_sum is None else float(counts.loss_sum)
+    return SourceTotals(tokens=counts.tokens, label_tokens=counts.label_tokens, loss_sum=known)
+
+
+def describe_sources(totals: Mapping[str, SourceTotals]) -> dict[str, dict[str, Any]]:
+    """Tokens, label tokens, share of all label tokens, and mean loss of each source."""
+    everything = sum(each.label_tokens for each in totals.values())
+    return {
+        name: {
+            "tokens": each.tokens,
+            "label_tokens": each.label_tokens,
+            "share": round(_rate(each.label_tokens, everything), 6),
+            "loss": each.loss,
+        }
+        for name, each in totals.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankShare:
     """What one rank did since the last line, in plain numbers that can be sent to other ranks."""
 
@@ -77,6 +141,9 @@ class RankShare:
     peak_flops: float | None
     seconds: Mapping[str, float]
     """Phase of the heartbeat -> seconds. Their sum is the whole time since the last line."""
+
+    sources: Mapping[str, SourceTotals] = field(default_factory=dict)
+    """What it trained on of each source of a mixture, by name."""
 
     @property
     def wall_s(self) -> float:
@@ -153,6 +220,8 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a line that a tracker shows as curves. Those of rank 0 are named `rank0/...`, and so on."""
     flat = {name: line[name] for name in CURVES}
     flat |= {f"step_split/{part}": spent for part, spent in line["step_split"].items()}
+    for name, source in line.get("sources", {}).items():
+        flat |= {f"source/{name}/share": source["share"], f"source/{name}/loss": line["source_losses"][name]}
     for rank, (figures, memory) in enumerate(zip(line["ranks"], line["ranks_memory"], strict=True)):
         flat |= {f"rank{rank}/{name}": value for name, value in {**figures, **memory}.items()}
     return {name: value for name, value in flat.items() if value is not None}

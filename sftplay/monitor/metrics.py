@@ -20,7 +20,17 @@ import torch
 from sftplay import log
 from sftplay.atomic import read_lines, write_text
 from sftplay.heartbeat import Heartbeat
-from sftplay.monitor.interval import CostModel, RankShare, describe_ranks, describe_speed, mean_loss, scalars
+from sftplay.monitor.interval import (
+    CostModel,
+    RankShare,
+    SourceTotals,
+    describe_ranks,
+    describe_sources,
+    describe_speed,
+    mean_loss,
+    scalars,
+    totals_of,
+)
 from sftplay.monitor.observer import Observer
 from sftplay.units import format_bytes, format_count, format_seconds
 
@@ -33,7 +43,7 @@ SHOWN_LINES = 20
 class MetricsWriter(Observer):
     """Writes metrics.jsonl on the main rank, and shows the progress line. Every rank takes part in gathering.
 
-    `counters` are the totals of earlier attempts.
+    `counters` and `sources` are the totals of earlier attempts.
     """
 
     def __init__(
@@ -44,11 +54,15 @@ class MetricsWriter(Observer):
         keep_row_ids: bool,
         costs: CostModel,
         counters: Mapping[str, int] | None = None,
+        sources: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.path, self.attempt, self.keep_row_ids, self.costs = path, attempt, keep_row_ids, costs
         self.last_loss: float | None = None
         self.totals = {"tokens_seen": 0, "label_tokens_seen": 0, **(counters or {})}
         """Since the run's first step, over all attempts and ranks."""
+
+        self.sources = {name: SourceTotals(**totals) for name, totals in (sources or {}).items()}
+        """The same for each source of a mixture."""
 
         self.train_seconds = self.train_cpu_seconds = self._cpu_started = 0.0
         self._started = self._shown_at = 0.0
@@ -106,6 +120,7 @@ class MetricsWriter(Observer):
             flops=costs.count_flops(counts.lengths, counts.label_tokens) if costs.count_flops else None,
             peak_flops=costs.peak_flops,
             seconds=self.trainer.heartbeat.take_seconds(),
+            sources={self.trainer.source_names[source]: totals_of(each) for source, each in counts.sources.items()},
         )
         return share, counts.rows if self.keep_row_ids else []
 
@@ -126,7 +141,18 @@ class MetricsWriter(Observer):
             **self.totals,
             **describe_speed(shares, state.global_step - self._logged_step),
             "ranks": describe_ranks(shares),
+            **self._source_fields(shares),
         }
+
+    def _source_fields(self, shares: list[RankShare]) -> dict[str, Any]:
+        """`sources`, each since the first step, and `source_losses`, since the last line; neither in other tasks."""
+        if not (names := self.trainer.source_names):
+            return {}
+        nothing = SourceTotals()
+        recent = {name: sum((share.sources.get(name, nothing) for share in shares), nothing) for name in names}
+        self.sources = {name: self.sources.get(name, nothing) + recent[name] for name in names}
+        losses = {name: each.loss for name, each in recent.items()}
+        return {"sources": describe_sources(self.sources), "source_losses": losses}
 
     def _print(self, line: dict[str, Any], state: Any) -> None:
         mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
@@ -138,9 +164,12 @@ class MetricsWriter(Observer):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any) -> None:
         if log.is_main():
             figures = {"step": state.global_step, "loss": metrics["eval_loss"]}
+            if self.trainer.held_out_sources:
+                figures["sources"] = self.trainer.held_out_sources
             path = self.path.parent / "eval" / f"step-{state.global_step}.json"
             write_text(path, json.dumps(figures, indent=1) + "\n")
         text = f"step {state.global_step}/{state.max_steps}  held-out loss {metrics['eval_loss']:.4f}"
+        text += "".join(f"  {name} {each['loss']:.4f}" for name, each in self.trainer.held_out_sources.items())
         print_progress(state, state.eval_steps, text=text)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

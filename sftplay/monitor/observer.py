@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -35,6 +36,11 @@ class StepTrainer(TrainerView, Protocol):
     lr_scheduler: Any
     micro_batcher: Any
     replay: Any
+    source_names: Sequence[str]
+    """Names of a mixture's sources; empty in other tasks."""
+
+    held_out_sources: dict[str, dict[str, float]]
+    """What the last evaluation measured of each source."""
 
     @property
     def last_rows(self) -> list[int]: ...

@@ -2,5 +2,7 @@
 
 TASKS = {
     "sft": "sftplay.tasks.sft",
+    "cpt": "sftplay.tasks.cpt",
+    "cpt_mixed": "sftplay.tasks.cpt",
 }
 """task_mode -> its module, which defines the functions of `run.task.Task`."""

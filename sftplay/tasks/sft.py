@@ -31,7 +31,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     Raises:
         DataError: no example keeps a trainable token.
     """
-    log.status(f"preparing the rows of {cfg.data.train_path}", "data")
+    log.status(f"preparing the rows of {cfg.rows_path}", "data")
     examples = load_examples(cfg, tokenizer)
     tokenizer.chat_template = examples.renderer.template
     return Rows(
@@ -40,6 +40,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         report=examples.report,
         recipe=recipe_of(examples.renderer),
         source=examples,
+        learned_tokens=int(examples.report["sources"].get("train", examples.report)["trainable_tokens"]),
     )
 
 

@@ -34,6 +34,31 @@ REFUSED = {
         "10 is no multiple of train.eval_steps 20, which train.early_stopping needs",
         "write 20",
     ),
+    "train: {lr_scheduler: warmup_stable_decay, warmup_ratio: 0.5, decay_ratio: 0.75}": (
+        "train.decay_ratio",
+        "0.75 and train.warmup_ratio 0.5 are more than all steps",
+        "write train.decay_ratio: 0.5, or less",
+    ),
+    "train: {lr_scheduler: linear, min_lr_ratio: 0.1}": (
+        "train.min_lr_ratio",
+        "0.1 is given, but train.lr_scheduler linear has no lowest rate",
+        "cosine or warmup_stable_decay",
+    ),
+    "train: {min_lr_ratio: 0.1, extra: {lr_scheduler_kwargs: {num_cycles: 1}}}": (
+        "train.extra.lr_scheduler_kwargs",
+        "the kit sets it from train.decay_ratio and train.min_lr_ratio",
+        "these two keys",
+    ),
+    "tuning: {new_tokens: {count: 50, path: terms.txt}}": (
+        "tuning.new_tokens.count",
+        "50 terms are to be found, but tuning.new_tokens.path lists them",
+        "keep one of the two",
+    ),
+    "tuning: {backend: unsloth, new_tokens: {path: a.txt}}": (
+        "tuning.new_tokens.path",
+        "the rows of new tokens would not train, with tuning.backend unsloth",
+        "tuning.new_tokens.count: 0, or tuning.backend: bnb",
+    ),
     "logging: {backend: []}": ("logging.backend", "the list is empty", "write logging.backend: none"),
     "logging: {backend: [wandb, wandb]}": ("logging.backend", "wandb is listed twice", "list it once"),
     "eval: {metrics: [chrf, chrf]}": ("eval.metrics", "chrf is listed twice", "list it once"),
@@ -84,6 +109,7 @@ ACCEPTED = [
     "train: {batch_size: 32}",
     "train: {save_steps: 40, eval_steps: 20, best_metric: loss, early_stopping: 3}",
     "train: {save_steps: 30, eval_steps: 20}",
+    "tuning: {mode: full, new_tokens: {count: 50}}\ncluster: {strategy: zero3}",
     "tuning: {mode: qlora, lora: {dora: true}}",
     "run_name: my run.2",
     "train: {resume: ./never2, extra: {adam_beta2: 0.95, label_smoothing_factor: 0.1}}",
@@ -173,6 +199,49 @@ def test_epochs_beside_max_steps_and_warm_up_without_one_are_noted(load):
         "run.yaml:1 train.epochs has no effect: train.max_steps 4 ends the run"
     ]
     assert len(notes(load("train: {warmup_ratio: 0.1, lr_scheduler: constant}\n"))) == 1
+
+
+def test_a_share_of_decay_is_noted_where_the_schedule_has_no_stable_part(load):
+    assert notes(load("train: {decay_ratio: 0.1}\n")) == [
+        "run.yaml:1 train.decay_ratio has no effect: the schedule cosine has no stable part that it could end"
+    ]
+    assert notes(load("train: {decay_ratio: 0.1, lr_scheduler: warmup_stable_decay}\n")) == []
+
+
+BESIDE_NEW_TOKENS = {
+    "model: {name: a, adapter: b}": (
+        "tuning.new_tokens.count",
+        "an adapter that is continued has no rows for new tokens",
+        "write model.merge_adapter: true",
+    ),
+    "cluster: {strategy: fsdp}": (
+        "cluster.strategy",
+        "train where each process has the whole matrix, which fsdp splits",
+        "ddp or zero2, or tuning.mode: full",
+    ),
+    "train: {loss_head: liger}": (
+        "train.loss_head",
+        "liger was not tried with rows of new tokens",
+        "write train.loss_head: chunked",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BESIDE_NEW_TOKENS)
+def test_what_leaves_the_rows_of_new_tokens_untrained_is_refused(text, write):
+    key, what, fix = BESIDE_NEW_TOKENS[text]
+    model = "" if text.startswith("model") else "model: {name: a}\n"
+    problem = _only(f"{text}\n{model}data: {{train_path: b}}\ntuning: {{new_tokens: {{count: 50}}}}\n", write)
+    assert key in problem.where
+    assert what in problem.what
+    assert fix in problem.fix
+
+
+def test_a_least_count_of_new_tokens_is_noted_where_none_are_looked_for(load):
+    for new_tokens, reason in (("path: a", "new_tokens.path lists the terms"), ("count: 0", "count 0 finds no terms")):
+        (line,) = notes(load(f"tuning: {{new_tokens: {{{new_tokens}, min_count: 3}}}}\n"))
+        assert line.endswith(reason)
+    assert notes(load("tuning: {new_tokens: {count: 5, min_count: 3}}\n")) == []
 
 
 def test_profile_keys_without_steps_are_noted(load):

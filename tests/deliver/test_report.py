@@ -28,11 +28,11 @@ from processes import HANG_S
 
 from sftplay.deliver.report.charts import Chart, Curve, linear_axis, value_axis
 from sftplay.deliver.report.figures import change, format_figure, interval
-from sftplay.deliver.report.history import as_bytes, read_history, thin
 from sftplay.deliver.report.page import ENVIRONMENT, render
+from sftplay.deliver.report.read.history import as_bytes, read_history, thin
+from sftplay.deliver.report.read.run_files import read_run_files
 from sftplay.deliver.report.remarks import find_remarks
 from sftplay.deliver.report.report import even_columns, write_report
-from sftplay.deliver.report.run_files import read_run_files
 from sftplay.deliver.report.sample import FILE, masked_sample, write_masked_sample
 from sftplay.deliver.report.sections import evaluation_bars, evaluation_tables
 from sftplay.launch.run_folder import RunFolder

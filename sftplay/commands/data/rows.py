@@ -87,13 +87,14 @@ def _load(cfg: RunConfig) -> Examples:
     os.environ.update(quiet_environment() | cache_environment())
     if needs_no_hub(cfg):
         os.environ.update(offline_environment())
-    log.say(f"reading {cfg.data.train_path}", "data")
+    log.say(f"reading {cfg.rows_path}", "data")
     before = _seal_times(cfg)
     leave_out(unneeded_for_rows(cfg.model))
     from sftplay.data.pipeline import load_examples
-    from sftplay.model.tokenizer import load_tokenizer
+    from sftplay.model.tokenizer import load_extended
 
-    examples = load_examples(cfg, load_tokenizer(cfg.model))
+    tokenizer, _ = load_extended(cfg)
+    examples = load_examples(cfg, tokenizer)
     name = examples.report["fingerprint"]
     outcome = "found in" if before.get(name) == _seal_times(cfg).get(name) else "written to"
     log.say(f"token rows {outcome} {Path(cfg.data.processed_dir) / name}", "data")

@@ -72,8 +72,10 @@ def plan(args: Namespace) -> int:
 
 def _rows(sized: SizedRun) -> str:
     """The rows that memory is planned for."""
-    limit = sized.cfg.model.max_seq_len
+    limit = sized.cfg.row_tokens
     planned = sized.forecast.size.seq if sized.forecast else limit
+    if sized.cfg.learns_documents:
+        return f"full blocks of {planned} tokens, every one learned"
     shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
     return f"rows of {planned} tokens{shorter}"
 

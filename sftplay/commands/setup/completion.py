@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from sftplay.cli import VERBS
-from sftplay.config.schema.keys import all_keys
+from sftplay.config.schema.keys import all_keys, list_keys
 from sftplay.errors import ConfigError
 from sftplay.flags import flags_of
 
@@ -132,7 +132,8 @@ def _flags(verb: str) -> list[str]:
 
 
 def _keys() -> list[str]:
-    return [f"{key}=" for key in all_keys()]
+    """Every key; one of a list's entry is typed after the entry's name, which is the user's own."""
+    return [f"{key}=" for key in all_keys() if key.partition(".")[0] not in list_keys()]
 
 
 def _quoted(text: str) -> str:

@@ -88,7 +88,7 @@ def move_aside(folder: RunFolder) -> None:
 
 def shuffle_answers(cfg: RunConfig) -> str:
     """Write a copy of the training rows with the answers shuffled among the prompts; its path."""
-    source = Path(cfg.data.train_path)
+    source = Path(cfg.rows_path)
     rows: list[dict[str, Any]] = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     answers = [row["messages"][-1] for row in rows]
     random.Random(cfg.seed).shuffle(answers)

@@ -11,8 +11,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sftplay.config.read.resolved import flow
+from sftplay.config.read.task_mode import TASK_SPELLINGS
 from sftplay.config.schema.describe import described
-from sftplay.config.schema.keys import all_sections, json_schema, node_at, section_of
+from sftplay.config.schema.keys import all_sections, entry_of, json_schema, list_keys, node_at, section_of
 
 _HEAD = """# The config
 
@@ -24,6 +25,8 @@ are texts, only `true` and `false` are booleans. A key that is not listed here i
 
 - `include: config_base.yaml` (or a list of files) reads other files first; paths start at the including file.
 - `train.bf16: true` and `train.fp16: true` are accepted for `train.precision`; both `false` mean fp32.
+- `task_mode: dapt` is accepted for `task_mode: cpt`.
+- `datasets.chat.weight=0` or `datasets.1.weight=0` changes one entry of a list, by its name or by its number, from 0.
 - An override that starts with a bracket, a brace or a quote is read as YAML (`eval.metrics=[chrf]`); any other is one
   word.
 """
@@ -39,10 +42,12 @@ def manual_text() -> str:
     """docs/config.md: a table for each section, in the order of the schema."""
     parts = [_HEAD]
     for dotted, section in all_sections().items():
-        title = f"## {dotted}" if dotted else "## Top level"
+        title = f"## {dotted}{' (a list)' if dotted in list_keys() else ''}" if dotted else "## Top level"
         about = f"\n{_one_line(section.__doc__ or '')}\n" if dotted else ""
         rows = [
-            _row(dotted, name, field=field) for name, field in section.model_fields.items() if not section_of(field)
+            _row(dotted, name, field=field)
+            for name, field in section.model_fields.items()
+            if not section_of(field) and not entry_of(field)
         ]
         table = "\n".join(["| key | takes | default | effect |", "| --- | --- | --- | --- |", *rows])
         parts.append(f"{title}\n{about}\n{table}\n")
@@ -63,8 +68,11 @@ def schema_text() -> str:
     for name in ("bf16", "fp16"):
         about = f"Accepted spelling of precision: {name} when true; both bf16 and fp16 false mean fp32."
         train[name] = {"type": "boolean", "description": about, "title": name}
+    schema["properties"]["task_mode"]["enum"] += list(TASK_SPELLINGS)
     schema["properties"] = {"include": copy.deepcopy(_INCLUDE), **schema["properties"]}
-    schema["description"] = "One run of SFT-Play. Required once includes are read: model.name and data.train_path."
+    schema["description"] = (
+        "One run of SFT-Play. Required once includes are read: model.name, and data.train_path or datasets."
+    )
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps({**head, **schema}, indent=2, ensure_ascii=False) + "\n"
 

@@ -34,6 +34,8 @@ _NAMES: dict[str, str] = {
     "train.learning_rate": "lr",
     "train.lr_scheduler": "lr_scheduler_type scheduler",
     "train.warmup_ratio, the share of all steps": "warmup_steps num_warmup_steps",
+    "train.decay_ratio, the share of all steps": "decay_steps num_decay_steps lr_decay_steps cooldown_steps",
+    "train.min_lr_ratio, the share of the peak rate": "min_lr min_lr_rate cosine_min_lr_ratio",
     "train.optim": "optimizer optimizer_type",
     "train.max_grad_norm": "gradient_clipping clip_grad_norm grad_clip",
     # memory and numbers
@@ -49,7 +51,7 @@ _NAMES: dict[str, str] = {
     # model
     "model.name": "model_name_or_path base_model model_name model_path model_id",
     "model.revision": "model_revision",
-    "model.max_seq_len": "cutoff_len max_length max_seq_length sequence_len sequence_length block_size",
+    "model.max_seq_len": "cutoff_len max_length max_seq_length sequence_len sequence_length",
     "model.attn": "attn_implementation attn_impl",
     "model.attn: flash_attention_2, or leave it to auto": "flash_attention flash_attn",
     # what trains
@@ -66,6 +68,12 @@ _NAMES: dict[str, str] = {
     "tuning.lora.dropout": "lora_dropout",
     "tuning.lora.target_modules": "lora_target lora_target_modules lora_target_linear lora_attn_modules",
     "tuning.lora.modules_to_save": "lora_modules_to_save additional_target",
+    "tuning.new_tokens.path, a file with one term a line": (
+        "add_tokens add_special_tokens new_special_tokens additional_special_tokens tokens"
+    ),
+    "tuning.new_tokens.count or path; the model gets the rows it needs, each the mean of its pieces": (
+        "resize_vocab resize_token_embeddings_to_32x mean_resizing_embeddings init_special_tokens"
+    ),
     "tuning.lora.dora": "use_dora peft_use_dora",
     "tuning.lora.rslora": "use_rslora peft_use_rslora",
     # data
@@ -92,6 +100,12 @@ _NAMES: dict[str, str] = {
     "data.delimiter": "sep separator csv_delimiter",
     "data.duplicates: drop": "dataset_exact_deduplication deduplicate dedup remove_duplicates",
     "data.leaks: drop, and name the other rows with data.val_path or data.test_path": "decontaminate decontamination",
+    # continued pre-training
+    "task_mode: cpt, and name the documents with data.train_path": "pretraining_dataset",
+    "datasets.weight, the share of each source": (
+        "interleave_probs interleave_prob mix_strategy dataset_weights dataset_mixture dataset_mixer"
+    ),
+    "cpt.exhausted": "stopping_strategy",
     # the run
     "task_mode": "stage",
     "output_dir": "save_dir",
@@ -171,10 +185,10 @@ def kit_answer(name: str) -> Answer | None:
     return Answer("", _LAUNCH, "remove it") if name.startswith("ddp_") else None
 
 
-PLANNED_TASKS = ("cpt", "cpt_mixed", "dapt", "grpo", "score", "hrm")
+PLANNED_TASKS = ("grpo", "score", "hrm")
 """Tasks of the design that this version does not have."""
 
-PLANNED_KEYS = ("datasets", "grpo", "score", "hrm")
+PLANNED_KEYS = ("grpo", "score", "hrm")
 """Keys and sections of the design that this version does not have."""
 
 PLANNED_CHOICES: dict[str, tuple[str, ...]] = {"task_mode": PLANNED_TASKS}

@@ -13,8 +13,16 @@ from pydantic import ValidationError
 from sftplay.config.explain.other_kits import OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, REFUSED_CHOICES, key_of
 from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.config.read.yaml12 import KeyPath, scalar
-from sftplay.config.schema.describe import accepts, choices_of, described
-from sftplay.config.schema.keys import all_keys, all_sections, homes_of, node_at, required_below, section_at
+from sftplay.config.schema.describe import accepts, choices_of, described, listed
+from sftplay.config.schema.keys import (
+    all_keys,
+    all_sections,
+    homes_of,
+    list_keys,
+    node_at,
+    required_below,
+    section_at,
+)
 from sftplay.errors import MOST_PROBLEMS, ConfigError, nearest_names
 
 _MEANT = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -42,8 +50,7 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
             for key in required_below(_dotted(path)):
                 # A misspelt `modle:` also leaves model.name missing; one message is enough.
                 if not any(f"{key}.".startswith(f"{guess}.") for guess in guessed):
-                    inner = tuple(key.split("."))
-                    problems.append(_problem(inner, merged.place_of(inner) or nowhere, refusal=_missing(key)))
+                    problems.append(missing_key(key, merged, file=file, path=path))
         elif kind != "extra_forbidden":
             place = merged.place_within(path) or merged.place_of(path) or nowhere
             problems.append(_problem(path, place, refusal=_wrong_value(path, merged.values)))
@@ -54,8 +61,15 @@ def offending_keys(problems: Iterable[Problem]) -> set[str]:
     """The dotted keys that problems are about, and those that an unknown name may have meant."""
     found: set[str] = set()
     for _, error in problems:
-        found |= {error.where.rpartition(" ")[2], *error.nearest}
+        key = error.where.rpartition(" ")[2]
+        found |= {key, *error.nearest, *(outer for outer in list_keys() if key.startswith(f"{outer}."))}
     return found
+
+
+def missing_key(key: str, merged: Layer, *, file: str, path: KeyPath = ()) -> Problem:
+    """The problem that a required key is not given; `path` leads to it where it is one of a list's entry."""
+    at = path if any(isinstance(part, int) for part in path) else tuple(key.split("."))
+    return _problem(at, merged.place_of(at) or Place(0, 0, file), refusal=_missing(key))
 
 
 def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]:
@@ -84,7 +98,7 @@ def _path_in_file(loc: KeyPath, values: Any) -> KeyPath:
 
 def _unknown(path: KeyPath) -> _Refusal:
     inside, name, dotted = _dotted(path[:-1]), str(path[-1]), _dotted(path)
-    section = section_at(tuple(map(str, path[:-1])))
+    section = section_at(tuple(part for part in path[:-1] if isinstance(part, str)))
     siblings = list(section.model_fields) if section else []
     what = f"no {'key' if inside else 'key or section'} called {name!r}{f' in {inside}' if inside else ''}"
     if dotted in PLANNED_KEYS:
@@ -98,9 +112,15 @@ def _unknown(path: KeyPath) -> _Refusal:
         return _Refusal(f"{name!r} is another kit's name", f"write {action}", [key_of(action)])
     if near := nearest_names(_plain(name), [*siblings, *(() if inside else ("include",))]):
         return _Refusal(what, f"did you mean {near[0]!r}?", [f"{inside}.{one}".lstrip(".") for one in near])
-    if far := nearest_names(_plain(name), (key.rpartition(".")[2] for key in [*all_keys(), *all_sections()] if key)):
+    if far := nearest_names(_plain(name), _names_at_home()):
         return _Refusal(what, f"did you mean {' or '.join(homes_of(far[0]))}?", homes_of(far[0]))
     return _Refusal(what, f"remove it; {inside or 'the config'} has {', '.join(siblings)}")
+
+
+def _names_at_home() -> list[str]:
+    """The last parts of all keys and sections that have one place."""
+    names = (key.rpartition(".")[2] for key in [*all_keys(), *all_sections()] if key)
+    return [name for name in names if homes_of(name)]
 
 
 def _missing(key: str) -> _Refusal:
@@ -117,6 +137,9 @@ def _wrong_value(path: KeyPath, values: Any) -> _Refusal:
     if outer in all_keys():
         return _wrong_entry(outer, inner, value=value)
     if key not in all_keys():
+        if key in list_keys() and path[-1] == key:
+            fix = f"write a list: each entry is - {required_below(f'{key}.0')[0].rpartition('.')[2]}: ..., and its keys"
+            return _Refusal(f"{_as_yaml(value)} stands where a list belongs", fix)
         names = list(all_sections()[key].model_fields) if key in all_sections() else []
         fix = f"write its keys below it, indented: {', '.join(names)}"
         return _Refusal(f"{_as_yaml(value)} stands where a section belongs", fix)
@@ -124,7 +147,7 @@ def _wrong_value(path: KeyPath, values: Any) -> _Refusal:
     if isinstance(value, str):
         if value.lower() in PLANNED_CHOICES.get(key, ()):
             what = f"{_noun(key)} {value!r} is planned but not part of this version"
-            return _Refusal(what, f"write {key}: {' or '.join(choices_of(node))}")
+            return _Refusal(what, f"write {key}: {listed(choices_of(node))}")
         if refused := REFUSED_CHOICES.get((key, _plain(value))):
             return _Refusal(f"{value!r} {refused[0]}", refused[1])
         if choices_of(node):
@@ -156,7 +179,7 @@ def _wrong_word(key: str, word: str, *, in_list: bool) -> _Refusal:
         return _Refusal(what, _value_fix(word, node))
     fix = f"did you mean {near[0]!r}?"
     if near[0] in planned:
-        fix += f" It is planned but not part of this version; write {' or '.join(choices)}"
+        fix += f" It is planned but not part of this version; write {listed(choices)}"
     return _Refusal(what, fix, near)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sftplay.config.read import yaml12
 from sftplay.config.read.yaml12 import Document, KeyPath, drop_below
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, nearest_names
 
 COMMAND_LINE = "command line"
 MAX_FILES = 100
@@ -93,9 +93,16 @@ def read_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
-    """All layers in one: sections merged key by key, every other value taken from the highest layer that has it."""
+    """All layers in one: sections merged key by key, every other value taken from the highest layer that has it.
+
+    Where a list of sections stands below, keys by the name or the number of an entry change that entry alone.
+
+    Raises:
+        ConfigError: the list has no such entry.
+    """
     merged = Layer()
-    for layer in layers:
+    for given in layers:
+        layer = _numbered(given, below=merged.values)
         places = dict(merged.places)
         values = _overlaid(merged.values, layer.values, places=places)
         merged = Layer(values, places | layer.places)
@@ -110,18 +117,53 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def _overlaid(
-    below: dict[str, Any], above: dict[str, Any], *, places: dict[KeyPath, Place], path: KeyPath = ()
-) -> dict[str, Any]:
+    below: dict[Any, Any], above: dict[Any, Any], *, places: dict[KeyPath, Place], path: KeyPath = ()
+) -> dict[Any, Any]:
     """`below` with the values of `above`. Places of values that were replaced are removed from `places`."""
     values = dict(below)
     for key, value in above.items():
         inner, old = (*path, key), below.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             values[key] = _overlaid(old, value, places=places, path=inner)
+        elif isinstance(old, list) and isinstance(value, dict):
+            changed: dict[Any, Any] = _overlaid(dict(enumerate(old)), value, places=places, path=inner)
+            values[key] = list(changed.values())
         elif not isinstance(old, dict) or value is not None:  # a section with all keys commented out changes nothing
             values[key] = value
             drop_below(places, inner)
     return values
+
+
+def _numbered(layer: Layer, *, below: dict[str, Any]) -> Layer:
+    """The layer with the entries of lists that it changes given by number, not by name."""
+    values, places = dict(layer.values), dict(layer.places)
+    for key, entries in below.items():
+        changes = layer.values.get(key)
+        if not isinstance(entries, list) or not isinstance(changes, dict):
+            continue
+        numbers = {name: _entry_number(name, entries, layer=layer, key=key) for name in changes}
+        values[key] = {numbers[name]: change for name, change in changes.items()}
+        for path in [path for path in places if path[0] == key and len(path) > 1]:
+            place = places.pop(path)
+            places[(key, numbers[str(path[1])], *path[2:])] = place
+    return Layer(values, places)
+
+
+def _entry_number(name: str, entries: list[Any], *, layer: Layer, key: str) -> int:
+    """The place in the list of the entry that has this name, or else this number."""
+    names = [
+        str(entry["name"]) if isinstance(entry, dict) and "name" in entry else str(n) for n, entry in enumerate(entries)
+    ]
+    if name in names:
+        return names.index(name)
+    if name.isdecimal() and int(name) < len(entries):
+        return int(name)
+    where = f"{layer.place_within((key, name)) or ''} {key}.{name}".strip()
+    near = nearest_names(name, names)
+    fix = f"did you mean {near[0]!r}?" if near else f"{key} has {', '.join(names)}"
+    raise ConfigError(
+        f"{key} has no entry called {name!r}", where=where, fix=fix, nearest=[f"{key}.{one}" for one in near]
+    )
 
 
 def _layer_of(document: Document, rank: int, *, name: str) -> Layer:

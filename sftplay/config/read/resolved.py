@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftplay.config.read import yaml12
-from sftplay.config.schema.keys import section_of
+from sftplay.config.schema.keys import entry_of, section_of
 from sftplay.config.schema.run import RunConfig, Section
 
 _HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."
@@ -45,6 +45,11 @@ def _lines(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
         if section_of(field):
             yield "", f"{indent}{name}:"
             yield from _lines(value, f"{dotted}.")
+        elif entry_of(field) and value:
+            yield dotted, f"{indent}{name}:"
+            for number, entry in enumerate(value):
+                for line, (key, text) in enumerate(_lines(entry, f"{dotted}.{number}.")):
+                    yield key, text if line else f"{text[: len(indent) + 2]}- {text.lstrip()}"
         elif isinstance(value, dict) and value:
             yield "", f"{indent}{name}:"
             for key, inner in value.items():

@@ -59,8 +59,12 @@ def _unsloth_table(cfg: RunConfig) -> Iterator[tuple[str, bool, str, str]]:
     # It reopens an adapter with a base that it chooses by the adapter's own file.
     continued = model.adapter is not None and not model.merge_adapter
     yield "model.adapter", continued, "an adapter cannot be continued", "model.merge_adapter: true"
+    source = "tuning.new_tokens.path" if tuning.new_tokens.path else "tuning.new_tokens.count"
+    yield source, tuning.new_tokens.is_on, "the rows of new tokens would not train", "tuning.new_tokens.count: 0"
     yield "model.attn", model.attn == "eager", "eager would be ignored for its own attention", "model.attn: auto"
     # Its attention separates packed rows by a list of lengths from its own trainer, not by the position ids used here.
+    kept_apart = cfg.learns_documents
+    yield "task_mode", kept_apart, f"{cfg.task_mode} would not keep the documents of a block apart", "task_mode: sft"
     yield "train.packing", train.packing is True, "packed rows would not be kept apart", "train.packing: auto"
     other = train.loss_head in ("chunked", "liger")
     yield "train.loss_head", other, f"{train.loss_head} would meet a loss of its own", "train.loss_head: auto"

@@ -31,24 +31,31 @@ def broken_data_rules(cfg: RunConfig) -> Iterator[Violation]:
     yield from _delimiter(cfg.data.delimiter)
 
 
-def idle_data_keys(data: DataConfig) -> Iterator[tuple[str, str, str]]:
+def row_paths(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key and path of all rows that the run reads."""
+    keys = ["data.train_path", "data.val_path", "data.test_path"]
+    keys += [f"datasets.{number}.{name}" for number in range(len(cfg.datasets)) for name in ("path", "val_path")]
+    yield from ((key, path) for key in keys if (path := cfg.value_of(key)))
+
+
+def idle_data_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
-    paths = [path for path in (data.train_path, data.val_path, data.test_path) if path]
-    if all(path.lower().removesuffix(".gz").endswith(_NO_CELLS) for path in paths):
+    data = cfg.data
+    if all(path.lower().removesuffix(".gz").endswith(_NO_CELLS) for _, path in row_paths(cfg)):
         yield "data.delimiter", "data.train_path", "no csv or tsv file is named"
-    if data.val_path is None and data.test_path is None:
-        yield "data.leaks", "data.train_path", "there is no data.val_path and no data.test_path to compare with"
+    if data.val_path is None and data.test_path is None and not any(source.val_path for source in cfg.datasets):
+        decider = "datasets" if cfg.datasets else "data.train_path"
+        yield "data.leaks", decider, "there is no data.val_path and no data.test_path to compare with"
 
 
 def _folders(cfg: RunConfig) -> Iterator[Violation]:
     """A folder of rows is read with everything below it, except hidden files and folders."""
     written = (("data.processed_dir", cfg.data.processed_dir), ("output_dir", cfg.output_dir))
-    for name in ("train_path", "val_path", "test_path"):
+    for name, path in row_paths(cfg):
         for key, folder in written:
-            path = getattr(cfg.data, name)
-            if path and _is_read_with(path, folder):
+            if _is_read_with(path, folder):
                 what = f"{folder!r} lies in the folder of rows {path!r}: what is written there would be read as rows"
-                yield Violation((key, f"data.{name}"), what, fix="name a folder outside of it, or one that is hidden")
+                yield Violation((key, name), what, fix="name a folder outside of it, or one that is hidden")
 
 
 def _is_read_with(path: str, folder: str) -> bool:

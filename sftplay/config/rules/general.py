@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterator
 
 from sftplay.config.explain.other_kits import kit_answer
 from sftplay.config.explain.trl_arguments import sft_config_fields, unfit
-from sftplay.config.read.layers import is_overlong
 from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
+from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
+from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
+from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.keys import all_keys, path_keys
+from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.units import parse_seconds
-
-_WORDS = {"train.resume": ("never", "auto"), "data.template": ("auto", "chatml")}
-"""Key -> the words it takes beside a path. A near miss of a word would be taken for a path."""
 
 
 def check_rules(cfg: RunConfig) -> list[ConfigError]:
@@ -41,7 +40,7 @@ def notes(cfg: RunConfig) -> list[str]:
     a resolved file is reported, because it writes down every key.
     """
     origins = cfg.origins
-    if set(origins) >= set(all_keys()):
+    if set(origins) >= {key for key, _ in keys_in(cfg)}:
         return []
     return [
         f"{origins[key]} {key} has no effect: {reason}"
@@ -57,7 +56,7 @@ def _is_deliberate(origin: str, decider: str | None) -> bool:
 def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
     mode, train = cfg.tuning.mode, cfg.train
-    for key in all_keys():
+    for key, _ in keys_in(cfg):
         if key.startswith("tuning.lora.") and mode == "full":
             yield key, "tuning.mode", "tuning.mode full trains no adapter"
         if key in ("tuning.quant_type", "tuning.double_quant") and mode != "qlora":
@@ -72,7 +71,12 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.epochs", "train.max_steps", f"train.max_steps {train.max_steps} ends the run"
     if train.lr_scheduler == "constant":
         yield "train.warmup_ratio", "train.lr_scheduler", "the schedule constant has no warm-up"
-    yield from idle_data_keys(cfg.data)
+    if train.lr_scheduler != "warmup_stable_decay":
+        reason = f"the schedule {train.lr_scheduler} has no stable part that it could end"
+        yield "train.decay_ratio", "train.lr_scheduler", reason
+    yield from idle_data_keys(cfg)
+    yield from idle_cpt_keys(cfg)
+    yield from idle_new_token_keys(cfg)
 
 
 def _has_one_process(train: TrainConfig) -> bool:
@@ -111,12 +115,28 @@ def _rate_scaling(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation((scaling, "train.learning_rate"), what, fix=f"give train.learning_rate, or remove {scaling}")
 
 
+def _schedule(cfg: RunConfig) -> Iterator[Violation]:
+    train, scheduler = cfg.train, "train.lr_scheduler"
+    falls_late = train.lr_scheduler == "warmup_stable_decay"
+    if falls_late and train.warmup_ratio + train.decay_ratio > 1:
+        what = f"{train.decay_ratio:g} and train.warmup_ratio {train.warmup_ratio:g} are more than all steps"
+        fix = f"write train.decay_ratio: {1 - train.warmup_ratio:g}, or less"
+        yield Violation(("train.decay_ratio", "train.warmup_ratio", scheduler), what, fix=fix)
+    if train.min_lr_ratio and train.lr_scheduler not in ("cosine", "warmup_stable_decay"):
+        what = f"{train.min_lr_ratio:g} is given, but {scheduler} {train.lr_scheduler} has no lowest rate"
+        fix = f"write {scheduler}: cosine or warmup_stable_decay, or remove train.min_lr_ratio"
+        yield Violation(("train.min_lr_ratio", scheduler), what, fix=fix)
+    if "lr_scheduler_kwargs" in train.extra and (falls_late or train.min_lr_ratio):
+        what = "the kit sets it from train.decay_ratio and train.min_lr_ratio"
+        yield Violation(("train.extra.lr_scheduler_kwargs", scheduler), what, fix="write these two keys in its place")
+
+
 def _held_out(cfg: RunConfig) -> Iterator[Violation]:
     data = cfg.data
     if data.val_path is not None and data.split is not None:
         what = f"{data.split:g} is given, but data.val_path names the held-out rows already"
         yield Violation(("data.split", "data.val_path"), what, fix="remove one of the two")
-    if data.val_path is not None or data.split != 0:
+    if data.val_path is not None or (has_held_out(cfg) if cfg.datasets else data.split != 0):
         return
     for key in ("train.best_metric", "train.early_stopping", "train.eval_steps", "eval.before", "eval.after"):
         if cfg.value_of(key):
@@ -195,70 +215,6 @@ def _extra(cfg: RunConfig) -> Iterator[Violation]:
             yield Violation((key,), f"{flow(value)} is not {wanted}", fix=f"write {wanted}")
 
 
-def _characters(cfg: RunConfig) -> Iterator[Violation]:
-    """No path, name or text can hold a NUL or half of a character: files, processes and tokenizers refuse both."""
-    for key in all_keys():
-        for place, text in _texts_in(cfg.value_of(key), key):
-            if "\0" in text:
-                yield Violation((place,), "holds a NUL character", fix="remove it")
-            elif not _is_unicode(text):
-                yield Violation((place,), f"{text!r} is not valid Unicode", fix="write it as UTF-8")
-            elif key != "data.system" and is_overlong(text):
-                yield Violation(
-                    (place,), f"is longer than any name or path: {len(text):,} characters", fix="shorten it"
-                )
-
-
-def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts_in(inner, key)
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _texts_in(inner, f"{key}.{name}")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _texts(cfg: RunConfig) -> Iterator[Violation]:
-    name = cfg.run_name if cfg.run_name and _is_unicode(cfg.run_name) else None
-    if name is not None and (name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()):
-        what = f"{name!r} is a path, not a name of a folder" if name.isprintable() else f"{name!r} is no folder's name"
-        yield Violation(("run_name",), what, fix="write a plain name; output_dir says where run folders go")
-    if name == "latest":
-        yield Violation(("run_name",), "'latest' always points at the newest run", fix="choose another name")
-    if name == ".set-aside":
-        yield Violation(("run_name",), "'.set-aside' keeps starts that made no step", fix="choose another name")
-    for key, field in all_keys().items():
-        value = cfg.value_of(key)
-        if isinstance(value, str) and not value.strip() and key != "data.delimiter":
-            yield Violation((key,), "is empty", fix="give it a value, or leave the key out")
-        elif isinstance(value, str) and value in ("None", "none") and field.default is None:
-            yield Violation((key,), f"{value!r} is a word in YAML, not nothing", fix="write null, or leave the key out")
-    for key, words in _WORDS.items():
-        value = cfg.value_of(key)
-        near = nearest_names(value, words) if value not in words and not set("/.") & set(value) else []
-        if near:
-            fix = f"did you mean {near[0]!r}? A path of that name is written ./{value}"
-            yield Violation((key,), f"{value!r} is neither {' nor '.join(words)}", fix=fix, nearest=tuple(near))
-
-
-def _homes(cfg: RunConfig) -> Iterator[Violation]:
-    for key in path_keys():
-        value = cfg.value_of(key)
-        if isinstance(value, str) and value.startswith("~"):
-            what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
-            yield Violation((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
-
-
 def _lists(cfg: RunConfig) -> Iterator[Violation]:
     backend, lora = cfg.logging.backend, cfg.tuning.lora
     if backend == []:
@@ -278,9 +234,7 @@ def _lists(cfg: RunConfig) -> Iterator[Violation]:
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
-    _characters,
-    _texts,
-    _homes,
+    broken_text_rules,
     _batch_is_exact,
     _token_batches,
     _held_out,
@@ -289,7 +243,10 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _limits,
     _static_graph,
     _rate_scaling,
+    _schedule,
     _extra,
     broken_data_rules,
+    broken_cpt_rules,
+    broken_new_token_rules,
     broken_cluster_rules,
 )

@@ -25,6 +25,7 @@ FREE_TO_CHANGE = (
     "train.dataloader_num_workers",
     "train.dataloader_pin_memory",
     "data.processed_dir",
+    "cpt.streaming",
     "cluster.max_restarts",
     "cluster.timeout",
     "cluster.nccl",
@@ -78,5 +79,7 @@ def flatten(cfg: RunConfig) -> dict[str, Any]:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
+        if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) and value:
+            value = {str(number): entry for number, entry in enumerate(value)}
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat

@@ -45,9 +45,9 @@ Column = Literal[
 class DataConfig(Section):
     """Where the rows are and what happens to unusual ones."""
 
-    train_path: UserPath
+    train_path: UserPath | None = None
     """Training rows: a file (jsonl, json, csv, tsv, parquet; all but parquet also as .gz), a folder of such files, or
-    the hub name of a dataset."""
+    the hub name of a dataset. Required, unless datasets names the sources of a mixture."""
 
     val_path: UserPath | None = None
     """Held-out rows, in the same formats. None splits them off the training rows, see split."""
@@ -120,3 +120,7 @@ class EvalConfig(Section):
 
     metrics: list[Metric] = Field(default=["exact_match"], min_length=1)
     """Metrics that compare an answer with its reference, without surrounding white space."""
+
+    stride: Positive | None = None
+    """Tokens by which the window slides over held-out documents (task modes cpt and cpt_mixed); the window is a block.
+    Smaller gives each token more text before it, and takes longer. None means half the window."""

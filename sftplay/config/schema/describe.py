@@ -11,7 +11,7 @@ def described(node: dict[str, Any]) -> str:
     words = [word for form in forms if _is_choice(form) for word in choices_of(form)]
     lists = [form for form in forms if form.get("type") == "array"]
     others = [_form(form) for form in forms if not _is_choice(form) and form.get("type") not in ("array", "null")]
-    parts = [*others, *([_listed(words)] if words else []), *(_list_form(form, words) for form in lists)]
+    parts = [*others, *([listed(words)] if words else []), *(_list_form(form, words) for form in lists)]
     if accepts(node, "null"):
         parts.append("null")
     return ", or ".join(parts)
@@ -39,7 +39,7 @@ def _form(node: dict[str, Any]) -> str:
     if kind in ("integer", "number"):
         return ("a whole number" if kind == "integer" else "a number") + _limits(node)
     if "propertyNames" in node:
-        return f"text for any of {_listed(node['propertyNames']['enum'])}"
+        return f"text for any of {listed(node['propertyNames']['enum'])}"
     return {"boolean": "true or false", "string": "text", "object": "keys with values"}.get(kind, "any value")
 
 
@@ -48,7 +48,7 @@ def _list_form(node: dict[str, Any], words: list[str]) -> str:
     some = "a list of one or more" if node.get("minItems") else "a list of"
     if not items:
         return f"{some} names"
-    return "a list of several" if set(items) <= set(words) else f"{some} words out of {_listed(items)}"
+    return "a list of several" if set(items) <= set(words) else f"{some} words out of {listed(items)}"
 
 
 def _limits(node: dict[str, Any]) -> str:
@@ -69,5 +69,6 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def _listed(words: list[str]) -> str:
+def listed(words: list[str]) -> str:
+    """The words as a sentence lists them: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -5,6 +5,7 @@ It checks single values only. Rules between fields are in `rules`; `load` reads 
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
@@ -12,6 +13,8 @@ from pydantic import Field, PrivateAttr
 from sftplay.config.schema.cluster import ClusterConfig as ClusterConfig
 from sftplay.config.schema.data import DataConfig as DataConfig
 from sftplay.config.schema.data import EvalConfig as EvalConfig
+from sftplay.config.schema.mixture import CptConfig as CptConfig
+from sftplay.config.schema.mixture import DatasetConfig as DatasetConfig
 from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share, UserPath
 from sftplay.config.schema.section import Section as Section
 from sftplay.config.schema.train import Optimizer as Optimizer
@@ -73,13 +76,34 @@ class LoraConfig(Section):
     """Names of the linear layers that get an adapter. auto takes every linear layer but the output head."""
 
     modules_to_save: list[str] = Field(default_factory=list)
-    """Modules trained in full and saved with the adapter, such as embed_tokens or lm_head after adding tokens."""
+    """Modules trained in full and saved with the adapter. [embed_tokens, lm_head] trains all tokens, not only those of
+    tuning.new_tokens."""
 
     dora: bool = False
     """DoRA, weight-decomposed LoRA: better at small r, slower."""
 
     rslora: bool = False
     """Rank-stabilised LoRA: scale by alpha / sqrt(r) in place of alpha / r, which keeps a large r useful."""
+
+
+class NewTokensConfig(Section):
+    """Terms of a domain that become tokens of their own, see docs/continued-pretraining.md. Each gets a row in input
+    embedding and output head, which begins as the mean of the rows of its pieces, and trains."""
+
+    count: Annotated[int, Field(ge=0)] = 0
+    """Number of terms to find: those words and word sequences of the training data that save most tokens. 0 finds none.
+    A number that makes the vocabulary a multiple of 64 keeps the output head fast on a GPU."""
+
+    min_count: Positive = 10
+    """How often a term must occur in the training data to be found."""
+
+    path: UserPath | None = None
+    """A text file with one term a line, in place of terms that are found."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are any."""
+        return self.count > 0 or self.path is not None
 
 
 class TuningConfig(Section):
@@ -102,6 +126,15 @@ class TuningConfig(Section):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """The adapter."""
 
+    new_tokens: NewTokensConfig = Field(default_factory=NewTokensConfig)
+    """Terms that become tokens of their own."""
+
+    @property
+    def trains_single_rows(self) -> bool:
+        """Whether rows of new tokens train beside an adapter: at least one end of the model does not train in full."""
+        ends = [name for name in self.lora.modules_to_save if any(word in name for word in ("embed", "wte", "lm_head"))]
+        return self.mode != "full" and self.new_tokens.is_on and len(ends) < 2
+
 
 class LoggingConfig(Section):
     """What a run logs while it trains."""
@@ -120,8 +153,9 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run, complete. `origins` remembers where each value that is not a default came from."""
 
-    task_mode: Literal["sft"] = "sft"
-    """The task. sft: supervised fine-tuning on the assistant's turns."""
+    task_mode: Literal["sft", "cpt", "cpt_mixed"] = "sft"
+    """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
+    on every token of documents. cpt_mixed: documents and chats in one stream, see datasets."""
 
     run_name: str | None = None
     """Folder below output_dir. None means the name of the config and the time."""
@@ -141,8 +175,14 @@ class RunConfig(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     """How it trains."""
 
-    data: DataConfig
+    data: DataConfig = Field(default_factory=DataConfig)
     """What it trains on."""
+
+    datasets: list[DatasetConfig] = Field(default_factory=list)
+    """The sources of a mixture."""
+
+    cpt: CptConfig = Field(default_factory=CptConfig)
+    """How documents become blocks (task modes cpt and cpt_mixed)."""
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """How it is evaluated."""
@@ -156,15 +196,50 @@ class RunConfig(Section):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
+    def learns_documents(self) -> bool:
+        """Whether rows are full blocks of documents, or of documents and chats."""
+        return self.task_mode in ("cpt", "cpt_mixed")
+
+    @property
+    def sources(self) -> list[DatasetConfig]:
+        """What cpt and cpt_mixed read: `datasets`, or the documents of data.train_path as the only source."""
+        if self.datasets or self.data.train_path is None:
+            return self.datasets
+        path, val_path = self.data.train_path, self.data.val_path
+        return [DatasetConfig(name="documents", path=path, type="cpt", val_path=val_path, split=self.data.split)]
+
+    @property
+    def rows_path(self) -> str:
+        """The path of the training rows, or of the first source; empty only in a config that is refused."""
+        return self.data.train_path or next((source.path for source in self.datasets), "")
+
+    @property
+    def row_tokens(self) -> int:
+        """The most tokens of a row that is trained on."""
+        return (self.cpt.block_size if self.learns_documents else None) or self.model.max_seq_len
+
+    def steps_of_tokens(self, tokens: int) -> int:
+        """Optimizer steps that train on at least so many tokens: a block repeats one token of the block before it."""
+        return max(1, math.ceil(tokens / (self.train.effective_batch_size * (self.row_tokens - 1))))
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of a step are packed into one. Blocks of documents are packed already."""
+        return self.train.packing is True and not self.learns_documents
+
+    @property
     def origins(self) -> dict[str, str]:
         """Dotted key -> `file:line` or `command line`, for every value that is not a default."""
         return self._origins
 
     def value_of(self, dotted: str) -> Any:
-        """The value of a dotted key; also of one below `data.columns` and `train.extra`."""
+        """The value of a dotted key; also of one below `data.columns`, `train.extra` and an entry of `datasets`."""
         value: Any = self
         for name in dotted.split("."):
-            value = value[name] if isinstance(value, dict) else getattr(value, name)
+            if isinstance(value, dict):
+                value = value[name]
+            else:
+                value = value[int(name)] if isinstance(value, list) else getattr(value, name)
         return value
 
     def with_origins(self, origins: dict[str, str]) -> RunConfig:
@@ -178,8 +253,8 @@ class RunConfig(Section):
         tree = self.model_dump()
         for dotted, value in values.items():
             *path, last = dotted.split(".")
-            branch = tree
+            branch: Any = tree
             for part in path:
-                branch = branch[part]
+                branch = branch[int(part) if isinstance(branch, list) else part]
             branch[last] = value
         return RunConfig.model_validate(tree).with_origins(self._origins | dict.fromkeys(values, origin))

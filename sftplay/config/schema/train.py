@@ -14,7 +14,9 @@ LossHead = Literal["standard", "chunked", "liger"]
 Optimizer = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adafactor", "sgd"
 ]
-Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
+Schedule = Literal[
+    "cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "warmup_stable_decay"
+]
 Batching = Literal["examples", "tokens"]
 Probe = Literal["auto", "always", "off"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -44,7 +46,8 @@ class TrainConfig(Section):
     """Number of optimizer steps. None means that epochs decides."""
 
     learning_rate: NotNegative | Auto = "auto"
-    """Peak learning rate. auto: 2e-4 for lora and qlora, 1e-5 for full."""
+    """Peak learning rate. auto: 1e-5 for full; for lora and qlora 2e-4, and 1e-4 on documents (task modes cpt and
+    cpt_mixed)."""
 
     lr_scaling: Scaling = "none"
     """Scale learning_rate with the effective batch size: linear by effective_batch_size / lr_batch_size, sqrt by its
@@ -54,10 +57,19 @@ class TrainConfig(Section):
     """The effective batch size that learning_rate was found with. Needed by lr_scaling."""
 
     lr_scheduler: Schedule = "cosine"
-    """Learning rate schedule after warm-up."""
+    """Learning rate schedule after warm-up. warmup_stable_decay (WSD) stays at the peak and falls over the last
+    decay_ratio of the steps, see docs/continued-pretraining.md."""
 
     warmup_ratio: Share = 0.03
     """Share of the steps over which the learning rate rises from 0."""
+
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of the steps over which warmup_stable_decay falls, by 1 - sqrt(progress). The default is that of Hägele et
+    al. 2024 (arXiv:2405.18392)."""
+
+    min_lr_ratio: Share = 0.0
+    """Where cosine and warmup_stable_decay end, as a share of the peak rate. warmup_stable_decay also rises from there.
+    0.1 is usual in continued pre-training."""
 
     weight_decay: NotNegative = 0.0
     """Weight decay: each step moves weights towards zero by this share of them, times the learning rate."""

@@ -55,7 +55,7 @@ def survey_rows(cfg: RunConfig) -> Survey:
     Raises:
         DataError: the file cannot be read, has no rows, or most of its rows have no layout that could be told.
     """
-    path = cfg.data.train_path
+    path = cfg.rows_path
     rows = list(islice(read_rows(path, dialect_of(cfg.data)), SURVEYED_ROWS + 1))
     surveyed = rows[:SURVEYED_ROWS]
     if not surveyed:

@@ -183,6 +183,11 @@ QUESTIONS: tuple[Layout, ...] = (
 )
 """In the order in which a row's keys are searched for a question: an answer beside it tells no layout."""
 
+INGESTED = frozenset(
+    ("source", "title", "section", "pages", "row", "place", "n_chars", "sha256", "file_sha256")
+)  # fmt: skip
+"""What `ingest` writes beside each text. All of them together are the mark of its rows."""
+
 FIX_LAYOUT = (
     f"name its columns with data.columns, or the layout with data.format ({', '.join(SHAPES)});"
     " or leave such rows out with data.on_bad_row: skip"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sftplay.data.layouts.columns import (
     FIX_LAYOUT,
+    INGESTED,
     QUESTIONS,
     SHAPES,
     SYSTEM,
@@ -113,7 +114,10 @@ def _question(row: Row, reading: Reading) -> tuple[Message, ...]:
 
 
 def unused_columns(row: Row, reading: Reading = Reading()) -> tuple[str, ...]:
-    """The row's columns that its layout does not read, by the file's names; empty ones are not counted."""
+    """The row's columns that its layout does not read, by the file's names; empty ones are not counted.
+
+    Nor are those that `ingest` writes beside a text: they say where it is from.
+    """
     try:
         view = _mapped(row, reading)
         shape = SHAPES[_layout(view, reading)]
@@ -121,6 +125,8 @@ def unused_columns(row: Row, reading: Reading = Reading()) -> tuple[str, ...]:
         return ()
     names = dict(reading.columns)
     read = {names.get(name, name) for group in (*shape.needs, *shape.may) if (name := picked(view, group))}
+    if shape.body is None and row.keys() >= INGESTED:
+        read |= INGESTED
     unused = [name for name, value in row.items() if name not in read and value is not None and value != ""]
     return tuple(name.encode("utf-8", "backslashreplace").decode() for name in unused)
 

@@ -17,13 +17,15 @@ from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading, to_record, unused_columns
 from sftplay.data.order import is_held_out
 from sftplay.data.read.jsonl import Row, parsed
-from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, keys_of
+from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text, keys_of
 from sftplay.errors import DataError
 
 TooLong = Literal["truncate", "drop", "error"]
 
 CUT_AWAY = "no_trainable_token_after_cut"
 """Why a row is dropped of which only the prompt is left."""
+
+FIX_TYPE = "give the source type: cpt, or remove the row"
 
 KEY_BYTES = 8
 """Bytes of each digest. The chance that two of ten million different records share them is 3 in a million."""
@@ -54,6 +56,9 @@ class Example:
     is_cut: bool
     ends_learned: bool
     """The last learned token ends a turn."""
+
+    n_bytes: int = 0
+    """Bytes of the text it spells, as UTF-8; 0 for a chat."""
 
 
 @dataclass(slots=True)
@@ -86,6 +91,9 @@ class RowOutcome:
     chat: str = ""
     """The chat as json, where it is held out."""
 
+    n_bytes: int = 0
+    """Bytes of a plain text, as UTF-8."""
+
     typed_specials: int = 0
     has_system: str = ""
     """The text of its system turn; empty where there is none."""
@@ -99,12 +107,15 @@ class RowOptions:
     """What the config says about single rows."""
 
     reading: Reading
-    max_tokens: int
-    """Longest example."""
+    max_tokens: int | None
+    """Longest example; None where nothing is too long."""
 
     too_long: TooLong
     only_held_out: bool = False
     """Rows to train on are read, to tell on which side they are, but not rendered."""
+
+    only_chats: bool = False
+    """Plain texts are refused."""
 
 
 class RowProcessor:
@@ -143,6 +154,9 @@ class RowProcessor:
         except DataError as error:
             outcome.refused, outcome.fix = error.what, error.fix
             return None
+        if self._options.only_chats and isinstance(record, Text):
+            outcome.refused, outcome.fix = "is a plain text, and its source has type: chat", FIX_TYPE
+            return None
         outcome.unused = unused_columns(row, self._options.reading)
         return record
 
@@ -155,6 +169,8 @@ class RowProcessor:
             first = record.messages[0]
             outcome.has_system = first.content if first.role == "system" else ""
             outcome.chat = json.dumps(record.as_json()) if outcome.held_out else ""
+        else:
+            outcome.n_bytes = len(record.text.encode("utf-8", "surrogatepass"))
 
     def _fill(self, outcome: RowOutcome, group: list[Rendered]) -> None:
         problem = next((example.problem for example in group if example.problem), "")
@@ -167,6 +183,7 @@ class RowProcessor:
             outcome.learnable += _n_learned(example.labels)
             fitted = self._fitted(example)
             if isinstance(fitted, Example):
+                fitted.n_bytes = outcome.n_bytes
                 outcome.examples.append(fitted)
             else:
                 outcome.dropped = fitted
@@ -174,7 +191,7 @@ class RowProcessor:
     def _fitted(self, example: Rendered) -> Example | str:
         """The example as far as it fits, or why it is left out."""
         limit = self._options.max_tokens
-        is_long = len(example.input_ids) > limit
+        is_long = limit is not None and len(example.input_ids) > limit
         if is_long and self._options.too_long != "truncate":
             return "too_long"
         ids, labels = example.input_ids, example.labels

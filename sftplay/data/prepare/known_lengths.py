@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import read_object, write_text
+from sftplay.config.rules.data import row_paths
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import fingerprint
 from sftplay.data.read.files import files_of
@@ -23,12 +24,15 @@ FOLDER = "lengths"
 
 def note_lengths(cfg: RunConfig, report: Mapping[str, Any]) -> None:
     """Keep what a data report says of lengths. A note that cannot be written is left out."""
-    path, trained = _path(cfg), report["sources"].get("train", report)
-    if path and trained["examples"]:
+    trained = report["sources"].get("train", report)
+    if trained["examples"]:
         longest = min(report["longest_tokens"], cfg.model.max_seq_len)
-        note = {"longest": longest, "mean": trained["tokens"] / trained["examples"], "count": trained["examples"]}
-        with suppress(OSError):
-            write_text(path, json.dumps(note))
+        _note(cfg, {"longest": longest, "mean": trained["tokens"] / trained["examples"], "count": trained["examples"]})
+
+
+def note_blocks(cfg: RunConfig, count: int) -> None:
+    """Keep how many blocks an epoch of a mixture has. A note that cannot be written is left out."""
+    _note(cfg, {"longest": cfg.row_tokens, "mean": cfg.row_tokens, "count": count})
 
 
 def read_lengths(cfg: RunConfig) -> dict[str, Any]:
@@ -39,14 +43,23 @@ def read_lengths(cfg: RunConfig) -> dict[str, Any]:
     return note if is_whole else {}
 
 
+def _note(cfg: RunConfig, note: dict[str, Any]) -> None:
+    if path := _path(cfg):
+        with suppress(OSError):
+            write_text(path, json.dumps(note))
+
+
 def _path(cfg: RunConfig) -> Path | None:
     data, model = cfg.data, cfg.model
     try:
-        stamps = [_stamp(path) for path in (data.train_path, data.val_path) if path]
+        stamps = [_stamp(path) for key, path in row_paths(cfg) if key != "data.test_path"]
     except (DataError, OSError):  # a data set of the hub, or a missing file
         return None
     rows = data.model_dump(exclude={"train_path", "val_path", "test_path", "processed_dir"})
     parts = {"files": stamps, "model": [model.name, model.revision, model.adapter, model.max_seq_len], "rows": rows}
+    if cfg.learns_documents:
+        sources = [source.model_dump(exclude={"name"}) for source in cfg.datasets]
+        parts |= {"cpt": cfg.cpt.model_dump(exclude={"streaming", "train_tokens"}), "sources": sources}
     return Path(data.processed_dir) / FOLDER / f"{fingerprint(parts)}.json"
 
 

@@ -6,20 +6,18 @@ moves rows between reader, processes and disk.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from sftplay import log
 from sftplay.config.schema.run import DataConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import reading_of, to_record
-from sftplay.data.prepare.arrow import RowWriter
 from sftplay.data.prepare.batch import CUT_AWAY, Example, RawRow, RowOptions, RowOutcome, short
+from sftplay.data.prepare.output import Output
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.prepare.workers import Work, n_workers, process_all
@@ -36,8 +34,6 @@ SECONDS_BETWEEN_LINES = 1.0
 KEPT_WHOLE = 0.99
 """Share of the rows that is not cut where cutting is worth no word."""
 
-CHATS, REFUSED, REPORT = "held_out_chats.jsonl", "refused_rows.jsonl", "report.json"
-
 
 @dataclass(frozen=True)
 class Input:
@@ -48,18 +44,29 @@ class Input:
 
 
 class Preparation:
-    """Fills a folder with token rows and their places, the held-out chats, the refused rows and the report."""
+    """Makes token rows of the rows of files, and judges and counts each of them."""
 
-    def __init__(self, data: DataConfig, renderer: Renderer, *, max_tokens: int, only_held_out: bool = False) -> None:
-        """With `only_held_out` rows to train on are neither rendered nor judged nor counted."""
+    def __init__(
+        self,
+        data: DataConfig,
+        renderer: Renderer,
+        *,
+        max_tokens: int | None,
+        only_held_out: bool = False,
+        only_chats: bool = False,
+    ) -> None:
+        """With `max_tokens` None nothing is cut; the rows are then plain texts.
+
+        With `only_held_out` rows to train on are neither rendered nor judged nor counted.
+        """
         self._renderer, self._max_tokens, self._dialect = renderer, max_tokens, dialect_of(data)
-        self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out)
+        self._options = RowOptions(reading_of(data), max_tokens, data.too_long, only_held_out, only_chats)
         self._policies = RowPolicies(data, max_tokens)
         self._began = self._said = time.monotonic()
         self._n_rows: int | None = None
 
-    def run(self, inputs: Sequence[Input], folder: Path, *, guarded: Sequence[str] = ()) -> None:
-        """Read `inputs`, training rows first, and write everything into `folder`.
+    def run(self, inputs: Sequence[Input], output: Output, *, guarded: Sequence[str] = ()) -> None:
+        """Read `inputs`, training rows first, and hand everything to `output`.
 
         Rows of the files `guarded` must not be trained on, nor those that `inputs` hold out.
 
@@ -71,23 +78,26 @@ class Preparation:
             self._guard(path)
         self._began = self._said = time.monotonic()
         self._n_rows = count_rows([given.path for given in inputs])
-        with ExitStack() as files:
-            self._open(folder, files)
-            processes = n_workers([given.path for given in inputs])
-            # Held-out rows go first: a training row must be compared with all of them.
-            batches = self._batches(list(reversed(inputs)))
-            processed = process_all(batches, self._renderer, options=self._options, processes=processes)
-            files.enter_context(closing(processed))  # whatever happens here, its processes end now
-            n_read = 0
+        n_read = n_done = output.begin(self._policies)
+        for given in inputs:
+            if n_done and given.share == 1.0:  # its rows are not read again
+                self._guard(given.path)
+        processes = n_workers([given.path for given in inputs])
+        # Held-out rows go first: a training row must be compared with all of them.
+        batches = self._batches(list(reversed(inputs)), n_done)
+        processed = process_all(batches, self._renderer, options=self._options, processes=processes)
+        with closing(processed):  # whatever happens here, its processes end now
             for outcomes in processed:
                 n_read += len(outcomes)
-                self._take(outcomes)
+                self._take(outcomes, output)
+                output.end_batch(outcomes, self._policies)
                 self._show_progress(n_read)
         now = time.monotonic()
-        log.say(f"{n_read:,} rows read in {format_seconds(now - self._began)}, {self._rate(n_read, now)}", "data")
+        rate = self._rate(n_read - n_done, now)
+        log.say(f"{n_read - n_done:,} rows read in {format_seconds(now - self._began)}, {rate}", "data")
         self._policies.check()
         self._check_ends(inputs[0].path)
-        (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
+        output.finish(self._report(inputs))
 
     def _guard(self, path: str) -> None:
         for source, row in read_rows(path, self._dialect):
@@ -100,19 +110,15 @@ class Preparation:
             except DataError:  # this row is counted when the file itself is measured on
                 continue
 
-    def _open(self, folder: Path, files: ExitStack) -> None:
-        self._writers = {
-            side: files.enter_context(RowWriter(folder / f"{side}.arrow", folder / f"{side}_places.arrow"))
-            for side in SIDES
-        }
-        self._chats_file = files.enter_context((folder / CHATS).open("w", encoding="utf-8"))
-        self._refused_file = files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
-
-    def _batches(self, inputs: Sequence[Input]) -> Iterator[Work]:
+    def _batches(self, inputs: Sequence[Input], n_done: int) -> Iterator[Work]:
+        """All batches of rows behind the first `n_done`."""
         for given in inputs:
             batch: list[RawRow] = []
             size = 0
             for row, (source, raw) in enumerate(read_raw(given.path, self._dialect)):
+                if n_done:
+                    n_done -= 1
+                    continue
                 batch.append(RawRow(row, source, raw))
                 size += _size(raw)
                 if len(batch) == BATCH_ROWS or size > BATCH_CHARACTERS:
@@ -121,8 +127,8 @@ class Preparation:
             if batch:
                 yield batch, given.share
 
-    def _take(self, outcomes: Sequence[RowOutcome]) -> None:
-        """Write what the policies keep of one batch."""
+    def _take(self, outcomes: Sequence[RowOutcome], output: Output) -> None:
+        """Hand on what the policies keep of one batch."""
         kept: dict[Side, list[tuple[RowOutcome, Example]]] = {side: [] for side in SIDES}
         for outcome in outcomes:
             side: Side = "held_out" if outcome.held_out else "train"
@@ -131,15 +137,11 @@ class Preparation:
             examples = self._policies.keep(outcome, side)
             kept[side] += [(outcome, example) for example in examples]
             if outcome.refused:
-                line = {**asdict(outcome.source), "reason": outcome.refused}
-                self._refused_file.write(json.dumps(line) + "\n")
+                output.write_refused(outcome.source, outcome.refused)
             elif examples and outcome.chat:
-                self._chats_file.write(outcome.chat + "\n")
+                output.write_chat(outcome.chat)
         for side, pairs in kept.items():
-            places = [outcome.source for outcome, _ in pairs]
-            self._writers[side].write(
-                [example for _, example in pairs], [outcome.row for outcome, _ in pairs], places=places
-            )
+            output.write(side, pairs)
 
     def _check_ends(self, path: str) -> None:
         """A model that never learns to end its turn would never stop."""

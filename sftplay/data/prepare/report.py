@@ -28,6 +28,12 @@ class RowCounts:
     kept: int = 0
     cut: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    """Why a record was left out -> the tokens of such records."""
+
+    cut_tokens: int = 0
+    """Tokens behind the cut of records that were kept in part."""
+
     refused: int = 0
     duplicates: int = 0
     """Records whose content was read before on the same side. `data.duplicates` decides what becomes of them."""
@@ -83,6 +89,7 @@ class RowCounts:
     def add_record(self, outcome: RowOutcome) -> None:
         """Count a record that is kept, whole or in part."""
         examples = outcome.examples
+        self.cut_tokens += sum(outcome.lengths) - sum(len(example.ids) // 4 for example in examples)
         self.learnable_tokens += outcome.learnable
         is_cut = bool(outcome.dropped) or any(example.is_cut for example in examples)
         self.cut += is_cut
@@ -94,6 +101,17 @@ class RowCounts:
             self.tokens += len(example.ids) // 4
             self.trainable_tokens += example.n_labels
             self.ends_learned += example.ends_learned
+
+    def as_state(self) -> dict[str, Any]:
+        """All counts as plain JSON, for `from_state`."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RowCounts:
+        """The counts that `as_state` gave."""
+        counters = {name: Counter(value) for name, value in state.items() if isinstance(value, dict)}
+        lengths = Counter({int(length): count for length, count in state["lengths"].items()})  # JSON's keys are texts
+        return cls(**{**state, **counters, "lengths": lengths})
 
     @property
     def lost_share(self) -> float:
@@ -112,6 +130,8 @@ class RowCounts:
             "kept": self.kept,
             "cut": self.cut,
             "dropped": dict(sorted(self.dropped.items())),
+            "dropped_tokens": dict(sorted(self.dropped_tokens.items())),
+            "cut_tokens": self.cut_tokens,
             "refused": self.refused,
             "duplicates": self.duplicates,
             "near_duplicates": self.near_duplicates,

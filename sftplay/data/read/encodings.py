@@ -61,7 +61,7 @@ class Charset:
         """Lines may be handed on as bytes."""
         return self.name == "utf-8"
 
-    def open(self, newline: str) -> TextIO:
+    def open(self, newline: str | None) -> TextIO:
         """The file as text; bytes that are no character become UNDECODABLE. The caller closes it."""
         codecs.register_error("sftplay.undecodable", _mark)
         return io.TextIOWrapper(open_bytes(self.file), self.name, errors="sftplay.undecodable", newline=newline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,8 +46,8 @@ def csv_rows(charset: Charset, delimiter: str = "auto") -> Iterator[Read]:
             yield Source(path, start), _csv_row(names, cells, charset=charset)
 
 
-def parquet_rows(file: Path) -> Iterator[Read]:
-    """Every row, numbered from 1, a part of the file in memory at a time.
+def parquet_rows(file: Path, columns: Collection[str] | None = None) -> Iterator[Read]:
+    """Every row, numbered from 1, a part of the file in memory at a time; of `columns` only, where they are named.
 
     Raises:
         DataError: it is no parquet file, or a damaged one.
@@ -61,7 +61,8 @@ def parquet_rows(file: Path) -> Iterator[Read]:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
                 raise DataError("has two columns of one name", where=str(file), fix="rename one of them")
-            for batch in table.iter_batches(batch_size=256):
+            wanted = None if columns is None else [name for name in names if name in columns]
+            for batch in table.iter_batches(batch_size=256, columns=wanted):
                 for row in _batch_rows(batch):
                     number += 1
                     yield Source(str(file), number), row

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -20,7 +20,6 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
-from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.deliver.evaluate.metrics import score_answers
 from sftplay.deliver.infer.generate import Generator, answer_all
@@ -34,7 +33,23 @@ SCORES_BYTES = 2**30
 """Most bytes of fp32 scores over the vocabulary in one batch; a single row may take more."""
 
 
-def evaluate(model: Any, examples: Examples, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
+class HeldOutChats(Protocol):
+    """What is measured: of `data.pipeline.Examples` the held-out side."""
+
+    @property
+    def held_out(self) -> Any:
+        """Columns `input_ids` and `labels`, or None."""
+
+    @property
+    def held_out_chats(self) -> Sequence[Chat]:
+        """The chats behind them, of which the last turn is answered."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """What rendered them."""
+
+
+def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
     """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
 
     `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
@@ -107,7 +122,7 @@ def answer_chats(generator: Generator, renderer: Renderer, *, chats: Sequence[Ch
 def held_out_loss(model: Any, rows: Any, *, pad_token_id: int) -> float:
     """Mean negative log likelihood, in nats, over all label tokens of `rows`, each token counting the same."""
     total, count = 0.0, 0
-    room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
+    room = min(LOSS_TOKENS, SCORES_BYTES // (4 * model.config.get_text_config().vocab_size))
     batches = AdaptiveBatches(len(rows), "the held-out loss")
     for batch in _by_length(rows["input_ids"], rows["labels"], room=room):
         for loss, labels in batches.each(

@@ -100,14 +100,14 @@ def _one_line(value: Any) -> str:
 def _front_matter(run: PublicRun) -> ModelCardData:
     """What the hub reads (https://huggingface.co/docs/hub/model-cards), where `unknown` is a licence too."""
     cfg = run.cfg
-    is_on_hub = is_hub_name(cfg.data.train_path) and "/" in cfg.data.train_path
+    paths = [source.path for source in cfg.datasets] or [cfg.rows_path]
     relation: dict[str, Any] = {"base_model": run.hub_base, "base_model_relation": "finetune"} if run.hub_base else {}
     return ModelCardData(
         license=run.licence or "unknown",
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["sft-play", cfg.task_mode, cfg.tuning.mode],
-        datasets=[cfg.data.train_path] if is_on_hub else None,
+        datasets=[path for path in paths if is_hub_name(path) and "/" in path] or None,
         **relation,
     )
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sftplay.deliver.report.figures import format_figure
 from sftplay.deliver.report.page import cut
-from sftplay.deliver.report.run_files import RunFiles, answer_rows
+from sftplay.deliver.report.read.run_files import RunFiles, answer_rows
 from sftplay.deliver.report.sections import Table
 
 EACH = 4

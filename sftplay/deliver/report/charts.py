@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from sftplay.deliver.report.figures import format_figure, name_of
-from sftplay.deliver.report.history import Point
+from sftplay.deliver.report.read.history import Point
 
 WIDTH, HEIGHT = 1000.0, 300.0
 MOST_DOTS = 60

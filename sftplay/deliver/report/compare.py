@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from sftplay.deliver.report.figures import change, format_figure, name_of
-from sftplay.deliver.report.history import as_number
-from sftplay.deliver.report.run_files import RunFiles, answer_rows, mapping, mappings, read_run_files
+from sftplay.deliver.report.mixture import anchors_of, held_out_sizes, source_figures, window_of
+from sftplay.deliver.report.read.history import RECENT_LOSS, as_number
+from sftplay.deliver.report.read.run_files import RunFiles, answer_rows, mapping, mappings, read_run_files
 from sftplay.launch.run_folder import RunFolder
 
 NOT_COMPARED = ("run_name", "output_dir", "train.resume")
@@ -79,8 +80,7 @@ def _config(one: RunFiles, two: RunFiles) -> list[Row]:
 
 
 def _different(one: dict[str, Any], two: dict[str, Any]) -> list[Row]:
-    keys = [*one, *(key for key in two if key not in one)]
-    rows = [{"key": key, "a": one.get(key), "b": two.get(key)} for key in keys]
+    rows = [{"key": key, "a": one.get(key), "b": two.get(key)} for key in _union(one, two)]
     return [row for row in rows if not _equal(row["a"], row["b"])]
 
 
@@ -89,14 +89,19 @@ def _equal(one: object, two: object) -> bool:
 
 
 def _figures(one: RunFiles, two: RunFiles) -> list[Row]:
-    tags = [tag for tag in [*one.evals, *(t for t in two.evals if t not in one.evals)] if not tag.startswith("step-")]
+    tags = [tag for tag in _union(one.evals, two.evals) if not tag.startswith(("step-", "perplexity"))]
     tags.sort(key=lambda tag: (tag not in ("after", "before"), tag))
     rows = []
     for tag in tags:
         sides = [run.evals.get(tag, {}) for run in (one, two)]
-        names = [*sides[0], *(name for name in sides[1] if name not in sides[0])]
-        rows += [_row(f"{tag} {name}", sides[0].get(name), two=sides[1].get(name)) for name in names]
+        rows += [_row(f"{tag} {name}", sides[0].get(name), two=sides[1].get(name)) for name in _union(*sides)]
+    sides = [dict(source_figures(run)) for run in (one, two)]
+    rows += [_row(name, sides[0].get(name), two=sides[1].get(name)) for name in _union(*sides)]
     return [row for row in rows if row["a"] is not None or row["b"] is not None]
+
+
+def _union(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+    return [*one, *(name for name in two if name not in one)]
 
 
 def _row(name: str, one: object, *, two: object) -> Row:
@@ -110,7 +115,7 @@ def _finite(number: float | None) -> float | None:
 
 def _training(one: RunFiles, two: RunFiles) -> list[Row]:
     sides = [dict(_training_figures(run)) for run in (one, two)]
-    rows = [_row(name, sides[0][name], two=sides[1][name]) for name in sides[0]]
+    rows = [_row(name, sides[0].get(name), two=sides[1].get(name)) for name in _union(*sides)]
     return [row for row in rows if row["a"] is not None or row["b"] is not None]
 
 
@@ -124,6 +129,9 @@ def _training_figures(run: RunFiles) -> Iterator[tuple[str, float | None]]:
     yield "train_seconds", as_number(run.status.get("train_seconds"))
     for key in ("peak_bytes", "peak_rss_bytes"):
         yield key, history.largest(key)
+    for name, own in history.sources.items():
+        yield f"{name}: last training_loss", (own.ends(RECENT_LOSS) or (None, None))[1]
+        yield f"{name}: label_tokens_share", (own.ends("share") or (None, None))[1]
 
 
 def _data(one: RunFiles, two: RunFiles) -> list[Row]:
@@ -149,7 +157,7 @@ def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]
     """Whether both were measured on the same rows, and the warnings when that is not sure.
 
     The fingerprint covers files, options and tokenizer: equal fingerprints mean equal rows. Otherwise the prompts and
-    references that were answered are compared.
+    references that were answered, and the size of the documents, are compared.
     """
     fingerprint = one.data.get("fingerprint")
     limits = [run.value("eval.limit") for run in (one, two)]
@@ -167,12 +175,11 @@ def _same_held_out(one: RunFiles, two: RunFiles) -> tuple[bool | None, list[str]
 
 
 def _questions(run: RunFiles) -> str:
-    """A digest of the prompts and references that were answered; empty when none were."""
-    digest, count = hashlib.sha256(), 0
-    for row in answer_rows(run.folder, "after"):
-        digest.update(json.dumps([row.get("prompt"), row.get("reference")]).encode())
-        count += 1
-    return digest.hexdigest() if count else ""
+    """A digest of what was measured: prompts with their references, and how large a source's documents are."""
+    given: list[Any] = held_out_sizes(run)
+    for tag in ("after", *(f"anchor-{name}-after" for name in anchors_of(run))):
+        given += [[row.get("prompt"), row.get("reference")] for row in answer_rows(run.folder, tag)]
+    return hashlib.sha256(json.dumps(given).encode()).hexdigest() if given else ""
 
 
 def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
@@ -183,6 +190,9 @@ def _warnings(one: RunFiles, two: RunFiles) -> Iterator[str]:
             yield f"run {side} was resumed: its train_seconds are those of the last attempt"
         for trouble in run.troubles:
             yield f"run {side}: {trouble}"
+    windows = [window_of(run) for run in (one, two)]
+    if None not in windows and windows[0] != windows[1]:
+        yield "the windows differ in which perplexity was measured: perplexity and bits per byte do not compare"
     machines = [_versions(run).get("machine") for run in (one, two)]
     for side, machine in zip("ab", machines, strict=True):
         if machine is None:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from sftplay.deliver.report.charts import Chart, Curve
 from sftplay.deliver.report.figures import capitalized, name_of
-from sftplay.deliver.report.history import Point, as_bytes, as_number
-from sftplay.deliver.report.run_files import RunFiles, mapping
+from sftplay.deliver.report.read.history import Point, as_bytes, as_number
+from sftplay.deliver.report.read.run_files import RunFiles, mapping
 
 MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_rss_bytes")
 SEEN = ("label_tokens", "tokens_seen", "label_tokens_seen")
@@ -100,6 +100,8 @@ def _plan_line(run: RunFiles) -> list[Curve]:
 def held_out_points(run: RunFiles) -> list[Point]:
     """Held-out losses over the steps, that of the untrained model at step 0 included."""
     points = dict(run.held_out)
+    if "perplexity" in run.evals:
+        return sorted(points.items())  # before and after a sliding window has measured, other than while training
     before = as_number(run.evals.get("before", {}).get("loss"))
     if before is not None:
         points.setdefault(0.0, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sftplay.deliver.report.history import as_number
+from sftplay.deliver.report.read.history import as_number
 from sftplay.units import format_bytes, format_seconds
 
 SHARES = ("exact_match", "rouge_l", "chrf", "accuracy", "mfu")

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from sftplay.deliver.report.course import memory_of
 from sftplay.deliver.report.figures import capitalized, format_figure, is_better, name_of
-from sftplay.deliver.report.history import as_number
-from sftplay.deliver.report.run_files import RunFiles, mapping, texts
+from sftplay.deliver.report.read.history import as_number
+from sftplay.deliver.report.read.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
 
 Severity = Literal["stop", "warn", "note"]
@@ -22,6 +22,9 @@ FEW_PROMPTS = 30
 RISE = 1.02
 """A held-out loss this much above its lowest has turned; less is noise."""
 
+
+FORGOTTEN = 5.0
+"""Percent by which the loss on a chat source may rise before it is a warning."""
 
 COLLAPSED = 0.5
 """A last third of the run below this share of the speed before is no noise."""
@@ -39,7 +42,7 @@ class Remark(NamedTuple):
 
 def find_remarks(run: RunFiles) -> list[Remark]:
     """All remarks, the most severe first."""
-    parts = (_state, _attempts, _checkpoints, _steps, _figures, _data, _config, _files)
+    parts = (_state, _attempts, _checkpoints, _steps, _figures, _sources, _data, _config, _files)
     order = ("stop", "warn", "note")
     return sorted((f for part in parts for f in part(run)), key=lambda remark: order.index(remark.severity))
 
@@ -141,8 +144,9 @@ def _course(run: RunFiles) -> Iterator[Remark]:
 
 def _figures(run: RunFiles) -> Iterator[Remark]:
     before, after = run.evals.get("before", {}), run.evals.get("after", {})
+    per_token = () if _perplexity_compares(run) else ("loss", "perplexity")
     for key in after:
-        if key in before and is_better(key, before[key], after=after[key]) is False:
+        if key in before and key not in per_token and is_better(key, before[key], after=after[key]) is False:
             values = f"{format_figure(key, before[key])} → {format_figure(key, after[key])}"
             name = "held-out loss" if key == "loss" else name_of(key)
             yield Remark("warn", f"{capitalized(name)} got worse by training: {values}.")
@@ -155,6 +159,21 @@ def _figures(run: RunFiles) -> Iterator[Remark]:
     if memory and memory.held > memory.planned:
         sizes = f"{format_bytes(memory.planned)} planned at most, {format_bytes(memory.held)} held"
         yield Remark("warn", f"Peak memory was above the plan: {sizes}.")
+
+
+def _perplexity_compares(run: RunFiles) -> bool:
+    return mapping(run.evals.get("perplexity")).get("perplexity_compares") is not False
+
+
+def _sources(run: RunFiles) -> Iterator[Remark]:
+    if not _perplexity_compares(run):
+        text = "The tokenizer is another one after training: loss and perplexity per token do not compare"
+        yield Remark("note", f"{text}; bits per byte does.")
+    for name, row in mapping(mapping(run.evals.get("perplexity")).get("anchor")).items():
+        rise = as_number(mapping(row).get("forgetting_percent"))
+        if rise is not None and FORGOTTEN < rise < math.inf:
+            text = f"Training has cost chat skills: the loss on {name} rose by {rise:.1f} %"
+            yield Remark("warn", f"{text}; a larger weight for it, a lower rate or fewer steps keep more.")
 
 
 def _data(run: RunFiles) -> Iterator[Remark]:

@@ -12,13 +12,15 @@ from typing import Any
 from sftplay import __version__
 from sftplay.atomic import write_text
 from sftplay.deliver.report import sections
-from sftplay.deliver.report.answers import answers_of
+from sftplay.deliver.report.answers import Answers, answers_of
+from sftplay.deliver.report.charts import Chart
 from sftplay.deliver.report.course import charts_of, memory_of, resumed_steps
 from sftplay.deliver.report.figures import capitalized, format_figure, is_share, name_of
-from sftplay.deliver.report.history import as_bytes, as_number
+from sftplay.deliver.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
 from sftplay.deliver.report.page import render_page
+from sftplay.deliver.report.read.history import as_bytes, as_number
+from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings, read_run_files
 from sftplay.deliver.report.remarks import find_remarks
-from sftplay.deliver.report.run_files import RunFiles, mapping, mappings, read_run_files
 from sftplay.launch.run_folder import RunFolder
 from sftplay.units import format_count, format_seconds
 
@@ -51,12 +53,13 @@ def render(run: RunFiles) -> str:
         tiles=(tiles := _tiles(run)),
         columns=even_columns(len(tiles)),
         remarks=find_remarks(run),
-        charts=charts_of(run),
+        charts=_charts(run),
         resumed=resumed_steps(run),
         evaluation=sections.evaluation_tables(run),
         bars=sections.evaluation_bars(run),
-        answers=answers_of(run),
-        test_answers=answers_of(run, "test-"),
+        sources=mixture_tables(run),
+        forgetting=forgetting(run),
+        answers=_answers(run),
         data=sections.data_tables(run),
         data_facts=sections.data_facts(run),
         histogram=sections.histogram(run),
@@ -69,9 +72,28 @@ def render(run: RunFiles) -> str:
     )
 
 
+def _charts(run: RunFiles) -> list[Chart]:
+    """All curves; those of the sources stand behind the loss."""
+    charts = charts_of(run)
+    return [*charts[:1], *source_charts(run, resumed_steps(run)), *charts[1:]]
+
+
+def _answers(run: RunFiles) -> list[tuple[str, str, Answers]]:
+    """Sets of answers, each with its anchor on the page and its title."""
+    sets = [("answers", "Answers before and after", "")]
+    sets += [(f"answers-{n}", f"Answers to {name}", f"anchor-{name}-") for n, name in enumerate(anchors_of(run), 1)]
+    sets += [("test-answers", "Answers to the test rows", "test-")]
+    return [(anchor, title, found) for anchor, title, prefix in sets if (found := answers_of(run, prefix))]
+
+
 def _method(run: RunFiles) -> str:
     mode, task = (run.value(key) for key in ("tuning.mode", "task_mode"))
-    tasks = {"sft": "Supervised fine-tuning", "cpt": "Continued pretraining", "grpo": "Reinforcement learning (GRPO)"}
+    tasks = {
+        "sft": "Supervised fine-tuning",
+        "cpt": "Continued pretraining",
+        "cpt_mixed": "Continued pretraining on a mixture",
+        "grpo": "Reinforcement learning (GRPO)",
+    }
     modes = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, base in 4 bits"}
     known = isinstance(mode, str) and isinstance(task, str)
     if not known:

@@ -20,9 +20,9 @@ from sftplay.deliver.report.figures import (
     is_share,
     name_of,
 )
-from sftplay.deliver.report.history import as_bytes, as_number
 from sftplay.deliver.report.page import cut
-from sftplay.deliver.report.run_files import RunFiles, Setting, mapping, mappings
+from sftplay.deliver.report.read.history import as_bytes, as_number
+from sftplay.deliver.report.read.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count
 
 MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 40, 20, 700
@@ -70,7 +70,7 @@ class Sample(NamedTuple):
 def evaluation_tables(run: RunFiles) -> list[Table]:
     """Figures before and after in one table, then those of other evaluations."""
     pairs = sorted({name.removesuffix("after").removesuffix("before") for name in run.evals if _is_pair(name)})
-    others = sorted(name for name in run.evals if not _is_pair(name) and not name.startswith("step-"))
+    others = sorted(name for name in run.evals if not _is_pair(name) and not name.startswith(("step-", "perplexity")))
     tables = [_pairs_table(run, pairs[:MOST_TABLES])] if pairs else []
     for name in others[:MOST_TABLES]:
         rows = [[cut(k, 80), cut(_cell(k, v), 200)] for k, v in list(_flat(run.evals[name]).items())[:60]]

@@ -19,10 +19,10 @@ class RowLengths:
 def planned_tokens(cfg: RunConfig, lengths: RowLengths | None) -> int:
     """Tokens of a row of a micro-batch at its fullest.
 
-    A packed row, and a micro-batch that is formed by tokens, is filled up to `model.max_seq_len` whatever the rows are.
-    `cfg.train.packing` is decided; where it is not, rows count as packed.
+    A packed row, a micro-batch that is formed by tokens, and a block of documents is filled up to its limit whatever
+    the rows are. `cfg.train.packing` is decided; where it is not, rows count as packed.
     """
-    limit = cfg.model.max_seq_len
-    if lengths is None or cfg.train.packing is not False or cfg.train.batching == "tokens":
+    limit = cfg.row_tokens
+    if lengths is None or cfg.learns_documents or cfg.train.packing is not False or cfg.train.batching == "tokens":
         return limit
     return min(limit, lengths.longest)

@@ -95,9 +95,10 @@ def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
             {},
             "zero3_offload",
         )
-    length = cfg.model.max_seq_len // 2
+    key = "cpt.block_size" if cfg.learns_documents else "model.max_seq_len"
+    length = cfg.row_tokens // 2
     while length >= SHORTEST:
-        yield _step("model.max_seq_len", length)
+        yield _step(key, length)
         length //= 2
 
 

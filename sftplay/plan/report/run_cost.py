@@ -43,33 +43,37 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
     """The workload of a config in which all is decided; `lengths` is what is known of its rows."""
     train = cfg.train
     steps, reason = _steps(cfg, lengths)
-    row_tokens = lengths.mean if lengths else cfg.model.max_seq_len
+    row_tokens = lengths.mean if lengths else cfg.row_tokens
     tokens = round(steps * train.effective_batch_size * row_tokens) if steps is not None else None
     trained = trained_params(setting.shape, setting.execution)
     checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
-    seconds, basis = _seconds(setting, tokens, rows=_described(lengths))
+    seconds, basis = _seconds(setting, tokens, rows=_described(cfg, lengths))
     # One more lies there while the newest is written, and the result at the end.
     disk = checkpoint * (train.save_total_limit + 1) + trained * setting.execution.trained_bytes
     return Workload(steps, reason, tokens, checkpoint, disk, seconds, basis)
 
 
-def _described(lengths: RowLengths | None) -> str:
+def _described(cfg: RunConfig, lengths: RowLengths | None) -> str:
+    if cfg.learns_documents:
+        return f"full blocks of {cfg.row_tokens} tokens"
     return f"rows of {lengths.mean:.0f} tokens, as they are" if lengths else "every row at full length"
 
 
 def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]:
     train = cfg.train
     if train.max_steps:
-        return train.max_steps, f"train.max_steps, {_described(lengths)}"
-    rows = lengths.count if lengths else _count_rows(cfg)
+        return train.max_steps, f"train.max_steps, {_described(cfg, lengths)}"
+    if cfg.learns_documents and cfg.cpt.train_tokens is not None:
+        return cfg.steps_of_tokens(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
+    rows = lengths.count if lengths else None if cfg.learns_documents else _count_rows(cfg)
     if rows is None:
         return None, "the rows are counted when the data are prepared"
     steps = max(1, math.ceil(train.epochs * rows / train.effective_batch_size))
-    return steps, f"{rows} rows, {_described(lengths)}"
+    return steps, f"{rows} {'blocks an epoch' if cfg.learns_documents else 'rows'}, {_described(cfg, lengths)}"
 
 
 def _count_rows(cfg: RunConfig) -> int | None:
-    path = Path(cfg.data.train_path)
+    path = Path(cfg.rows_path)
     if path.suffix not in LINE_FILES or not path.is_file() or path.stat().st_size > COUNTED_BYTES:
         return None
     with path.open("rb") as file:

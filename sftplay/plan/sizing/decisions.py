@@ -15,7 +15,13 @@ from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.shape.model_shape import ModelShape
 
-RATES = {("full", "sft"): 1e-5, ("lora", "sft"): 2e-4, ("qlora", "sft"): 2e-4}
+RATES = {
+    ("full", "sft"): 1e-5,
+    ("lora", "sft"): 2e-4,
+    ("qlora", "sft"): 2e-4,
+    **{("full", task): 1e-5 for task in ("cpt", "cpt_mixed")},
+    **{(mode, task): 1e-4 for mode in ("lora", "qlora") for task in ("cpt", "cpt_mixed")},
+}
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,12 @@ def decide_numerics(cfg: RunConfig, machine: Machine, *, shape: ModelShape | Non
     by_tokens = train.batching == "tokens"
     why = "flash attention skips the gaps" if has_varlen else "without a varlen kernel packing costs more than it saves"
     why = "train.batching tokens forms micro-batches of padded rows" if by_tokens else why
+    why = "the rows are full blocks already" if cfg.learns_documents else why
     rate = RATES[cfg.tuning.mode, cfg.task_mode]
     return {
         "train.precision": precision,
         "model.attn": attn,
-        "train.packing": Decision(has_varlen and not by_tokens, why),
+        "train.packing": Decision(has_varlen and not by_tokens and not cfg.learns_documents, why),
         "train.optim": Decision("adamw_torch_fused", "one kernel a step, no copy of the gradients"),
         "train.dataloader_pin_memory": Decision(bool(gpus), "page-locked memory speeds copies to a GPU only"),
         "train.learning_rate": Decision(rate, f"usual peak rate of {cfg.tuning.mode} {cfg.task_mode}"),

@@ -111,7 +111,7 @@ def size_run(
 
     `shape` is the model's, None when it is not known before the download; `vocab_size` may be known without it.
     `local_processes` is how many of the `world_size` share this machine, None for all. `fit` is what a probe measured.
-    `lengths` is what is known of the rows; without it every row counts as `model.max_seq_len` tokens.
+    `lengths` is what is known of the rows; without it every row counts as full.
 
     Raises:
         ConfigError: the effective batch cannot be reached exactly; both neighbours are named.
@@ -209,7 +209,7 @@ def split_batch(
     if isinstance(accum, int):
         return Split(share // accum, accum, f"{share} rows a process in {accum} micro-batches")
     tokens = PLATEAU_TOKENS if look and has_gpu else TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
-    room = max(1, tokens // (row_tokens or cfg.model.max_seq_len))
+    room = max(1, tokens // (row_tokens or cfg.row_tokens))
     divisors = [n for n in range(1, share + 1) if share % n == 0]
     helpful = [n for n in divisors if n <= room]
     if look is None:

@@ -37,6 +37,8 @@ def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -
         saved = whole.peak_bytes - forecast_one_row(cfg, shape, place=place, strategy="zero2").peak_bytes
         saving = f"; zero2 would save {format_bytes(saved)} of {need}" if saved > 0 else ""
         return Decision("ddp", f"each GPU can hold all of it{saving}")
+    if cfg.tuning.trains_single_rows:
+        return Decision("ddp", "the rows of new tokens train only where each GPU has whole matrices")
     for strategy in _splits(cfg):
         split = forecast_one_row(cfg, shape, place=place, strategy=strategy)
         if split.verdict != "does_not_fit":

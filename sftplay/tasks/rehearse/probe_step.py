@@ -23,7 +23,8 @@ from sftplay.config.load import load_resolved
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RESOLVED, RunFolder
 from sftplay.model.load import load_base
-from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.tokenizer import load_extended
 from sftplay.monitor.observer import Observer, StepTrainer
 from sftplay.plan.memory.probe_fit import Point, Refusal, fit
 from sftplay.signals import die_with_parent
@@ -84,8 +85,10 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
     """
     cfg = _probe_config(cfg, request)
     with gauge:
-        tokenizer = load_tokenizer(cfg.model)
-        model = make_trainable(load_base(cfg), cfg)
+        tokenizer, new_tokens = load_extended(cfg)
+        model = load_base(cfg)
+        add_rows(model, new_tokens)
+        model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
         gauge.follow(model)
         rows = synthetic_rows(cfg, tokenizer, count=request.most_rows * request.micro_batches)
         setup, schedule = make_setup(cfg, folder, n_rows=len(rows)), ProbeSchedule(cfg, request, gauge=gauge)
@@ -130,12 +133,18 @@ def _probe_config(cfg: RunConfig, request: Request) -> RunConfig:
 
 
 def synthetic_rows(cfg: RunConfig, tokenizer: Any, *, count: int) -> Dataset:
-    """Rows of `max_seq_len` ordinary tokens that all have a label: the largest rows that a run can have."""
+    """Full rows of ordinary tokens that all have a label: the largest rows that a run can have.
+
+    A block of documents is two of them, where documents are kept apart: then there is a mask.
+    """
     rng, special = random.Random(0), set(tokenizer.all_special_ids)
     # Ids with a meaning of their own in the model, such as the place of an image, are among the special ones.
     ordinary = [each for each in range(min(len(tokenizer), 1000)) if each not in special]
-    rows = [rng.choices(ordinary, k=cfg.model.max_seq_len) for _ in range(count)]
-    return Dataset.from_list([{"input_ids": ids, "labels": ids, "row": n} for n, ids in enumerate(rows)])
+    length = cfg.row_tokens
+    rows = [rng.choices(ordinary, k=length) for _ in range(count)]
+    half = length if cfg.cpt.cross_document else length // 2
+    positions = {"position_ids": [*range(half), *range(length - half)]} if cfg.learns_documents else {}
+    return Dataset.from_list([{"input_ids": ids, "labels": ids, "row": n, **positions} for n, ids in enumerate(rows)])
 
 
 class ProbeSchedule(Observer):
@@ -154,7 +163,7 @@ class ProbeSchedule(Observer):
 
     def cut(self, window: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The first micro-batches of `rows` rows each, cut as the run cuts."""
-        micro_batcher = MicroBatcher(self.rows, self._cfg.train.packing is True, self._cfg.model.max_seq_len)
+        micro_batcher = MicroBatcher(self.rows, self._cfg.packs_rows, self._cfg.row_tokens)
         return islice(micro_batcher.cut(window), self._request.micro_batches)
 
     def attach(self, trainer: StepTrainer) -> None:
@@ -191,7 +200,7 @@ class ProbeSchedule(Observer):
             control.should_training_stop = not self._take_next_size()
 
     def _keep_point(self) -> None:
-        tokens = self.rows * self._cfg.model.max_seq_len
+        tokens = self.rows * self._cfg.row_tokens
         peaks, fastest = self._gauge.take(), min(self._seconds)
         self.points.append(Point(self.rows, tokens, peaks, self._gauge.reserved_bytes(), fastest))
         self._gauge.release_cached()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ class MarkComplete(Observer):
             log.say(f"{checkpoint.name} does not count: the step before it was skipped (its numbers were not finite)")
             return
         use_umask(checkpoint)
-        mark_complete(checkpoint, self.facts | {"counters": self.metrics.totals})
+        sources = {name: asdict(totals) for name, totals in self.metrics.sources.items()}
+        mark_complete(checkpoint, self.facts | {"counters": self.metrics.totals, "sources": sources})
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         rotate(self.folder.checkpoints, self.limit, best=best)
         self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))

@@ -37,14 +37,18 @@ def fingerprint_of(cfg: RunConfig, rows: Rows) -> dict[str, Any]:
 
     `cfg` names folders, not runs. Weights on a hub have no digest: model.revision pins them.
     """
+
+    def digest_of(each: Any) -> str:
+        return rows.order.digest if rows.order else rows_digest(each)
+
     return {
         "kit": __version__,
         "config": values_that_decide_weights(cfg),
         "world_size": log.world_size(),
         "data_files": rows.report["files"],
         "rows": len(rows.train),
-        "rows_sha256": rows_digest(rows.train),
-        "held_out_sha256": rows_digest(rows.held_out) if rows.held_out is not None else None,
+        "rows_sha256": digest_of(rows.train),
+        "held_out_sha256": digest_of(rows.held_out) if rows.held_out is not None else None,
         "template_sha256": rows.recipe.get("template_sha256"),
         "tokenizer_sha256": rows.recipe.get("tokenizer_sha256"),
         "weights": weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter),

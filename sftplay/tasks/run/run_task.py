@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import set_seed
@@ -14,9 +15,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text
 from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
+from sftplay.model.new_tokens.tokens import NewToken, keep_list
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
-from sftplay.model.tokenizer import load_tokenizer
+from sftplay.model.tokenizer import load_extended
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
@@ -44,12 +46,12 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     """
     cfg = resolve_names(cfg)
     with first_of_node(folder) as is_first:
-        tokenizer = load_tokenizer(cfg.model)
+        tokenizer, new_tokens = open_tokenizer(cfg, folder)
         rows = task.load_rows(cfg, tokenizer)
         check_held_out(cfg, rows)
         if is_first:
             fetch_weights(cfg.model.name, cfg.model.revision)
-        own_base = stored_base(cfg, folder.path)
+        own_base = stored_base(cfg, folder.path, new_tokens=new_tokens)
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
         task.report_rows(rows, tokenizer, folder=folder)
@@ -57,9 +59,9 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     set_seed(cfg.seed)
     model = load_start(cfg, source=own_base)
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
-    model = make_trainable(model, cfg)
+    model = make_trainable(model, cfg, new_ids=[token.id for token in new_tokens])
     wait_for_nodes(folder)
-    setup = make_setup(cfg, folder, n_rows=len(rows.train))
+    setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
     train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint)
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
     if log.is_main():
@@ -83,6 +85,13 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     return outcome
 
 
+def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToken]]:
+    """The run's tokenizer, and its new tokens: those of the run's first start, or a ConfigError."""
+    tokenizer, new_tokens = load_extended(cfg)
+    keep_list(folder, new_tokens, cfg=cfg)
+    return tokenizer, new_tokens
+
+
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     """Raise the DataError about keys that need held-out rows, where none are held out."""
     wanted = {
@@ -96,7 +105,7 @@ def check_held_out(cfg: RunConfig, rows: Rows) -> None:
     if keys and rows.held_out is None:
         raise DataError(
             f"{', '.join(keys)} needs held-out rows, but none were held out",
-            where=cfg.data.val_path or cfg.data.train_path,
+            where=cfg.data.val_path or cfg.rows_path,
             fix="raise data.split or give data.val_path",
         )
 
@@ -113,10 +122,13 @@ def measure_before(task: Task, model: Any, *, rows: Rows, cfg: RunConfig, folder
         wait_for_main(path, folder)
 
 
-def make_trainable(model: Any, cfg: RunConfig) -> Any:
-    """`model` with the adapter that trains, where one does; everything that never trains is frozen."""
+def make_trainable(model: Any, cfg: RunConfig, *, new_ids: Sequence[int] = ()) -> Any:
+    """`model` with the adapter that trains, where one does; everything that never trains is frozen.
+
+    The rows of the tokens `new_ids` train with an adapter.
+    """
     if cfg.tuning.mode != "full" and not hasattr(model, "peft_config"):  # otherwise it continues with the one it has
-        model = start_adapter(model, cfg)
+        model = start_adapter(model, cfg, new_ids=new_ids)
     if frozen := freeze_beside_text(model):
         log.say(f"note: {format_count(frozen)} weights beside the text model stay as they are: rows are text only")
     return model
@@ -139,10 +151,8 @@ def announce(train_run: TrainRun, parameters: dict[str, Any], *, rows: Rows) -> 
         f"{cfg.tuning.mode}: {format_count(trainable)} of {format_count(total)} weights train"
         f" ({trainable / total:.1%}){four_bit}"
     )
-    if cfg.tuning.mode != "full":
-        trained = rows.report.get("sources", {}).get("train", rows.report)
-        if told := describe_capacity(trainable, int(trained.get("trainable_tokens", 0))):
-            log.say(told)
+    if cfg.tuning.mode != "full" and (told := describe_capacity(trainable, rows.learned_tokens)):
+        log.say(told)
     log.say(describe_rate(cfg, train_run.setup.folder.read_json("plan.json")))
     kind = {"lora": "LoRA", "qlora": "QLoRA", "full": "full"}[cfg.tuning.mode]
     kind += " (unsloth)" if cfg.tuning.backend == "unsloth" else ""

@@ -79,6 +79,8 @@ def save_result(
         if cfg.tuning.mode != "full":
             on_hub = None if Path(base).is_dir() else base
             write_adapter_card(scratch / "README.md", name=folder.path.resolve().name, base=on_hub)
+    if cfg.tuning.mode == "full":
+        shutil.rmtree(folder.path / "base", ignore_errors=True)  # one with rows for new tokens; the result has them
     return target
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.releases import as_named_here, recomputation_arguments
+from sftplay.tasks.run.task import RowOrder
 from sftplay.tasks.step.micro_batches import MicroBatcher
 
 
@@ -28,7 +30,7 @@ class RunSetup:
     world_size: int
     steps_per_epoch: int
     steps: int
-    order: list[int]
+    order: Sequence[int]
     """Rows of the whole run in training order: exactly steps x effective batch."""
 
     order_hash: str
@@ -47,10 +49,10 @@ class RunSetup:
         """How the trainer's windows are cut into micro-batches; None where the Trainer accumulates them."""
         if self.is_sharded:
             return None
-        train, length = self.cfg.train, self.cfg.model.max_seq_len
+        train, length = self.cfg.train, self.cfg.row_tokens
         rows = int(train.batch_size)
         budget = rows * length if train.batching == "tokens" else None
-        return MicroBatcher(rows, train.packing is True, length, budget)
+        return MicroBatcher(rows, self.cfg.packs_rows, length, budget)
 
     def arguments(self, *, has_held_out: bool) -> dict[str, Any]:
         """Arguments for a TRL config: every one that the kit decides, then the user's `train.extra`."""
@@ -67,8 +69,7 @@ class RunSetup:
             "remove_unused_columns": False,
             "average_tokens_across_devices": True,
             "learning_rate": train.peak_rate,
-            "lr_scheduler_type": train.lr_scheduler,
-            "warmup_steps": math.ceil(train.warmup_ratio * self.steps),
+            **self._schedule(),
             "weight_decay": train.weight_decay,
             "max_grad_norm": train.max_grad_norm,
             "optim": train.optim,
@@ -86,6 +87,18 @@ class RunSetup:
             **self._intervals(has_held_out),
             **as_named_here(train.extra),
         }
+
+    def _schedule(self) -> dict[str, Any]:
+        train = self.cfg.train
+        warmup_steps = math.ceil(train.warmup_ratio * self.steps)
+        name, given = str(train.lr_scheduler), {}
+        if name == "warmup_stable_decay":
+            decay_steps = min(math.ceil(train.decay_ratio * self.steps), self.steps - warmup_steps)
+            given = {"num_decay_steps": decay_steps, "decay_type": "1-sqrt", "min_lr_ratio": train.min_lr_ratio}
+        elif train.min_lr_ratio:
+            name, given = "cosine_with_min_lr", {"min_lr_rate": train.min_lr_ratio}
+        schedule = {"lr_scheduler_type": name, "warmup_steps": warmup_steps}
+        return schedule | ({"lr_scheduler_kwargs": given} if given else {})
 
     def _sizes(self) -> dict[str, Any]:
         """A whole window at a time, which the kit cuts; or micro-batches, which the Trainer accumulates."""
@@ -130,9 +143,19 @@ class RunSetup:
         }
 
 
-def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int) -> RunSetup:
-    """The set-up of a run over `n_rows` rows."""
+def make_setup(cfg: RunConfig, folder: RunFolder, *, n_rows: int, known: RowOrder | None = None) -> RunSetup:
+    """The set-up of a run over `n_rows` rows, or over rows that the task has put in order."""
     train, batch = cfg.train, cfg.train.effective_batch_size
+    if known is not None:
+        return RunSetup(
+            cfg=cfg,
+            folder=folder,
+            world_size=log.world_size(),
+            steps_per_epoch=min(known.steps, known.steps_per_epoch),
+            steps=known.steps,
+            order=range(known.steps * batch),
+            order_hash=known.digest,
+        )
     steps = train.max_steps or steps_for(n_rows, train.epochs, effective_batch=batch)
     order = training_order(n_rows, steps * batch, seed=cfg.seed)
     return RunSetup(

@@ -13,14 +13,45 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.step.window import StepSetup
 
 
+class RowSequence(Protocol):
+    """Rows by their number, for a task that orders its rows itself."""
+
+    def __len__(self) -> int:
+        """All of them."""
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """`input_ids`, `labels`, `position_ids` (int64 [tokens]), `row` and `source` (numbers)."""
+
+
+class HeldOutRows(RowSequence, Protocol):
+    """Those of them that are held out."""
+
+    @property
+    def label_tokens(self) -> int:
+        """Label tokens of all rows."""
+
+    def padded_to(self, multiple: int) -> HeldOutRows:
+        """With rows without a label added at the end, so that their number is a multiple of `multiple`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """What a task says of rows that it has put in training order: exactly steps x effective batch."""
+
+    steps: int
+    steps_per_epoch: int
+    digest: str
+    """Changes with any row of the run, held out or not, and with its place."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """What a task has made of the data."""
 
-    train: Dataset
+    train: Dataset | RowSequence
     """Columns `input_ids`, `labels` (int64 [tokens], -100 where nothing is learned) and `row` (int64)."""
 
-    held_out: Dataset | None
+    held_out: Dataset | HeldOutRows | None
     """The same columns; None when nothing is held out."""
 
     report: dict[str, Any]
@@ -32,6 +63,15 @@ class Rows:
     source: Any = None
     """Whatever the task needs again when it reports or measures."""
 
+    order: RowOrder | None = None
+    """Given where `train` holds the rows of the whole run in training order. None: the kit orders a Dataset."""
+
+    source_names: tuple[str, ...] = ()
+    """Names of a mixture's sources, by the numbers in the rows."""
+
+    learned_tokens: int = 0
+    """Tokens that an epoch teaches."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerParts:
@@ -40,10 +80,10 @@ class TrainerParts:
     cfg: RunConfig
     model: Any
     tokenizer: Any
-    train: Dataset
+    train: Dataset | RowSequence
     """The rows of the whole run in training order."""
 
-    held_out: Dataset | None
+    held_out: Dataset | HeldOutRows | None
     arguments: dict[str, Any]
     """For the TRL config: every argument that the kit decides, then the user's `train.extra`."""
 

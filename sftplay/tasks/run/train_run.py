@@ -79,12 +79,14 @@ class TrainRun:
         }
         self.checkpoint = choose_checkpoint(self.cfg, self.folder, facts=facts)
         self.from_step = step_of(self.checkpoint) if self.checkpoint else 0
+        marker = read_marker(self.checkpoint) if self.checkpoint else {}
         self.metrics = MetricsWriter(
             self.folder.metrics,
             attempt=self._open_attempt(),
             keep_row_ids=self.cfg.logging.row_ids,
             costs=self._costs(model),
-            counters=read_marker(self.checkpoint).get("counters") if self.checkpoint else None,
+            counters=marker.get("counters"),
+            sources=marker.get("sources"),
         )
         self.bad_step = StopOnBadStep(self.folder.path / "bad_step.json")
         preflight = Preflight(
@@ -120,14 +122,16 @@ class TrainRun:
         """What the task builds its trainer of."""
         setup, held_out = self.setup, rows.held_out
         if held_out is not None and setup.world_size > 1:
-            held_out = pad_to_multiple(held_out, int(self.cfg.train.batch_size) * setup.world_size)
+            multiple = int(self.cfg.train.batch_size) * setup.world_size
+            is_dataset = isinstance(held_out, Dataset)
+            held_out = pad_to_multiple(held_out, multiple) if is_dataset else held_out.padded_to(multiple)
         # Where weights are sharded, ranks communicate inside every micro-batch: no rank can run one again alone.
         replays = self.cfg.train.oom_recovery and not setup.is_sharded
         return TrainerParts(
             cfg=self.cfg,
             model=self.model,
             tokenizer=tokenizer,
-            train=rows.train.select(setup.order),
+            train=rows.train.select(setup.order) if isinstance(rows.train, Dataset) else rows.train,
             held_out=held_out,
             arguments=setup.arguments(has_held_out=held_out is not None),
             callbacks=self.callbacks,
@@ -137,6 +141,7 @@ class TrainRun:
                 replay=Replay(self.cfg, self.folder) if replays else None,
                 heartbeat=self.heartbeat,
                 check_loss=self.bad_step.check_loss,
+                source_names=rows.source_names,
             ),
         )
 

@@ -77,7 +77,8 @@ def _refusal(what: str) -> ConfigError:
 
 def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> Tensor:
     """Sum of the label tokens' losses; `hidden` [rows, tokens, width], `labels` int64 [rows, tokens]."""
-    weight, bias = head.weight, head.bias
+    # Of a head that has rows of new tokens, PEFT's wrapper gives the weight with these rows, and no bias.
+    weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # gathered once, not in every chunk
         weight, bias = weight.full_tensor(), bias.full_tensor() if bias is not None else None
     targets = labels[:, 1:].reshape(-1)

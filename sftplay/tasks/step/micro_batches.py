@@ -14,18 +14,25 @@ import torch
 from torch import Tensor
 
 from sftplay.data.records import IGNORE_INDEX
+from sftplay.tasks.step.model_inputs import model_inputs
 
 
 @dataclass(frozen=True)
 class Collator:
     """Joins rows of token ids into one padded window.
 
-    Gives `input_ids`, `attention_mask`, `labels`: int64 [rows, tokens], and `row`: int64 [rows].
+    Gives `input_ids`, `attention_mask`, `labels`: int64 [rows, tokens], and `row`: int64 [rows]. Rows that hold several
+    documents bring `position_ids`, rows of a mixture their `source`; both then are in the window too.
     """
 
     pad_token_id: int
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        window = self._padded(rows)
+        window |= {key: torch.tensor([row[key] for row in rows]) for key in ("row", "source") if key in rows[0]}
+        return window
+
+    def _padded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         width = max(len(row["input_ids"]) for row in rows)
         window = {
             "input_ids": torch.full((len(rows), width), self.pad_token_id),
@@ -37,7 +44,13 @@ class Collator:
             window["input_ids"][i, :n] = torch.as_tensor(row["input_ids"])
             window["attention_mask"][i, :n] = 1
             window["labels"][i, :n] = torch.as_tensor(row["labels"])
-        window["row"] = torch.tensor([row["row"] for row in rows])
+        if "position_ids" in rows[0]:
+            # The padding continues the last document, so that a block of one document needs no mask. Nobody sees it.
+            window["position_ids"] = torch.zeros_like(window["labels"])
+            for positions, row in zip(window["position_ids"], rows, strict=True):
+                n = len(row["position_ids"])
+                positions[:n] = torch.as_tensor(row["position_ids"])
+                positions[n:] = torch.arange(1, width - n + 1) + positions[n - 1]
         return window
 
 
@@ -58,19 +71,20 @@ class MicroBatcher:
         """Micro-batches of a collated window, longest rows first, so that one that is too large fails at once.
 
         They hold `input_ids`, `labels` and `attention_mask`. Packed ones hold `position_ids` in place of the mask,
-        which start from 0 at each row of data: attention then stays inside each row.
+        which start from 0 at each row of data: attention then stays inside each row. The rows of a mixture are cut
+        source by source, and each micro-batch holds its `source`.
         """
         lengths = window["attention_mask"].sum(1)
         order = torch.argsort(lengths, descending=True, stable=True)
-        if self.packs:
+        if "source" in window:
+            sources = window["source"][order]
+            for source in sources.unique().tolist():
+                for micro_batch in self._cut_padded(window, lengths, order=order[sources == source]):
+                    yield micro_batch | {"source": torch.tensor(source)}
+        elif self.packs:
             yield from self._cut_packed(window, lengths.tolist(), order=order.tolist())
-            return
-        start = 0
-        while start < len(order):
-            width = int(lengths[order[start]])
-            rows = order[start : start + self._rows_within(width)]
-            start += len(rows)
-            yield {key: window[key][rows, :width] for key in ("input_ids", "attention_mask", "labels")}
+        else:
+            yield from self._cut_padded(window, lengths, order=order)
 
     def smaller(self, window_rows: int) -> MicroBatcher | None:
         """The next smaller one for windows of so many rows; None where every micro-batch is a single row already.
@@ -90,6 +104,14 @@ class MicroBatcher:
         if self.budget_tokens is None:
             return self.micro_batch
         return max(1, self.budget_tokens // max(1, width))
+
+    def _cut_padded(self, window: dict[str, Tensor], lengths: Tensor, *, order: Tensor) -> Iterator[dict[str, Tensor]]:
+        start = 0
+        while start < len(order):
+            width = int(lengths[order[start]])
+            rows = order[start : start + self._rows_within(width)]
+            start += len(rows)
+            yield {key: value[rows, :width] for key, value in model_inputs(window).items()}
 
     def _cut_packed(
         self, window: dict[str, Tensor], lengths: list[int], *, order: list[int]

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from sftplay.data.records import IGNORE_INDEX
 from sftplay.heartbeat import Heartbeat
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.gradient_norm import gradient_norm
@@ -25,15 +25,13 @@ from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
 from sftplay.monitor.out_of_memory import AdaptiveBatches, Agreement, Shortage, held_bytes, ran_out_of_memory
 from sftplay.tasks.step.gradient_average import average_gradients
+from sftplay.tasks.step.held_out import HeldOutTally, by_source, labels_per_row
 from sftplay.tasks.step.label_head import find_label_head
 from sftplay.tasks.step.micro_batches import MicroBatcher
+from sftplay.tasks.step.model_inputs import Batch, has_flash_kernel, in_one_row, model_inputs
 from sftplay.tasks.step.random_numbers import RandomState, random_numbers_kept
 from sftplay.tasks.step.replay import Replay
-
-Batch = dict[str, Tensor]
-
-MODEL_INPUTS = ("input_ids", "attention_mask", "labels")
-"""Columns of a window that the model is given; the others are the kit's."""
+from sftplay.tasks.step.tally import SourceLoss, count_losses, count_rows
 
 if TYPE_CHECKING:
 
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
         def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor: ...
         def _clip_grad_norm(self, model: nn.Module) -> Tensor: ...
         def evaluate(self, *given: Any, **named: Any) -> dict[str, float]: ...
+        def evaluation_loop(self, *given: Any, **named: Any) -> Any: ...
         def _save_checkpoint(self, *given: Any) -> None: ...
 else:
     Base = object
@@ -66,6 +65,9 @@ class StepSetup:
     check_loss: Callable[[Tensor], None] | None = None
     """Called with each loss before its backward pass, where that is the last moment to stop (DeepSpeed)."""
 
+    source_names: tuple[str, ...] = ()
+    """Names of a mixture's sources, in the order of their numbers."""
+
 
 class Window(Base):
     """Mixed in before a TRL trainer: `class WindowedSFTTrainer(Window, SFTTrainer)`. The rest goes to that trainer."""
@@ -84,11 +86,15 @@ class Window(Base):
         # In fp16 DeepSpeed's own scaler skips steps that are not finite.
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not args.fp16 else None
         self._agreement = Agreement(args.device)
+        self.source_names = step.source_names
+        self.held_out_sources: dict[str, dict[str, float]] = {}
+        self._held_out_tally = HeldOutTally(step.source_names, args.device)
         self.held_out_labels_per_row = labels_per_row(named.get("eval_dataset"))
         self.eval_batches = AdaptiveBatches(args.per_device_eval_batch_size, "the evaluation")
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         narrows = step.loss_head == "standard" and not args.label_smoothing_factor
         self.label_head = find_label_head(base) if narrows else None
+        self._wants_one_row = has_flash_kernel(base)
         if step.loss_head == "chunked":
             from sftplay.tasks.step.chunked_head import put_chunked_head  # brings torch's DTensor
 
@@ -104,7 +110,7 @@ class Window(Base):
         Raises:
             OutOfMemory: memory does not suffice for a single row of the window.
         """
-        self._count(inputs)
+        count_rows(self.counts, inputs)
         if self.micro_batcher is None:
             return self._accumulate(model, inputs, n_items=num_items_in_batch)
         self.last_windows = [inputs]
@@ -114,7 +120,7 @@ class Window(Base):
             micro_batches = list(self.micro_batcher.cut(inputs))
             sends = self._sends_in_backward()
             alone = micro_batches[:-1] if sends else micro_batches
-            total, shortage = self._attempt(model, alone, n_items=num_items_in_batch)
+            losses, shortage = self._attempt(model, alone, n_items=num_items_in_batch)
             if not replay or not start:
                 break
             shortages = self._agreement.all_shortages(shortage, self.heartbeat)
@@ -127,12 +133,13 @@ class Window(Base):
                 self.micro_batcher, shortages, step=self.state.global_step + 1, window_rows=len(inputs["row"])
             )
         if sends:
-            total = total + self._run_micro_batch(model, micro_batches[-1], n_items=num_items_in_batch)
+            losses.append(self._run_micro_batch(model, micro_batches[-1], n_items=num_items_in_batch))
         elif replay and replay.sends_afterwards:
             with self.heartbeat.within("communication"):
                 average_gradients(model)
+        total = sum(loss for _, loss in losses)
         self.last_loss = total.detach()
-        self._count_loss(self.last_loss, num_items_in_batch)
+        self._count_losses(losses, num_items_in_batch)
         return total
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -142,6 +149,13 @@ class Window(Base):
         norm = gradient_norm(model.parameters())
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), self.args.max_grad_norm, norm)
         return norm
+
+    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+        """As the Trainer's, with a loss of each source of a mixture among the metrics."""
+        output = super().evaluation_loop(*given, **named)
+        self.held_out_sources = self._held_out_tally.take() if self.source_names else {}
+        output.metrics.update({f"eval_{name}_loss": each["loss"] for name, each in self.held_out_sources.items()})
+        return output
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
         """As the Trainer's, and without a trace in the run's random numbers: its loader of rows draws one."""
@@ -159,7 +173,7 @@ class Window(Base):
 
     @property
     def last_rows(self) -> list[int]:
-        """Ids of the rows of this rank's last step."""
+        """Ids of this rank's last step."""
         return [row for window in self.last_windows for row in window["row"].tolist()]
 
     @torch.no_grad()
@@ -170,7 +184,7 @@ class Window(Base):
         # Where weights are sharded, a rank cannot compute alone.
         for window in self.last_windows if self.micro_batcher is not None else ():
             for n, width in enumerate(window["attention_mask"].sum(1).tolist()):
-                row = {key: window[key][n : n + 1, :width] for key in MODEL_INPUTS}
+                row = {key: value[n : n + 1, :width] for key, value in model_inputs(window).items()}
                 with self.compute_loss_context_manager():
                     loss = self._model_loss(self.model, row, return_outputs=False, n_items=1)
                 if not torch.isfinite(loss):
@@ -186,8 +200,8 @@ class Window(Base):
         num_items_in_batch: Any = None,
     ) -> Any:
         """The sum of the label tokens' losses over `num_items_in_batch`, without TRL's entropy and accuracy."""
-        inputs = {key: value for key, value in inputs.items() if key not in ("row", "_prediction_loss_only")}
         if model.training:
+            inputs = model_inputs(inputs)
             return self._model_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
         return self._held_out_loss(model, inputs, return_outputs=return_outputs, n_items=num_items_in_batch)
 
@@ -196,23 +210,23 @@ class Window(Base):
 
     def _attempt(
         self, model: nn.Module, micro_batches: Iterable[Batch], *, n_items: Any
-    ) -> tuple[Any, Shortage | None]:
-        """The sum of the losses, or where memory ran out. No micro-batch sends gradients anywhere.
+    ) -> tuple[list[SourceLoss], Shortage | None]:
+        """The losses of the micro-batches, and where memory ran out. No micro-batch sends gradients anywhere.
 
         The error, and what it refers to (the graph), are gone when this returns.
         """
-        total: Any = 0.0
+        losses: list[SourceLoss] = []
         for micro_batch in micro_batches:
             try:
                 with self.accelerator.no_sync(model):
-                    total = total + self._run_micro_batch(model, micro_batch, n_items=n_items)
+                    losses.append(self._run_micro_batch(model, micro_batch, n_items=n_items))
             except RuntimeError as error:
                 if not self.replay or not ran_out_of_memory(error):
                     raise
                 rows, tokens = len(micro_batch["input_ids"]), micro_batch["input_ids"].numel()
                 reason = (str(error).splitlines() or [""])[0]
-                return total, Shortage(rows, tokens, self.heartbeat.phase, held_bytes(), reason)
-        return total, None
+                return losses, Shortage(rows, tokens, self.heartbeat.phase, held_bytes(), reason)
+        return losses, None
 
     def _accumulate(self, model: nn.Module, inputs: Batch, *, n_items: Any) -> Tensor:
         """One of the micro-batches that the Trainer accumulates. Ranks communicate in it: it cannot be run again."""
@@ -220,18 +234,22 @@ class Window(Base):
         if step != self._accumulated_step:
             self._accumulated_step, self.last_windows, self.last_loss = step, [], 0.0
         self.last_windows.append(inputs)
-        loss = self._run_micro_batch(model, {key: inputs[key] for key in MODEL_INPUTS}, n_items=n_items)
-        self.last_loss = self.last_loss + loss.detach()
-        self._count_loss(loss.detach(), n_items)
-        return loss
+        only_source = {"source": torch.tensor(0)} if len(self.source_names) == 1 else {}
+        losses = [self._run_micro_batch(model, model_inputs(inputs) | only_source, n_items=n_items)]
+        self.last_loss = self.last_loss + losses[0][1].detach()
+        self._count_losses(losses, n_items)
+        return losses[0][1]
 
-    def _run_micro_batch(self, model: nn.Module, micro_batch: Batch, *, n_items: Any) -> Tensor:
-        """Forward and backward of one micro-batch."""
+    def _run_micro_batch(self, model: nn.Module, micro_batch: Batch, *, n_items: Any) -> SourceLoss:
+        """Forward and backward of one micro-batch; its source, where it is all of one, and its loss."""
+        source = int(micro_batch["source"]) if "source" in micro_batch else None
         self.counts.padded_tokens += micro_batch["input_ids"].numel()
         self.heartbeat.enter("forward")
-        return super().training_step(model, micro_batch, n_items)
+        return source, super().training_step(model, model_inputs(micro_batch), n_items)
 
     def _model_loss(self, model: nn.Module, inputs: Batch, *, return_outputs: bool, n_items: Any) -> Any:
+        if "position_ids" in inputs and self._wants_one_row:
+            inputs = in_one_row(inputs)
         # With a cache the attention of packed rows would leak from one into the next.
         inputs = {**inputs, "use_cache": False}
         if self.label_head is not None:
@@ -255,46 +273,28 @@ class Window(Base):
             count = rows * self.held_out_labels_per_row * self.accelerator.num_processes
             n_items = torch.tensor(count, device=inputs["input_ids"].device)
 
-        def measure(part: slice) -> Any:
+        def measure(batch: Batch, part: slice) -> Any:
             self.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
-            return self._model_loss(
-                model,
-                {key: value[part] for key, value in inputs.items()},
-                return_outputs=return_outputs,
-                n_items=n_items,
-            )
+            given = {key: value[part] for key, value in model_inputs(batch).items()}
+            return self._model_loss(model, given, return_outputs=True, n_items=n_items)
 
         # A mean over rows is no sum over batches, and sharded weights need all ranks at once.
         if n_items is None or self.micro_batcher is None:
-            return measure(slice(rows))
-        parts = list(self.eval_batches.each(rows, measure))
-        if return_outputs:
-            return sum(loss for loss, _ in parts), parts[-1][1]
-        return sum(parts)
+            measured = measure(inputs, slice(rows))
+            return measured if return_outputs else measured[0]
+        total = outputs = None
+        for source, batch in by_source(inputs):
+            for loss, each_outputs in self.eval_batches.each(len(batch["input_ids"]), partial(measure, batch)):
+                total, outputs = loss if total is None else total + loss, each_outputs
+                if source is not None:
+                    self._held_out_tally.add(source, loss * n_items / self.accelerator.num_processes)
+            if source is not None:
+                self._held_out_tally.count(source, batch)
+        return (total, outputs) if return_outputs else total
 
-    def _count(self, window: Batch) -> None:
-        lengths = window["attention_mask"].sum(1).tolist()
-        self.counts.tokens += sum(lengths)
-        self.counts.lengths += lengths
-        self.counts.label_tokens += int((window["labels"][:, 1:] != IGNORE_INDEX).sum())
-        self.counts.rows += window["row"].tolist()
-
-    def _count_loss(self, loss: Tensor, label_tokens: Any) -> None:
-        """Add the sum of the losses. The Trainer has divided it by the `label_tokens` of all ranks, and multiplied it
-        by the processes for DDP's mean over gradients."""
-        if label_tokens is None:
-            return
-        processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        loss_sum = loss.double() * label_tokens / processes
-        before = self.counts.loss_sum
-        self.counts.loss_sum = loss_sum if before is None else before + loss_sum
-
-
-def labels_per_row(rows: Any) -> float:
-    """Mean count of label tokens in the held-out rows; 0 without any. The first token of a row predicts no label.
-
-    With it the Trainer's mean over rows becomes the exact mean over label tokens.
-    """
-    if rows is None or len(rows) == 0:
-        return 0.0
-    return sum(sum(label != IGNORE_INDEX for label in row[1:]) for row in rows["labels"]) / len(rows)
+    def _count_losses(self, losses: list[SourceLoss], label_tokens: Any) -> None:
+        """Add the losses. The Trainer has divided them by the `label_tokens` of all ranks, and multiplied them by the
+        processes for DDP's mean over gradients."""
+        if label_tokens is not None:
+            processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            count_losses(self.counts, losses, scale=label_tokens / processes)

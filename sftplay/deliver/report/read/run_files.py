@@ -14,7 +14,8 @@ from typing import Any
 from sftplay.atomic import is_locked
 from sftplay.config.read import yaml12
 from sftplay.config.read.resolved import flow
-from sftplay.deliver.report.history import History, Point, as_number, read_history
+from sftplay.deliver.report.read.held_out import by_step, held_out_sources
+from sftplay.deliver.report.read.history import History, Point, as_number, read_history
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.monitor.checkpoints import is_marked, list_checkpoints, step_of
@@ -59,6 +60,9 @@ class RunFiles:
     history: History
     held_out: list[Point]
     """(step, held-out loss) measured while the run trained."""
+
+    held_out_sources: dict[str, list[Point]]
+    """The same for each source of a mixture."""
 
     launch: str
     samples: list[tuple[str, str]]
@@ -129,6 +133,7 @@ def read_run_files(folder: RunFolder) -> RunFiles:
         samples=[(name, reader.text(f"samples/{name}")) for name in samples],
         history=reader.history(),
         held_out=reader.held_out(checkpoints[-1:], evals),
+        held_out_sources=held_out_sources(evals),
         notes=reader.notes(),
         set_aside=[path.name for path in _listed(folder.checkpoints / "incomplete", "checkpoint-*")],
         unmarked=[path.name for path in checkpoints if not is_marked(path)],
@@ -229,10 +234,9 @@ class _Reader:
     def held_out(self, newest: list[Path], evals: dict[str, dict[str, Any]]) -> list[Point]:
         """(step, held-out loss), from the newest checkpoint and from eval/step-N.json."""
         losses = {step: loss for checkpoint in newest for step, loss in self._logged_losses(checkpoint)}
-        for name, figures in evals.items():
-            step, loss = name.removeprefix("step-"), as_number(figures.get("loss"))
-            if name.startswith("step-") and step.isdecimal() and len(step) < 16 and loss is not None:
-                losses[float(step)] = loss
+        for step, figures in by_step(evals):
+            if (loss := as_number(figures.get("loss"))) is not None:
+                losses[step] = loss
         return sorted(losses.items())
 
     def _logged_losses(self, checkpoint: Path) -> Iterator[Point]:

@@ -31,6 +31,12 @@ MOST_STEPS = 2**53
 EXBIBYTE = 2**60
 """No machine has so much memory: a larger figure is nonsense, and would fill the page with digits."""
 
+MOST_SOURCES = 12
+"""Sources of a mixture that are kept; a chart of more is no chart."""
+
+RECENT_LOSS = "recent_loss"
+"""A source's mean loss since the line before; its `loss` is that since the first step."""
+
 LONGEST_NAME = 80
 NO_FIGURES = ("step", "attempt", "row_ids")
 
@@ -50,6 +56,9 @@ class History:
 
     bad_steps: dict[str, list[int]] = field(default_factory=dict)
     """Figure -> the first steps at which it was not finite."""
+
+    sources: dict[str, History] = field(default_factory=dict)
+    """Source of a mixture -> its own figures."""
 
     def curve(self, name: str) -> list[Point]:
         """One figure over the steps, thinned to what a chart can show; empty when it was never written."""
@@ -107,6 +116,7 @@ def read_history(path: Path) -> History:
             history.n_backwards += step <= previous
             previous = step
             _add(history, step, line=line)
+            _add_sources(history, step, line=line)
     return history
 
 
@@ -135,6 +145,14 @@ def _add(history: History, step: float, *, line: dict[str, object]) -> None:
             bad = history.bad_steps.setdefault(name, [])
             if len(bad) < 5:
                 bad.append(int(step))
+
+
+def _add_sources(history: History, step: float, *, line: dict[str, object]) -> None:
+    sources, losses = line.get("sources"), line.get("source_losses")
+    for name, figures in sources.items() if isinstance(sources, dict) else ():
+        if isinstance(figures, dict) and (name in history.sources or len(history.sources) < MOST_SOURCES):
+            recent = {RECENT_LOSS: losses.get(name)} if isinstance(losses, dict) else {}
+            _add(history.sources.setdefault(name, History()), step, line=figures | recent)
 
 
 def as_number(value: object) -> float | None:

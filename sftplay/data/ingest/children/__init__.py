@@ -1,0 +1,1 @@
+"""Child processes with bounds on time and memory, forked from one warm parent."""

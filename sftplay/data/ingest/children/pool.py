@@ -1,0 +1,129 @@
+"""Hands tasks to the process that forks children, a few at a time, and gives their ends in the order they come.
+
+A task is a function of a module and its arguments, all of them JSON. Nothing that a task does can end this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import sftplay
+from sftplay.errors import MachineError
+from sftplay.signals import TiedPopen
+
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "MALLOC_ARENA_MAX": "2",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""The server's environment: who forks must have one thread, and memory must come from the system to be counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one child does."""
+
+    function: str
+    """`package.module.function`; it returns what JSON can hold."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    answer: str
+    """The file that gets what the function returns."""
+
+    limit_s: float | None = None
+    memory_bytes: int | None = None
+    most_file_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """How a task's child ended."""
+
+    task: Task
+    exit_code: int
+    killed_for: str
+    """`timeout`, `memory`, or nothing."""
+
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def is_done(self) -> bool:
+        """The task's answer is complete."""
+        return self.exit_code == 0
+
+
+class ChildPool:
+    """Runs tasks in `size` children side by side."""
+
+    def __init__(self, size: int, *, warmed: Iterable[str], errors: Path) -> None:
+        """`warmed` are `module:word:...`, whose `warm_up(word, ...)` is called once for all children.
+
+        `errors` gets what libraries print.
+        """
+        root = str(Path(sftplay.__file__).resolve().parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._size, self._errors = size, errors
+        with errors.open("ab") as stream:
+            self._server = TiedPopen(
+                [sys.executable, "-m", f"{__package__}.server", *warmed], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=stream, env={**os.environ, **ONE_THREAD, "PYTHONPATH": path}, start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> ChildPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for stream in (self._server.stdin, self._server.stdout):
+            if stream is not None:
+                stream.close()
+        self._server.wait()
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[End]:
+        """The end of each task, in the order in which they end. Tasks are drawn only as children get free.
+
+        Raises:
+            MachineError: the server was killed.
+        """
+        running: dict[int, Task] = {}
+        for number, task in enumerate(tasks):
+            running[number] = task
+            self._ask({"number": number, **asdict(task)})
+            if len(running) == self._size:
+                yield self._next(running)
+        while running:
+            yield self._next(running)
+
+    def _ask(self, request: dict[str, Any]) -> None:
+        assert self._server.stdin is not None
+        try:
+            self._server.stdin.write(json.dumps(request).encode() + b"\n")
+            self._server.stdin.flush()
+        except BrokenPipeError:
+            raise self._lost() from None
+
+    def _next(self, running: dict[int, Task]) -> End:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        if not line:
+            raise self._lost()
+        answer = json.loads(line)
+        return End(task=running.pop(answer.pop("number")), **answer)
+
+    def _lost(self) -> MachineError:
+        code = self._server.wait()
+        said = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
+        what = f"the process that starts readers has ended (code {code}{': ' + said[0] if said else ''})"
+        return MachineError(what, where="ingest", fix="free memory; the same command goes on where this one stopped")

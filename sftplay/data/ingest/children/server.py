@@ -1,0 +1,193 @@
+"""The process that forks a child for each task, watches its time and memory, and ends it with all that it started.
+
+It is started by `pool`, has one thread and imports only what readers need, so that a child costs a fork and no import.
+Tasks come as lines of JSON on its standard input; a line of JSON on its standard output tells how each child ended.
+What a task gives is written by its child into a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sftplay.atomic import write_text
+from sftplay.signals import die_with_parent
+
+PR_SET_CHILD_SUBREAPER = 36
+
+LOOK_EVERY_S = 0.05
+"""Between two looks at the children's memory."""
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class Child:
+    """A running child and its bounds."""
+
+    number: int
+    began: float
+    limit_s: float | None
+    memory_bytes: int | None
+    peak_bytes: int = 0
+    killed_for: str = ""
+
+
+class Server:
+    """All children of this process."""
+
+    def __init__(self, requests: int, answers: int) -> None:
+        self._requests, self._answers = requests, answers
+        self._children: dict[int, Child] = {}
+        self._rest = b""
+        self._woken, self._wakes = os.pipe()
+        for end in (self._woken, self._wakes):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is answered by who asks
+        if sys.platform == "linux":  # what a child leaves behind becomes ours, so that it is found
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def serve(self) -> None:
+        """Start what is asked for until nobody can ask any more."""
+        while True:
+            timeout = LOOK_EVERY_S if self._children else None
+            ready, _, _ = select.select([self._requests, self._woken], [], [], timeout)
+            if self._woken in ready:
+                os.read(self._woken, 1 << 12)
+            if self._requests in ready:
+                given = os.read(self._requests, 1 << 16)
+                if not given:
+                    break
+                *lines, self._rest = (self._rest + given).split(b"\n")
+                for line in lines:
+                    self._start(json.loads(line))
+            self._reap()
+            self._watch()
+        for pid in list(self._children):
+            _kill(pid)
+
+    def _start(self, task: dict[str, Any]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            _run(task, os.getppid())
+        child = Child(task["number"], time.monotonic(), task["limit_s"], task["memory_bytes"])
+        self._children[pid] = child
+
+    def _reap(self) -> None:
+        """Tell how children have ended; end what they have left."""
+        while self._children:
+            try:
+                pid, status, used = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                break
+            child = self._children.pop(pid, None)
+            if child is not None:
+                self._tell(child, os.waitstatus_to_exitcode(status), peak_bytes=used.ru_maxrss * 1024)
+            for stray in set(_children_of(os.getpid())) - set(self._children):
+                _kill(stray)
+
+    def _tell(self, child: Child, exit_code: int, *, peak_bytes: int) -> None:
+        answer = {
+            "number": child.number, "exit_code": exit_code, "killed_for": child.killed_for,
+            "seconds": time.monotonic() - child.began, "peak_bytes": max(peak_bytes, child.peak_bytes),
+        }  # fmt: skip
+        os.write(self._answers, json.dumps(answer).encode() + b"\n")
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for pid, child in self._children.items():
+            held = _held_bytes(pid)
+            child.peak_bytes = max(child.peak_bytes, held)
+            if child.memory_bytes and held > child.memory_bytes:
+                child.killed_for = "memory"
+            elif child.limit_s and now - child.began > child.limit_s:
+                child.killed_for = child.killed_for or "timeout"
+            if child.killed_for:
+                _kill(pid)
+
+
+def _run(task: dict[str, Any], server: int) -> NoReturn:
+    """The child: bounds, then the task, then its answer as a file; it never returns."""
+    code = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent(server)
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(quiet, stream)
+        _bound(task["memory_bytes"], task["most_file_bytes"])
+        module, _, function = task["function"].rpartition(".")
+        answer = getattr(import_module(module), function)(**task["arguments"])
+        write_text(Path(task["answer"]), json.dumps(answer))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _bound(memory_bytes: int | None, most_file_bytes: int | None) -> None:
+    """Let the system refuse memory and disk beyond the bounds.
+
+    RLIMIT_DATA counts memory of the process's own, as RLIMIT_AS does, but not what it only maps: libraries and files.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    if most_file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_file_bytes, most_file_bytes))
+
+
+def _kill(pid: int) -> None:
+    for end in (os.killpg, os.kill):
+        try:
+            end(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _held_bytes(pid: int) -> int:
+    """What a process and all that it started hold in memory; pages of files count too. 0 where it cannot be known."""
+    try:
+        own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
+    return own + sum(map(_held_bytes, _children_of(pid)))
+
+
+def main() -> None:
+    """Import what children need, then serve."""
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # what a library prints must not look like an answer
+    for call in sys.argv[1:]:
+        module, *words = call.split(":")
+        import_module(module).warm_up(*words)
+    gc.collect()
+    gc.freeze()
+    Server(requests, answers).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What a document becomes, whatever its kind was: a title and Markdown blocks; or the reason why it cannot be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from sftplay.errors import MachineError
+
+Kind = Literal["heading", "paragraph", "list", "table", "code"]
+
+Reason = Literal["empty", "encrypted", "scanned", "broken", "wrong_format", "too_large", "encoding", "unsafe"]
+"""`unsafe`: reading it would take memory or reach files and hosts without need, as zip bombs and XML entities do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a document that is not divided: a heading, a paragraph, a whole list, table or piece of code."""
+
+    text: str
+    """Markdown, without blank lines around it. Only `|` in the cells of a table is escaped."""
+
+    kind: Kind = "paragraph"
+
+    level: int = 0
+    """Of a heading, 1 to 6; 0 for all else."""
+
+    page: int | None = None
+    """The page, slide or sheet on which the block begins, from 1; None where the format has no pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """A document's text. It has at least one block with text."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    notes: tuple[str, ...] = ()
+    """What the reader of a report should know, such as "2 of 7 pages have no text"."""
+
+
+class Unreadable(Exception):
+    """A document gives no text; the reason is one word for counting, the detail is for people."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+def need(*modules: str, kind: str) -> None:
+    """Check that a kind's libraries are installed, without importing them.
+
+    Raises:
+        MachineError: one is not.
+    """
+    lacking = [name for name in modules if find_spec(name) is None]
+    if lacking:
+        raise MachineError(f"{kind} documents need {', '.join(lacking)}", fix="make install EXTRAS=ingest")
+
+
+def heading(text: str, level: int, *, page: int | None = None) -> Block:
+    """A heading's block."""
+    level = min(max(level, 1), 6)
+    return Block(f"{'#' * level} {' '.join(text.split())}", "heading", level, page)

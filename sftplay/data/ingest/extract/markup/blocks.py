@@ -1,0 +1,189 @@
+"""A tree of HTML -> Markdown blocks in the order of the document."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sftplay.data.ingest.extract.document import Block, heading
+from sftplay.data.ingest.extract.markup.inline import BREAK, DROPPED, inline_text, tidy
+from sftplay.data.ingest.extract.markup.tables import HEADINGS, as_markdown, cells_of, grid_of, is_layout, own_rows
+
+BLOCK_NAMES = """
+    address article aside blockquote body caption center dd details dialog dir div dl dt fieldset figcaption figure
+    footer form h1 h2 h3 h4 h5 h6 header hgroup hr html legend li main menu nav ol p pre search section summary table
+    tbody td tfoot th thead tr ul
+"""
+BLOCKS = frozenset(BLOCK_NAMES.split())
+LISTS = ("ul", "ol", "menu", "dir")
+LANGUAGE = re.compile(
+    r"(?:language-|lang-|brush: ?|highlight-source-|highlight-)([a-z0-9+#-]+)"
+    r"|\bcode ([a-z0-9+#-]+) (?:literal-block|doctest)"
+)
+NO_LANGUAGE = ("default", "text", "none", "plaintext", "notranslate")
+CODE_SIGNS = re.compile(r"[{}=<>$#\\|@]|\(\)|\w[_/]\w")
+PARAGRAPHS = re.compile(rf"(?:{BREAK}[ \t\r\n\f]*){{2,}}")
+
+
+def blocks_of(element: Any) -> list[Block]:
+    """The blocks of an element, without its tail."""
+    out: list[Block] = []
+    _walk(element, out)
+    return out
+
+
+def _walk(element: Any, out: list[Block]) -> None:
+    """Add the blocks of an element's content."""
+    pending = element.text or ""
+    for child in element:
+        if isinstance(child.tag, str) and child.tag not in DROPPED:
+            if child.tag in BLOCKS or _holds_blocks(child):
+                _add_paragraphs(pending, out)
+                pending = ""
+                _add(child, out)
+            else:
+                pending += inline_text(child)
+        pending += child.tail or ""
+    _add_paragraphs(pending, out)
+
+
+def _add(element: Any, out: list[Block]) -> None:
+    """Add the blocks of one block element."""
+    tag = element.tag
+    if tag in HEADINGS:
+        text = " ".join(tidy(inline_text(element)).split())
+        if text:
+            out.append(heading(text, int(tag[1])))
+    elif tag in LISTS:
+        text = _list_text(element)
+        if text:
+            out.append(Block(text, "list"))
+    elif tag == "table":
+        _add_table(element, out)
+    elif tag == "pre":
+        _add_pre(element, out)
+    elif tag == "dl":
+        _add_definitions(element, out)
+    elif tag == "blockquote":
+        inner = blocks_of(element)
+        out += [
+            Block(_prefix(block.text, "> ", others="> "), "paragraph") if not block.level else block for block in inner
+        ]
+    else:
+        _walk(element, out)
+
+
+def _add_paragraphs(text: str, out: list[Block]) -> None:
+    """Add running text; two line breaks in a row are the end of a paragraph."""
+    if text.strip():
+        out += [Block(part) for each in PARAGRAPHS.split(text) if (part := tidy(each))]
+
+
+def _holds_blocks(element: Any) -> bool:
+    return any(isinstance(each.tag, str) and each.tag in BLOCKS for each in element.iterdescendants())
+
+
+def _list_text(element: Any) -> str:
+    """A list with the lists and other blocks of its items, indented below them."""
+    lines = []
+    first = element.get("start") or "1"
+    number = int(first) if first.isdecimal() and len(first) < 10 else 1
+    for item in element:
+        if item.tag in LISTS:  # not allowed, but frequent: a list directly in a list belongs to the item before
+            inner = _list_text(item)
+            lines += [_prefix(inner, "  ", others="  ")] if inner else []
+        elif isinstance(item.tag, str) and item.tag not in DROPPED:
+            inner = _joined(blocks_of(item))
+            if inner:
+                marker = f"{number}. " if element.tag == "ol" else "- "
+                lines.append(_prefix(inner, marker, others=" " * len(marker)))
+                number += 1
+    return "\n".join(lines)
+
+
+def _joined(blocks: list[Block]) -> str:
+    """Blocks of a list's item as one text: lists stand tight below their paragraph, all else after an empty line."""
+    text = ""
+    for block in blocks:
+        text += ("" if not text else "\n" if block.kind == "list" else "\n\n") + block.text
+    return text
+
+
+def _prefix(text: str, first: str, *, others: str) -> str:
+    lines = text.split("\n")
+    return "\n".join([first + lines[0], *((others + line).rstrip() for line in lines[1:])])
+
+
+def _add_definitions(element: Any, out: list[Block]) -> None:
+    """Terms and what they mean: a list where all are short, else paragraphs."""
+    parts = [part for part in element.iter("dt", "dd") if next(part.iterancestors("dl")) is element]
+    inner = [(part.tag, blocks_of(part)) for part in parts]
+    if any(len(blocks) > 1 or any(block.kind != "paragraph" for block in blocks) for _, blocks in inner):
+        for _, blocks in inner:
+            out += blocks
+        return
+    lines: list[str] = []
+    for tag, blocks in inner:
+        text = " ".join(blocks[0].text.split()) if blocks else ""
+        if tag == "dd" and lines and text:
+            lines[-1] += f" {text}" if lines[-1].endswith(":") else f": {text}"
+        elif text:
+            lines.append(f"- {text}")
+    if lines:
+        out.append(Block("\n".join(lines), "list"))
+
+
+def _add_table(element: Any, out: list[Block]) -> None:
+    """A table with its caption before it; one that only lays a page out gives the blocks of its cells."""
+    for caption in element.iter("caption"):
+        if next(caption.iterancestors("table")) is element:
+            _walk(caption, out)
+    if is_layout(element):
+        for row in own_rows(element):
+            for cell in cells_of(row):
+                _walk(cell, out)
+        return
+    text = as_markdown(grid_of(element, _cell_text))
+    if text:
+        out.append(Block(text, "table"))
+
+
+def _cell_text(cell: Any) -> str:
+    """A cell in one line: its blocks after each other, items of lists and rows of inner tables divided by `;`."""
+    parts = []
+    for block in blocks_of(cell):
+        lines = block.text.split("\n")
+        if block.kind == "table":
+            rows = [line.strip("| ").replace(" | ", ", ") for line in [lines[0], *lines[2:]]]
+            parts.append("; ".join(rows).replace("\\|", "|"))
+        elif block.kind == "list":
+            parts.append("; ".join(re.sub(r"^\s*(?:-|\d+\.) ", "", line).strip() for line in lines))
+        elif block.kind == "code":
+            parts.append(" ".join(lines[1:-1]))
+        else:
+            parts.append(block.text.lstrip("# ") if block.level else " ".join(lines))
+    return " ".join(parts)
+
+
+def _add_pre(element: Any, out: list[Block]) -> None:
+    """Text whose white space counts: code in a fence, verse and letters as their lines."""
+    text = inline_text(element).replace(BREAK, "\n") if element.find("br") is not None else element.text_content()
+    lines = [line.rstrip() for line in text.expandtabs(4).replace("\r", "").strip("\n").split("\n")]
+    text = "\n".join(lines)
+    if not text.strip():
+        return
+    classes = " ".join([element.get("class") or "", *(e.get("class") or "" for e in element.iter("code"))])
+    above = " ".join(each.get("class") or "" for each in list(element.iterancestors())[:2])
+    is_code = element.find(".//code") is not None or bool(classes.strip()) or CODE_SIGNS.search(text) is not None
+    if not is_code:
+        out += [
+            Block(part.strip("\n") if "\n" in part.strip("\n") else part.strip())
+            for part in re.split(r"\n(?:[ \t]*\n)+", text)
+            if part.strip()
+        ]
+        return
+    named = LANGUAGE.search(classes) or LANGUAGE.search(above)
+    language = (named[1] or named[2]) if named else ""
+    language = "" if language in NO_LANGUAGE else language
+    fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+    out.append(Block(f"{fence}{language}\n{text}\n{fence}", "code"))

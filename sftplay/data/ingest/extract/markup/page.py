@@ -1,0 +1,171 @@
+"""HTML files -> blocks: web pages without their navigation, manuals whole.
+
+What a page marks as its content is taken; where it marks nothing, all of it is, but for what says that it is
+navigation. Text is never judged by its length or its links alone, because a manual's page may be all short lines.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from pathlib import Path
+from typing import Any
+
+from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading
+from sftplay.data.ingest.extract.markup.blocks import blocks_of
+from sftplay.data.ingest.extract.markup.inline import inline_text, tidy
+from sftplay.data.ingest.extract.text.gutenberg import cut_blocks
+from sftplay.data.read.encodings import MARKS
+
+MOST_BYTES = 32 << 20
+"""Of one page. Its tree takes about ten times as much memory."""
+
+DECLARED = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
+BROWSERS = {"iso-8859-1": "cp1252", "latin-1": "cp1252", "latin1": "cp1252", "ascii": "cp1252", "us-ascii": "cp1252"}
+"""Names that stand for Windows' encoding in pages; https://encoding.spec.whatwg.org/#names-and-labels."""
+
+NAVIGATION_WORDS = """
+    nav navbar navbox navbox-styles navigation menu sidebar breadcrumb breadcrumbs toc toctree-wrapper footer noprint
+    headerlink mw-editsection mw-jump-link catlinks printfooter cookie cookies cookie-banner share sharing social
+    skip-link skip-to-content visually-hidden sr-only screen-reader-text pagenum page-number page-list pagination
+    related advertisement ad ads comments vertical-navbox sistersitebox sphinxsidebar rst-footer-buttons reference
+    wy-nav-side wy-breadcrumbs prev-next-area metadata ambox hatnote shortdescription pg-boilerplate mw-empty-elt
+    vector-column-start vector-column-end vector-page-toolbar vector-body-before-content vector-dropdown edit-link
+    copybtn linenos lineno line-numbers gutter permalink anchor-link anchorjs-link back-to-top site-header site-footer
+    mw-cite-backlink mw-redirectedfrom
+"""
+"""Whole words of `class` and `id` by which widely used templates mark what is not content."""
+
+NAVIGATION = frozenset(NAVIGATION_WORDS.split())
+
+ROLES = ("navigation", "banner", "contentinfo", "search", "menu", "menubar", "toolbar", "dialog", "doc-toc")
+TAGS = ("nav", "footer", "form", "dialog", "script", "style", "noscript", "template", "svg", "button", "select")
+HIDDEN = re.compile(r"(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.I)
+CONTENT = ("main", "role=main", "id=mw-content-text", "itemprop=articleBody", "article")
+LEAST_SHARE = 0.3
+"""Of a page's text, navigation aside, that its marked content must hold to be believed."""
+
+LEAST_LINKS, LINKED_SHARE, LONGEST_ENTRY = 3, 0.8, 100
+"""A table or list where so many entries, and such a share of them, link into the page itself is a table of contents;
+its entries are no longer than so many characters."""
+
+CONTENTS = re.compile(r"(?:table of )?contents|on this page|in this article", re.I)
+
+
+def read_page(path: Path, encoding: str) -> Extracted:
+    """An HTML file's title and blocks."""
+    if path.stat().st_size > MOST_BYTES:
+        raise Unreadable(
+            "too_large", f"{path.stat().st_size >> 20} MiB; pages of up to {MOST_BYTES >> 20} MiB are read"
+        )
+    text, notes = decode(path.read_bytes(), encoding)
+    title, blocks = parse_page(text)
+    return Extracted(title or path.stem, tuple(blocks), notes)
+
+
+def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...]]:
+    """A page's characters, in the encoding that its mark, the caller or the page itself names, else UTF-8.
+
+    Raises:
+        Unreadable: it is in no named encoding and not UTF-8.
+    """
+    marked = next((name for mark, name in MARKS if data.startswith(mark)), "")
+    found = DECLARED.search(data[:4096])
+    declared = found[1].decode("ascii", "replace").lower() if found else ""
+    name = marked or ("" if encoding == "auto" else encoding) or BROWSERS.get(declared, declared) or "utf-8"
+    try:
+        codec = codecs.lookup(name)
+        text, _ = codec.decode(data, "strict")
+    except (LookupError, UnicodeError, TypeError):
+        if not found or "codec" not in locals():
+            raise Unreadable("encoding", f"the page is not {name} and names no other encoding") from None
+        text, _ = codec.decode(data, "replace")
+        return text.removeprefix("\ufeff"), (f"{text.count(chr(0xFFFD))} places are not {name}, which the page names",)
+    return text.removeprefix("\ufeff"), ()
+
+
+def parse_page(text: str, is_whole: bool = False) -> tuple[str, list[Block]]:
+    """The title and blocks of a page; with `is_whole` nothing is taken for navigation.
+
+    Raises:
+        Unreadable: it cannot be parsed, or it is nested too deeply.
+    """
+    from lxml import etree, html
+
+    # A fresh parser without network and with libxml2's bounds on depth; entities of HTML are characters only.
+    parser = html.HTMLParser(encoding="utf-8", no_network=True, huge_tree=False, remove_comments=True, remove_pis=True)
+    try:
+        root = html.document_fromstring(text.encode("utf-8", "replace"), parser=parser)
+    except (etree.LxmlError, ValueError, AssertionError) as error:
+        raise Unreadable("broken", f"no HTML: {error}") from None
+    body = root.find("body")
+    if body is None:
+        raise Unreadable("empty", "the page has no body")
+    named = tidy(root.findtext("head/title") or "")
+    first = body.find(".//h1")
+    headline = " ".join(tidy(inline_text(first)).split()) if first is not None else ""
+    if not is_whole:
+        drop_navigation(body)
+    content = body if is_whole else content_of(body)
+    blocks = without_empty_contents(cut_blocks(blocks_of(content)))
+    levels = [block.level for block in blocks if block.level]
+    if headline and content is not body and 1 not in levels:
+        blocks.insert(0, heading(headline, 1))
+    return (headline if levels.count(1) <= 1 and headline else named) or headline, blocks
+
+
+def drop_navigation(body: Any) -> None:
+    """Take out what the page marks as navigation, keeping the text that follows it."""
+    for element in list(body.iter()):
+        if element is not body and isinstance(element.tag, str) and is_navigation(element):
+            element.drop_tree()
+    for element in list(body.iter("table", "ul", "ol")):
+        if element is not body and is_contents(element):
+            element.drop_tree()
+
+
+def is_navigation(element: Any) -> bool:
+    """Whether an element is marked as something other than content."""
+    tag = element.tag
+    if tag in TAGS or element.get("role") in ROLES or element.get("hidden") is not None:
+        return True
+    if HIDDEN.search(element.get("style") or "") and element.find(".//math") is None:
+        return True
+    if tag in ("header", "aside") and element.find(".//h1") is None:
+        return not any(each.tag in ("main", "article") for each in element.iterancestors())
+    words = f"{element.get('class') or ''} {element.get('id') or ''}".lower().split()
+    return not NAVIGATION.isdisjoint(words) and tag not in ("html", "body", "main", "article", "h1", "h2", "math")
+
+
+def is_contents(element: Any) -> bool:
+    """Whether a table or list is a table of contents: hardly more than links into its own page."""
+    entries = [" ".join(entry.text_content().split()) for entry in element.iter("tr", "li", "p", "dt")]
+    entries = [entry for entry in entries if entry]
+    links = [link for link in element.iter("a") if (link.get("href") or "").startswith("#")]
+    n_links = sum(len(link.text_content().strip()) >= 3 for link in links)  # a note's way back is one sign
+    if n_links < LEAST_LINKS or n_links < LINKED_SHARE * len(entries):
+        return False
+    return len(" ".join(element.text_content().split())) <= LONGEST_ENTRY * n_links
+
+
+def without_empty_contents(blocks: list[Block]) -> list[Block]:
+    """The blocks without headings of a table of contents that has been taken out."""
+    after = [*blocks[1:], Block("", "heading")]
+    return [
+        block
+        for block, then in zip(blocks, after)
+        if not (block.kind == then.kind == "heading" and CONTENTS.fullmatch(block.text.lstrip("# ")))
+    ]
+
+
+def content_of(body: Any) -> Any:
+    """The element that the page marks as its content, where that is a fair part of it; else all."""
+    whole = max(len(body.text_content()), 1)
+    for mark in CONTENT:
+        name, _, value = mark.partition("=")
+        found = body.xpath(f"//*[@{name}=$value]", value=value) if value else body.findall(f".//{name}")
+        if found and (mark != "article" or len(found) == 1):
+            best = max(found, key=lambda element: len(element.text_content()))
+            if len(best.text_content()) >= LEAST_SHARE * whole:
+                return best
+    return body

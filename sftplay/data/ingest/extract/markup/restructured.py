@@ -1,0 +1,118 @@
+"""reStructuredText -> blocks: docutils makes HTML of it; no directive may read a file of the machine.
+
+Roles and directives of Sphinx, which docutils does not know, keep their text.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from sftplay.data.ingest.extract.document import Extracted, Unreadable, heading, need
+from sftplay.data.ingest.extract.markup.page import parse_page
+from sftplay.data.ingest.extract.text.characters import read_characters
+
+SETTINGS = {
+    "file_insertion_enabled": False,
+    "raw_enabled": False,
+    "_disable_config": True,
+    "report_level": 5,
+    "halt_level": 6,
+    "syntax_highlight": "none",
+    "math_output": "LaTeX",
+    "embed_stylesheet": False,
+    "stylesheet_path": None,
+    "docinfo_xform": False,
+    "smart_quotes": False,
+    "footnote_backlinks": False,
+    "toc_backlinks": False,
+}
+"""https://docutils.sourceforge.io/docs/user/config.html"""
+
+HEADER = re.compile(r"\A\s*(?:[A-Z][\w-]*:.*\n(?:[ \t]+.*\n)*){2,}\s*\n")
+"""Lines as of a mail's head: what PEPs and other proposals begin with."""
+
+HEADER_TITLE = re.compile(r"^Title:[ \t]*(\S.*)$", re.M)
+ROLE = re.compile(r":((?:[a-z]+:)?[a-z]+):`~?!?([^`<]+?)(?:\s*<[^`>]*>)?`")
+OF_DOCUTILS = ("math", "sub", "sup", "subscript", "superscript", "code", "literal", "emphasis", "strong", "pep", "rfc")
+PLAIN_ROLES = ("ref", "doc", "term", "abbr", "numref", "guilabel", "menuselection", "dfn", "title", "any")
+"""Roles whose text is words; that of all others is code."""
+
+WITH_TEXT = (
+    *("versionadded", "versionchanged", "deprecated", "versionremoved", "seealso", "centered", "glossary", "only"),
+    *("function", "class", "method", "attribute", "exception", "module", "data", "describe", "object", "option"),
+    *("py:function", "py:class", "py:method", "py:attribute", "py:exception", "py:module", "py:data", "c:function"),
+    *("confval", "cmdoption", "staticmethod", "classmethod", "decorator", "tab", "tabs", "dropdown", "details"),
+)
+WITHOUT_TEXT = (
+    *("toctree", "index", "currentmodule", "py:currentmodule", "highlight", "automodule", "autoclass", "autofunction"),
+    *(
+        "canonical-doc",
+        "canonical-pypa-spec",
+        "canonical-typing-spec",
+        "autosummary",
+        "plot",
+        "program",
+        "tabularcolumns",
+    ),
+)
+"""Directives of Sphinx by whether a reader sees their content."""
+
+
+def read_restructured(path: Path, encoding: str) -> Extracted:
+    """An rst file's title and blocks."""
+    need("docutils", kind="reStructuredText")
+    from docutils.core import publish_parts
+    from docutils.utils import SystemMessage
+
+    text = read_characters(path, encoding)
+    header = HEADER.match(text)
+    named = HEADER_TITLE.search(header[0]) if header else None
+    text = ROLE.sub(_role_text, text[header.end() :] if header and named else text)
+    _teach_directives()
+    settings = SETTINGS | {"warning_stream": io.StringIO(), "doctitle_xform": named is None}
+    settings["initial_header_level"] = 2 if named else 1
+    try:
+        parts = publish_parts(text, writer="html5", settings_overrides=settings)
+    except SystemMessage as error:
+        raise Unreadable("broken", f"docutils: {error}") from None
+    title, blocks = parse_page(f"<body>{parts['html_body']}</body>", is_whole=True)
+    if named:
+        title = named[1].strip()
+        blocks.insert(0, heading(title, 1))
+    title = title or next((block.text.lstrip("# ") for block in blocks if block.level), path.stem)
+    return Extracted(title, tuple(blocks))
+
+
+def _role_text(found: re.Match[str]) -> str:
+    """What stands for a role that docutils does not know."""
+    role, text = found[1].rpartition(":")[2], " ".join(found[2].split())
+    if role in OF_DOCUTILS:
+        return found[0]
+    return text if role in PLAIN_ROLES else f"``{text}``"
+
+
+def _teach_directives() -> None:
+    """Register Sphinx's directives with docutils: their arguments and content are kept, or nothing is."""
+    from docutils import nodes
+    from docutils.parsers.rst import Directive, directives
+
+    class Kept(Directive):
+        optional_arguments, final_argument_whitespace, has_content = 100, True, True
+
+        def run(self) -> list[Any]:
+            argument = " ".join(self.arguments)
+            begins = [nodes.paragraph(argument, argument)] if argument else []
+            holder = nodes.container()
+            self.state.nested_parse(self.content, self.content_offset, holder)
+            return [*begins, *holder.children]
+
+    class Left(Kept):
+        def run(self) -> list[Any]:
+            return []
+
+    for names, directive in ((WITH_TEXT, Kept), (WITHOUT_TEXT, Left)):
+        for name in names:
+            directives.register_directive(name, directive)

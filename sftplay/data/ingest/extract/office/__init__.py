@@ -1,0 +1,1 @@
+"""Office documents, which are XML in a zip archive: texts, slides and sheets of Word and OpenDocument."""

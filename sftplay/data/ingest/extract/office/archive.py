@@ -1,0 +1,121 @@
+"""Parts of an office document, read within bounds: sizes are checked before anything is unpacked, XML stays at home.
+
+Parts that are not asked for, such as pictures, are never unpacked, whatever size they claim.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from sftplay.data.ingest.extract.document import Unreadable
+
+MOST_PART_BYTES = 48 << 20
+"""Of one part, unpacked. Its tree takes about eight times as much memory."""
+
+MOST_READ_BYTES = 128 << 20
+"""Of all parts that are read of one document, unpacked."""
+
+MOST_ENTRIES = 50_000
+
+DAMAGES = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
+"""What `zipfile` raises for damaged archives."""
+
+
+class Archive:
+    """A zip archive from which parts are read by name."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the directory.
+
+        Raises:
+            Unreadable: it is no zip archive, damaged or locked by a password, or has too many entries.
+        """
+        try:
+            self._zip = zipfile.ZipFile(path)
+        except (*DAMAGES, ValueError) as error:
+            raise Unreadable("broken", f"the archive cannot be opened: {error}") from None
+        entries = self._zip.infolist()
+        if len(entries) > MOST_ENTRIES:
+            raise Unreadable("unsafe", f"the archive has {len(entries):,} entries; {MOST_ENTRIES:,} are read")
+        if any(entry.flag_bits & 1 for entry in entries):
+            raise Unreadable("encrypted", "the archive is locked by a password")
+        self.names = {entry.filename.lstrip("/"): entry for entry in entries}
+        self._left = MOST_READ_BYTES
+
+    def __enter__(self) -> Archive:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._zip.close()
+
+    def check_all(self) -> None:
+        """Refuse an archive for libraries that unpack what they like: by all its sizes together.
+
+        Raises:
+            Unreadable: unpacked it is larger than what would be read.
+        """
+        total = sum(entry.file_size for entry in self.names.values())
+        if total > MOST_READ_BYTES:
+            raise Unreadable("unsafe", f"unpacked it takes {total >> 20} MiB; {MOST_READ_BYTES >> 20} MiB are read")
+
+    def read(self, name: str) -> bytes:
+        """One part's bytes; empty where it is missing.
+
+        Raises:
+            Unreadable: it is too large, or damaged.
+        """
+        entry = self.names.get(name.lstrip("/"))
+        if entry is None:
+            return b""
+        size = entry.file_size
+        if size > min(MOST_PART_BYTES, self._left):
+            packed = max(entry.compress_size, 1)
+            what = f"{name} takes {size >> 20} MiB unpacked, {size // packed} times its packed size"
+            raise Unreadable("unsafe", f"{what}; {MOST_PART_BYTES >> 20} MiB are read")
+        self._left -= size
+        try:
+            return self._zip.read(entry)  # never more than the size that has been checked
+        except DAMAGES as error:
+            raise Unreadable("broken", f"{name} is damaged: {error}") from None
+
+    def tree(self, name: str) -> Any:
+        """One part's XML tree; None where it is missing."""
+        data = self.read(name)
+        return parse_xml(data, name) if data else None
+
+
+def parse_xml(data: bytes, name: str) -> Any:
+    """XML without entities, without a network and with libxml2's bounds on depth and length.
+
+    Raises:
+        Unreadable: it is damaged, nested too deeply, or declares entities.
+    """
+    from lxml import etree
+
+    parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False)
+    try:
+        root = etree.fromstring(data, parser)
+    except etree.XMLSyntaxError as error:
+        raise Unreadable("broken", f"{name} is no XML: {error}") from None
+    if root.getroottree().docinfo.internalDTD is not None:
+        raise Unreadable("unsafe", f"{name} declares XML entities, which no office program writes")
+    return root
+
+
+def local(element: Any) -> str:
+    """An element's name without its namespace; empty for comments and instructions."""
+    tag = element.tag
+    return tag.rpartition("}")[2] if isinstance(tag, str) else ""
+
+
+def attribute(element: Any, name: str) -> str | None:
+    """An attribute's value by its name without the namespace."""
+    if element is None:
+        return None
+    for key, value in element.attrib.items():
+        if key.rpartition("}")[2] == name:
+            return str(value)
+    return None

@@ -1,0 +1,188 @@
+"""odt, odp and ods -> blocks: texts, slides and sheets share one vocabulary of XML; it becomes a tree of HTML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable
+from sftplay.data.ingest.extract.markup.blocks import blocks_of
+from sftplay.data.ingest.extract.markup.inline import BREAK
+from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
+
+SKIPPED = (
+    *("tracked-changes", "annotation", "annotation-end", "sequence-decls", "forms", "table-of-content", "notes"),
+    *("user-index", "alphabetical-index", "illustration-index", "table-index", "variable-decls", "shapes"),
+)
+"""Parts that are no text of the document: what was deleted, comments, indexes with page numbers, speaker's notes."""
+
+MOST_REPEATED = 1_000
+"""Cells and rows that a sheet says are repeated; whole empty sheets are written so."""
+
+CODE = ("preformatted", "source", "code")
+
+
+def read_opendocument(path: Path, encoding: str) -> Extracted:
+    """An OpenDocument file's title and blocks; slides and sheets are its pages."""
+    from lxml import etree
+
+    with Archive(path) as archive:
+        if b"encryption-data" in archive.read("META-INF/manifest.xml"):
+            raise Unreadable("encrypted", "the document is locked by a password")
+        content, meta = archive.tree("content.xml"), archive.tree("meta.xml")
+    body = next((each for each in content if local(each) == "body"), None) if content is not None else None
+    if body is None or len(body) == 0:
+        raise Unreadable("broken", "the archive holds no OpenDocument")
+    reader = _Reader(content)
+    named = next((each.text or "" for each in meta.iter() if local(each) == "title"), "") if meta is not None else ""
+    blocks: list[Block] = []
+    pages = [each for each in body[0] if local(each) in ("page", "table")] if local(body[0]) != "text" else []
+    for number, page in enumerate(pages, 1):
+        root = etree.Element("body")
+        name = attribute(page, "name") or ""
+        if local(page) == "table":
+            etree.SubElement(root, "h2").text = name
+        reader.add(page, root)
+        made = blocks_of(root)
+        keeps = len(made) > 1 or (made and not made[0].level)
+        blocks += [Block(each.text, each.kind, each.level, number) for each in made if keeps]
+    if not pages:
+        root = etree.Element("body")
+        reader.add_children(body[0], root)
+        blocks = blocks_of(root)
+    title = named.strip() or reader.title or next((b.text.lstrip("# ") for b in blocks if b.level), path.stem)
+    return Extracted(title, tuple(blocks))
+
+
+class _Reader:
+    """Makes HTML of OpenDocument's elements."""
+
+    def __init__(self, content: Any) -> None:
+        self.title = ""
+        self._parents: dict[str, str] = {}
+        self._ordered: dict[tuple[str, int], bool] = {}
+        for style in content.iter():
+            if local(style) == "style":
+                self._parents[attribute(style, "name") or ""] = attribute(style, "parent-style-name") or ""
+            elif local(style) in ("list-level-style-number", "list-level-style-bullet"):
+                level = int(attribute(style, "level") or "1")
+                name = attribute(style.getparent(), "name") or ""
+                is_numbered = local(style).endswith("number") and bool(attribute(style, "num-format"))
+                self._ordered[name, level] = is_numbered
+
+    def add_children(self, element: Any, parent: Any) -> None:
+        """The elements below one, in order."""
+        for child in element:
+            self.add(child, parent)
+
+    def add(self, element: Any, parent: Any) -> None:
+        """One element with all below it."""
+        from lxml import etree
+
+        name = local(element)
+        if not name or name in SKIPPED:
+            return
+        if name in ("p", "h"):
+            self._add_paragraph(element, parent)
+        elif name == "list":
+            self._add_list(element, parent)
+        elif name == "table":
+            self._add_table(element, etree.SubElement(parent, "table"))
+        else:
+            self.add_children(element, parent)
+
+    def _add_paragraph(self, element: Any, parent: Any) -> None:
+        from lxml import etree
+
+        text, frames = self._text(element)
+        style = self._style(attribute(element, "style-name") or "")
+        if text.strip(f" \n{BREAK}"):
+            if local(element) == "h" or style == "title":
+                level = int(attribute(element, "outline-level") or "1") if style != "title" else 1
+                etree.SubElement(parent, f"h{min(max(level, 1), 6)}").text = text.replace(BREAK, " ")
+                self.title = self.title or (" ".join(text.replace(BREAK, " ").split()) if style == "title" else "")
+            elif any(word in style for word in CODE):
+                last = parent[-1] if len(parent) else None
+                if last is not None and last.tag == "pre":
+                    last.text += "\n" + text.replace(BREAK, "\n")
+                else:
+                    etree.SubElement(parent, "pre", {"class": "code"}).text = text.replace(BREAK, "\n")
+            else:
+                made = etree.SubElement(parent, "p")
+                made.text, *rest = text.split(BREAK)
+                for line in rest:
+                    etree.SubElement(made, "br").tail = line
+        for frame in frames:
+            self.add_children(frame, parent)
+
+    def _text(self, element: Any) -> tuple[str, list[Any]]:
+        """The text of a paragraph, and frames in it that hold paragraphs of their own."""
+        out, frames = [element.text or ""], []
+        for child in element:
+            name = local(child)
+            if name == "s":
+                out.append(" " * min(int(attribute(child, "c") or "1"), 200))
+            elif name in ("tab", "line-break"):
+                out.append("\t" if name == "tab" else BREAK)
+            elif name in ("frame", "text-box", "custom-shape", "g"):
+                frames.append(child)
+            elif name == "note":
+                notes = [self._text(part)[0] for part in child.iter() if local(part) == "p"]
+                out.append(f" ({' '.join(notes).strip()})")
+            elif name and name not in SKIPPED and name not in ("page-number", "ruby-text", "bookmark-ref"):
+                text, inner = self._text(child)
+                out.append(text)
+                frames += inner
+            out.append(child.tail or "")
+        return "".join(out), frames
+
+    def _style(self, name: str) -> str:
+        """A paragraph's named style: automatic ones stand for what they are made from."""
+        for _ in range(20):
+            if name not in self._parents or not self._parents[name]:
+                break
+            name = self._parents[name]
+        return name.lower().replace("_20_", " ")
+
+    def _add_list(self, element: Any, parent: Any, *, style: str = "", level: int = 1) -> None:
+        from lxml import etree
+
+        style = attribute(element, "style-name") or style
+        made = etree.SubElement(parent, "ol" if self._ordered.get((style, level)) else "ul")
+        for item in element:
+            if local(item) not in ("list-item", "list-header"):
+                continue
+            holder = etree.SubElement(made, "li")
+            for child in item:
+                if local(child) == "list":
+                    self._add_list(child, holder, style=style, level=level + 1)
+                else:
+                    self.add(child, holder)
+
+    def _add_table(self, table: Any, made: Any) -> None:
+        from lxml import etree
+
+        for row in table.iter():
+            if local(row) != "table-row" or _table_of(row) is not table:
+                continue
+            cells = [each for each in row if local(each) in ("table-cell", "covered-table-cell")]
+            while cells and len(cells[-1]) == 0:  # a sheet's empty cells up to its edge
+                cells.pop()
+            for _ in range(_count(row, "number-rows-repeated", most=MOST_REPEATED) if cells else 0):
+                line = etree.SubElement(made, "tr")
+                for cell in cells:
+                    if local(cell) == "covered-table-cell":
+                        continue
+                    for _ in range(_count(cell, "number-columns-repeated", most=MOST_REPEATED)):
+                        columns = _count(cell, "number-columns-spanned", most=MOST_REPEATED)
+                        rows = _count(cell, "number-rows-spanned", most=MOST_REPEATED)
+                        self.add_children(cell, etree.SubElement(line, "td", colspan=str(columns), rowspan=str(rows)))
+
+
+def _table_of(row: Any) -> Any:
+    return next(each for each in row.iterancestors() if local(each) == "table")
+
+
+def _count(element: Any, name: str, *, most: int) -> int:
+    value = attribute(element, name) or "1"
+    return min(max(int(value), 1), most) if value.isdecimal() and len(value) < 8 else 1

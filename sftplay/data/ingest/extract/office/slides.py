@@ -1,0 +1,168 @@
+"""pptx -> blocks: each slide's title, text, tables and speaker's notes, in the order of the show."""
+
+from __future__ import annotations
+
+import posixpath
+from pathlib import Path
+from typing import Any
+
+from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable
+from sftplay.data.ingest.extract.markup.blocks import blocks_of
+from sftplay.data.ingest.extract.office.archive import Archive, attribute, local
+from sftplay.data.ingest.extract.office.word import core_title
+
+TITLES = ("title", "ctrTitle")
+FURNITURE = ("dt", "ftr", "sldNum", "hdr")
+"""Placeholders for date, footer, number and header."""
+
+
+def read_slides(path: Path, encoding: str) -> Extracted:
+    """A pptx file's title and blocks; a slide is a page."""
+    with Archive(path) as archive:
+        show = archive.tree("ppt/presentation.xml")
+        if show is None:
+            raise Unreadable("broken", "the archive holds no presentation")
+        targets = relations(archive, "ppt/presentation.xml")
+        order = next((each for each in show if local(each) == "sldIdLst"), ())
+        names = [targets.get(_relation_id(slide), "") for slide in order]
+        blocks: list[Block] = []
+        for number, name in enumerate(names, 1):
+            slide = archive.tree(name) if name else None
+            if slide is not None and slide.get("show") != "0":
+                made = blocks_of(_slide_tree(slide, archive, name=name))
+                blocks += [Block(each.text, each.kind, each.level, number) for each in made]
+        title = core_title(archive)
+    title = title or next((block.text.lstrip("# ") for block in blocks if block.level), path.stem)
+    return Extracted(title, tuple(blocks))
+
+
+def relations(archive: Archive, part: str) -> dict[str, str]:
+    """Relation id -> part of the archive, for one part; addresses outside the archive are left out."""
+    folder, name = posixpath.split(part)
+    root = archive.tree(f"{folder}/_rels/{name}.rels")
+    found = {}
+    for relation in root if root is not None else ():
+        if attribute(relation, "TargetMode") != "External":
+            target = attribute(relation, "Target") or ""
+            found[attribute(relation, "Id") or ""] = posixpath.normpath(posixpath.join("/", folder, target)).lstrip("/")
+    return found
+
+
+def _relation_id(element: Any) -> str:
+    """The id of a relation, which stands beside an id of the element's own."""
+    return next((str(value) for key, value in element.attrib.items() if key.endswith("}id")), "")
+
+
+def _slide_tree(slide: Any, archive: Archive, *, name: str) -> Any:
+    """A slide as HTML, its notes behind it."""
+    from lxml import etree
+
+    root = etree.Element("body")
+    _add_shapes(next((each for each in slide.iter() if local(each) == "spTree"), ()), root)
+    heads = [element for element in root if element.tag == "h2"]
+    for head in reversed(heads):  # a title is read first, wherever its shape stands in the file
+        root.insert(0, head)
+    for target in relations(archive, name).values():
+        if "notesSlide" in target:
+            notes = archive.tree(target)
+            spoken = etree.Element("body")
+            _add_shapes(next((each for each in notes.iter() if local(each) == "spTree"), ()), spoken)
+            for element in spoken:
+                root.append(element)
+    return root
+
+
+def _add_shapes(tree: Any, root: Any) -> None:
+    """The text of shapes, of groups of shapes and of tables."""
+    for shape in tree:
+        name = local(shape)
+        if name == "grpSp":
+            _add_shapes(shape, root)
+        elif name == "AlternateContent":
+            _add_shapes(next((each for each in shape if local(each) == "Choice"), ()), root)
+        elif name == "sp":
+            place = next((each for each in shape.iter() if local(each) == "ph"), None)
+            kind = attribute(place, "type") or ("body" if place is not None else "")
+            body = next((each for each in shape if local(each) == "txBody"), None)
+            if body is not None and kind not in FURNITURE:
+                _add_text(body, root, kind=kind)
+        elif name == "graphicFrame":
+            for table in shape.iter():
+                if local(table) == "tbl":
+                    _add_table(table, root)
+
+
+def _add_text(body: Any, root: Any, *, kind: str) -> None:
+    """The paragraphs of one shape: a title, items of a list, or plain paragraphs."""
+    from lxml import etree
+
+    paragraphs = [(_level(each), paragraph_text(each), each) for each in body if local(each) == "p"]
+    paragraphs = [each for each in paragraphs if each[1].strip()]
+    if kind in TITLES and paragraphs:
+        etree.SubElement(root, "h2").text = " ".join(text for _, text, _ in paragraphs)
+        return
+    if (kind in ("body", "obj") and len(paragraphs) > 1) or any(_has_bullet(each) for _, _, each in paragraphs):
+        for level, text, _ in paragraphs:
+            _add_item(root, text, level=level)
+        root.append(etree.Element("hr"))  # the next shape's list is another
+        return
+    for _, text, _ in paragraphs:
+        etree.SubElement(root, "p").text = text
+
+
+def paragraph_text(paragraph: Any) -> str:
+    """A paragraph's runs, fields and line breaks."""
+    out = []
+    for element in paragraph.iter():
+        name = local(element)
+        if name == "t" and local(element.getparent()) != "fld":
+            out.append(element.text or "")
+        elif name == "br":
+            out.append(" ")
+    return "".join(out)
+
+
+def _level(paragraph: Any) -> int:
+    properties = next((each for each in paragraph if local(each) == "pPr"), None)
+    value = attribute(properties, "lvl") or "0"
+    return min(int(value), 8) if value.isdecimal() else 0
+
+
+def _has_bullet(paragraph: Any) -> bool:
+    return any(local(each) in ("buChar", "buAutoNum") for each in paragraph.iter())
+
+
+def _add_item(root: Any, text: str, *, level: int) -> None:
+    """Add an item to the list at the end, as deep as lists are there."""
+    from lxml import etree
+
+    holder = root
+    for depth in range(level + 1):
+        last = holder[-1] if len(holder) else None
+        if last is None or last.tag != "ul":
+            last = etree.SubElement(holder, "ul")
+        holder = last
+        if depth == level or len(last) == 0:
+            break
+        holder = last[-1]
+    etree.SubElement(etree.SubElement(holder, "li"), "p").text = text
+
+
+def _add_table(table: Any, root: Any) -> None:
+    """A table with its merged cells."""
+    from lxml import etree
+
+    made = etree.SubElement(root, "table")
+    for row in table:
+        if local(row) == "tr":
+            line = etree.SubElement(made, "tr")
+            for cell in row:
+                if local(cell) == "tc" and not (attribute(cell, "hMerge") or attribute(cell, "vMerge")):
+                    spans = {
+                        "colspan": attribute(cell, "gridSpan") or "1",
+                        "rowspan": attribute(cell, "rowSpan") or "1",
+                    }
+                    holder = etree.SubElement(line, "td", spans)
+                    for paragraph in cell.iter():
+                        if local(paragraph) == "p":
+                            etree.SubElement(holder, "p").text = paragraph_text(paragraph)

@@ -1,0 +1,166 @@
+"""PDF files -> blocks with their pages. Only a text layer is read: there is no recognition of pictures of text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sftplay.data.ingest.extract.document import Block, Extracted, Reason, Unreadable, heading, need
+from sftplay.data.ingest.extract.pdf.furniture import running_words
+from sftplay.data.ingest.extract.pdf.hyphens import Vocabulary
+from sftplay.data.ingest.extract.pdf.rows import to_columns
+from sftplay.data.ingest.extract.pdf.structure import CAPTION, ENDS, Piece, fonts_of, to_pieces
+from sftplay.data.ingest.extract.pdf.words import Page, read_words
+
+MOST_PAGES = 3_000
+MOST_UNKNOWN = 0.3
+"""Share of characters without a meaning above which a page's text is no text."""
+
+FAR_BACK, LEAST_OPEN = 14, 40
+"""How many pieces of a column's end may stand between the halves of a paragraph, such as a figure's labels; characters
+that its first half has at least."""
+
+FORMAT, PASSWORD, SECURITY = 3, 4, 5
+"""Errors of pdfium; public/fpdfview.h."""
+
+
+def read_pdf(path: Path, encoding: str) -> Extracted:
+    """A PDF file's title and blocks."""
+    need("pypdfium2", kind="PDF")
+    import pypdfium2
+
+    try:
+        document = pypdfium2.PdfDocument(path)
+    except pypdfium2.PdfiumError as error:
+        if error.err_code in (PASSWORD, SECURITY):
+            raise Unreadable("encrypted", "the PDF is locked by a password") from None
+        raise Unreadable("broken", f"pdfium: {error}") from None
+    try:
+        pages, notes = _read_pages(document, pypdfium2.PdfiumError)
+        named = document.get_metadata_value("Title").strip()
+    finally:
+        document.close()
+    blocks = to_blocks(pages)
+    return Extracted(_title(named, blocks) or path.stem, tuple(blocks), notes)
+
+
+def _read_pages(document: Any, error_type: type[Exception]) -> tuple[list[Page], tuple[str, ...]]:
+    """The pages that have text, and notes on those that have none.
+
+    Raises:
+        Unreadable: none has.
+    """
+    n_pages = len(document)
+    if n_pages > MOST_PAGES:
+        raise Unreadable("too_large", f"{n_pages:,} pages; {MOST_PAGES:,} are read: split the file")
+    pages, broken = [], 0
+    for place in range(n_pages):
+        try:
+            page = document[place]
+            pages.append(read_words(page, place + 1))
+            page.close()
+        except error_type:
+            broken += 1
+    letterless = [page for page in pages if page.n_unknown > MOST_UNKNOWN * sum(len(w.text) for w in page.words)]
+    strange = [page for page in letterless if page.words]
+    empty = [page for page in pages if not page.words]
+    good = [page for page in pages if page.words and page not in strange]
+    notes = []
+    for count, what in (
+        (sum(page.has_pictures for page in empty), "are pictures without text"),
+        (sum(not page.has_pictures for page in empty), "are empty"),
+        (len(strange), "have fonts that do not say which letters they show"),
+        (broken, "are damaged"),
+    ):
+        if count:
+            notes.append(f"{count} of {n_pages} pages {what}")
+    if not good:
+        reason: Reason = "broken" if broken else "empty"
+        if strange or any(page.has_pictures for page in empty):
+            reason = "encoding" if strange else "scanned"
+        raise Unreadable(reason, "; ".join(notes) or "the PDF has no pages")
+    return good, tuple(notes)
+
+
+def to_blocks(pages: list[Page]) -> list[Block]:
+    """The blocks of a document's pages."""
+    running = running_words(pages)
+    for page in pages:
+        page.words[:] = [word for word in page.words if id(word) not in running]
+    fonts = fonts_of(pages)
+    vocabulary = Vocabulary(word.text for page in pages for word in page.words)
+    pieces: list[Piece] = []
+    for page in pages:
+        for rows in to_columns(page.words):
+            for piece in to_pieces(rows, fonts, page=page.number):
+                half = _open_half(pieces, piece) if piece.begins_column else None
+                if half is None:
+                    pieces.append(piece)
+                else:
+                    half.lines += piece.lines
+    return [block for group in _grouped(pieces) for block in _block(group, vocabulary)]
+
+
+def _open_half(pieces: list[Piece], piece: Piece) -> Piece | None:
+    """The paragraph that a column's first piece continues: it has no end, and the piece begins in the middle."""
+    if piece.kind != "paragraph" or not piece.lines[0][:1].islower():
+        return None
+    for before in reversed(pieces[-FAR_BACK:]):
+        if before.page < piece.page - 1 or before.kind == "heading":
+            return None
+        text = " ".join(before.lines)
+        is_label = before.kind in ("table", "code") or len(text) < LEAST_OPEN or CAPTION.match(text)
+        if not is_label:
+            return None if text.endswith(ENDS) else before
+    return None
+
+
+def _grouped(pieces: list[Piece]) -> list[list[Piece]]:
+    """The pieces, with the items of one list together."""
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        if groups and piece.marker and groups[-1][-1].marker:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _block(group: list[Piece], vocabulary: Vocabulary) -> list[Block]:
+    """The block of a piece, or of a list's items."""
+    first = group[0]
+    if first.marker:
+        return [Block(_list_text(group, vocabulary), "list", page=first.page)]
+    if first.kind == "code":
+        return [Block("```\n" + "\n".join(first.lines) + "\n```", "code", page=first.page)]
+    if first.kind == "table":
+        return [Block(first.lines[0], "table", page=first.page)]
+    text = vocabulary.join(first.lines)
+    if not any(map(str.isalnum, text)):
+        return []
+    if first.kind == "heading":
+        return [heading(text, first.level, page=first.page)]
+    return [Block(text, page=first.page)]
+
+
+def _list_text(items: list[Piece], vocabulary: Vocabulary) -> str:
+    """A list's items, each as deep as it is indented."""
+    depths: list[float] = []
+    lines = []
+    for item in items:
+        while depths and item.x0 < depths[-1] - 3:
+            depths.pop()
+        if not depths or item.x0 > depths[-1] + 3:
+            depths.append(item.x0)
+        lines.append("   " * (len(depths) - 1) + item.marker + vocabulary.join(item.lines))
+    return "\n".join(lines)
+
+
+def _title(named: str, blocks: list[Block]) -> str:
+    """The title in the file's properties where a person has written it, else the first of the largest headings."""
+    is_file_name = named.lower().endswith((".doc", ".docx", ".indd", ".tex", ".dvi", ".pdf", ".ppt", ".qxd", ".xls"))
+    if named and not is_file_name and not named.lower().startswith(("microsoft word", "untitled", "powerpoint")):
+        return named
+    early = [block for block in blocks[:40] if block.level]
+    best = min(early, key=lambda block: block.level, default=None)
+    return best.text.lstrip("# ") if best else ""

@@ -1,0 +1,223 @@
+"""Rows of a column -> headings, paragraphs, items, code and tables, by size, style, distance and indentation."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from sftplay.data.ingest.extract.document import Kind
+from sftplay.data.ingest.extract.pdf.lists import split_marker
+from sftplay.data.ingest.extract.pdf.rows import Row, segments, to_rows
+from sftplay.data.ingest.extract.pdf.tables import find_tables
+from sftplay.data.ingest.extract.pdf.words import BOLD, ITALIC, MONO, Page
+
+LARGER = 1.12
+"""Times the size of the body's text from which a line is a heading."""
+
+MOST_LEVELS = 4
+LONGEST_HEADING, MOST_HEADING_ROWS = 200, 3
+LONGEST_STYLED = 100
+"""Characters of a heading that only its style marks."""
+
+APART, PITCH_LIMIT = 1.3, 2.5
+"""Times the usual distance of rows from which a paragraph ends; sizes of the font above which none is usual."""
+
+LABEL_GAP = 2.0
+"""Sizes of the font between words of one height that do not belong together, such as labels in a picture."""
+
+CAPTION = re.compile(r"(?:figure|fig\.?|table|listing|chart|plate|abbildung|tabelle)\s*\w*\d", re.I)
+LEADERS = re.compile(r"(?:\.\s?){4,}\s*\w{1,6}$")
+"""Dots up to a page number: a line of a table of contents."""
+
+ENDS = (".", "!", "?", ":", ";", "”", '"', "。")
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a document before parts that belong together are joined."""
+
+    kind: Kind
+    lines: list[str]
+    page: int
+    level: int = 0
+    marker: str = ""
+    """Of a list's item, in Markdown."""
+
+    x0: float = 0.0
+    begins_column: bool = False
+
+
+@dataclass(frozen=True)
+class Fonts:
+    """What a document's ordinary text looks like, and which sizes above it are headings."""
+
+    size: float
+    style: int
+    levels: dict[float, int]
+
+    def level_of(self, row: Row) -> int:
+        """The heading level that a row's size says; 0 for none."""
+        return self.levels.get(_rounded(row.size), 0)
+
+    def styled_level(self, rows: list[Row]) -> int:
+        """The heading level that bold or italic letters say; 0 for none."""
+        own = _style_of(rows) & ~self.style & (BOLD | ITALIC)
+        if not own or rows[0].size < 0.95 * self.size:
+            return 0
+        return len(self.levels) + (1 if own & BOLD else 2)
+
+
+def fonts_of(pages: Iterable[Page]) -> Fonts:
+    """The fonts of a document."""
+    sizes: Counter[float] = Counter()
+    styles: Counter[int] = Counter()
+    for page in pages:
+        for word in page.words:
+            sizes[_rounded(word.size)] += len(word.text)
+            styles[word.style & (BOLD | ITALIC)] += len(word.text)
+    body = max(sizes, key=lambda size: (sizes[size], size), default=0.0)
+    larger = sorted((size for size in sizes if size >= LARGER * body), reverse=True)
+    levels = {size: min(place + 1, MOST_LEVELS) for place, size in enumerate(larger)}
+    return Fonts(body, max(styles, key=lambda style: styles[style], default=0), levels)
+
+
+def to_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
+    """The pieces of one column."""
+    rows = [row for row in rows if not LEADERS.search(row.text)]
+    pieces: list[Piece] = []
+    place = 0
+    for table in find_tables(rows):
+        pieces += _text_pieces(rows[place : table.begin], fonts, page=page)
+        pieces.append(Piece("table", [table.text], page))
+        place = table.end
+    pieces += _text_pieces(rows[place:], fonts, page=page)
+    if pieces:
+        pieces[0].begins_column = True
+    return pieces
+
+
+def _text_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
+    """Pieces of rows without tables."""
+    rows = [part for row in rows for part in _labels(row)]
+    groups = _groups(rows)
+    pieces = []
+    for place, group in enumerate(groups):
+        following = groups[place + 1] if place + 1 < len(groups) else None
+        pieces.append(_piece(group, following, fonts=fonts, page=page))
+    return pieces
+
+
+def _labels(row: Row) -> list[Row]:
+    """The row, or its parts where they are far apart and the first is no number of a heading or sign of an item."""
+    places = segments(row.words, LABEL_GAP * row.size)
+    if len(places) == 1 or _is_code(row) or len(row.words[0].text) <= 4:
+        return [row]
+    parts = [[word for word in row.words if x0 <= word.x0 <= x1] for x0, x1 in places]
+    return [each for part in parts if part for each in to_rows(part)]
+
+
+def _groups(rows: list[Row]) -> list[list[Row]]:
+    """Rows that follow each other without a sign that something new begins."""
+    if not rows:
+        return []
+    steps = [after.middle - row.middle for row, after in pairwise(rows)]
+    usual = [step for row, step in zip(rows, steps) if 0.5 * row.size < step < PITCH_LIMIT * row.size]
+    pitch = median(usual) if usual else 1.2 * rows[0].size
+    left, right = min(row.x0 for row in rows), max(row.x1 for row in rows)
+    groups = [[rows[0]]]
+    for row in rows[1:]:
+        if _begins(row, groups[-1], pitch=pitch, edges=(left, right)):
+            groups.append([row])
+        else:
+            groups[-1].append(row)
+    return groups
+
+
+def _begins(row: Row, group: list[Row], *, pitch: float, edges: tuple[float, float]) -> bool:
+    """Whether a row begins something new after the rows of a group."""
+    above, first = group[-1], group[0]
+    step = row.middle - above.middle
+    if _is_code(row) or _is_code(above):
+        return not (_is_code(row) and _is_code(above)) or step > 3 * pitch
+    if step > max(APART * pitch, APART * row.size) or step < 0.5 * row.size:
+        return True
+    if abs(row.size - above.size) > 0.1 * above.size or _style_of([row]) != _style_of([above]):
+        return bool(_style_of([row]) ^ _style_of([above])) or abs(row.size - above.size) > 0.1 * above.size
+    if split_marker(row.text)[0]:
+        return True
+    left, right = edges
+    if split_marker(first.text)[0]:
+        return row.x0 <= first.x0 + 0.2 * row.size  # a further line of an item stands under the item's text
+    if row.x0 > above.x0 + 0.7 * row.size and above.x0 < left + 0.7 * row.size and row.x0 < left + 5 * row.size:
+        return True
+    is_short = above.x1 < right - 0.25 * (right - left)
+    return is_short and above.text.endswith(ENDS[:4]) and not row.text[0].islower()
+
+
+def _piece(group: list[Row], following: list[Row] | None, *, fonts: Fonts, page: int) -> Piece:
+    """The piece that a group of rows is."""
+    text = " ".join(row.text for row in group)
+    if _is_code(group[0]):
+        return Piece("code", _code_lines(group), page)
+    marker, rest = split_marker(text)
+    level = _heading_level(group, following, fonts=fonts, text=text)
+    if level:
+        return Piece("heading", [row.text for row in group], page, level)
+    if marker:
+        lines = [row.text for row in group]
+        lines[0] = split_marker(lines[0])[1] if split_marker(lines[0])[0] else rest
+        return Piece("list", lines, page, marker=marker, x0=group[0].x0)
+    return Piece("paragraph", [row.text for row in group], page, x0=group[0].x0)
+
+
+def _heading_level(group: list[Row], following: list[Row] | None, *, fonts: Fonts, text: str) -> int:
+    """The level where the group is a heading; 0 where it is not."""
+    if len(group) > MOST_HEADING_ROWS or len(text) > LONGEST_HEADING or CAPTION.match(text):
+        return 0
+    if sum(map(str.isalpha, text)) < max(2, 0.4 * len(text)):
+        return 0
+    by_size = max(fonts.level_of(row) for row in group)
+    if by_size:
+        return by_size
+    begins = text[0].isupper() or text[0].isdigit()
+    ends = not text.endswith((*ENDS, ","))
+    if len(text) > LONGEST_STYLED or len(group) > 2 or not begins or not ends or following is None:
+        return 0
+    own = fonts.styled_level(group)
+    return own if own and _style_of(following) != _style_of(group) else 0
+
+
+def _style_of(rows: list[Row]) -> int:
+    """What all words of some rows have in common."""
+    common = BOLD | ITALIC
+    for row in rows:
+        for word in row.words:
+            common &= word.style
+    return common
+
+
+def _is_code(row: Row) -> bool:
+    return all(word.style & MONO for word in row.words)
+
+
+def _code_lines(rows: list[Row]) -> list[str]:
+    """The rows with their white space: a column is a character of the font."""
+    left = min(row.x0 for row in rows)
+    wide = [(word.x1 - word.x0) / len(word.text) for row in rows for word in row.words]
+    width = max(median(wide), 0.1)
+    lines = []
+    for row in rows:
+        line = ""
+        for word in row.words:
+            column = round((word.x0 - left) / width)
+            line += " " * min(max(column - len(line), 1 if line else 0), 200) + word.text
+        lines.append(line)
+    return lines
+
+
+def _rounded(size: float) -> float:
+    return round(2 * size) / 2

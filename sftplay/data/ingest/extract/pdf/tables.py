@@ -1,0 +1,109 @@
+"""Finds tables among rows by what stands in one line below another; rules drawn on the page are not looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sftplay.data.ingest.extract.markup.tables import as_markdown
+from sftplay.data.ingest.extract.pdf.lists import MARKER
+from sftplay.data.ingest.extract.pdf.rows import Row, segments
+from sftplay.data.ingest.extract.pdf.words import MONO
+
+CELL_GAP = 1.15
+"""Least space between cells in sizes of the font."""
+
+LEAST_ROWS, MOST_COLUMNS = 3, 40
+FAR = 2.6
+"""Heights of a row by which the rows of a table may be apart."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where a table stands among the rows, and its Markdown."""
+
+    begin: int
+    end: int
+    text: str
+
+
+def find_tables(rows: list[Row]) -> list[Table]:
+    """The tables among a column's rows."""
+    found, place = [], 0
+    while place < len(rows):
+        end = _end_of(rows, place)
+        table = _build(rows, place, end=end) if end - place >= LEAST_ROWS else None
+        if table is not None:
+            found.append(table)
+            place = table.end
+        else:
+            place += 1
+    return found
+
+
+def cells_of(row: Row) -> list[tuple[float, float]]:
+    """Where the cells of a row stand; a list's sign belongs to its item."""
+    found = segments(row.words, CELL_GAP * row.size)
+    if len(found) > 1 and MARKER.fullmatch(f"{row.words[0].text} ") and found[0][1] <= row.words[0].x1 + 0.1:
+        found[:2] = [(found[0][0], found[1][1])]
+    return found
+
+
+def _end_of(rows: list[Row], begin: int) -> int:
+    """Behind the last row of several cells that follows the first without a gap or a full row of text."""
+    if len(cells_of(rows[begin])) < 2 or _is_code(rows[begin]):
+        return begin
+    last, single = begin, 0
+    for place in range(begin + 1, len(rows)):
+        row = rows[place]
+        if row.top - rows[place - 1].bottom > FAR * row.size or _is_code(row):
+            break
+        if len(cells_of(row)) >= 2:
+            last, single = place, 0
+        else:
+            single += 1
+            if single > 2:
+                break
+    return last + 1
+
+
+def _is_code(row: Row) -> bool:
+    return all(word.style & MONO for word in row.words)
+
+
+def _build(rows: list[Row], begin: int, *, end: int) -> Table | None:
+    """The table of some rows; None where their cells do not stand below each other."""
+    body = rows[begin:end]
+    columns = _columns([cells_of(row) for row in body if len(cells_of(row)) >= 2])
+    several = [row for row in body if len(cells_of(row)) >= 2]
+    if not 2 <= len(columns) <= MOST_COLUMNS or len(several) < LEAST_ROWS:
+        return None
+    filled = sum(len(cells_of(row)) for row in several)
+    if filled < 0.6 * len(columns) * len(several):
+        return None
+    grid: list[list[str]] = []
+    for row in body:
+        line = [""] * len(columns)
+        for word in row.words:
+            column = min(range(len(columns)), key=lambda c: _distance(columns[c], (word.x0 + word.x1) / 2))
+            line[column] = f"{line[column]} {word.text}".strip()
+        if grid and not line[0] and any(grid[-1]):  # a cell's further lines
+            grid[-1] = [f"{above} {below}".strip() for above, below in zip(grid[-1], line)]
+        else:
+            grid.append(line)
+    return Table(begin, end, as_markdown(grid))
+
+
+def _columns(cells: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Where columns stand: cells that overlap are of one column; what spans several columns is set aside."""
+    most = max(map(len, cells), default=0)
+    columns: list[tuple[float, float]] = []
+    for x0, x1 in sorted(cell for line in cells if len(line) >= max(2, most - 1) for cell in line):
+        if columns and x0 < columns[-1][1]:
+            columns[-1] = columns[-1][0], max(columns[-1][1], x1)
+        else:
+            columns.append((x0, x1))
+    return columns
+
+
+def _distance(column: tuple[float, float], x: float) -> float:
+    return max(column[0] - x, x - column[1], 0.0)

@@ -1,0 +1,186 @@
+"""From a folder to FILE.jsonl, FILE.report.json and FILE.report.html: all stages, one after another.
+
+What an interrupted command has done is used; FILE.jsonl has the same bytes then, and with any number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.atomic import read_object, whole_file, write_text
+from sftplay.data.cache import fingerprint
+from sftplay.data.ingest.children.pool import ChildPool
+from sftplay.data.ingest.run.records import Records, compare
+from sftplay.data.ingest.run.report import report_of, shown
+from sftplay.data.ingest.run.stages import FINISH, READ, finish_all, read_all, repeated_lines
+from sftplay.data.ingest.run.walk import Found, walk
+from sftplay.data.ingest.run.work import Work
+from sftplay.data.ingest.settings import CLEANING, Settings
+from sftplay.data.ingest.steps import cleaning, language
+from sftplay.errors import ConfigError, DataError
+
+TEXTS_AT_ONCE = 64
+"""Texts whose tokens are counted together."""
+
+NAMED_FILES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """What is given by those who may import more than this folder."""
+
+    page_of: Callable[[dict[str, Any]], str]
+    """The report as an HTML page."""
+
+    count_tokens: Callable[[Sequence[str]], int] | None = None
+    """Tokens of some texts in all; None counts none."""
+
+
+def report_paths(out: Path) -> tuple[Path, Path]:
+    """The report's two files."""
+    return out.with_suffix(".report.json"), out.with_suffix(".report.html")
+
+
+def ingest(settings: Settings, outside: Outside, *, replaces: bool = False) -> dict[str, Any]:
+    """Write the rows of all documents to `settings.out`, and the report, which is returned.
+
+    An OUT that these files and settings have made already stays as it is. Where nothing is kept, none is written.
+
+    Raises:
+        ConfigError: OUT cannot be written, or is a file of something else and `replaces` is False.
+        DataError: there is no document.
+        MachineError: a library is missing.
+    """
+    began = time.monotonic()
+    _check(settings)
+    found = walk(settings.source, (settings.out, *report_paths(settings.out)))
+    files = [each for each in found if not each.reason]
+    if not files:
+        raise DataError(_nothing(found), where=str(settings.source), fix="name a folder of documents with IN=")
+    mark = _mark(settings, found)
+    if old := _made_already(settings, mark, replaces=replaces):
+        log.say(f"{settings.out} is up to date: files and settings are those it was made of", "ingest")
+        return old
+    work = Work(settings.out)
+    with work.opened():
+        report = _make(settings, found, work=work, outside=outside, mark=mark, began=began)
+        work.remove()
+    return report
+
+
+def check_outcome(report: dict[str, Any], settings: Settings) -> None:
+    """Raise DataError where nothing was kept, or where a file is unreadable and the settings call that an error."""
+    where = str(report_paths(settings.out)[0])
+    if not report["kept"]:
+        what = f"no document was kept, and {settings.out} was not written: {_counts(report)}"
+        raise DataError(what, where=where, fix="see there what became of each file, and why")
+    bad = [file for file in report["files"] if file["status"] == "unreadable"]
+    if bad and settings.bad_files == "error":
+        named = "\n  ".join(f"{file['path']!r}: {file['reason']}, {file['detail']}" for file in bad[:NAMED_FILES])
+        more = f"\n  and {len(bad) - NAMED_FILES:,} more" if len(bad) > NAMED_FILES else ""
+        what = f"{len(bad):,} of {len(report['files']):,} files cannot be read\n  {named}{more}"
+        raise DataError(what, where=where, fix="correct them, or allow them with --on-bad-file=report")
+
+
+def _check(settings: Settings) -> None:
+    if settings.out.suffix != ".jsonl":
+        raise ConfigError("does not end in .jsonl", where=str(settings.out), fix="write OUT=file.jsonl")
+    if settings.source.exists() and settings.out.exists() and settings.source.samefile(settings.out):
+        raise ConfigError("is IN too", where=str(settings.out), fix="choose another OUT")
+    cleaning.check_installed([step for step in CLEANING if settings.does(step)])
+    if settings.languages:
+        language.check_installed()
+
+
+def _nothing(found: Sequence[Found]) -> str:
+    others = f", only {len(found):,} other files or folders, such as {shown(found[0].name)!r}" if found else ""
+    if len(found) == 1 and found[0].is_fault:
+        return f"cannot be read: {found[0].reason}, {found[0].detail}"
+    return f"holds no document{others}"
+
+
+def _mark(settings: Settings, found: Sequence[Found]) -> str:
+    """What changes when OUT would."""
+    files = [[each.name, each.size, each.mtime_ns, each.reason] for each in found]
+    return fingerprint({"files": files, "settings": settings.deciding(), "tokenizer": settings.tokenizer})
+
+
+def _made_already(settings: Settings, mark: str, *, replaces: bool) -> dict[str, Any]:
+    """The report of an OUT that is what would be made; empty where it is to be made.
+
+    Raises:
+        ConfigError: OUT is something else.
+    """
+    out = settings.out
+    if not (out.exists() or out.is_symlink()) or replaces:
+        return {}
+    old = read_object(report_paths(out)[0])
+    if old.get("mark") == mark and old.get("out_bytes") == out.stat().st_size:
+        return old
+    what = "exists already" + (", made of other files or settings" if "mark" in old else "")
+    raise ConfigError(what, where=str(out), fix="write over it with ARGS=--replace, or choose another file with OUT=")
+
+
+def _make(
+    settings: Settings, found: Sequence[Found], *, work: Work, outside: Outside, mark: str, began: float
+) -> dict[str, Any]:
+    files = [each for each in found if not each.reason]
+    errors = work.folder / "errors.txt"
+    kinds = sorted({each.path.suffix.lower() for each in files} - {""})
+    with ChildPool(settings.workers, warmed=[":".join([READ, *kinds]), FINISH], errors=errors) as pool:
+        documents = read_all(files, settings, work=work, pool=pool)
+        lines = repeated_lines(documents, settings)
+        chunks = finish_all(documents, settings, lines=lines, work=work, pool=pool)
+    log.status("comparing texts", "ingest")
+    records = Records(chunks)
+    verdict = compare(records, settings)
+    passed_over = [each for each in found if each.reason]
+    report = report_of(documents, chunks, passed_over=passed_over, records=records, verdict=verdict, settings=settings)
+    report = {"in": str(settings.source), "out": str(settings.out), "mark": mark, **report}
+    report |= {"tokens": None, "tokenizer": settings.tokenizer or None, "out_bytes": 0}
+    if report["kept"]:
+        with whole_file(settings.out) as scratch:
+            report["tokens"] = _write(records, verdict.reasons() == "", path=scratch, outside=outside)
+            report["out_bytes"] = scratch.stat().st_size
+            _write_report(report, settings, outside=outside, began=began)  # OUT never stands there without it
+    else:
+        _write_report(report, settings, outside=outside, began=began)
+    return report
+
+
+def _write_report(report: dict[str, Any], settings: Settings, *, outside: Outside, began: float) -> None:
+    report["seconds"] = round(time.monotonic() - began, 1)
+    as_json, as_page = report_paths(settings.out)
+    write_text(as_json, json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+    write_text(as_page, outside.page_of(report))
+
+
+def _write(records: Records, is_kept: Any, *, path: Path, outside: Outside) -> int | None:
+    """Write the kept records; their tokens, where they are counted."""
+    kept = (line for line, stays in zip(records.lines(), is_kept, strict=True) if stays)
+    n_tokens, n_done, total = 0, 0, int(is_kept.sum())
+    with path.open("wb") as stream:
+        for lines in _batches(kept):
+            stream.writelines(lines)
+            n_done += len(lines)
+            if outside.count_tokens is not None:
+                n_tokens += outside.count_tokens([json.loads(line)["text"] for line in lines])
+                log.progress(n_done, total, what="texts counted", tag="ingest")
+    return None if outside.count_tokens is None else n_tokens
+
+
+def _batches(lines: Iterator[bytes]) -> Iterator[list[bytes]]:
+    while batch := list(islice(lines, TEXTS_AT_ONCE)):
+        yield batch
+
+
+def _counts(report: dict[str, Any]) -> str:
+    told = {**report["dropped"], **report["unreadable"]}
+    return ", ".join(f"{count:,} {reason}" for reason, count in told.items()) or "there was none"

@@ -1,0 +1,108 @@
+"""All finished records of an ingestion, by number: which of them repeat others, and those that are kept, as lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.data.ingest.duplicates.near import Pair, candidates, find_near, first_of_equal, rows_of_a_band
+from sftplay.data.ingest.duplicates.shingles import PERMUTATIONS, Hashes, Signature
+from sftplay.data.ingest.run.stages import Chunk
+from sftplay.data.ingest.settings import Settings
+from sftplay.data.ingest.steps.finishing import COLUMNS, read_table
+
+
+class Records:
+    """The records of chunks, numbered through from 0."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._starts = [0, *accumulate(chunk.answer["records"] for chunk in chunks)]
+        tables = [read_table(chunk.stem) for chunk in chunks]
+        self.table = np.concatenate(tables) if tables else np.zeros((0, len(COLUMNS)), np.uint64)
+        self.signature = lru_cache(maxsize=1024)(self._read_signature)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def column(self, name: str) -> NDArray[np.uint64]:
+        """One column of the table of all records."""
+        return self.table[:, COLUMNS.index(name)]
+
+    def lines(self) -> Iterator[bytes]:
+        """Every record as its line, in order."""
+        for chunk in self._chunks:
+            with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
+                yield from stream
+
+    def record(self, number: int) -> dict[str, Any]:
+        """One record."""
+        chunk, place = self._find(number)
+        with Path(f"{chunk.stem}.jsonl").open("rb") as stream:
+            stream.seek(int(self.column("end")[number - 1]) if place else 0)
+            found: dict[str, Any] = json.loads(stream.readline())
+        return found
+
+    def text(self, number: int) -> str:
+        """One record's text."""
+        text: str = self.record(number)["text"]
+        return text
+
+    def bands(self, near: float) -> Iterator[Hashes]:
+        """For each band of the signatures the keys of all records: uint64 [records]."""
+        sizes = [chunk.answer["records"] for chunk in self._chunks]
+        for band in range(PERMUTATIONS // rows_of_a_band(near)):
+            parts = [
+                np.fromfile(f"{chunk.stem}.bands", np.uint64, size, offset=8 * band * size)
+                for chunk, size in zip(self._chunks, sizes, strict=True)
+                if size
+            ]
+            yield np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+
+    def _read_signature(self, number: int) -> Signature:
+        chunk, place = self._find(number)
+        return np.fromfile(f"{chunk.stem}.signatures", np.uint32, PERMUTATIONS, offset=4 * PERMUTATIONS * place)
+
+    def _find(self, number: int) -> tuple[Chunk, int]:
+        """The chunk of a record, and its number in it."""
+        at = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return self._chunks[at], number - self._starts[at]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which records are dropped because they repeat others."""
+
+    repeats: NDArray[np.int64]
+    """For each record the one that it repeats to the character, or itself."""
+
+    pairs: list[Pair] = field(default_factory=list)
+
+    def reasons(self) -> NDArray[np.str_]:
+        """For each record why it is dropped; empty for the kept ones."""
+        own = np.arange(len(self.repeats))
+        reasons = np.where(self.repeats == own, "", "duplicate").astype("U14")
+        reasons[[pair.dropped for pair in self.pairs]] = "near_duplicate"
+        return reasons
+
+
+def compare(records: Records, settings: Settings) -> Verdict:
+    """Find what repeats an earlier record, as far as the settings ask for it."""
+    repeats = np.arange(len(records))
+    if settings.does("duplicates"):
+        repeats = first_of_equal([records.column("key"), records.column("key2")])
+    if not settings.does("near_duplicates"):
+        return Verdict(repeats)
+    found = find_near(
+        candidates(records.bands(settings.near), repeats == np.arange(len(records))),
+        near=settings.near, text_of=records.text, signature_of=records.signature,
+    )  # fmt: skip
+    return Verdict(repeats, list(found))

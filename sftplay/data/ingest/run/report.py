@@ -1,0 +1,133 @@
+"""What became of every file and document, as FILE.report.json has it: documents = kept + dropped + unreadable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sftplay.data.ingest.run.records import Records, Verdict
+from sftplay.data.ingest.run.stages import Chunk, Document
+from sftplay.data.ingest.run.walk import Found
+from sftplay.data.ingest.settings import STEPS, Settings
+from sftplay.data.ingest.steps.finishing import EXAMPLES, example_of
+
+MOST_PAIRS = 1000
+"""Pairs of near-duplicates that are listed; all are counted."""
+
+KEPT_EXAMPLES = 5
+
+
+def report_of(
+    documents: Sequence[Document], chunks: Sequence[Chunk], *, passed_over: Sequence[Found], records: Records,
+    verdict: Verdict, settings: Settings,
+) -> dict[str, Any]:  # fmt: skip
+    """The report, without tokens."""
+    reasons = verdict.reasons()
+    files = _files(documents, chunks, records=records, reasons=reasons)
+    rest = [_passed(found) for found in passed_over]
+    unreadable = Counter(file["reason"] for file in [*files, *rest] if file["status"] == "unreadable")
+    dropped = sum((Counter(file["dropped"]) for file in files), Counter())
+    kept = int(np.count_nonzero(reasons == ""))
+    return {
+        "documents": kept + dropped.total() + unreadable.total(),
+        "kept": kept,
+        "dropped": dict(sorted(dropped.items())),
+        "unreadable": dict(sorted(unreadable.items())),
+        "skipped": dict(sorted(Counter(file["reason"] for file in rest if file["status"] == "skipped").items())),
+        "characters": int(records.column("chars")[reasons == ""].sum()),
+        "by": settings.by,
+        "steps": {step: "on" if settings.does(step) else "off" for step in STEPS},
+        "cleaned_blocks": dict(sum((Counter(each.answer.get("cleaned", {})) for each in documents), Counter())),
+        "boilerplate": dict(sum((Counter(chunk.answer["taken"]) for chunk in chunks), Counter()).most_common(100)),
+        "near_duplicate_pairs": _pairs(records, verdict),
+        "near_duplicate_pairs_in_all": len(verdict.pairs),
+        "examples": {
+            "kept": _kept(records, reasons),
+            "dropped": _dropped(documents, chunks, records=records, verdict=verdict),
+        },
+        "files": sorted([*files, *rest], key=lambda file: file["path"].split("/")),
+    }
+
+
+def shown(name: str) -> str:
+    """A file's name as UTF-8 text: bytes that are none become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _files(documents: Sequence[Document], chunks: Sequence[Chunk], *, records: Records, reasons: Any) -> list[Any]:
+    dropped: list[Counter[str]] = [Counter(each.answer.get("dropped", {})) for each in documents]
+    for chunk in chunks:
+        for place, counts in chunk.answer["dropped"].items():
+            dropped[int(place)].update(counts)
+    owners = records.column("file").astype(np.int64)
+    for reason in ("duplicate", "near_duplicate"):
+        for place, count in Counter(owners[reasons == reason].tolist()).items():
+            dropped[place][reason] += count
+    is_kept = reasons == ""
+    kept = np.bincount(owners[is_kept], minlength=len(documents))
+    sums = np.bincount(owners[is_kept], records.column("chars")[is_kept], minlength=len(documents))
+    return [
+        _file(document, dropped[place], kept=int(kept[place]), characters=int(sums[place]))
+        for place, document in enumerate(documents)
+    ]
+
+
+def _file(document: Document, dropped: Counter[str], *, kept: int, characters: int) -> dict[str, Any]:
+    answer, found = document.answer, document.found
+    told = {key: answer[key] for key in ("reason", "detail", "notes", "sha256") if answer.get(key)}
+    return {
+        "path": shown(found.name), "status": answer["status"], **told, "bytes": found.size, "kept": kept,
+        "dropped": dict(dropped), "characters": characters, "seconds": round(answer["seconds"], 3),
+        "peak_mb": round(answer["peak_bytes"] / 1e6),
+    }  # fmt: skip
+
+
+def _passed(found: Found) -> dict[str, Any]:
+    status = "unreadable" if found.is_fault else "skipped"
+    return {"path": shown(found.name), "status": status, "reason": found.reason, "detail": shown(found.detail)}
+
+
+def _pairs(records: Records, verdict: Verdict) -> list[dict[str, Any]]:
+    def place(number: int) -> dict[str, Any]:
+        record = records.record(number)
+        return {key: record[key] for key in ("source", "section", "row", "place")}
+
+    return [
+        {"similarity": round(pair.similarity, 4), "kept": place(pair.kept), "dropped": place(pair.dropped)}
+        for pair in verdict.pairs[:MOST_PAIRS]
+    ]
+
+
+def _kept(records: Records, reasons: Any) -> list[dict[str, Any]]:
+    kept = np.flatnonzero(reasons == "")
+    spread = kept[:: max(1, len(kept) // KEPT_EXAMPLES)][:KEPT_EXAMPLES]
+    return [example_of(records.record(int(number))) for number in spread]
+
+
+def _dropped(
+    documents: Sequence[Document], chunks: Sequence[Chunk], *, records: Records, verdict: Verdict
+) -> list[Any]:
+    """A few of each reason."""
+    found = [
+        {"source": shown(document.found.name), **example}
+        for document in documents
+        for example in document.answer.get("examples", ())
+    ]
+    found += [example for chunk in chunks for example in chunk.answer["examples"]]
+    equal = np.flatnonzero(verdict.repeats != np.arange(len(records)))[:EXAMPLES].tolist()
+    twins = [(number, int(verdict.repeats[number]), "duplicate", "the same text as") for number in equal]
+    near = sorted(verdict.pairs[:EXAMPLES], key=lambda pair: pair.dropped)
+    twins += [(p.dropped, p.kept, "near_duplicate", f"{p.similarity:.0%} the same as") for p in near]
+    for number, kept, reason, what in twins:
+        detail = f"{what} {records.record(kept)['source']}"
+        found.append({"reason": reason, "detail": detail, **example_of(records.record(number))})
+    seen: Counter[str] = Counter()
+    shown_ones = []
+    for example in found:
+        seen[example["reason"]] += 1
+        if seen[example["reason"]] <= EXAMPLES:
+            shown_ones.append(example)
+    return shown_ones

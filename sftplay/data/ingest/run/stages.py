@@ -1,0 +1,182 @@
+"""The two stages that run in children: files are read into shards, shards become records."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.data.ingest.children.pool import ChildPool, End, Task
+from sftplay.data.ingest.run.walk import Found
+from sftplay.data.ingest.run.work import Work, answer_path, forget, read_answer
+from sftplay.data.ingest.settings import Settings
+from sftplay.data.ingest.steps.finishing import Shard
+from sftplay.data.ingest.steps.lines import repeated
+from sftplay.data.ingest.steps.reading import is_streamed, shard_path
+from sftplay.errors import RunError, error_from_json
+
+READ, FINISH = "sftplay.data.ingest.steps.reading", "sftplay.data.ingest.steps.finishing"
+
+STREAMED_BYTES_A_S = 4_000_000
+"""A file that is streamed gets a second for so many bytes, beside the limit of all files."""
+
+MOST_FILE_BYTES = 2 << 30
+"""Of any file that a reader writes, a library's too."""
+
+CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
+"""Shards that are finished together."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file, where its text lies, and what was found in it."""
+
+    found: Found
+    stem: str
+    answer: dict[str, Any]
+
+    @property
+    def is_read(self) -> bool:
+        return self.answer["status"] == "read"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Finished records, where they lie."""
+
+    stem: str
+    answer: dict[str, Any]
+
+
+def read_all(files: Sequence[Found], settings: Settings, *, work: Work, pool: ChildPool) -> list[Document]:
+    """Every file, read or with the reason why not; those that an earlier command has read are taken as they are.
+
+    Raises:
+        MachineError: a library is missing.
+    """
+    stems = [_stem(found, settings, work=work) for found in files]
+    answers = [read_answer(stem) for stem in stems]
+    places = {answer_path(stem): place for place, stem in enumerate(stems)}
+    tasks = (_task(files[place], settings, stem=stems[place]) for place, known in enumerate(answers) if not known)
+    done = sum(map(bool, answers))
+    bad = sum(answer is not None and answer["status"] != "read" for answer in answers)
+    if done:
+        log.say(f"{done:,} of {len(files):,} files were read before; going on", "ingest")
+    for end in pool.run(tasks):
+        place = places[end.task.answer]
+        answers[place] = answer = _answer_of(end, stems[place])
+        done, bad = done + 1, bad + (answer["status"] != "read")
+        log.progress(done, len(files), what="files", text=f"{bad:,} unreadable" if bad else "", tag="ingest")
+    return [Document(found, stem, answer or {}) for found, stem, answer in zip(files, stems, answers, strict=True)]
+
+
+def repeated_lines(documents: Sequence[Document], settings: Settings) -> list[int]:
+    """The keys of lines that stand in too many of the documents. Files of rows do not count: they stay as they are."""
+    if not settings.does("boilerplate"):
+        return []
+    return repeated([Path(f"{each.stem}.lines") for each in documents if each.is_read and not each.answer["is_table"]])
+
+
+def finish_all(
+    documents: Sequence[Document], settings: Settings, *, lines: list[int], work: Work, pool: ChildPool
+) -> list[Chunk]:
+    """The records of all documents, in order, in chunks of bounded size.
+
+    Raises:
+        RunError: a chunk could not be made.
+    """
+    listed = work.stem({"lines": lines})
+    write_text(Path(listed), json.dumps(lines))
+    planned = list(_planned(documents))
+    stems = [work.stem({"shards": shards, "lines": lines, "settings": settings.finishing()}) for shards in planned]
+    known = [read_answer(stem) for stem in stems]
+    tasks = (
+        Task(
+            function=f"{FINISH}.finish", answer=answer_path(stem),
+            arguments={"shards": shards, "stem": stem, "lines": listed, **settings.finishing()},
+        )
+        for shards, stem, answer in zip(planned, stems, known, strict=True)
+        if not answer
+    )  # fmt: skip
+    done = sum(map(bool, known))
+    for end in pool.run(tasks):
+        if not end.is_done:
+            fix = "free memory and disk; the same command goes on where this one stopped"
+            raise RunError(f"a process that finishes records has ended ({_cause(end)})", where="ingest", fix=fix)
+        done += 1
+        log.progress(done, len(planned), what="parts finished", tag="ingest")
+    return [Chunk(stem, read_answer(stem) or {}) for stem in stems]
+
+
+def _stem(found: Found, settings: Settings, *, work: Work) -> str:
+    facts = {"name": found.name, "size": found.size, "mtime": found.mtime_ns}
+    return work.stem({**facts, "path": str(found.path.absolute()), "settings": settings.reading()})
+
+
+def _task(found: Found, settings: Settings, *, stem: str) -> Task:
+    try:
+        extra = found.size / STREAMED_BYTES_A_S if is_streamed(found.path, found.size) else 0.0
+    except OSError:  # the child says what is wrong with it
+        extra = 0.0
+    return Task(
+        function=f"{READ}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
+        memory_bytes=settings.memory_bytes, most_file_bytes=MOST_FILE_BYTES,
+        arguments={
+            "path": str(found.path), "stem": stem, "size": found.size, "mtime_ns": found.mtime_ns,
+            "encoding": settings.encoding, "cleaning": settings.reading()["cleaning"],
+        },
+    )  # fmt: skip
+
+
+def _answer_of(end: End, stem: str) -> dict[str, Any]:
+    """What the child has found, or how it died, which is written down as its answer."""
+    answer = read_answer(stem) if end.is_done else None
+    if answer is None:
+        forget(stem)
+        reason, detail = _death(end)
+        answer = {"status": "unreadable", "reason": reason, "detail": detail}
+        answer |= {"seconds": end.seconds, "peak_bytes": end.peak_bytes}
+        write_text(Path(answer_path(stem)), json.dumps(answer))
+    elif answer["status"] == "stopped":
+        forget(stem)
+        raise error_from_json(answer["error"])
+    return answer
+
+
+def _death(end: End) -> tuple[str, str]:
+    if end.killed_for == "timeout":
+        return "timeout", f"took longer than {end.task.limit_s:.0f} s"
+    if end.killed_for == "memory":
+        return "memory", f"its reader took more than {(end.task.memory_bytes or 0) / 1e6:,.0f} MB"
+    return "crashed", f"its reader ended with {_cause(end)}"
+
+
+def _cause(end: End) -> str:
+    if end.exit_code >= 0:
+        return f"code {end.exit_code}"
+    name = signal.Signals(-end.exit_code).name
+    return f"signal {name}" + (", as where the machine's memory is used up" if name == "SIGKILL" else "")
+
+
+def _planned(documents: Sequence[Document]) -> Iterator[list[dict[str, Any]]]:
+    """The shards in order, in groups for one chunk each."""
+    group: list[dict[str, Any]] = []
+    n_bytes = 0
+    for place, document in enumerate(documents):
+        for number, size in enumerate(document.answer.get("shards", ())):
+            shard = Shard(
+                file=place, name=document.found.name, path=shard_path(document.stem, number),
+                file_sha256=document.answer["sha256"],
+            )  # fmt: skip
+            group.append(asdict(shard))
+            n_bytes += size
+            if n_bytes >= CHUNK_BYTES or len(group) == CHUNK_SHARDS:
+                yield group
+                group, n_bytes = [], 0
+    if group:
+        yield group

@@ -1,0 +1,215 @@
+"""Reads one file, in a child process: text, cleaned block by block, goes into shards; what was found is its answer.
+
+A shard holds a document a line, as JSON: `title`, `blocks` ([text, kind, level, page]) or, for rows of a table, `text`
+as it was, and where in the file the document stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sftplay.data.ingest.by_kind import HEAD_BYTES, extract, kind_of
+from sftplay.data.ingest.extract.document import Block, Unreadable
+from sftplay.data.ingest.extract.text.plain import to_block, wrap_width
+from sftplay.data.ingest.settings import ROWS
+from sftplay.data.ingest.steps.cleaning import Cleaner
+from sftplay.data.ingest.steps.lines import TextBlock, line_keys, write_keys
+from sftplay.data.ingest.steps.streams import long_text, text_rows
+from sftplay.errors import SftplayError
+
+LONG_TEXT_BYTES = 16 << 20
+"""A text file above this size is cut into documents of at most a million characters."""
+
+SHARD_BYTES = 32 << 20
+
+MOST_GROWTH, ALWAYS_BYTES = 50, 64 << 20
+"""A file's text may be so many times larger than the file, and always this large."""
+
+EXAMPLES = 3
+"""Refused rows of one file and reason that are shown."""
+
+PARAGRAPHS = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
+
+
+class Shards:
+    """Writes documents into numbered files of bounded size."""
+
+    def __init__(self, stem: str, most_bytes: int) -> None:
+        self._stem, self._most_bytes = stem, most_bytes
+        self._in_shard = self._in_all = 0
+        self.sizes: list[int] = []
+        self._stream = self._open()
+
+    def _open(self) -> BinaryIO:
+        return Path(shard_path(self._stem, len(self.sizes))).open("wb")
+
+    def write(self, document: dict[str, Any]) -> None:
+        """One more document.
+
+        Raises:
+            Unreadable: the file's text is far larger than the file.
+        """
+        line = json.dumps(document, ensure_ascii=False).encode() + b"\n"
+        if self._in_shard and self._in_shard + len(line) > SHARD_BYTES:
+            self.close()
+            self._stream = self._open()
+        self._stream.write(line)
+        self._in_shard += len(line)
+        self._in_all += len(line)
+        if self._in_all > self._most_bytes:
+            raise Unreadable("unsafe", f"its text is larger than {self._most_bytes >> 20} MiB")
+
+    def close(self) -> None:
+        """End the last shard."""
+        self._stream.close()
+        self.sizes.append(self._in_shard)
+        self._in_shard = 0
+
+
+def shard_path(stem: str, number: int) -> str:
+    """The file of a shard."""
+    return f"{stem}.{number:04}.jsonl"
+
+
+LIBRARIES = {
+    ".md": ("markdown_it",),
+    ".html": ("lxml.html",),
+    ".htm": ("lxml.html",),
+    ".docx": ("lxml.etree",),
+    ".pptx": ("lxml.etree", "pptx"),
+    ".xlsx": ("openpyxl",),
+    ".odt": ("lxml.etree",),
+    ".pdf": ("pypdfium2.raw",),
+    ".rst": ("docutils.core", "docutils.parsers.rst"),
+    ".eml": ("email.parser", "email.policy"),
+}
+"""File name ending -> what its reader imports. Imported before the first fork, it costs a file nothing."""
+
+
+def warm_up(*suffixes: str) -> None:
+    """Import what the readers of such files need and what is installed."""
+    for name in {"ftfy", *(name for suffix in suffixes for name in LIBRARIES.get(suffix, ()))}:
+        if find_spec(name.split(".")[0]):
+            import_module(name)
+
+
+def read_file(*, path: str, stem: str, size: int, mtime_ns: int, encoding: str, cleaning: list[str]) -> dict[str, Any]:
+    """Write the file's documents into shards, the keys of its lines beside them; what there is to report of it."""
+    began, reader = time.monotonic(), _Reader(Path(path), stem, size=size, encoding=encoding, cleaning=cleaning)
+    try:
+        found = reader.read()
+    except Unreadable as error:
+        found = {"status": "unreadable", "reason": error.reason, "detail": error.detail}
+    except MemoryError:
+        found = {"status": "unreadable", "reason": "memory", "detail": "its reader needs more memory than it may have"}
+    except OSError as error:
+        found = {"status": "unreadable", "reason": "not_readable", "detail": error.strerror or str(error)}
+    except SftplayError as error:  # a library is missing: no file of this kind can be read here
+        found = {"status": "stopped", "error": error.as_json()}
+    except Exception as error:  # noqa: BLE001 - a document's parser is foreign code; what it dies of is counted
+        found = {"status": "unreadable", "reason": "broken", "detail": f"{type(error).__name__}: {error}"[:500]}
+    if found["status"] != "stopped" and not _is_same(Path(path), size, mtime_ns=mtime_ns):
+        found = {"status": "unreadable", "reason": "changed", "detail": "the file changed while it was read"}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return {**found, "seconds": time.monotonic() - began, "peak_bytes": peak}
+
+
+class _Reader:
+    """One file on its way into shards."""
+
+    def __init__(self, path: Path, stem: str, *, size: int, encoding: str, cleaning: list[str]) -> None:
+        self._path, self._stem, self._size, self._encoding = path, stem, size, encoding
+        self._cleaner = Cleaner(cleaning)
+        self._shards = Shards(stem, max(ALWAYS_BYTES, MOST_GROWTH * size))
+        self._keys: set[int] = set()
+        self._notes: list[str] = []
+        self._refused: Counter[str] = Counter()
+        self._examples: list[dict[str, Any]] = []
+
+    def read(self) -> dict[str, Any]:
+        self._path.open("rb").close()  # whether this user may read it is no question of its kind
+        n_documents = 0
+        for document in self._documents():
+            self._shards.write(document)
+            n_documents += 1
+        self._shards.close()
+        write_keys(Path(f"{self._stem}.lines"), self._keys)
+        with self._path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {
+            "status": "read", "is_table": is_rows(self._path), "documents": n_documents, "notes": self._notes,
+            "sha256": digest,
+            "shards": self._shards.sizes, "cleaned": dict(self._cleaner.changed), "dropped": dict(self._refused),
+            "examples": self._examples,
+        }  # fmt: skip
+
+    def _documents(self) -> Iterator[dict[str, Any]]:
+        if is_rows(self._path):
+            yield from self._rows()
+        elif self._size > LONG_TEXT_BYTES and _is_text(self._path):
+            yield from self._parts()
+        else:
+            found = extract(self._path, self._encoding)
+            self._notes = list(found.notes)
+            blocks = self._cleaned(found.blocks)
+            self._keys = line_keys(blocks)
+            yield {"title": found.title, "blocks": blocks}
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for row in text_rows(self._path, self._encoding):
+            if row.reason:
+                self._refused[row.reason] += 1
+                if self._refused[row.reason] <= EXAMPLES:
+                    self._examples.append({"reason": row.reason, "row": row.number, "detail": row.detail})
+            else:
+                yield {"title": row.title, "text": row.text, "row": row.number}
+
+    def _parts(self) -> Iterator[dict[str, Any]]:
+        width = None
+        for part in long_text(self._path, self._encoding):
+            paragraphs = [each.strip("\n") for each in PARAGRAPHS.split(part.text) if each.strip()]
+            width = wrap_width(paragraphs) if width is None else width
+            blocks = self._cleaned(to_block(each, width) for each in paragraphs)
+            yield {"title": self._path.stem, "blocks": blocks, "place": [part.begin, part.begin + len(part.text)]}
+
+    def _cleaned(self, blocks: Iterable[Block]) -> list[TextBlock]:
+        cleaned = ((self._cleaner.clean(block), block.kind, block.level, block.page) for block in blocks)
+        return [block for block in cleaned if block[0]]
+
+
+def is_rows(path: Path) -> bool:
+    """The file is a table whose rows are documents."""
+    return path.name.lower().endswith(ROWS)
+
+
+def is_streamed(path: Path, size: int) -> bool:
+    """The file is read piece by piece, so that its size is no matter of memory."""
+    return is_rows(path) or (size > LONG_TEXT_BYTES and _is_text(path))
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    try:
+        return kind_of(path, head) in ("txt", "md")
+    except Unreadable:
+        return False
+
+
+def _is_same(path: Path, size: int, *, mtime_ns: int) -> bool:
+    """The file is still the one that the walk over the folder has seen."""
+    try:
+        now = path.stat()
+    except OSError:
+        return False
+    return (now.st_size, now.st_mtime_ns) == (size, mtime_ns)

@@ -1,0 +1,93 @@
+"""Tokenised documents that lie one behind the other, and where each of them begins.
+
+Documents come in groups. A group is the unit in which they are shuffled, and in which a store that is still being
+filled shows them. Which documents form a group depends on the documents alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+GROUP_DOCUMENTS, GROUP_TOKENS = 16_384, 1 << 24
+"""A group ends with so many documents, or with the document that brings it to so many tokens."""
+
+ENTRY = np.dtype(
+    [
+        ("end", "<i8"),
+        ("learned_end", "<i8"),
+        ("n_bytes", "<i8"),
+        ("row", "<i8"),
+        ("line", "<i8"),
+        ("record", "<i4"),
+        ("path", "<i4"),
+    ]
+)
+"""What is known of a document: the tokens of the source up to its end, and those of them that are learned without any
+context of other documents; its bytes of UTF-8 (0 for a chat); its row in its file, and its place."""
+
+
+@dataclass
+class Documents:
+    """One side of a source, whole in memory or mapped into it."""
+
+    tokens: NDArray[Any]
+    """Ids of all documents, as uint16 or uint32."""
+
+    table: NDArray[Any]
+    """One ENTRY a document."""
+
+    group_ends: list[int]
+    """Number of documents up to the end of each group."""
+
+    learned: NDArray[np.uint8] | None = None
+    """1 where a token is learned; None where all are but a document's first."""
+
+    is_whole: bool = True
+    """False while more documents may come."""
+
+    def has_group(self, number: int) -> bool:
+        """Whether there is a group of that number; waits for it where the documents are still coming."""
+        return number < len(self.group_ends)
+
+    def group(self, number: int) -> tuple[int, int]:
+        """The first document of a group, and the first behind it."""
+        return (self.group_ends[number - 1] if number else 0), self.group_ends[number]
+
+    def lengths(self, first: int, end: int) -> Ints:
+        """Tokens of each of these consecutive documents."""
+        return np.diff(self._ends("end", first=first, end=end))
+
+    def learned_lengths(self, first: int, end: int) -> Ints:
+        """Learned tokens of each of these consecutive documents."""
+        return np.diff(self._ends("learned_end", first=first, end=end))
+
+    def starts(self, documents: Ints) -> Ints:
+        """Where in `tokens` these documents begin."""
+        before = np.maximum(documents - 1, 0)
+        return np.where(documents > 0, self.table["end"][before], 0).astype(np.int64)
+
+    def span(self, document: int) -> slice:
+        """Where in `tokens` a document lies."""
+        first, end = self._ends("end", first=document, end=document + 1)
+        return slice(int(first), int(end))
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.table["end"][-1]) if len(self.table) else 0
+
+    @property
+    def n_learned(self) -> int:
+        """Tokens that are learned where no document sees another."""
+        return int(self.table["learned_end"][-1]) if len(self.table) else 0
+
+    def _ends(self, name: str, *, first: int, end: int) -> Ints:
+        """The ends of the documents before `first` .. `end`: one more than documents."""
+        known = np.asarray(self.table[name][max(first - 1, 0) : end], np.int64)
+        return known if first else np.concatenate((np.zeros(1, np.int64), known))

@@ -1,0 +1,1 @@
+"""What an ingestion has made of a folder of documents, for people."""

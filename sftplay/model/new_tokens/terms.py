@@ -1,0 +1,177 @@
+"""Finds the words and word sequences of the training texts that would save most tokens as one token each.
+
+It splits words at white space and punctuation, so it finds nothing in scripts that put no space between words. A file
+of terms may hold any script.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.order import is_held_out
+from sftplay.data.read.sources import dialect_of, read_rows
+from sftplay.data.records import Refused, Text, keys_of
+from sftplay.errors import ConfigError, DataError
+
+WORD = re.compile(r"[^\W\d_]\w*(?:['’-]\w+)*")
+MOST_WORDS = 3
+"""Of a word sequence."""
+
+READ_CHARACTERS = 20_000_000
+"""Of the training texts, from their beginning: about four million words, counted in seconds and within 1 GB."""
+
+LONGEST_TERM = 100
+"""Characters of a term in a file."""
+
+DEFAULT_SPLIT = 0.05
+
+Words = tuple[str, ...]
+
+
+def read_terms(path: str) -> list[str]:
+    """The terms of a file, each once, in its order.
+
+    Raises:
+        ConfigError: it cannot be read, holds no term, or one that is too long.
+    """
+    where = f"tuning.new_tokens.path {path}"
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"cannot be read: {reason}", where=where, fix="name a text file, one term a line") from None
+    for number, line in enumerate(lines, 1):
+        if len(line.strip()) > LONGEST_TERM or "\0" in line:
+            what = f"this is no term: {line.strip()[:40]!r}, {len(line.strip()):,} characters"
+            raise ConfigError(
+                what, where=f"{where}:{number}", fix=f"one term a line, {LONGEST_TERM} characters at most"
+            )
+    terms = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not terms:
+        raise ConfigError("holds no term", where=where, fix="write one term a line")
+    return terms
+
+
+def source_of(cfg: RunConfig) -> tuple[str, float]:
+    """The path of the rows in which terms are looked for, and the share of them that is held out."""
+    if cfg.learns_documents:
+        trained = [source for source in cfg.sources if source.weight > 0] or cfg.sources
+        source = next((each for each in trained if each.type == "cpt"), trained[0])
+        path, has_own, split = source.path, source.val_path, cfg.data.split if source.split is None else source.split
+    else:
+        path, has_own, split = cfg.rows_path, cfg.data.val_path, cfg.data.split
+    return path, 0.0 if has_own else DEFAULT_SPLIT if split is None else split
+
+
+def training_texts(cfg: RunConfig) -> list[str]:
+    """The first `READ_CHARACTERS` of the texts that are trained on; held-out rows and rows that cannot be read are
+    left out."""
+    path, held_out = source_of(cfg)
+    reading, texts, left = reading_of(cfg.data), [], READ_CHARACTERS
+    for source, row in read_rows(path, dialect_of(cfg.data)):
+        if isinstance(row, Refused):
+            continue
+        try:
+            record = to_record(row, source, reading=reading)
+        except DataError:  # the pass over all rows reports it
+            continue
+        if is_held_out(keys_of(record), held_out):
+            continue
+        for text in [record.text] if isinstance(record, Text) else [turn.content for turn in record.messages]:
+            texts.append(text[:left])
+            left -= len(texts[-1])
+        if left <= 0:
+            break
+    return texts
+
+
+def find_terms(
+    texts: Sequence[str], count_pieces: Callable[[list[str]], list[int]], *, wanted: int, min_count: int
+) -> list[str]:
+    """At most `wanted` terms that occur at least `min_count` times behind a space. Those that save most come first.
+
+    A sequence of words is a term where at least half of the occurrences of its rarest word stand in it. What a chosen
+    term saves is no longer counted for the terms that it contains, or that contain it.
+
+    Args:
+        count_pieces: the number of tokens of each term behind a space.
+    """
+    counts = _count(texts, min_count)
+    ordered = sorted(counts)
+    pieces = count_pieces([" ".join(words) for words in ordered])
+    costs = {words: cost for words, cost in zip(ordered, pieces, strict=True) if cost > 1}
+    return [" ".join(words) for words in _select(counts, costs, wanted=wanted, min_count=min_count)]
+
+
+def _count(texts: Iterable[str], min_count: int) -> dict[Words, int]:
+    runs = [run for text in texts for run in _runs(text)]
+    words = Counter(word for run in runs for word in run)
+    frequent = {word for word, count in words.items() if count >= min_count}
+    counts: Counter[Words] = Counter({(word,): words[word] for word in frequent})
+    for run in runs:
+        for start in range(len(run)):
+            for end in range(start + 2, min(start + MOST_WORDS, len(run)) + 1):
+                if run[end - 1] not in frequent or run[start] not in frequent:
+                    break
+                counts[tuple(run[start:end])] += 1
+    return {
+        sequence: count
+        for sequence, count in counts.items()
+        if count >= min_count and 2 * count >= min(words[word] for word in sequence)
+    }
+
+
+def _runs(text: str) -> Iterator[list[str]]:
+    """Words that follow each other with one space between; the first follows a space too."""
+    run: list[str] = []
+    end = -1
+    for match in WORD.finditer(text):
+        start = match.start()
+        follows_space = start > 0 and text[start - 1] == " "
+        if run and not (follows_space and start == end + 1):
+            yield run
+            run = []
+        if follows_space:
+            run.append(match[0])
+        end = match.end()
+    if run:
+        yield run
+
+
+def _select(counts: Mapping[Words, int], costs: Mapping[Words, int], *, wanted: int, min_count: int) -> list[Words]:
+    chosen: dict[Words, int] = {}
+    touching: dict[str, list[Words]] = {}
+
+    def gain(words: Words) -> tuple[int, int]:
+        """Occurrences that are left, and tokens that each of them saves."""
+        near = {other for word in words for other in touching.get(word, ())}
+        count = counts[words] - sum(chosen[other] for other in near if _holds(other, words))
+        cost = costs[words] - sum(costs[other] - 1 for other in near if _holds(words, other))
+        return count, cost - 1
+
+    waiting = [(-counts[words] * (cost - 1), words) for words, cost in costs.items()]
+    heapq.heapify(waiting)
+    while waiting and len(chosen) < wanted:
+        stored, words = heapq.heappop(waiting)
+        count, saved = gain(words)
+        if count < min_count or saved < 1:
+            continue
+        if count * saved < -stored:  # gains only fall
+            heapq.heappush(waiting, (-count * saved, words))
+            continue
+        chosen[words] = count
+        for word in set(words):
+            touching.setdefault(word, []).append(words)
+    return list(chosen)
+
+
+def _holds(outer: Words, inner: Words) -> bool:
+    return len(outer) > len(inner) and any(
+        outer[at : at + len(inner)] == inner for at in range(len(outer) - len(inner) + 1)
+    )

@@ -1,0 +1,185 @@
+"""Calls a reward in a process of its own, so that a deadline ends even a busy loop in foreign code.
+
+The process starts with the first call, stays for the next ones, and is replaced when it had to be ended.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from math import isfinite
+from multiprocessing.connection import Connection
+from numbers import Real
+from typing import Any
+
+from sftplay.errors import SftplayError
+from sftplay.reward.table import SHIPPED
+from sftplay.reward.user_function import RewardFunction, is_user_function, load_function
+from sftplay.signals import die_with_parent
+
+START_S = 120.0
+"""How long a process may import what its reward needs; a busy cluster's disk is slow."""
+
+LONGEST_REASON = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a reward says of a batch."""
+
+    values: list[float | None]
+    """A number for each completion. None: nothing is known."""
+
+    reasons: list[str] = field(default_factory=list)
+    """Why values are None, each reason once."""
+
+
+class RewardCall:
+    """A reward with its options, ready to be called. Close it to end its process."""
+
+    def __init__(self, use: str, options: Mapping[str, Any], *, deadline_s: float) -> None:
+        """`use` is a name of `SHIPPED`, or a user's function. A shipped reward has `deadline_s` for each completion, a
+        user's function for each batch."""
+        self.use, self.options, self.deadline_s = use, dict(options), deadline_s
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> Scores:
+        """The scores of the completions; `columns` are aligned with them."""
+        if is_user_function(self.use):
+            return self._whole(completions, columns)
+        scores = Scores([])
+        for at in range(len(completions)):
+            one = self._whole(completions[at : at + 1], {name: value[at : at + 1] for name, value in columns.items()})
+            scores.values.extend(one.values)
+            scores.reasons.extend(reason for reason in one.reasons if reason not in scores.reasons)
+        return scores
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process = self._pipe = None
+
+    def _whole(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scores:
+        """One call for all of them: each gets a number, or none of them does."""
+        n = len(completions)
+        try:
+            pipe = self._started()
+            pipe.send({"completions": list(completions), **columns})
+            if not pipe.poll(self.deadline_s):
+                self.close()
+                return Scores([None] * n, [f"took longer than {self.deadline_s:g} s"])
+            kind, answer = pipe.recv()
+        except (EOFError, OSError):
+            self.close()
+            return Scores([None] * n, ["its process died"])
+        if kind == "raised":
+            return Scores([None] * n, [answer])
+        return checked(answer, n)
+
+    def _started(self) -> Connection:
+        """The pipe to a process that is ready.
+
+        Raises:
+            SftplayError: the reward cannot be loaded: a name is wrong, or a library is missing.
+        """
+        if self._pipe is not None:
+            return self._pipe
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve,
+            args=(theirs, self.use),
+            kwargs={"options": self.options, "parent": os.getpid()},
+            daemon=True,
+            name=f"reward {self.use}",
+        )
+        self._process.start()
+        theirs.close()
+        self._pipe = ours
+        refusal = ours.recv() if ours.poll(START_S) else TimeoutError(f"did not start within {START_S:g} s")
+        if refusal is not None:
+            self.close()
+            raise refusal
+        return ours
+
+
+def checked(answer: Any, n: int) -> Scores:
+    """A reward's answer as scores: finite numbers and None pass, everything else is None with its reason.
+
+    >>> checked([1.0, None, float("nan")], 3).reasons
+    ['returned None', 'returned nan, which is no finite number']
+    """
+    if not isinstance(answer, list) or len(answer) != n:
+        said = f"{len(answer)} values" if isinstance(answer, list) else answer
+        return Scores([None] * n, [f"returned {said} for {n} completions"])
+    scores = Scores([])
+    for value in answer:
+        if isinstance(value, float) and isfinite(value):
+            scores.values.append(value)
+            continue
+        scores.values.append(None)
+        reason = "returned None" if value is None else f"returned {value}, which is no finite number"
+        if reason not in scores.reasons:
+            scores.reasons.append(reason[:LONGEST_REASON])
+    return scores
+
+
+def load_reward(use: str, options: Mapping[str, Any]) -> RewardFunction:
+    """The function of a shipped reward or of the user's, with its options filled in."""
+    if is_user_function(use):
+        function = load_function(use)
+    else:
+        function = getattr(import_module(f"sftplay.reward.{SHIPPED[use].module}"), SHIPPED[use].function)
+    return partial(function, **options)
+
+
+def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    try:
+        function = load_reward(use, options)
+    except SftplayError as error:
+        pipe.send(error)
+        return
+    pipe.send(None)
+    while True:
+        try:
+            given = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(function, given))
+
+
+def _answer(function: RewardFunction, given: dict[str, Any]) -> tuple[str, Any]:
+    try:
+        answer = function(**given)
+    except SftplayError as error:
+        return "raised", str(error)[:LONGEST_REASON]
+    except Exception as error:  # noqa: BLE001 - a border to foreign code
+        return "raised", f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
+    as_list = getattr(answer, "tolist", None)  # of a tensor or an array
+    values = as_list() if as_list else answer
+    if not isinstance(values, list | tuple):
+        return "scores", f"a {type(values).__name__}"
+    return "scores", [_as_number(value) for value in values]
+
+
+def _as_number(value: Any) -> float | str | None:
+    """A plain float, so that nothing of a class of the user's crosses the pipe; else what was returned, in words."""
+    if value is None:
+        return None
+    try:
+        return float(value) if isinstance(value, Real) or hasattr(value, "item") else repr(value)[:LONGEST_REASON]
+    except Exception as error:  # noqa: BLE001 - an object of foreign code
+        return f"{type(value).__name__} ({type(error).__name__})"

@@ -1,0 +1,63 @@
+"""Proves on the model at hand that no document of a block sees another.
+
+A few tokens are computed as two documents in one row. Then the gradient of what the model says of one of them, with
+respect to the embeddings of the other, must be exactly 0. Where a layer carries anything over, such as the state of a
+state-space layer or a convolution over tokens, it is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sftplay.errors import ConfigError
+
+PROOF_TOKENS = 8
+"""Tokens of each of the two documents."""
+
+
+def check_isolation(model: Any) -> None:
+    """Refuse a causal `model` that lets a document of a block see another; what it says of itself plays no part.
+
+    Raises:
+        ConfigError: the model does.
+    """
+    within, across = gradients(model)
+    if not within:
+        what = f"{type(model).__name__} does not say how its attention follows positions"
+    elif across:
+        what = f"{type(model).__name__} lets each document of a block see the ones before it"
+    else:
+        return
+    fix = "write cpt.cross_document: true, which lets documents see each other on purpose; or choose another model"
+    raise ConfigError(what, where="cpt.cross_document false", fix=fix)
+
+
+def gradients(model: Any) -> tuple[bool, bool]:
+    """Whether the scores of a document depend on the document itself, and whether on the other one in its row."""
+    embeddings = model.get_input_embeddings()
+    seen: list[Tensor] = []
+
+    def keep(*hooked: Any) -> Tensor:
+        seen.append(hooked[-1].detach().requires_grad_())
+        return seen[0]
+
+    device = embeddings.weight.device
+    ids = torch.arange(2 * PROOF_TOKENS, device=device)[None] + 2
+    positions = torch.arange(PROOF_TOKENS, device=device).repeat(2)[None]
+    was_training = model.training
+    model.eval()
+    handle = embeddings.register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            scores = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+            (first,) = torch.autograd.grad(scores[:, :PROOF_TOKENS].square().sum(), seen, retain_graph=True)
+            (second,) = torch.autograd.grad(scores[:, PROOF_TOKENS:].square().sum(), seen)
+    finally:
+        handle.remove()
+        model.train(was_training)
+    of_first, of_second = slice(0, PROOF_TOKENS), slice(PROOF_TOKENS, None)
+    within = bool(first[:, of_first].any()) and bool(second[:, of_second].any())
+    return within, bool(first[:, of_second].any()) or bool(second[:, of_first].any())

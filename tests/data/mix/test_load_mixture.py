@@ -1,0 +1,212 @@
+"""From files to the rows of a mixture: every token accounted for, shares held, and nothing done twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.mix.load import MixtureRows, load_mixture
+from sftplay.data.mix.mixture import source_and_block
+from sftplay.data.pipeline import load_examples
+from sftplay.errors import DataError
+from tests.data.mix.sources_at_hand import rows_of, same
+
+Mixed = Callable[..., RunConfig]
+Write = Callable[..., Path]
+
+
+def test_documents_are_those_that_plain_training_on_texts_renders(
+    tokenizer: Any, mixed: Mixed, config: Callable[..., RunConfig], domain: dict[str, Any]
+):
+    rows = load_mixture(mixed([domain], split=0.2), tokenizer)
+    plain = load_examples(config(domain["path"], max_seq_len=100_000, split=0.2), tokenizer)
+    for side, examples in (("train", plain.train), ("held_out", plain.held_out)):
+        documents = list(rows.documents("domain", side))
+        assert [each.ids.tolist() for each in documents] == list(examples["input_ids"])
+        assert [str(each.place) for each in documents] == [plain.source_of(side, n) for n in range(len(documents))]
+        assert [each.labels.tolist() for each in documents] == [[-100, *ids[1:]] for ids in examples["input_ids"]]
+    assert all(each.n_bytes == len(tokenizer.decode(each.ids, skip_special_tokens=True).encode()) for each in documents)
+
+
+def test_chats_are_masked_as_plain_training_masks_them(
+    tokenizer: Any, mixed: Mixed, config: Callable[..., RunConfig], chats: dict[str, Any], domain: dict[str, Any]
+):
+    rows = load_mixture(mixed([domain, chats], size=64, split=0.2), tokenizer)
+    plain = load_examples(config(chats["path"], max_seq_len=64, split=0.2), tokenizer)
+    documents = list(rows.documents("chat", "train"))
+    assert [each.ids.tolist() for each in documents] == list(plain.train["input_ids"])
+    assert [each.labels.tolist() for each in documents] == list(plain.train["labels"])
+    assert rows.held_out_chats("chat") == plain.held_out_chats
+    assert rows.renderer.template_hash == plain.renderer.template_hash
+
+
+def test_every_token_is_learned_or_counted_as_the_first_of_a_document_or_dropped(
+    tokenizer: Any, mixed: Mixed, write_rows: Write, domain: dict[str, Any], chats: dict[str, Any]
+):
+    lines = Path(domain["path"]).read_text().splitlines(keepends=True)
+    Path(domain["path"]).write_text("".join([*lines, lines[3], lines[4].replace("the", "THE")]))
+    cfg = mixed([domain, {**chats, "weight": 0.4}], split=0.1, duplicates="drop", too_long="drop", size=46)
+    rows = load_mixture(cfg, tokenizer)
+    labels, ids = Counter[str](), {"domain": Counter[int](), "chat": Counter[int]()}
+    documents = {name: list(rows.documents(name, "train")) for name in ids}
+    epochs = {entry["name"]: 0 for entry in (domain, chats)}
+    for row in rows_of(rows):
+        source, _ = source_and_block(row["row"])
+        name = rows.sources[source].name
+        assert source == row["source"]
+        labels[name] += int((row["labels"] != -100).sum())
+        epochs[name] += 1
+    report = rows.report["sources"]
+    for name, entry in report.items():
+        assert entry["tokens"] == sum(len(each.ids) for each in documents[name])
+        assert entry["documents"] == len(documents[name])
+        assert entry["tokens"] == entry["label_tokens"] + entry["first_of_document"] + entry["masked_tokens"]
+        assert entry["tokens_read"] == entry["tokens"] + sum(entry["dropped_tokens"].values()) + entry["cut_tokens"]
+        assert entry["read"] == entry["kept"] + entry["cut"] + sum(entry["dropped"].values()) + entry["refused"]
+        assert entry["planned_rows"] == epochs[name]
+    assert report["domain"]["dropped"] == {"duplicate": 2}
+    assert report["domain"]["masked_tokens"] == 0
+    assert report["chat"]["dropped"]["too_long"] > 0
+    n_blocks = -(-report["domain"]["tokens"] // 45)
+    assert report["domain"]["planned_rows"] >= n_blocks
+    assert labels["domain"] >= report["domain"]["label_tokens"]
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+def test_one_epoch_hands_out_each_label_exactly_once(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], crosses: bool
+):
+    rows = load_mixture(
+        mixed([domain], split=0, size=40, train={"effective_batch_size": 1}, cpt={"cross_document": crosses}), tokenizer
+    )
+    entry = rows.report["sources"]["domain"]
+    assert len(rows.train) == rows.steps == -(-entry["tokens"] // 39)
+    handed = Counter[int]()
+    for row in rows_of(rows)[:-1]:
+        handed.update(row["labels"][row["labels"] != -100].tolist())
+    last = rows.train[len(rows.train) - 1]
+    n_new = entry["tokens"] - (len(rows.train) - 1) * 39
+    begin = len(last["labels"]) - 39
+    of_epoch = last["labels"][begin : begin + n_new]
+    handed.update(of_epoch[of_epoch != -100].tolist())
+    expected = Counter[int]()
+    for each in rows.documents("domain", "train"):
+        expected.update(each.ids[0 if crosses else 1 :].tolist())
+    if crosses:
+        expected.subtract([int(rows.train[0]["input_ids"][0])])
+    assert +expected == handed
+    assert handed.total() == entry["label_tokens"]
+
+
+def test_shares_are_those_of_the_weights_in_every_window_of_rows(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
+):
+    cfg = mixed([domain, chats], split=0, train={"epochs": 5, "effective_batch_size": 16})
+    rows = load_mixture(cfg, tokenizer)
+    window = 50 * 16
+    taught = np.zeros((len(rows.train) + 1, 2))
+    for number, row in enumerate(rows_of(rows)):
+        source, _ = source_and_block(rows.train.row_id(number))
+        taught[number + 1, source] = (row["labels"] != -100).sum()
+    totals = np.cumsum(taught, axis=0)
+    assert len(rows.train) > 1.5 * window
+    windows = totals[window:] - totals[:-window]
+    assert np.abs(windows[:, 0] / windows.sum(axis=1) - 0.9).max() < 0.01
+
+
+def test_any_row_alone_is_the_row_that_comes_in_its_turn(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
+):
+    cfg = mixed([domain, chats], split=0.1, train={"epochs": 3})
+    in_turn = rows_of(load_mixture(cfg, tokenizer))
+    for number in (len(in_turn) - 1, len(in_turn) // 2, 7):
+        assert same([load_mixture(cfg, tokenizer).train[number]], [in_turn[number]])
+
+
+def test_a_source_of_weight_0_gives_no_row_and_is_measured(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
+):
+    rows = load_mixture(mixed([domain, {**chats, "weight": 0}], split=0.2), tokenizer)
+    assert {row["source"] for row in rows_of(rows)} == {0}
+    assert set(rows.held_out) == {"domain", "chat"}
+    assert sum(rows.held_out["chat"].sizes) == rows.report["sources"]["chat"]["held_out"]["label_tokens"] > 0
+    assert rows.held_out["chat"][0]["source"] == 1
+
+
+def test_held_out_rows_hold_every_token_of_the_held_out_documents(tokenizer: Any, mixed: Mixed, domain: dict[str, Any]):
+    rows = load_mixture(mixed([domain], split=0.2), tokenizer)
+    held_out = [rows.held_out["domain"][number] for number in range(len(rows.held_out["domain"]))]
+    labels = np.concatenate([row["labels"] for row in held_out])
+    expected = np.concatenate([each.labels for each in rows.documents("domain")])
+    assert labels[labels != -100].tolist() == expected[expected != -100].tolist()
+    trained = {each.ids.tobytes() for each in rows.documents("domain", "train")}
+    assert trained.isdisjoint(each.ids.tobytes() for each in rows.documents("domain"))
+
+
+def test_the_length_of_a_run_follows_from_steps_tokens_epochs_or_the_end_of_a_source(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
+):
+    def rows(**options: Any) -> MixtureRows:
+        return load_mixture(mixed([domain, {**chats, "weight": 0.9}], split=0, **options), tokenizer)
+
+    assert rows(train={"max_steps": 7}).steps == 7
+    assert rows(cpt={"train_tokens": 1000}).steps == -(-1000 // (4 * 63))
+    once, twice = rows(), rows(train={"epochs": 2})
+    assert once.steps == once.steps_per_epoch == twice.steps_per_epoch
+    assert abs(twice.steps - 2 * once.steps) <= 1
+    assert once.report["sources"]["domain"]["planned_epochs"] == pytest.approx(1, rel=0.05)
+    assert once.report["sources"]["chat"]["planned_epochs"] > 1.5
+    stopped = rows(cpt={"exhausted": "stop"})
+    assert stopped.report["sources"]["chat"]["planned_epochs"] == pytest.approx(1, rel=0.1)
+    assert same(rows_of(stopped), rows_of(once)[: len(stopped.train)])
+
+
+def test_weights_of_examples_count_documents_that_begin(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
+):
+    cfg = mixed([domain, {**chats, "weight": 0.9}], split=0, cpt={"weights_of": "examples"}, train={"epochs": 4})
+    rows = load_mixture(cfg, tokenizer)
+    begun = Counter[int]()
+    for row in rows_of(rows):
+        # a document ends with EOS, and a chat begins at position 0
+        is_one = row["position_ids"] == 0 if row["source"] else row["input_ids"] == tokenizer.eos_token_id
+        begun[row["source"]] += int(is_one.sum())
+    assert begun[0] == pytest.approx(4 * 120, rel=0.02)
+    assert begun[1] == pytest.approx(4 * 120, rel=0.02)
+
+
+def test_a_second_run_uses_the_stores_of_the_first(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    first = load_mixture(mixed([domain, chats]), tokenizer)
+    monkeypatch.setattr("sftplay.data.prepare.one_pass.Preparation.run", lambda *_, **__: pytest.fail("read again"))
+    second = load_mixture(mixed([domain, chats]), tokenizer)
+    assert same(rows_of(first), rows_of(second))
+    assert first.fingerprint == second.fingerprint
+    assert first.report == second.report
+    third = load_mixture(mixed([domain, {**chats, "weight": 0.2}], seed=2), tokenizer)
+    assert third.fingerprint != first.fingerprint
+
+
+def test_a_source_without_anything_to_learn_is_refused_by_its_path(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
+):
+    with pytest.raises(DataError, match="nothing is left to learn: 80 rows read, 80 too long") as refusal:
+        load_mixture(mixed([domain, chats], size=8, too_long="drop", split=0), tokenizer)
+    assert refusal.value.where == str(chats["path"])
+
+
+def test_rows_of_the_other_type_are_refused_and_the_type_is_named(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
+):
+    with pytest.raises(DataError, match="is a plain text, and its source has type: chat") as refusal:
+        load_mixture(mixed([{**domain, "type": "chat"}, chats]), tokenizer)
+    assert "type: cpt" in refusal.value.fix
+    with pytest.raises(DataError, match="text"):
+        load_mixture(mixed([domain, {**chats, "type": "cpt"}]), tokenizer)

@@ -1,0 +1,53 @@
+"""The order of documents: shuffled in groups, anew in each epoch, the same everywhere, found at once."""
+
+from itertools import islice
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sftplay.data.mix.order import ReadingOrder, shuffled
+from tests.data.mix.naive_stream import Naive, documents_of, naive_order, philox
+
+
+def test_the_reference_generator_gives_the_numbers_of_its_authors():
+    # Random123 1.14, tests/kat_vectors: philox4x64 10, with key and counter of zeros
+    assert philox(0, 0) == [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
+
+
+@settings(max_examples=40)
+@given(
+    n=st.integers(1, 20), group=st.integers(1, 12), seed=st.integers(0, 2**40), source=st.integers(0, 5),
+    wanted=st.integers(1, 50),
+)  # fmt: skip
+def test_documents_are_read_in_the_order_of_a_generator_written_out_by_hand(n, group, seed, source, wanted):
+    order = ReadingOrder(documents_of([Naive([1], [False])] * n, group=group), seed=seed, source=source)
+    read, number = [], 0
+    while len(read) < wanted:
+        chunk = order.chunk(number)
+        assert chunk.first == len(read)
+        read += chunk.documents.tolist()
+        number += 1
+    read = read[:60]  # one group alone is planned for many epochs
+    assert read == list(islice(naive_order(n, group=group, seed=seed, source=source), len(read)))
+
+
+@given(n=st.integers(1, 60), epoch=st.integers(0, 10**12), several=st.integers(1, 5))
+def test_any_epoch_is_found_without_the_ones_before_it(n, epoch, several):
+    together = shuffled(n, seed=1, source=0, group=2, epochs=range(epoch, epoch + several))
+    alone = [shuffled(n, seed=1, source=0, group=2, epochs=range(e, e + 1))[0] for e in range(epoch, epoch + several)]
+    assert np.array_equal(together, alone)
+    assert np.array_equal(np.sort(together, axis=1), [np.arange(n)] * several)
+
+
+def test_epochs_sources_groups_and_seeds_have_orders_of_their_own():
+    def order(*, seed: int = 1, source: int = 0, group: int = 0, epoch: int = 0) -> tuple[int, ...]:
+        return tuple(shuffled(50, seed=seed, source=source, group=group, epochs=range(epoch, epoch + 1))[0].tolist())
+
+    assert len({order(), order(seed=2), order(source=1), order(group=1), order(epoch=1)}) == 5
+
+
+def test_without_a_seed_documents_are_read_once_in_the_order_of_their_files():
+    order = ReadingOrder(documents_of([Naive([1], [False])] * 7, group=3), seed=None)
+    assert [order.chunk(number).documents.tolist() for number in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert order.chunk(3) is None

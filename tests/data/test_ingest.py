@@ -1,0 +1,307 @@
+"""`make ingest`: rows with their provenance, the accounting, duplicates, what is stopped and given again."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import HANG_S, is_alive, wait_until
+
+from sftplay.cli import main
+from sftplay.data.ingest.steps.finishing import joined, sections_of
+from sftplay.data.layouts.convert import to_record, unused_columns
+from sftplay.data.read.sources import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = [] if find_spec("ftfy") else ["--without", "encoding"]
+"""A kit without the extra `ingest` cannot do that step."""
+
+WORDS = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").split()
+
+
+def prose(number: int, n_words: int = 200) -> str:
+    """Text that shares no run of five words with that of another number."""
+    return " ".join(f"{word}{number}" if place % 4 == 0 else word for place, word in enumerate(WORDS[:n_words]))
+
+
+class Folder:
+    """A folder of documents and what ingesting it gives."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.docs, self.out = home, home / "docs", home / "out.jsonl"
+        self.docs.mkdir()
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        path = self.docs / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def ingest(self, *flags: str, code: int = 0) -> list[dict[str, Any]]:
+        plain = [] if any(flag.startswith("--without") for flag in flags) else PLAIN
+        assert main(["ingest", "--in", str(self.docs), "--out", str(self.out), *plain, *flags]) == code
+        return self.rows
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.read_text().splitlines()] if self.out.exists() else []
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads(self.out.with_suffix(".report.json").read_text())
+
+    def status(self, name: str) -> dict[str, Any]:
+        return next(file for file in self.report["files"] if file["path"] == name)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+def test_a_row_tells_where_its_text_is_from(folder):
+    path = folder.write("a/manual.md", f"# Pumps\n\n{prose(1)}\n\n## Seals\n\n- one\n- two\n")
+    (row,) = folder.ingest()
+    assert row["text"] == f"# Pumps\n\n{prose(1)}\n\n## Seals\n\n- one\n- two"
+    assert (row["source"], row["title"], row["section"], row["row"]) == ("a/manual.md", "Pumps", "", None)
+    assert row["n_chars"] == len(row["text"])
+    assert row["sha256"] == hashlib.sha256(row["text"].encode()).hexdigest()
+    assert row["file_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_by_section_each_row_has_its_path_of_headings(folder):
+    folder.write("m.md", f"# Pumps\n\n{prose(1)}\n\n## Seals\n\n### Old\n\n{prose(2)}\n\n## New\n\n{prose(3)}\n")
+    rows = folder.ingest("--by", "section")
+    assert [row["section"] for row in rows] == ["Pumps", "Pumps > Seals > Old", "Pumps > New"]
+    assert rows[1]["text"].startswith("## Seals\n\n### Old\n\n")
+
+
+def test_every_character_of_a_text_has_the_page_of_its_block():
+    blocks = [("one", "paragraph", 0, 1), ("two", "paragraph", 0, 1), ("three", "paragraph", 0, 2)]
+    text, pages = joined(blocks)
+    assert (text, pages) == ("one\n\ntwo\n\nthree", [[1, 0, 10], [2, 10, 15]])
+    assert [text[begin:end] for _, begin, end in pages] == ["one\n\ntwo\n\n", "three"]
+
+
+def test_sections_lose_no_block():
+    kinds = [("heading", 1), ("heading", 2), ("paragraph", 0), ("heading", 2), ("code", 0), ("heading", 1)]
+    blocks = [(f"{place}", kind, level, None) for place, (kind, level) in enumerate(kinds)]
+    assert [block for _, part in sections_of(blocks) for block in part] == blocks
+
+
+def test_documents_are_kept_dropped_or_unreadable_and_each_is_counted_once(folder):
+    folder.write("1.txt", prose(1))
+    folder.write("2.txt", prose(2))
+    folder.write("copy.txt", prose(2))
+    folder.write("near.txt", prose(1) + " and some more words")
+    folder.write("short.txt", "too short")
+    folder.write("empty.txt", "")
+    folder.write("binary.txt", bytes(range(256)) * 20)
+    folder.write("picture.png", b"\x89PNG")
+    folder.write(".hidden.txt", prose(3))
+    table = [{"text": prose(4), "title": "a row"}, {"text": prose(4)}, {"other": 1}, "no object"]
+    folder.write("rows.jsonl", "\n".join(map(json.dumps, table)))
+    rows, report = folder.ingest(), folder.report
+    assert [row["source"] for row in rows] == ["1.txt", "2.txt", "rows.jsonl"]
+    assert (rows[2]["row"], rows[2]["title"]) == (1, "a row")
+    assert report["dropped"] == {"broken_row": 1, "duplicate": 2, "near_duplicate": 1, "no_text": 1, "short": 1}
+    assert report["unreadable"] == {"empty": 1, "wrong_format": 1}
+    assert report["skipped"] == {"hidden": 1, "other_kind": 1}
+    assert report["documents"] == 3 + 6 + 2 == 11
+    assert report["characters"] == sum(row["n_chars"] for row in rows)
+    assert {reason for each in report["examples"]["dropped"] for reason in [each["reason"]]} == set(report["dropped"])
+    by_file = sum((Counter(file.get("dropped", {})) for file in report["files"]), Counter())
+    assert by_file == Counter(report["dropped"])
+    assert len(report["files"]) == 10
+
+
+def test_a_pair_is_listed_with_the_share_of_runs_of_five_words_that_it_has_in_common(folder):
+    one, other = prose(1), prose(1) + " and some more words"
+    folder.write("a.txt", one)
+    folder.write("b.txt", other)
+    folder.ingest()
+    (pair,) = folder.report["near_duplicate_pairs"]
+    a, b = ({tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in map(words_of, (one, other)))
+    assert pair["similarity"] == pytest.approx(len(a & b) / len(a | b), abs=1e-4)
+    assert (pair["kept"]["source"], pair["dropped"]["source"]) == ("a.txt", "b.txt")
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def test_steps_and_filters_can_be_switched(folder):
+    folder.write("1.txt", prose(1))
+    folder.write("2.txt", prose(1))
+    folder.write("3.txt", "short")
+    assert len(folder.ingest("--without", "encoding,duplicates,near_duplicates", "--min-chars", "1")) == 3
+    folder.out.unlink()
+    assert (
+        len(folder.ingest("--without", "encoding,duplicates")) == 1
+    )  # the second is a near-duplicate, of similarity 1
+    folder.out.unlink()
+    assert folder.ingest("--max-chars", "60", code=4) == []
+    assert folder.report["dropped"] == {"long": 2, "short": 1}
+
+
+def test_lines_of_many_documents_go_and_are_named(folder):
+    for number in range(6):
+        folder.write(f"{number}.txt", f"{prose(number)}\n\nAll rights reserved by the maker.\n\n{prose(number + 50)}")
+    rows = folder.ingest()
+    assert not any("rights reserved" in row["text"] for row in rows)
+    assert folder.report["boilerplate"] == {"All rights reserved by the maker.": 6}
+    folder.ingest("--replace", "--without", "encoding,boilerplate")
+    assert all("rights reserved" in row["text"] for row in folder.rows)
+
+
+def test_rows_of_tables_are_taken_as_they_are(folder):
+    texts = [f"{prose(number)}  \u00a0 x\r\ny" for number in range(5)]
+    lines = "\n".join(json.dumps({"text": text, "id": "a", "metadata": {"url": "b"}}) for text in texts[:2])
+    folder.write("a.jsonl", lines)
+    folder.write("b.jsonl.gz", gzip.compress(json.dumps({"text": texts[2]}).encode()))
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"id": [1, 2], "text": texts[3:]}), folder.docs / "c.parquet")
+    rows = folder.ingest()
+    assert [row["text"] for row in rows] == texts
+    assert [row["row"] for row in rows] == [1, 2, 1, 1, 2]
+
+
+def test_training_reads_every_row_and_calls_no_column_unused(folder):
+    for number in range(3):
+        folder.write(f"{number}.txt", prose(number))
+    rows = folder.ingest()
+    read = list(read_rows(str(folder.out)))
+    assert [to_record(row, source).text for source, row in read] == [row["text"] for row in rows]
+    assert [unused_columns(row) for _, row in read] == [()] * 3
+    assert unused_columns({"text": "x", "label": 1, "source": "y"}) == ("label", "source")
+
+
+def test_the_page_shows_names_and_texts_as_text_only(folder):
+    folder.write("<script>alert(1)<|script>.txt", f"<img src=x onerror=alert(2)> {prose(1)}")
+    folder.ingest()
+    page = folder.out.with_suffix(".report.html").read_text()
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "&lt;img src=x onerror=alert(2)&gt;" in page
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", page)
+
+
+def test_nothing_kept_is_an_error_and_leaves_no_rows(folder, capsys):
+    folder.write("a.txt", "")
+    assert folder.ingest(code=4) == []
+    assert "no document was kept" in capsys.readouterr().err
+    assert not folder.out.exists()
+    assert folder.report["unreadable"] == {"empty": 1}
+
+
+def test_a_bad_file_ends_the_command_with_4_where_that_is_asked_for(folder, capsys):
+    folder.write("a.txt", prose(1))
+    folder.write("b.txt", "")
+    assert len(folder.ingest("--on-bad-file", "error", code=4)) == 1
+    assert "'b.txt': empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--without", "dupplicates"], "duplicates"),
+        (["--near", "2"], "share"),
+        (["--memory", "much"], "size"),
+        (["data.train_path=x"], "no setting of ingest"),
+        (["--max-chars", "10"], "below --min-chars"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_is_read(folder, capsys, flags, said):
+    folder.write("a.txt", prose(1))
+    assert main(["ingest", "--in", str(folder.docs), "--out", str(folder.out), *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in folder.home.iterdir()) == ["docs"]
+
+
+def test_a_file_that_is_there_is_not_written_over(folder, capsys):
+    folder.write("a.txt", prose(1))
+    folder.out.write_text("mine\n")
+    assert main(["ingest", "--in", str(folder.docs), "--out", str(folder.out), *PLAIN]) == 2
+    assert folder.out.read_text() == "mine\n"
+    folder.ingest("--replace")
+    before = folder.out.stat().st_mtime_ns
+    folder.ingest()
+    assert "up to date" in capsys.readouterr().out
+    assert folder.out.stat().st_mtime_ns == before
+    folder.write("b.txt", prose(2))
+    folder.ingest(code=2)
+
+
+def test_an_out_inside_the_folder_is_never_its_own_input(folder):
+    folder.write("a.txt", prose(1))
+    folder.out = folder.docs / "out.jsonl"
+    assert len(folder.ingest()) == 1
+    assert len(folder.ingest("--replace")) == 1
+
+
+def test_one_process_and_several_give_the_same_bytes(folder):
+    for number in range(8):
+        folder.write(f"{number}.txt", prose(number % 5, n_words=100 + number))
+    folder.ingest("--workers", "1")
+    one = folder.out.read_bytes()
+    folder.ingest("--workers", "4", "--replace")
+    assert folder.out.read_bytes() == one
+
+
+def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder):
+    for number in range(30):
+        folder.write(f"{number:02}.txt", prose(number))
+    folder.ingest()
+    whole, n_read = folder.out.read_bytes(), 0
+    work = folder.out.with_name(f".{folder.out.name}.ingest")
+    argv = [
+        sys.executable,
+        "-m",
+        "sftplay",
+        "ingest",
+        f"--in={folder.docs}",
+        f"--out={folder.out}",
+        "--workers=1",
+        *PLAIN,
+    ]
+    folder.out.unlink()
+    for wanted in (3, 12):
+        running = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
+        wait_until(lambda: len(list(work.glob("*.json"))) >= wanted or running.poll() is not None)  # noqa: B023
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+        n_read = len(list(work.glob("*.json")))
+    assert n_read >= 12
+    times = {path: path.stat().st_mtime_ns for path in work.glob("*.json")}
+    assert not folder.out.exists()
+    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
+    assert times
+    assert f"{n_read} of 30 files were read before" in said
+    assert folder.out.read_bytes() == whole
+    assert not work.exists()
+
+
+def test_a_killed_command_leaves_no_process(folder):
+    os.mkfifo(folder.home / "never")
+    for number in range(3):
+        folder.write(f"{number}.txt", prose(number))
+    argv = [sys.executable, "-m", "sftplay", "ingest", f"--in={folder.docs}", f"--out={folder.out}", *PLAIN]
+    running = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    wait_until(lambda: (children.exists() and children.read_text().split()) or running.poll() is not None)
+    server = [int(pid) for pid in (children.read_text().split() if running.poll() is None else [])]
+    running.kill()
+    running.wait()
+    for pid in server:
+        wait_until(lambda: not is_alive(pid))  # noqa: B023

@@ -1,0 +1,302 @@
+"""New tokens: which terms are found, in which form a tokenizer takes them, and what stays as it was."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from domain import TERMS, domain_texts, write_texts
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftplay.config.schema.run import DataConfig, LoraConfig, ModelConfig, NewTokensConfig, RunConfig, TuningConfig
+from sftplay.errors import ConfigError, DataError
+from sftplay.model.adapter import add_adapter
+from sftplay.model.new_tokens.forms import HAS_NO_FORM, IS_ONE_TOKEN, Form, choose_forms
+from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.terms import find_terms, read_terms
+from sftplay.model.new_tokens.tokens import NewToken
+from sftplay.model.tokenizer import load_extended
+
+PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"
+
+
+def letters(terms: list[str]) -> list[int]:
+    """A tokenizer of the mind: one token a letter, the space belongs to the first."""
+    return [len(term.replace(" ", "")) for term in terms]
+
+
+def test_the_terms_that_save_most_tokens_come_first():
+    # ten letters 3 times save 27; four letters 5 times save 15; nine letters twice save 16.
+    texts = [", carburetor" * 3 + ", flap" * 5 + ", empennage" * 2]
+    assert find_terms(texts, letters, wanted=5, min_count=2)[:3] == ["carburetor", "empennage", "flap"]
+    assert find_terms(texts, letters, wanted=1, min_count=2) == ["carburetor"]
+    assert "empennage" not in find_terms(texts, letters, wanted=5, min_count=3)
+
+
+def test_a_fixed_sequence_is_one_term_and_its_words_are_not_counted_again():
+    texts = ["at an angle of attack, the angle of attack; some angle of attack. Of all, of it, of us, of me."] * 3
+    # 9 times 13 letters. Behind it nothing of `angle` and `attack` is left.
+    assert find_terms(texts, letters, wanted=5, min_count=5) == ["angle of attack", "of"]
+
+
+def test_a_sequence_is_no_term_where_its_rarest_word_mostly_stands_elsewhere():
+    apart = ", old" * 6 + ", flap" * 6
+    assert set(find_terms([" old flap" + apart] * 5, letters, wanted=9, min_count=5)) == {"old", "flap"}
+    assert "old flap" in find_terms([" old flap," * 6 + apart] * 5, letters, wanted=9, min_count=5)
+
+
+def test_what_a_longer_term_saves_beside_a_chosen_one_is_only_the_rest():
+    # `flight deck` alone would save 9 a time. Beside `deck`, which is chosen for its 45, it saves 9 - 3 = 6 five times.
+    # `rudders` saves 6 four times. `flight` has no occurrence left.
+    texts = [", flight deck" * 5 + ", deck" * 40 + ", rudders" * 4]
+    assert find_terms(texts, letters, wanted=3, min_count=4) == ["deck", "flight deck", "rudders"]
+
+
+def test_words_at_the_beginning_of_a_line_or_behind_a_bracket_are_no_occurrences():
+    assert find_terms(["carburetor (carburetor)\ncarburetor"] * 9, letters, wanted=3, min_count=1) == []
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return trained(tokenizer, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
+
+
+def metaspace(scheme: str) -> Tokenizer:
+    """As SentencePiece models are read: a space is a letter of its own."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    return trained(tokenizer, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False))
+
+
+def old_llama() -> Tokenizer:
+    tokenizer = metaspace("first")
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def trained(tokenizer: Tokenizer, trainer: trainers.BpeTrainer) -> Tokenizer:
+    tokenizer.train_from_iterator([PLAIN_TEXT] * 20 + ["category", "flapping ( ) . , é\t\n 'ä-öx2s"] * 3, trainer)
+    return tokenizer
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def with_terms(tokenizer: Tokenizer, forms: dict[str, Form]) -> Tokenizer:
+    extended = Tokenizer.from_str(tokenizer.to_str())
+    extended.add_tokens([form.as_token() for form in forms.values()])
+    return extended
+
+
+WANTED = ["aileron", "angle of attack", "naïve-flap", "<tool>", "空气动力学"]
+
+
+@pytest.mark.parametrize("make", [byte_level, lambda: metaspace("first")], ids=["byte level", "metaspace"])
+def test_extended_tokenizers_are_lossless_and_shorter(make: Callable[[], Tokenizer]):
+    plain = make()
+    forms, refused = choose_forms(plain, WANTED)
+    assert refused == {}
+    assert forms["aileron"] == Form(" aileron")
+    assert (forms["<tool>"], forms["空气动力学"]) == (Form("<tool>"), Form("空气动力学"))
+    extended = with_terms(plain, forms)
+    for text in (f"the {term} and {term}s, ({term}).\n{term}  {term} x{term}2" for term in WANTED):
+        assert extended.decode(ids(extended, text), skip_special_tokens=False) == text
+        assert len(ids(extended, text)) < len(ids(plain, text))
+    assert len(ids(extended, "the ailerons walk")) <= len(ids(plain, "the ailerons walk"))
+
+
+@pytest.mark.parametrize("make", [lambda: metaspace("always"), old_llama], ids=["always", "old Llama"])
+def test_a_tokenizer_that_would_put_spaces_into_texts_is_given_no_words(make: Callable[[], Tokenizer]):
+    forms, refused = choose_forms(make(), ["aileron", "angle of attack"])
+    assert forms == {}
+    assert refused == {"aileron": HAS_NO_FORM, "angle of attack": HAS_NO_FORM}
+
+
+def test_a_term_that_begins_a_longer_token_leaves_that_token_whole():
+    plain = byte_level()
+    before = ids(plain, "the quiet hills")
+    assert len(before) == 3
+    begins = next(part for part in ("quie", "qui", "qu") if len(ids(plain, f" {part}")) > 2)
+    forms, _ = choose_forms(plain, [begins])
+    assert forms[begins] == Form(begins, single_word=True)
+    assert ids(with_terms(plain, forms), "the quiet hills") == before
+    assert choose_forms(plain, ["quiet"])[1] == {"quiet": IS_ONE_TOKEN}
+
+
+@given(st.lists(st.sampled_from([*PLAIN_TEXT.split(), " ", "\n", ".", "é", "x2", "(", ")", "an", "ai", "le"])))
+def test_text_without_the_terms_keeps_its_tokens(words: list[str]):
+    plain, extended = _pair()
+    text = " ".join(words)
+    assert ids(extended, text) == ids(plain, text)
+
+
+@given(st.lists(st.sampled_from([*WANTED, *PLAIN_TEXT.split()[:4], "s", "\n", ".", "(", ")", "-"])), st.booleans())
+def test_text_with_the_terms_comes_back_unchanged(words: list[str], spaced: bool):
+    plain, extended = _pair()
+    text = (" " if spaced else "").join(words)
+    assert extended.decode(ids(extended, text), skip_special_tokens=False) == text
+    assert len(ids(extended, text)) <= len(ids(plain, text))
+
+
+def _pair(made: list[Tokenizer] = []) -> list[Tokenizer]:  # noqa: B006 - made once
+    if not made:
+        made += [plain := byte_level(), with_terms(plain, choose_forms(plain, WANTED)[0])]
+    return made
+
+
+def test_a_file_of_terms_is_read_line_by_line(tmp_path: Path):
+    path = tmp_path / "terms.txt"
+    path.write_text("\ufeffaileron\r\n\n  angle of attack  \naileron\n")
+    assert read_terms(str(path)) == ["aileron", "angle of attack"]
+
+
+@pytest.mark.parametrize(
+    ("content", "what"), [(b"\n \n", "holds no term"), (b"\xff\xfe", "is not UTF-8"), (b"a\n" + b"x" * 101, "no term")]
+)
+def test_a_file_that_holds_no_terms_is_refused(content: bytes, what: str, tmp_path: Path):
+    path = tmp_path / "terms.txt"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=what) as caught:
+        read_terms(str(path))
+    assert f"tuning.new_tokens.path {path}" in caught.value.where
+
+
+def config(model: Path, home: Path, **new_tokens: object) -> RunConfig:
+    rows = write_texts(home / "rows.jsonl", 160, seed=1)
+    return RunConfig(
+        model=ModelConfig(name=str(model)),
+        data=DataConfig(train_path=str(rows), processed_dir=str(home / "processed"), split=0.0),
+        tuning=TuningConfig(new_tokens=NewTokensConfig(**new_tokens)),
+    )
+
+
+def test_fifty_terms_of_the_data_are_found_and_shorten_it(tiny_llama: Path, tmp_path: Path):
+    cfg = config(tiny_llama, tmp_path, count=50)
+    tokenizer, tokens = load_extended(cfg)
+    plain = AutoTokenizer.from_pretrained(tiny_llama)
+    texts = domain_texts(160, seed=1)
+    before, after = (sum(len(each(text)["input_ids"]) for text in texts) for each in (plain, tokenizer))
+    assert len(tokens) == 50
+    assert len(tokenizer) == len(plain) + 50
+    assert after < 0.65 * before
+    assert sum(token.tokens_saved for token in tokens) == before - after
+    assert "angle of attack" in {token.term for token in tokens}
+    assert len({token.term for token in tokens} & set(TERMS)) >= 40
+    assert load_extended(cfg)[1] == tokens
+
+
+def test_the_extended_tokenizer_is_the_same_when_plain_transformers_opens_it(tiny_llama: Path, tmp_path: Path):
+    tokenizer, tokens = load_extended(config(tiny_llama, tmp_path, count=20))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    opened = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for text in domain_texts(20, seed=3):
+        assert opened(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert opened.decode(opened(text)["input_ids"]) == text
+    assert opened.convert_tokens_to_ids(tokens[-1].content) == len(opened) - 1
+
+
+def test_too_few_terms_end_with_what_to_change(tiny_llama: Path, tmp_path: Path):
+    with pytest.raises(DataError, match="no term occurs 5000 times") as caught:
+        load_extended(config(tiny_llama, tmp_path, count=5, min_count=5000))
+    assert caught.value.fix == "lower tuning.new_tokens.min_count, or leave tuning.new_tokens out"
+
+
+def test_a_listed_term_that_cannot_be_a_token_is_named(tiny_llama: Path, tmp_path: Path):
+    (tmp_path / "terms.txt").write_text("aileron\nriver\n")
+    with pytest.raises(ConfigError, match="1 of the terms cannot be new tokens, such as 'river': it is one token"):
+        load_extended(config(tiny_llama, tmp_path, path=str(tmp_path / "terms.txt")))
+
+
+TOKENS = [
+    NewToken("aileron", " aileron", single_word=False, id=400, pieces=(5, 6, 9), count=1),
+    NewToken("flap", " flap", single_word=False, id=401, pieces=(7, 8), count=1),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two weights", "tied"])
+def test_rows_of_new_tokens_are_the_mean_of_their_pieces(tied: bool, tiny_llama: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    before = [end.weight.detach().clone() for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    add_rows(model, TOKENS)
+    after = [end.weight for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    for old, new in zip(before, after, strict=True):
+        assert new.shape == (402, 32)
+        assert torch.equal(new[:400], old)
+        assert torch.equal(new[400], ((old[5].float() + old[6].float() + old[9].float()) / 3).bfloat16())
+        assert torch.equal(new[401], ((old[7].float() + old[8].float()) / 2).bfloat16())
+    assert (after[0] is after[1]) == tied
+    assert model.config.vocab_size == 402
+
+
+def test_rows_that_the_model_has_to_spare_are_used(tiny_llama: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    add_rows(model, [NewToken("flap", " flap", single_word=False, id=350, pieces=(7, 8), count=1)])
+    weight = model.get_input_embeddings().weight
+    assert weight.shape == (400, 32)
+    assert torch.allclose(weight[350], (weight[7] + weight[8]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("lora", "tied", "trains"),
+    [
+        ({}, False, {"embed_tokens": [400, 401], "lm_head": [400, 401]}),
+        ({}, True, {"embed_tokens": [400, 401]}),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, False, None),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, True, None),
+        ({"modules_to_save": ["lm_head"]}, False, {"embed_tokens": [400, 401]}),
+    ],
+)
+def test_rows_train_alone_unless_their_matrix_trains_in_full(
+    lora: dict[str, list[str]], tied: bool, trains: dict[str, list[int]] | None, tiny_llama: Path
+):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    add_rows(model, TOKENS)
+    adapted = add_adapter(model, LoraConfig(**lora), new_ids=[400, 401])
+    assert adapted.peft_config["default"].trainable_token_indices == trains
+    named = {name: p.numel() for name, p in adapted.named_parameters() if p.requires_grad and "lora_" not in name}
+    rows, matrices = 2 * 32 * len(trains or {}), 402 * 32 * len(lora.get("modules_to_save", []))
+    assert sum(named.values()) == rows + matrices
+
+
+@pytest.mark.parametrize(
+    ("lora", "key"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "tuning.lora.modules_to_save"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "tuning.lora.target_modules"),
+    ],
+)
+def test_new_rows_that_would_not_train_are_refused(lora: dict[str, list[str]], key: str, tiny_llama: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    add_rows(model, TOKENS)
+    with pytest.raises(ConfigError) as caught:
+        add_adapter(model, LoraConfig(**lora), new_ids=[400, 401])
+    assert caught.value.where == key
+
+
+def test_the_cached_list_is_the_one_that_a_run_is_given(tiny_llama: Path, tmp_path: Path):
+    cfg = config(tiny_llama, tmp_path, count=5)
+    _, tokens = load_extended(cfg)
+    (cached,) = (tmp_path / "processed").glob("terms-*/new_tokens.json")
+    assert [entry["term"] for entry in json.loads(cached.read_text())] == [token.term for token in tokens]
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text() * 2)
+    assert [token.count for token in load_extended(cfg)[1]] == [2 * token.count for token in tokens]

@@ -1,0 +1,149 @@
+"""Calls of rewards: whatever foreign code does, the call ends, and what is not known is None with a reason."""
+
+import os
+import time
+
+import pytest
+
+from sftplay.errors import ConfigError
+from sftplay.reward.calls import RewardCall, checked
+
+USER = """
+import math, os, time
+
+def honest(completions, answer, **_):
+    return [float(text == right) for text, right in zip(completions, answer)]
+
+def loops(completions, **_):
+    while "loop" in completions:
+        pass
+    return [1] * len(completions)
+
+def raises(completions, **_):
+    raise ZeroDivisionError("no reward today")
+
+def dies(completions, **_):
+    os._exit(0)
+
+def ignores_signals(completions, **_):
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+class Always(float):
+    def __eq__(self, other): return True
+    __hash__ = None
+
+def odd(completions, **_):
+    return [True, Always(0.25), math.nan, math.inf, None, "1", 3][: len(completions)]
+
+def short(completions, **_):
+    return [1.0]
+
+def number(completions, **_):
+    return 1.0
+
+def arrays(completions, **_):
+    import numpy
+    return numpy.arange(len(completions), dtype="float32")
+
+def numpy_scalars(completions, **_):
+    import numpy
+    return [numpy.float32(0.5) for _ in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "my rewards.py"
+    path.write_text(USER)
+    calls = {}
+
+    def call(name, deadline_s=20.0):
+        return calls.setdefault(name, RewardCall(f"{path}:{name}", {}, deadline_s=deadline_s))
+
+    yield call
+    for each in calls.values():
+        each.close()
+
+
+def test_a_user_s_function_gets_the_columns(user):
+    assert user("honest")(["a", "b"], answer=["a", "x"]).values == [1.0, 0.0]
+
+
+def test_a_busy_loop_is_cut_off_and_the_next_call_works(user):
+    call = user("loops", 1.0)
+    began = time.monotonic()
+    scores = call(["loop", "x"])
+    assert scores.values == [None, None]
+    assert scores.reasons == ["took longer than 1 s"]
+    assert time.monotonic() - began < 60
+    assert call(["x"]).values == [1.0]
+
+
+def test_a_process_that_ignores_signals_is_cut_off(user):
+    assert user("ignores_signals", 1.0)(["x"]).values == [None]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "raised ZeroDivisionError: no reward today"),
+        ("dies", "its process died"),
+        ("short", "returned 1 values for 2 completions"),
+        ("number", "returned a float for 2 completions"),
+    ],
+)
+def test_a_function_that_fails_abstains(user, name, reason):
+    scores = user(name)(["a", "b"])
+    assert scores.values == [None, None]
+    assert scores.reasons == [reason]
+
+
+def test_only_finite_numbers_count(user):
+    scores = user("odd")(list("abcdefg"))
+    assert scores.values == [1.0, 0.25, None, None, None, None, 3.0]
+    assert type(scores.values[1]) is float
+    assert len(scores.reasons) == 4
+
+
+def test_numbers_of_numpy_count(user):
+    assert user("arrays")(["a", "b"]).values == [0.0, 1.0]
+    assert user("numpy_scalars")(["a"]).values == [0.5]
+
+
+def test_one_answer_that_hangs_a_shipped_reward_costs_only_itself():
+    call = RewardCall("regex", {"pattern": r"(a+)+b"}, deadline_s=2.0)
+    try:
+        scores = call(["aab", "a" * 60, "ab"])
+        assert scores.values == [1.0, None, 1.0]
+        assert scores.reasons == ["took longer than 2 s"]
+    finally:
+        call.close()
+
+
+def test_its_process_ends_with_the_call(user):
+    call = RewardCall("repetition", {}, deadline_s=20.0)
+    call(["a"])
+    pid = call._process.pid
+    call.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere.py:f", "no file 'nowhere.py'"),
+        ("json:nothing", "no function 'nothing'"),
+        ("no_such_module:f", "No module"),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused_by_name(name, said):
+    call = RewardCall(name, {}, deadline_s=20.0)
+    with pytest.raises(ConfigError, match=said):
+        call(["a"])
+
+
+def test_what_is_no_number_is_named():
+    assert checked(["'1'", 2.0], 2).reasons == ["returned '1', which is no finite number"]
