@@ -7,7 +7,7 @@ tests that run in another box. So it never sees what is expected, and an object 
 
 What it does not protect against:
 
-- A hole in the kernel. All boxes share the machine's kernel; a virtual machine would not. The filter in `seccomp`
+- A hole in the kernel. All boxes share the machine's kernel; a virtual machine would not. The filter of system calls
   leaves less of it to attack.
 - Tests that hand the program an object (a class of its own, a function): they run in the program's own process
   (`mode: in_process` in the verdict), and a program that is made to cheat can make such a test pass.

@@ -13,8 +13,8 @@ from types import TracebackType
 from sftplay import log
 from sftplay.sandbox.choose import choose_executor
 from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.job import Job, Verdict
-from sftplay.sandbox.judge import judge
+from sftplay.sandbox.verdicts.job import Job, Verdict
+from sftplay.sandbox.verdicts.judge import judge
 
 MOST_WORKERS = 16
 

@@ -8,8 +8,8 @@ import pytest
 
 from sftplay.sandbox.choose import SAFE, choose_executor, problem_of
 from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.job import Job, Verdict
-from sftplay.sandbox.judge import judge
+from sftplay.sandbox.verdicts.job import Job, Verdict
+from sftplay.sandbox.verdicts.judge import judge
 
 
 @pytest.fixture(params=list(SAFE))

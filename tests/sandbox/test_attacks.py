@@ -101,10 +101,11 @@ def test_none_shouts(sftplay):
 
 
 def test_python_of_these_tests_is_the_one_in_the_box(executor):
-    from sftplay.sandbox.job import Limits
+    from sftplay.sandbox.verdicts.job import Limits
 
     box = executor.open(Limits())
-    assert box.ask("load", "import sys\ndef f(): return list(sys.version_info[:3])", "", within_s=10)["status"] == "ok"
-    answer = box.ask("call", "f", [], {}, False, within_s=10)
+    code = "import sys\ndef f(): return list(sys.version_info[:3])"
+    assert box.ask("load", code=code, late_setup="", within_s=10)["status"] == "ok"
+    answer = box.ask("call", name="f", args=[], named={}, is_encoded=False, within_s=10)
     assert answer["value"][1:] == list(sys.version_info[:3])
     box.close()

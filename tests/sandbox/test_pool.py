@@ -10,11 +10,11 @@ import pytest
 
 from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
-from sftplay.sandbox.box import Lost
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.executors.bwrap import Bwrap
-from sftplay.sandbox.job import Job
 from sftplay.sandbox.pool import Sandbox, count_workers
+from sftplay.sandbox.verdicts.box import Lost
+from sftplay.sandbox.verdicts.job import Job
 
 pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sftplay.errors import DataError
-from sftplay.sandbox.assertions import plan_tests
-from sftplay.sandbox.job import Job, Limits, job_from_dict
+from sftplay.sandbox.verdicts.assertions import plan_tests
+from sftplay.sandbox.verdicts.job import Job, Limits, job_from_dict
 
 ADD_ONE = "def f(x):\n    return x + 1"
 

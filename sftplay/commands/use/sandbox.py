@@ -15,7 +15,7 @@ from sftplay import log
 from sftplay.errors import ConfigError, DataError, MachineError, RunError
 
 if TYPE_CHECKING:
-    from sftplay.sandbox.job import Job
+    from sftplay.sandbox.verdicts.job import Job
 
 BATCH = 256
 """Jobs that are read before the first verdict is written."""
@@ -45,7 +45,7 @@ def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
     Raises:
         DataError: a line holds no job; the error names it.
     """
-    from sftplay.sandbox.job import Limits, job_from_dict
+    from sftplay.sandbox.verdicts.job import Limits, job_from_dict
 
     limits = Limits(timeout_s=timeout_s, test_timeout_s=min(timeout_s, Limits().test_timeout_s))
     for number, line in enumerate(source, start=1):
@@ -76,7 +76,7 @@ def self_test(args: Namespace) -> int:
         executor = choose_executor(name, is_warm=False)()
         done: list[Row] = []
 
-        def note(row: Row, name: str = name, done: list[Row] = done) -> None:
+        def note(row: Row, *, name: str = name, done: list[Row] = done) -> None:
             done.append(row)
             log.progress(len(done), len(ATTACKS), what="attacks", tag=name)
 

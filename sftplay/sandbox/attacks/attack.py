@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.sandbox.executors.bootstrap import OWNER
-from sftplay.sandbox.job import Job, Limits, Status
+from sftplay.sandbox.verdicts.job import Job, Limits, Status
 
 ESCAPED = ("assert f() == 'escaped'",)
 """The test of a program that says whether it reached what it should not: in a box it fails."""

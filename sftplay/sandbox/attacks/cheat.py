@@ -6,7 +6,7 @@ Where nothing else is said, the task is `f(x) = x + 1`.
 from __future__ import annotations
 
 from sftplay.sandbox.attacks.attack import Attack
-from sftplay.sandbox.job import Status
+from sftplay.sandbox.verdicts.job import Status
 
 TASK = ("assert f(2) == 3", "assert f(40) == 41")
 
@@ -164,19 +164,19 @@ def f(x): return x
     ),
     Attack(
         name="makes its box say that all is well", tests=TASK, statuses=("wrong", "tampered"),
-        code=AGENT + "agent.ORDERS['call'] = lambda *a: {'status': '\"ok\"', 'value': 'true', 'passed': '2'}",
+        code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"ok\"', 'value': 'true', 'passed': '2'}",
     ),
     Attack(
         name="does so for the test's box", tests=PROXY, statuses=("wrong", "tampered"),
-        code=AGENT + "agent.ORDERS['call'] = agent.ORDERS['test'] = lambda *a: {'status': '\"ok\"'}",
+        code=AGENT + "agent.ORDERS['call'] = agent.ORDERS['test'] = lambda *a, **k: {'status': '\"ok\"'}",
     ),
     Attack(
         name="says that the machinery failed", tests=TASK, statuses=("tampered",),
-        code=AGENT + "agent.ORDERS['call'] = lambda *a: {'status': '\"infra\"'}",
+        code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"infra\"'}",
     ),
     Attack(
         name="asks to be judged more weakly", tests=PROXY, statuses=("tampered",),
-        code=AGENT + "agent.ORDERS['call'] = lambda *a: {'status': '\"objects\"'}",
+        code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"objects\"'}",
     ),
     Attack(
         name="answers to no order", tests=TASK, statuses=("tampered",),
@@ -189,7 +189,7 @@ def f(x): return x
     Attack(
         name="says that an argument changed", tests=("y = [3]\nz = f(2)\nassert z == y",),
         statuses=("wrong", "tampered"),
-        code=AGENT + "agent.ORDERS['call'] = lambda *a: {'status': '\"ok\"', 'value': '0', 'args': '[[\"l\"],1]', "
+        code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"ok\"', 'value': '0', 'args': '[[\"l\"],1]', "
         "'changed': '[true,true]'}",
     ),
 )  # fmt: skip

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from sftplay.sandbox.attacks import cheat, exhaust, files, forge, network, rights
 from sftplay.sandbox.attacks.attack import Attack, Targets, targets
 from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.job import Job, Verdict
-from sftplay.sandbox.judge import judge
+from sftplay.sandbox.verdicts.job import Job, Verdict
+from sftplay.sandbox.verdicts.judge import judge
 
 GROUPS = {
     "files": files.ATTACKS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sftplay.sandbox.attacks import exhaust, files, network, rights
 from sftplay.sandbox.attacks.attack import Attack, targets
 from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.job import Job, Limits
-from sftplay.sandbox.judge import judge
+from sftplay.sandbox.verdicts.job import Job, Limits
+from sftplay.sandbox.verdicts.judge import judge
 
 CONTROL = "assert attempt('control') == 'works'"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.sandbox.inside import agent, plain
-from sftplay.sandbox.job import Limits
+from sftplay.sandbox.verdicts.job import Limits
 
 BOOT = """
 import os, sys, marshal

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 from sftplay.errors import MachineError
-from sftplay.sandbox.box import Box
 from sftplay.sandbox.executors.bootstrap import (
     boot_command,
     environment,
@@ -25,8 +24,9 @@ from sftplay.sandbox.executors.bootstrap import (
     unused_user,
 )  # fmt: skip
 from sftplay.sandbox.executors.executor import start_box
-from sftplay.sandbox.job import Limits
-from sftplay.sandbox.seccomp import build_filter
+from sftplay.sandbox.executors.seccomp import build_filter
+from sftplay.sandbox.verdicts.box import Box
+from sftplay.sandbox.verdicts.job import Limits
 
 WORK, PREFIX = "/w", "/py"
 """The folder that a program may write to, and where the interpreter lies."""

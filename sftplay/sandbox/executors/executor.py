@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from sftplay.sandbox.box import Box
 from sftplay.sandbox.executors.bootstrap import first_message, hello_for
-from sftplay.sandbox.job import Limits
+from sftplay.sandbox.verdicts.box import Box
+from sftplay.sandbox.verdicts.job import Limits
 
 
 class Executor(Protocol):

@@ -12,10 +12,10 @@ import socket
 import subprocess
 import tempfile
 
-from sftplay.sandbox.box import Box
 from sftplay.sandbox.executors.bootstrap import boot_command, environment, interpreter
 from sftplay.sandbox.executors.executor import start_box
-from sftplay.sandbox.job import Limits
+from sftplay.sandbox.verdicts.box import Box
+from sftplay.sandbox.verdicts.job import Limits
 
 
 class PlainProcess:

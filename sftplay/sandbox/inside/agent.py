@@ -77,22 +77,29 @@ def give_up_rights(hello: dict[str, Any]) -> None:
     os.chdir(hello["folder"])
 
 
+class Place:
+    """Where an order is carried out: the way out, and the names of the module `candidate`."""
+
+    def __init__(self, channel: Channel, names: dict[str, Any]) -> None:
+        self.channel, self.names = channel, names
+
+
 def serve(channel: Channel) -> None:
     """Answer orders for ever. Each names the candidate's module, `candidate`, and the nonce to answer with."""
     module = type(sys)("candidate")
     sys.modules["candidate"] = module
     names = vars(module)
     while True:
-        order, nonce, *rest = channel.receive()
+        order, nonce, parts = channel.receive()
         run: Any = ORDERS[order]
-        fields = run(channel, names, *rest)
+        fields = run(Place(channel, names), **parts)
         channel.send(nonce=quoted(nonce), **fields)
 
 
-def prepare(_channel: Channel, names: dict[str, Any], setup: str) -> dict[str, str]:
+def prepare(place: Place, *, setup: str) -> dict[str, str]:
     """Run the setup, before any code of the candidate: what fails here is not the candidate's fault."""
     try:
-        exec(compile(setup, "setup.py", "exec"), names)
+        exec(compile(setup, "setup.py", "exec"), place.names)
     except NameError as error:
         return described(error, "later")  # it needs names of the code
     except BaseException as error:  # noqa: BLE001  (foreign code)
@@ -100,29 +107,27 @@ def prepare(_channel: Channel, names: dict[str, Any], setup: str) -> dict[str, s
     return {"status": '"ok"'}
 
 
-def load(_channel: Channel, names: dict[str, Any], code: str, late_setup: str) -> dict[str, str]:
+def load(place: Place, *, code: str, late_setup: str) -> dict[str, str]:
     """Run the candidate's code, and a setup that needs its names behind it."""
     try:
         program = compile(code, "candidate.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, OverflowError, MemoryError) as error:
         return described(error, "syntax")  # MemoryError: brackets that are nested too deep for the parser
     try:
-        exec(program, names)
-        exec(compile(late_setup, "setup.py", "exec"), names)
+        exec(program, place.names)
+        exec(compile(late_setup, "setup.py", "exec"), place.names)
     except BaseException as error:  # noqa: BLE001  (foreign code)
         return described(error)
     return {"status": '"ok"'}
 
 
-def call(
-    _channel: Channel, names: dict[str, Any], name: str, args: list[Any], named: dict[str, Any], is_encoded: bool
-) -> dict[str, str]:
+def call(place: Place, *, name: str, args: list[Any], named: dict[str, Any], is_encoded: bool) -> dict[str, str]:
     """Call a function of the candidate with plain data; its value, or what it raised, and the arguments afterwards."""
     if is_encoded:
         args, named = list(map(decode, args)), {key: decode(value) for key, value in named.items()}
     before = [encode(each) for each in args] if is_encoded else []
     try:
-        value = encode(names[name](*args, **named) if name in names else missing(name))
+        value = encode(place.names[name](*args, **named) if name in place.names else missing(name))
         after = [encode(each) for each in args] if is_encoded else []
     except BaseException as error:  # noqa: BLE001  (foreign code)
         return described(error)
@@ -136,10 +141,10 @@ def missing(name: str) -> Any:
     raise NameError(f"name {name!r} is not defined")
 
 
-def test(_channel: Channel, names: dict[str, Any], source: str) -> dict[str, str]:
+def test(place: Place, *, source: str) -> dict[str, str]:
     """Run a test where its names are."""
     try:
-        exec(compile(source, "test.py", "exec"), names)
+        exec(compile(source, "test.py", "exec"), place.names)
     except AssertionError as error:
         return described(error, "wrong")
     except BaseException as error:  # noqa: BLE001  (foreign code)
@@ -147,12 +152,12 @@ def test(_channel: Channel, names: dict[str, Any], source: str) -> dict[str, str
     return {"status": '"ok"'}
 
 
-def bind(channel: Channel, names: dict[str, Any], wanted: list[str], setup: str) -> dict[str, str]:
+def bind(place: Place, *, functions: list[str], setup: str) -> dict[str, str]:
     """Stand-ins for functions of a candidate in another box, then the setup."""
-    for name in wanted:
-        names[name] = stand_in(channel, name)
+    for name in functions:
+        place.names[name] = stand_in(place.channel, name)
     try:
-        exec(compile(setup, "setup.py", "exec"), names)
+        exec(compile(setup, "setup.py", "exec"), place.names)
     except BaseException as error:  # noqa: BLE001  (foreign code)
         return described(error, "infra")
     return {"status": '"ok"'}

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sftplay.sandbox.inside.plain import is_same, is_true
-from sftplay.sandbox.job import Job, Mode
+from sftplay.sandbox.verdicts.job import Job, Mode
+
+Relation = Literal["equal", "unequal", "true", "false"]
 
 PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict, type(None))
 
@@ -25,7 +27,7 @@ class Comparison:
     name: str
     args: list[Any]
     named: dict[str, Any]
-    relation: Literal["equal", "unequal", "true", "false"]
+    relation: Relation
     expected: Any = None
 
     def holds(self, structure: Any) -> bool:
@@ -98,7 +100,7 @@ def read_comparison(test: str, functions: Sequence[str]) -> Comparison | None:
     else:
         is_negated = isinstance(asserted, ast.UnaryOp) and isinstance(asserted.op, ast.Not)
         inner = asserted.operand if isinstance(asserted, ast.UnaryOp) and is_negated else asserted
-        read = _read_call(inner, "false" if is_negated else "true", None)
+        read = _read_call(inner, relation="false" if is_negated else "true")
     return read if read and read.name in functions else None
 
 
@@ -114,12 +116,11 @@ def _read_relation(asserted: ast.Compare) -> Comparison | None:
         return None
     if not _is_plain(expected):
         return None
-    return _read_call(asserted.left, "unequal" if isinstance(operator, ast.NotEq) else "equal", expected)
+    relation: Relation = "unequal" if isinstance(operator, ast.NotEq) else "equal"
+    return _read_call(asserted.left, relation=relation, expected=expected)
 
 
-def _read_call(
-    node: ast.expr, relation: Literal["equal", "unequal", "true", "false"], expected: Any
-) -> Comparison | None:
+def _read_call(node: ast.expr, *, relation: Relation, expected: Any = None) -> Comparison | None:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return None
     if any(keyword.arg is None for keyword in node.keywords):

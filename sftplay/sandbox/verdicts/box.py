@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from sftplay.sandbox.job import Limits, Status
+from sftplay.sandbox.verdicts.job import Limits, Status
 
 START_S = 20.0
 """For a box to stand. A machine that needs longer is not fit to judge programs."""
@@ -60,7 +60,7 @@ class Box:
         if answer != {"status": "ready"}:
             raise Lost("infra", f"the box said {str(answer)[:200]}")
 
-    def ask(self, order: str, *parts: Any, within_s: float) -> dict[str, Any]:
+    def ask(self, order: str, *, within_s: float, **parts: Any) -> dict[str, Any]:
         """Give an order and return its answer.
 
         Raises:
@@ -68,7 +68,7 @@ class Box:
         """
         until = time.monotonic() + within_s
         nonce = secrets.token_hex(16)
-        self.send((order, nonce, *parts), until)
+        self.send((order, nonce, parts), until)
         return self.read(nonce, until)
 
     def send(self, message: tuple[Any, ...], until: float) -> None:

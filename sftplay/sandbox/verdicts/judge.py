@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sftplay.sandbox.assertions import Comparison, Plan, plan_tests
-from sftplay.sandbox.box import Box, Lost
-from sftplay.sandbox.job import Job, Status, Verdict
+from sftplay.sandbox.verdicts.assertions import Comparison, Plan, plan_tests
+from sftplay.sandbox.verdicts.box import Box, Lost
+from sftplay.sandbox.verdicts.job import Job, Status, Verdict
 
 SETUP_S = 10.0
 """For trusted statements, such as imports."""
@@ -31,10 +31,10 @@ def judge(job: Job, open_box: Callable[[], Box], *, executor: str) -> Verdict:
     started = time.monotonic()
     plan = plan_tests(job)
     try:
-        per_test, text = _Hearing(job, plan, open_box).hear()
+        per_test, text = _Hearing(job, plan=plan, open_box=open_box).hear()
     except NeedsObjects:
         plan = replace(plan, mode="in_process", comparisons=(None,) * len(job.tests))
-        per_test, text = _Hearing(job, plan, open_box).hear()
+        per_test, text = _Hearing(job, plan=plan, open_box=open_box).hear()
     per_job = per_test if job.tests else per_test[:1]
     return Verdict(
         status=_overall(per_job), per_test=tuple(per_test) if job.tests else (), total=len(job.tests),
@@ -54,7 +54,7 @@ def _overall(per_test: list[Status]) -> Status:
 class _Hearing:
     """The boxes of one job, and what is left of its time."""
 
-    def __init__(self, job: Job, plan: Plan, open_box: Callable[[], Box]) -> None:
+    def __init__(self, job: Job, *, plan: Plan, open_box: Callable[[], Box]) -> None:
         self.job, self.plan, self._open_box = job, plan, open_box
         self.left_s = job.limits.timeout_s
         self.text = ""
@@ -103,11 +103,11 @@ class _Hearing:
             self.text = self.text or str(answer.get("text", ""))[-2_000:]
         return status
 
-    def _ask(self, box: Box, order: str, *parts: Any, within_s: float) -> dict[str, Any]:
+    def _ask(self, box: Box, order: str, *, within_s: float, **parts: Any) -> dict[str, Any]:
         """Ask, on the job's time."""
         asked = time.monotonic()
         try:
-            return box.ask(order, *parts, within_s=min(within_s, self.left_s))
+            return box.ask(order, **parts, within_s=min(within_s, self.left_s))
         finally:
             self.left_s -= time.monotonic() - asked
 
@@ -116,17 +116,18 @@ class _Hearing:
         if self._candidate is not None:
             return {"status": "ok"}
         self._candidate = self._open_box()
-        prepared = self._candidate.ask("prepare", self.job.setup, within_s=SETUP_S)
+        prepared = self._candidate.ask("prepare", setup=self.job.setup, within_s=SETUP_S)
         if prepared["status"] == "infra":
             raise Lost("infra", f"the setup of the job: {prepared.get('text')}")
         late_setup = self.job.setup if prepared["status"] == "later" else ""
-        return self._ask(self._candidate, "load", self.job.code, late_setup, within_s=self.left_s)
+        return self._ask(self._candidate, "load", code=self.job.code, late_setup=late_setup, within_s=self.left_s)
 
     def _compare(self, comparison: Comparison) -> Status:
         """The program gives a value; it never sees what is expected."""
         assert self._candidate is not None
         answer = self._ask(
-            self._candidate, "call", comparison.name, comparison.args, comparison.named, False,
+            self._candidate, "call", name=comparison.name, args=comparison.args, named=comparison.named,
+            is_encoded=False,
             within_s=self.job.limits.test_timeout_s,
         )  # fmt: skip
         if (status := self._note(answer)) != "ok":
@@ -141,23 +142,27 @@ class _Hearing:
         assert self._candidate is not None
         source, within_s = self.job.tests[number], self.job.limits.test_timeout_s
         if self.plan.mode == "in_process":
-            return self._note(self._ask(self._candidate, "test", source, within_s=within_s))
+            return self._note(self._ask(self._candidate, "test", source=source, within_s=within_s))
         if self._tester is None:
             self._tester = self._open_box()
-            bound = self._tester.ask("bind", list(self.plan.functions), self.plan.setup, within_s=SETUP_S)
+            bound = self._tester.ask(
+                "bind", functions=list(self.plan.functions), setup=self.plan.setup, within_s=SETUP_S
+            )
             if bound["status"] != "ok":
                 raise Lost("infra", f"the setup of the tests: {bound.get('text')}")
         asked = time.monotonic()
         try:
-            return self._note(self._converse(self._tester, source, asked + min(within_s, self.left_s)))
+            return self._note(self._converse(source, until=asked + min(within_s, self.left_s)))
         finally:
             self.left_s -= time.monotonic() - asked
 
-    def _converse(self, tester: Box, source: str, until: float) -> dict[str, Any]:
+    def _converse(self, source: str, *, until: float) -> dict[str, Any]:
         """Run the test; each call that it makes of the program goes to the program's box, and the value back."""
         assert self._candidate is not None
+        assert self._tester is not None
+        tester = self._tester
         nonce = "test"  # the tester runs no code of the program
-        tester.send(("test", nonce, source), until)
+        tester.send(("test", nonce, {"source": source}), until)
         while True:
             answer = tester.read(nonce, until)
             if answer.get("status") == "objects":
@@ -165,7 +170,10 @@ class _Hearing:
             if "status" in answer:
                 return answer
             left_s = until - time.monotonic()
-            value = self._candidate.ask("call", answer["name"], answer["args"], answer["named"], True, within_s=left_s)
+            value = self._candidate.ask(
+                "call", name=answer["name"], args=answer["args"], named=answer["named"], is_encoded=True,
+                within_s=left_s,
+            )  # fmt: skip
             tester.send((_without_surprises(value, len(answer["args"])),), until)
 
     def _close(self) -> None:

@@ -13,6 +13,7 @@ from sftplay.errors import MachineError
 
 ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 EPERM, ENOSYS = 1, 38
+EQUAL, AT_LEAST, ANY_BIT = 0x15, 0x35, 0x45
 
 NEW_NAMESPACES = 0x7E020000
 """The flags of clone(2) that make a namespace."""
@@ -56,14 +57,19 @@ def build_filter() -> bytes:
         known = " and ".join(ARCHITECTURES)
         raise MachineError(f"no system call filter for {machine}", where="sandbox", fix=f"use a machine with {known}")
     column, mark, clone = ARCHITECTURES[machine]
-    code = [_load(4), _jump(mark, 1, 0), _answer(KILL), _load(0)]
+    code = [_load(4), _jump(mark, skip_if_not=0, skip_if=1), _answer(KILL), _load(0)]
     if machine == "x86_64":
-        code += [_at_least(X32, 0, 1), _answer(FAIL | ENOSYS)]
+        code += [_jump(X32, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
     for numbers in DENIED.values():
         if (number := numbers[column]) is not None:
-            code += [_jump(number, 0, 1), _answer(FAIL | EPERM)]
-    code += [_jump(CLONE3, 0, 1), _answer(FAIL | ENOSYS)]
-    code += [_jump(clone, 0, 3), _load(16), _any_bit(NEW_NAMESPACES, 0, 1), _answer(FAIL | EPERM)]
+            code += [_jump(number, skip_if_not=1), _answer(FAIL | EPERM)]
+    code += [_jump(CLONE3, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    code += [
+        _jump(clone, skip_if_not=3),
+        _load(16),
+        _jump(NEW_NAMESPACES, how=ANY_BIT, skip_if_not=1),
+        _answer(FAIL | EPERM),
+    ]
     return b"".join([*code, _answer(ALLOW)])
 
 
@@ -72,16 +78,9 @@ def _load(offset: int) -> bytes:
     return struct.pack("HBBI", 0x20, 0, 0, offset)
 
 
-def _jump(value: int, is_equal: int, is_other: int) -> bytes:
-    return struct.pack("HBBI", 0x15, is_equal, is_other, value)
-
-
-def _at_least(value: int, is_more: int, is_less: int) -> bytes:
-    return struct.pack("HBBI", 0x35, is_more, is_less, value)
-
-
-def _any_bit(mask: int, is_set: int, is_clear: int) -> bytes:
-    return struct.pack("HBBI", 0x45, is_set, is_clear, mask)
+def _jump(value: int, *, how: int = EQUAL, skip_if: int = 0, skip_if_not: int) -> bytes:
+    """Compare what was loaded with the value, and leave so many of the next instructions out."""
+    return struct.pack("HBBI", how, skip_if, skip_if_not, value)
 
 
 def _answer(action: int) -> bytes:
