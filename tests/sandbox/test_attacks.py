@@ -56,7 +56,7 @@ def test_the_self_test_finds_no_hole_in_a_box_and_many_without_one(executor):
 def test_an_attack_does_not_get_through(executor, name):
     attack = next(each for each in ATTACKS if each.name == name)
     with targets() as reached:
-        assert try_attack(executor, attack, reached).problems == ()
+        assert try_attack(attack, executor=executor, reached=reached).problems == ()
 
 
 @pytest.mark.slow

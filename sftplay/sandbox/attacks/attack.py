@@ -99,10 +99,10 @@ def targets() -> Iterator[Targets]:
             (folder / name).write_text(mark)
             (folder / name).chmod(0o600)
         listening = [
-            _listen(stack, socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
-            _listen(stack, socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
-            _listen(stack, socket.AF_UNIX, socket.SOCK_STREAM, str(folder / "socket")),
-            _listen(stack, socket.AF_UNIX, socket.SOCK_STREAM, f"\0sftplay-{mark}"),
+            _listen(stack, family=socket.AF_INET, kind=socket.SOCK_STREAM, address=("127.0.0.1", 0)),
+            _listen(stack, family=socket.AF_INET, kind=socket.SOCK_DGRAM, address=("127.0.0.1", 0)),
+            _listen(stack, family=socket.AF_UNIX, kind=socket.SOCK_STREAM, address=str(folder / "socket")),
+            _listen(stack, family=socket.AF_UNIX, kind=socket.SOCK_STREAM, address=f"\0sftplay-{mark}"),
         ]
         ports = [each.getsockname()[1] for each in listening[:2]]
         # `cat` ends with its standard input, that is with this process at the latest.
@@ -114,7 +114,7 @@ def targets() -> Iterator[Targets]:
         victim.stdin.close()
 
 
-def _listen(stack: ExitStack, family: int, kind: int, address: Any) -> socket.socket:
+def _listen(stack: ExitStack, *, family: int, kind: int, address: Any) -> socket.socket:
     listening = stack.enter_context(socket.socket(family, kind))
     listening.bind(address)
     if kind == socket.SOCK_STREAM:

@@ -50,12 +50,12 @@ def conduct(executor: Executor, *, chosen: Iterable[Attack] = ATTACKS, note: Cal
     while waiting:
         with targets() as reached:
             while waiting and not (rows and reached.losses()):
-                rows.append(try_attack(executor, waiting.pop(0), reached))
+                rows.append(try_attack(waiting.pop(0), executor=executor, reached=reached))
                 note(rows[-1])
     return rows
 
 
-def try_attack(executor: Executor, attack: Attack, reached: Targets) -> Row:
+def try_attack(attack: Attack, *, executor: Executor, reached: Targets) -> Row:
     """Run one attack, look what it has done and left, and see that an honest program still passes."""
     job = attack.job(reached)
     verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
