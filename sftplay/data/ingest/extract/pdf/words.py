@@ -18,8 +18,8 @@ ITALIC_NAME = re.compile(r"italic|oblique|slanted|(?:^|[-,])it$", re.I)
 MONO_NAME = re.compile(r"mono|courier|consol|typewriter|cmtt|inconsolata|menlo", re.I)
 
 SOFT_HYPHEN = "\u00ad"
-HYPHENS = {2: SOFT_HYPHEN, 0xFFFE: SOFT_HYPHEN}
-"""Signs by which pdfium marks a hyphen that only divides a word at the end of a line."""
+LINE_HYPHENS = (2, 0xFFFE)
+"""Signs by which pdfium marks a hyphen at the end of a line; it lets the next line's first word follow at once."""
 
 LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
 UPRIGHT = 0.1
@@ -103,7 +103,9 @@ class _Reader:
         raw.FPDFText_GetMatrix(self._handle, begin, matrix)
         raw.FPDFText_GetFontInfo(self._handle, begin, self._name, 128, self._flags)
         size = raw.FPDFText_GetFontSize(self._handle, begin) * hypot(matrix.c, matrix.d)
-        text = "".join(LIGATURES.get(code) or HYPHENS.get(code) or chr(code) for code in codes[begin:end] if code)
+        text = "".join(
+            LIGATURES.get(code) or ("-" if code in LINE_HYPHENS else chr(code)) for code in codes[begin:end] if code
+        )
         x0, x1 = min(left, box.left), max(right, box.right)
         style = self._style(self._name.value, self._flags.value)
         word = Word(text, x0, max(top, box.top), x1, min(bottom, box.bottom), size, style)
@@ -127,6 +129,9 @@ def _spans(codes: list[int]) -> Iterator[tuple[int, int]]:
             if begin is not None:
                 yield begin, place
             begin = None
+        elif code in LINE_HYPHENS and begin is not None:
+            yield begin, place + 1
+            begin = None
         elif begin is None:
             begin = place
     if begin is not None:
@@ -136,7 +141,7 @@ def _spans(codes: list[int]) -> Iterator[tuple[int, int]]:
 def _is_upright(angle: float, turned: int) -> bool:
     """Whether a character stands upright once the page is shown as it should be."""
     quarter = 1.5707963267948966
-    off = (angle - turned * quarter) % (4 * quarter)
+    off = (angle + turned * quarter) % (4 * quarter)  # pdfium counts angles clockwise
     return min(off, 4 * quarter - off) < UPRIGHT
 
 
