@@ -61,7 +61,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.commands.make goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx process inspect render style train dapt-train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-documents bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
@@ -112,6 +112,8 @@ inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG=
 	@$(SFTPLAY) inspect $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
 render: $(READY) ## rows as the chat template writes them: CONFIG= (N=3, JSON=1; OUT=file.jsonl for all)
 	@$(SFTPLAY) render $(WHICH) $(COUNT) $(OUTPUT) $(JSONFLAG) $(WORDS)
+reward-check: $(READY) ## try the rewards on right answers and junk: CONFIG= (N=32, JSON=1)
+	@$(SFTPLAY) reward-check $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
 style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: print it)
 	@$(SFTPLAY) style $(WHICH) $(call flag,--style,STYLE) $(JSONFLAG) $(WORDS)
 

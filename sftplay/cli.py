@@ -36,6 +36,11 @@ VERBS = {
         "render",
         "show rows as the chat template writes them, or write all to a file",
     ),
+    "reward-check": (
+        "sftplay.commands.data.rewards",
+        "reward_check",
+        "try the rewards of a config on right answers and on junk",
+    ),
     "style": ("sftplay.commands.data.style", "style", "set the system prompt of a config, data.system"),
     "ingest": (
         "sftplay.commands.data.ingest",
