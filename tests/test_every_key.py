@@ -29,7 +29,8 @@ from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.commands.use import evaluate
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RunConfig, Section
+from sftplay.config.schema.keys import all_keys
+from sftplay.config.schema.run import RunConfig
 from sftplay.control import memory_probe
 from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
@@ -636,6 +637,8 @@ def measured(bench: Bench) -> dict[str, Any]:
         batches.append((len(ids), out.shape[1] - ids.shape[1]))
         return out
 
+    (bench.home / "slow.py").write_text(SLOW)
+    rewards = [{**reward, "use": reward["use"].replace("slow.py", f"{bench.home}/slow.py")} for reward in REWARDS]
     with patch.object(Generator, "generate", generate):
         run = train(
             bench.home / "measured", bench.inputs, train__max_steps=1, eval__before=True, eval__after=True,
@@ -643,13 +646,31 @@ def measured(bench: Bench) -> dict[str, Any]:
         )  # fmt: skip
         usual = train(
             bench.home / "usual", bench.inputs, train__max_steps=1, eval__after=True, eval__limit=None,
-            eval__max_new_tokens=9, logging__row_ids=False,
+            eval__max_new_tokens=9, logging__row_ids=False, rewards=rewards,
         )  # fmt: skip
     return {"run": run, "usual": usual, "batches": batches}
 
 
 def figures(run: Finished, name: str = "after") -> dict[str, Any]:
     return json.loads((run.folder.eval / f"{name}.json").read_text())
+
+
+REWARDS: list[dict[str, Any]] = [
+    {"name": "any", "use": "regex", "options": {"pattern": "(?s).*"}},
+    {"name": "none", "use": "regex", "options": {"pattern": "(?!)"}},
+    {"name": "slow", "use": "slow.py:slow"},
+    {"name": "late", "use": "slow.py:slow", "deadline": 0.05},
+]
+"""The first two differ in their pattern, the last two in their deadline."""
+
+SLOW = "import time\ndef slow(completions, **_):\n    time.sleep(0.5)\n    return [1.0 for _ in completions]\n"
+
+
+def rewards_of(run: Finished) -> dict[str, set[Any]]:
+    """Name of a reward -> the values it gave to the answers after the run."""
+    lines = (run.folder.eval / "after.jsonl").read_text().splitlines()
+    rows = [json.loads(line).get("rewards", {}) for line in lines]
+    return {name: {row[name] for row in rows} for name in rows[0]}
 
 
 MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]] = {
@@ -661,7 +682,15 @@ MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]]
     "eval.max_new_tokens": lambda _r, _u, batches: [tokens for _, tokens in batches] == [3] * 6 + [9],
     "eval.batch_size": lambda _r, _u, batches: [rows for rows, _ in batches] == [2, 2, 1, 2, 2, 1, 12],
     "eval.metrics": lambda run, usual, _: (
-        (list(figures(run))[3:], list(figures(usual))[3:]) == (["rouge_l", "chrf"], ["exact_match"])
+        (list(figures(run))[3:], list(figures(usual))[3:4]) == (["rouge_l", "chrf"], ["exact_match"])
+    ),
+    "rewards.name": lambda run, usual, _: (
+        (rewards_of(run).keys(), set(rewards_of(usual))) == (set(), {"any", "none", "slow", "late"})
+    ),
+    "rewards.use": lambda _r, usual, _b: rewards_of(usual)["any"] == {1.0} and "reward/any" in figures(usual),
+    "rewards.options": lambda _r, usual, _b: rewards_of(usual)["none"] == {0.0},
+    "rewards.deadline": lambda _r, usual, _b: (
+        rewards_of(usual)["late"] == {None} and rewards_of(usual)["slow"] == {1.0}
     ),
     "logging.row_ids": lambda run, usual, _: (
         ("row_ids" in run.metrics[0], "row_ids" in usual.metrics[0]) == (True, False)
@@ -834,15 +863,6 @@ TABLE: dict[str, Check] = {
 }
 
 
-def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
-    for name, info in section.model_fields.items():
-        inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            yield from leaves(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
 @pytest.fixture(scope="module")
 def bench(tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     home = tmp_path_factory.mktemp("keys")
@@ -852,7 +872,7 @@ def bench(tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_facto
 
 
 def test_every_key_of_the_config_has_a_row():
-    assert sorted(leaves(RunConfig)) == sorted({*TABLE, *MEASURED})
+    assert sorted(all_keys()) == sorted({*TABLE, *MEASURED})
     assert not TABLE.keys() & MEASURED.keys()
 
 

@@ -19,7 +19,6 @@ def needs_train_path(cfg: RunConfig) -> bool:
 def broken_cpt_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Every rule that `datasets` and `cpt` break."""
     yield from _task(cfg)
-    yield from _names(cfg)
     yield from _held_out(cfg)
     if cfg.learns_documents:
         yield from _sizes(cfg)
@@ -72,14 +71,6 @@ def _task(cfg: RunConfig) -> Iterator[Violation]:
     if not any(source.weight for source in cfg.datasets):
         what = "every weight is 0, so nothing would be trained on"
         yield Violation(("datasets.0.weight", "datasets"), what, fix="give one source a weight above 0")
-
-
-def _names(cfg: RunConfig) -> Iterator[Violation]:
-    first: dict[str, int] = {}
-    for number, source in enumerate(cfg.datasets):
-        if first.setdefault(source.name, number) != number:
-            key, other = f"datasets.{number}.name", f"datasets.{first[source.name]}.name"
-            yield Violation((key, other), f"{source.name!r} is the name of {other} too", fix="give each its own name")
 
 
 def _held_out(cfg: RunConfig) -> Iterator[Violation]:

@@ -22,6 +22,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.deliver.evaluate.metrics import score_answers
+from sftplay.deliver.evaluate.reward_scores import mean_rewards, score_by_rewards
 from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.machine.releases import nothing_recomputed
 from sftplay.monitor.out_of_memory import AdaptiveBatches
@@ -69,8 +70,15 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
         )
     references = [reference_of(chat, examples.renderer) for chat in chats]
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
+    rewards = score_by_rewards(cfg.rewards, answers, references=references) if chats else {}
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": perplexity, **means}
+    figures: dict[str, Any] = {
+        "n": len(chats),
+        "loss": loss,
+        "perplexity": perplexity,
+        **means,
+        **mean_rewards(rewards),
+    }
     write_text(path, json.dumps(figures, indent=1) + "\n")
     rows = (
         {
@@ -79,6 +87,7 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
             "reference": references[n],
             "prediction": answers[n],
             "correct": correct[n],
+            **({"rewards": {name: values[n] for name, values in rewards.items()}} if rewards else {}),
         }
         for n, chat in enumerate(chats)
     )

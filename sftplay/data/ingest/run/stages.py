@@ -25,6 +25,9 @@ READ, FINISH = "sftplay.data.ingest.steps.reading", "sftplay.data.ingest.steps.f
 STREAMED_BYTES_A_S = 4_000_000
 """A file that is streamed gets a second for so many bytes, beside the limit of all files."""
 
+MOST_FILE_BYTES = 2 << 30
+"""Of any file that a reader writes, a library's too."""
+
 CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 """Shards that are finished together."""
 
@@ -122,7 +125,7 @@ def _task(found: Found, settings: Settings, *, stem: str) -> Task:
         extra = 0.0
     return Task(
         function=f"{READ}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
-        memory_bytes=settings.memory_bytes,
+        memory_bytes=settings.memory_bytes, most_file_bytes=MOST_FILE_BYTES,
         arguments={
             "path": str(found.path), "stem": stem, "size": found.size, "mtime_ns": found.mtime_ns,
             "encoding": settings.encoding, "cleaning": settings.reading()["cleaning"],

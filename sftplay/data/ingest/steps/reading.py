@@ -137,6 +137,7 @@ class _Reader:
         self._examples: list[dict[str, Any]] = []
 
     def read(self) -> dict[str, Any]:
+        self._path.open("rb").close()  # whether this user may read it is no question of its kind
         n_documents = 0
         for document in self._documents():
             self._shards.write(document)
