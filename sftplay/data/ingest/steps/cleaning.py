@@ -26,8 +26,6 @@ The real check takes far longer."""
 
 LINE_ENDS = re.compile("\r\n?|[\x0c\x1c-\x1e\x85\u2028\u2029]")
 SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
-TRAILING = re.compile(r"[ \t]+(?=\n|\Z)")
-GAPS = re.compile(r"(?<=\S)[ \t]{2,}(?=\S)")
 EMPTY_LINES = re.compile(r"\n{3,}")
 
 
@@ -77,10 +75,15 @@ class Cleaner:
 
     def _spaces(self, text: str, kind: str) -> str:
         """One kind of space, none at the ends of lines; outside code and tables no runs of them either."""
-        text = text if text.isascii() else SPACES.sub(" ", text)
-        if "\t" in text or " \n" in text or text.endswith(" "):
-            text = TRAILING.sub("", text)
-        if kind not in ("code", "table"):
-            text = GAPS.sub(" ", text) if "  " in text or "\t" in text else text
-            text = EMPTY_LINES.sub("\n\n", text)
-        return text.strip("\n")
+        if not (text.isascii() or text.replace("\n", "").isprintable()):
+            text = SPACES.sub(" ", text)
+        if kind in ("code", "table"):
+            return "\n".join(map(str.rstrip, text.split("\n"))).strip("\n")
+        if "  " in text or "\t" in text or " \n" in text or text.endswith(" "):
+            text = "\n".join(map(_even, text.split("\n")))
+        return (EMPTY_LINES.sub("\n\n", text) if "\n\n\n" in text else text).strip("\n")
+
+
+def _even(line: str) -> str:
+    """The line with one space between words, none at its end, and its indentation."""
+    return line[: len(line) - len(line.lstrip())] + " ".join(line.split())

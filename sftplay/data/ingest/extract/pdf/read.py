@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Reason, Unreadable, heading, need
+from sftplay.data.ingest.extract.markup.page import without_empty_contents
 from sftplay.data.ingest.extract.pdf.furniture import running_words
 from sftplay.data.ingest.extract.pdf.hyphens import Vocabulary
 from sftplay.data.ingest.extract.pdf.rows import to_columns
@@ -101,7 +102,7 @@ def to_blocks(pages: list[Page]) -> list[Block]:
                     pieces.append(piece)
                 else:
                     half.lines += piece.lines
-    return [block for group in _grouped(pieces) for block in _block(group, vocabulary)]
+    return without_empty_contents([block for group in _grouped(pieces) for block in _block(group, vocabulary)])
 
 
 def _open_half(pieces: list[Piece], piece: Piece) -> Piece | None:

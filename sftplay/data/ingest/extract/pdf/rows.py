@@ -6,6 +6,7 @@ figures) divide the page into bands; in each band the left column is read before
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 
@@ -38,11 +39,10 @@ class Row:
     x0: float
     x1: float
     size: float
-    """The height of most of its characters."""
+    """The font's size of most of its characters."""
 
-    @property
-    def middle(self) -> float:
-        return (self.top + self.bottom) / 2
+    middle: float
+    """Of the longest word of that size."""
 
     @property
     def text(self) -> str:
@@ -68,14 +68,19 @@ def _row(words: list[Word]) -> Row:
     right_to_left = sum(is_right_to_left(word.text) for word in words)
     if 2 * right_to_left > len(words):
         words.reverse()
-    sizes = sorted(words, key=lambda word: len(word.text))
+    sizes: Counter[float] = Counter()
+    for word in words:
+        sizes[word.size] += len(word.text)
+    size = max(sizes, key=lambda each: sizes[each])
+    longest = max((word for word in words if word.size == size), key=lambda word: len(word.text))
     return Row(
         words,
         min(word.top for word in words),
         max(word.bottom for word in words),
         min(word.x0 for word in words),
         max(word.x1 for word in words),
-        sizes[-1].size,
+        size,
+        longest.middle,
     )
 
 
