@@ -163,7 +163,8 @@ def _continues_item(row: Row, group: list[Row], *, right: float) -> bool:
     first, above = group[0], group[-1]
     text_x = first.words[1].x0 if len(first.words) > 1 else first.x0
     is_full = above.x1 > right - 0.15 * (right - first.x0)
-    return abs(row.x0 - text_x) <= 0.6 * row.size or (is_full and row.text[0].islower())
+    is_under = text_x - 0.6 * row.size <= row.x0 <= text_x + 2 * row.size
+    return is_under or (is_full and row.text[0].islower())
 
 
 def _piece(group: list[Row], following: list[Row] | None, *, fonts: Fonts, page: int) -> Piece:
