@@ -63,7 +63,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
+  eval-full infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
@@ -206,6 +206,9 @@ infer: $(READY) ## chat with a run's model: CONFIG= (RUN=, TEMPERATURE=, TOP_P=,
 	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(DRAW) $(WORDS)
 infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)
 	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(OUTPUT) $(DRAW) $(JSONFLAG) $(WORDS)
+
+sandbox: $(READY) ## run programs of a model in a box: IN=jobs.jsonl OUT=verdicts.jsonl (ARGS="--self-test")
+	@$(SFTPLAY) sandbox $(call flag,--in,IN) $(OUTPUT) $(JSONFLAG) $(WORDS)
 
 merge: $(READY) ## merge the adapter into its full-precision base: CONFIG= (RUN=, OUT=)
 	@$(SFTPLAY) merge $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)

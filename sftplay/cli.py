@@ -83,13 +83,14 @@ VERBS = {
         "setup_accelerate",
         "write an accelerate config for this machine",
     ),
+    "sandbox": ("sftplay.commands.use.sandbox", "sandbox", "run programs of a model in a box, and judge them"),
     "check": ("sftplay.commands.look.machine", "check", "lint and types of this repository"),
 }
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
     "demo", "init", "ingest", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop",
-    "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate",
+    "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate", "sandbox",
 )  # fmt: skip
 """Verbs that run without --config."""
 

@@ -168,6 +168,7 @@ def flags_of(verb: str) -> Flags:
         "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
         "setup-accelerate": ACCELERATE,
         "gpu-check": GPU_CHECK,
+        "sandbox": _sandbox_flags(),
         "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
     }
     return special.get(verb, {})
@@ -186,6 +187,21 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
         "eval-full": run,
         "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
         "infer-batch": {**run, **_FILES, **choice},
+    }
+
+
+def _sandbox_flags() -> Flags:
+    return {
+        "--executor": {"default": "auto", "help": "auto takes the best one that holds here; none isolates nothing"},
+        "--timeout": {"type": _seconds, "default": 5.0, "help": "seconds for a program with all its tests"},
+        "--workers": {"type": _processes, "default": None, "help": "boxes at the same time; else one per core"},
+        "--fresh": {"action": "store_true", "help": "a new box for each program, in place of a fork in one that waits"},
+        "--in": {"type": PATH, "dest": "input", "default": "", "help": "a jsonl file of jobs; else standard input"},
+        "--out": {"type": PATH, "default": None, "help": "the file for verdicts; else standard output"},
+        "--self-test": {
+            "action": "store_true",
+            "help": "let every attack of the suite loose in every kind of box here",
+        },
     }
 
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -23,7 +22,7 @@ from sftplay.data.ingest.steps.finishing import joined, sections_of
 from sftplay.data.layouts.convert import to_record, unused_columns
 from sftplay.data.read.sources import read_rows
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PLAIN = [] if find_spec("ftfy") else ["--without", "encoding"]
 """A kit without the extra `ingest` cannot do that step."""
 
@@ -260,36 +259,48 @@ def test_one_process_and_several_give_the_same_bytes(folder):
 
 
 def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder):
-    for number in range(30):
+    n_files = 12
+    for number in range(n_files):
         folder.write(f"{number:02}.txt", prose(number))
     folder.ingest()
-    whole, n_read = folder.out.read_bytes(), 0
-    work = folder.out.with_name(f".{folder.out.name}.ingest")
-    argv = [
-        sys.executable,
-        "-m",
-        "sftplay",
-        "ingest",
-        f"--in={folder.docs}",
-        f"--out={folder.out}",
-        "--workers=1",
-        *PLAIN,
-    ]
+    whole = folder.out.read_bytes()
     folder.out.unlink()
-    for wanted in (3, 12):
-        running = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
+    work = folder.out.with_name(f".{folder.out.name}.ingest")
+    argv = [sys.executable, "-m", "sftplay", "ingest", f"--in={folder.docs}", f"--out={folder.out}", "--workers=1"]
+    for wanted in (2, 6):
+        running = subprocess.Popen([*argv, *PLAIN], cwd=ROOT, stdout=subprocess.DEVNULL)
         wait_until(lambda: len(list(work.glob("*.json"))) >= wanted or running.poll() is not None)  # noqa: B023
-        running.send_signal(signal.SIGKILL)
+        running.kill()
         running.wait()
-        n_read = len(list(work.glob("*.json")))
-    assert n_read >= 12
-    times = {path: path.stat().st_mtime_ns for path in work.glob("*.json")}
+    n_read = len(list(work.glob("*.json")))
+    assert 6 <= n_read <= n_files
     assert not folder.out.exists()
-    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
-    assert times
-    assert f"{n_read} of 30 files were read before" in said
+    done = subprocess.run([*argv, *PLAIN], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert f"{n_read} of {n_files} files were read before" in done.stdout
     assert folder.out.read_bytes() == whole
     assert not work.exists()
+
+
+def test_what_was_finished_before_a_kill_is_not_done_again(folder, monkeypatch):
+    for number in range(3):
+        folder.write(f"{number}.txt", prose(number))
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sftplay.data.ingest.run.ingest.compare", killed)
+        folder.ingest(code=130)
+    work = folder.out.with_name(f".{folder.out.name}.ingest")
+    answers = {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")}
+    assert len(answers) == 4  # three files and a chunk
+    with monkeypatch.context() as patch:
+        patch.setattr("sftplay.data.ingest.run.ingest._write", killed)
+        folder.ingest(code=130)
+    assert {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")} == answers
+    assert not folder.out.exists()
+    (folder.docs / "1.txt").write_text(prose(7))
+    assert [row["text"] for row in folder.ingest()] == [prose(0), prose(7), prose(2)]
 
 
 def test_a_killed_command_leaves_no_process(folder):

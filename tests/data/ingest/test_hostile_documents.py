@@ -24,7 +24,7 @@ from sftplay.data.ingest.by_kind import SUFFIXES
 from sftplay.data.ingest.children.pool import ChildPool, Task
 from sftplay.data.ingest.settings import ROWS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9
 GOOD = "A plain document beside the others, which is long enough to be kept as it is.\n"
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
