@@ -135,8 +135,8 @@ def test_a_page_in_the_encoding_that_it_names_is_read_and_a_wrong_name_is_noted(
 def test_restructured_text_keeps_what_sphinx_adds_and_its_literal_blocks(tmp_path):
     text = (
         "The Title\n=========\n\nSee :ref:`the part <x>`, :py:func:`~a.b` and ``c``.\n\n"
-        ".. versionadded:: 3.1\n   Now with oil.\n\n.. toctree::\n\n   other\n\n.. function:: pump(x)\n\n   Pumps *x*.\n\n"
-        "Code::\n\n    a = 1\n      b\n\n- one\n\n  - two\n\n"
+        ".. versionadded:: 3.1\n   Now with oil.\n\n.. toctree::\n\n   other\n\n"
+        ".. function:: pump(x)\n\n   Pumps *x*.\n\nCode::\n\n    a = 1\n      b\n\n- one\n\n  - two\n\n"
         "==  ==\nl   r\n==  ==\n1   2\n==  ==\n"
     )
     assert read(tmp_path / "a.rst", text) == [
