@@ -35,6 +35,8 @@ from sftplay.control import memory_probe
 from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
+from sftplay.data.mix import load as load_of_mixtures
+from sftplay.data.mix.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
 from sftplay.deliver.evaluate.perplexity import Document
 from sftplay.deliver.evaluate.sources import HeldOut, measure_sources
@@ -212,7 +214,7 @@ def kind_of_training(run: Finished) -> tuple[bool, bool]:
 
 
 def check_task_mode(bench: Bench) -> None:
-    # There is one task so far, so the table's row is changed in place of the key.
+    # The table's row is changed in place of the key.
     _, folder = new_run(bench.home / "task", bench.inputs)
     asked: list[str] = []
 
@@ -619,6 +621,87 @@ def check_stride(bench: Bench) -> None:
     assert strides[64] != pytest.approx(strides[100], rel=1e-6)
 
 
+def mixture(bench: Bench, *, others: dict[str, Any] | None = None, **keys: Any) -> MixtureRows:
+    """A mixture of six documents and six chats; `others` are keys of its sources, as `domain.weight`."""
+    documents = [{"text": f"{n} " + "river stone " * 40} for n in range(6)]
+    listed = [
+        {"name": "domain", "path": bench.rows("documents.jsonl", documents), "type": "cpt", "split": 0.0},
+        {"name": "chat", "path": bench.rows("chats.jsonl", chats(6)), "type": "chat", "split": 0.0},
+    ]
+    for dotted, value in (others or {}).items():
+        name, key = dotted.split(".")
+        next(entry for entry in listed if entry["name"] == name)[key] = value
+    given = {"task_mode": "cpt_mixed", "datasets": listed, "data__train_path": None, "data__val_path": None}
+    home = bench.home / f"mixture-{next(bench.numbers)}"
+    cfg = load_config(written_config(home, bench.inputs, **given, **{"train__max_steps": None, **keys}))
+    return load_mixture(cfg, AutoTokenizer.from_pretrained(bench.inputs.model))
+
+
+def check_sources(bench: Bench) -> None:
+    plain = mixture(bench)
+    assert [source.name for source in plain.sources] == ["domain", "chat"]
+    named = mixture(bench, others={"chat.path": bench.rows("two.jsonl", chats(2)), "chat.name": "talk"})
+    assert [source.name for source in named.sources] == ["domain", "talk"]
+    assert [each.report["sources"][name]["documents"] for each, name in ((plain, "chat"), (named, "talk"))] == [6, 2]
+
+
+def check_type(bench: Bench) -> None:
+    texts = bench.rows("texts.jsonl", [{"text": "river stone"}])
+    kinds = [mixture(bench, others=each).sources[1].kind for each in ({}, {"chat.type": "cpt", "chat.path": texts})]
+    assert kinds == ["chat", "cpt"]
+
+
+def check_weight(bench: Bench) -> None:
+    found = [mixture(bench, others={"domain.weight": weight}).report["sources"]["domain"] for weight in (1.0, 3.0)]
+    assert [each["planned_share"] for each in found] == [0.5, 0.75]
+
+
+def check_held_out(bench: Bench) -> None:
+    held_out = {}
+    for key, value in (("split", 0.3), ("val_path", bench.rows("val.jsonl", [{"text": "a"}] * 3))):
+        found = mixture(bench, others={"domain.split": None, f"domain.{key}": value})
+        held_out[key] = found.report["sources"]["domain"]["held_out"]["documents"]
+    assert held_out["val_path"] == 3
+    assert held_out["split"] not in (0, 3)
+
+
+def check_block_size(bench: Bench) -> None:
+    rows = mixture(bench, cpt__block_size=32).train
+    assert max(len(rows[n]["input_ids"]) for n in range(len(rows))) == 32
+
+
+def check_cross_document(bench: Bench) -> None:
+    restarts = {}
+    for crosses in (False, True):
+        rows = mixture(bench, cpt__cross_document=crosses).train
+        texts = [rows[n] for n in range(len(rows)) if rows[n]["source"] == 0]
+        restarts[crosses] = sum(int((row["position_ids"] == 0).sum()) - 1 for row in texts)
+    assert restarts[False] > restarts[True] == 0
+
+
+def check_unit(bench: Bench) -> None:
+    units = ("trainable_tokens", "examples")
+    planned = [mixture(bench, cpt__weights_of=unit).report["sources"]["chat"]["planned_rows"] for unit in units]
+    assert planned[0] > planned[1]
+
+
+def check_exhausted(bench: Bench) -> None:
+    repeat, stop = (mixture(bench, cpt__exhausted=policy, train__epochs=9.0).steps for policy in ("repeat", "stop"))
+    assert stop < repeat
+
+
+def check_streaming(bench: Bench) -> None:
+    given = {"train__max_steps": 2, "data__processed_dir": str(bench.home / "streamed")}
+    with patch.object(load_of_mixtures, "start_filler", side_effect=DataError("read beside the run")):
+        with pytest.raises(DataError, match="read beside the run"):
+            mixture(bench, cpt__streaming=True, **given)
+        assert mixture(bench, **given).steps == 2
+
+
+def check_train_tokens(bench: Bench) -> None:
+    assert [mixture(bench, cpt__train_tokens=tokens).steps for tokens in (8 * 127, 8 * 127 + 1)] == [1, 2]
+
+
 def check_processed_dir(bench: Bench) -> None:
     for name in ("here", "there"):
         bench.build(data__processed_dir=str(bench.home / name))
@@ -824,6 +907,18 @@ TABLE: dict[str, Check] = {
         train__profile__steps=1,
     ),
     "train.extra": pair(arg("torch_empty_cache_steps"), None, 9),
+    "datasets.name": check_sources,
+    "datasets.path": check_sources,
+    "datasets.type": check_type,
+    "datasets.weight": check_weight,
+    "datasets.val_path": check_held_out,
+    "datasets.split": check_held_out,
+    "cpt.block_size": check_block_size,
+    "cpt.cross_document": check_cross_document,
+    "cpt.weights_of": check_unit,
+    "cpt.exhausted": check_exhausted,
+    "cpt.streaming": check_streaming,
+    "cpt.train_tokens": check_train_tokens,
     "cluster.comm.hook": check_hook,
     "cluster.comm.bucket_cap_mb": check_ddp_keys,
     "cluster.comm.static_graph": check_ddp_keys,
