@@ -1,4 +1,4 @@
-"""The reward for programs: the tests that they pass in the sandbox. Where the sandbox fails there is no value at all."""
+"""The reward for programs: the tests that they pass in the sandbox. Where the sandbox fails there is no value."""
 
 from __future__ import annotations
 
