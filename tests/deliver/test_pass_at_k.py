@@ -21,7 +21,7 @@ from sftplay.deliver.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
     ],
 )
 def test_counts_by_hand(n, right, k, value):
-    assert pass_at_k(n, right, k) == pytest.approx(value)
+    assert pass_at_k(k, n=n, right=right) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -29,13 +29,13 @@ def test_it_is_the_share_of_subsets_with_a_right_answer(n):
     for right in range(n + 1):
         for k in range(1, n + 1):
             subsets = list(combinations([1] * right + [0] * (n - right), k))
-            assert pass_at_k(n, right, k) == pytest.approx(fmean(max(subset) for subset in subsets))
+            assert pass_at_k(k, n=n, right=right) == pytest.approx(fmean(max(subset) for subset in subsets))
 
 
 @pytest.mark.parametrize(("n", "right", "k"), [(3, 1, 4), (3, 4, 1), (3, -1, 1), (3, 1, 0)])
 def test_what_cannot_be_estimated_is_refused(n, right, k):
     with pytest.raises(ValueError, match="cannot be estimated"):
-        pass_at_k(n, right, k)
+        pass_at_k(k, n=n, right=right)
 
 
 def test_the_standard_error_is_that_of_a_mean_of_problems():

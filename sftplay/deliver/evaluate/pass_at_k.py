@@ -11,12 +11,12 @@ DRAWS = 1000
 """Draws of the bootstrap; the standard error then has two reliable digits."""
 
 
-def pass_at_k(n: int, right: int, k: int) -> float:
+def pass_at_k(k: int, *, n: int, right: int) -> float:
     """1 - C(n - right, k) / C(n, k): the chance that k of the n answers, drawn without putting back, hold a right one.
 
     Source: Chen et al. 2021, arXiv 2107.03374, equation 1.
 
-    >>> pass_at_k(10, 3, 1)
+    >>> pass_at_k(1, n=10, right=3)
     0.3
 
     Raises:
@@ -29,7 +29,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 def mean_pass_at_k(right: Sequence[int], *, n: int, k: int) -> tuple[float, float]:
     """The mean over problems and its standard error, by a bootstrap over the problems with a fixed seed."""
-    values = [pass_at_k(n, each, k) for each in right]
+    values = [pass_at_k(k, n=n, right=each) for each in right]
     draw = Random(0).random
     means = [fmean(values[int(draw() * len(values))] for _ in values) for _ in range(DRAWS)]
     return fmean(values), pstdev(means)
