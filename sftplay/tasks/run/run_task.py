@@ -69,6 +69,8 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         write_manifest(setup, rows, parameters=parameters)
         announce(train_run, parameters, rows=rows)
     outcome = train_run.train(trainer)
+    if log.is_main() and rows.final_report:
+        folder.write_json("data_report.json", rows.final_report())
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
     leave_process_group()
     if outcome.stop_signal == 0 and log.is_main():
