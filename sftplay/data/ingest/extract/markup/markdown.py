@@ -20,7 +20,7 @@ KINDS: dict[str, Kind] = {
 
 FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)(?:---|\.\.\.)[ \t]*\n", re.S)
 FRONT_TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*$", re.M)
-PICTURE = re.compile(r"\[!\[[^\]]*\]\([^)\s]*(?:\s\"[^\"]*\")?\)\]\([^)]*\)|!\[[^\]]*\]\([^)]*\)")
+PICTURE = re.compile(r" ?(?:\[!\[[^\]]*\]\([^)\s]*(?:\s\"[^\"]*\")?\)\]\([^)]*\)|!\[[^\]]*\]\([^)]*\))")
 """A picture, or a link that shows nothing but one, such as a badge."""
 
 COMMENT = re.compile(r"<!--.*?-->", re.S)
@@ -42,7 +42,7 @@ def split_markdown(text: str) -> list[Block]:
 
     lines = text.split("\n")
     blocks = []
-    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    tokens = MarkdownIt("commonmark").enable("table").disable("inline").parse(text)
     for place, token in enumerate(tokens):
         if token.level or token.map is None or token.nesting < 0 or token.type == "hr":
             continue

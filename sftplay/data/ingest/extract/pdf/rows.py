@@ -25,8 +25,9 @@ a table have less."""
 MOST_CROSSED = 0.7
 """Share of rows that may cross a gutter."""
 
-DEEPEST, EDGE, STEP = 4, 0.15, 2.0
-"""Columns within columns; share of the width at both sides where no gutter is looked for; points between trials."""
+DEEPEST, EDGE, STEP, MOST_STEPS = 4, 0.15, 2.0, 400
+"""Columns within columns; share of the width at both sides where no gutter is looked for; points between trials; trials
+on a page of any width."""
 
 
 @dataclass(slots=True)
@@ -112,14 +113,17 @@ def find_gutter(rows: list[Row]) -> float | None:
         return None
     left, right = min(row.x0 for row in rows), max(row.x1 for row in rows)
     half = GUTTER * median(row.size for row in rows) / 2
-    first, n_steps = left + EDGE * (right - left), int((1 - 2 * EDGE) * (right - left) / STEP)
+    step_points = max(STEP, (right - left) / MOST_STEPS)
+    first, n_steps = left + EDGE * (right - left), int((1 - 2 * EDGE) * (right - left) / step_points)
     crossed = [0] * (n_steps + 1)
     for row in rows:
         for x0, x1 in segments(row.words, 2 * half):
-            for step in range(max(int((x0 - half - first) / STEP), 0), min(int((x1 + half - first) / STEP), n_steps)):
+            for step in range(
+                max(int((x0 - half - first) / step_points), 0), min(int((x1 + half - first) / step_points), n_steps)
+            ):
                 crossed[step] += 1
     scores = {}
-    for x in (first + step * STEP for step in range(n_steps) if crossed[step] <= MOST_CROSSED * len(rows)):
+    for x in (first + step * step_points for step in range(n_steps) if crossed[step] <= MOST_CROSSED * len(rows)):
         bands = _bands(rows, x, half=half)
         scores[x] = sum(_score(band, x, edges=(left, right)) for band, is_divided in bands if is_divided)
     best = max(scores.values(), default=0)

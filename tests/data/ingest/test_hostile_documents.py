@@ -24,7 +24,7 @@ from sftplay.data.ingest.by_kind import SUFFIXES
 from sftplay.data.ingest.children.pool import ChildPool, Task
 from sftplay.data.ingest.settings import ROWS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9
 GOOD = "A plain document beside the others, which is long enough to be kept as it is.\n"
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
@@ -111,7 +111,7 @@ def check_named(report: dict[str, Any], hostile: tuple[Hostile, ...]) -> None:
     """Each file is in the report with a reason that fits; where it is read, rows say what became of it."""
     files = {file["path"]: file for file in report["files"]}
     for each in filter(is_known, hostile):
-        file = files[each.name]
+        file = files[each.name.encode("utf-8", "backslashreplace").decode()]
         found = {file["reason"]} if "reason" in file else set(file["dropped"]) or {""}
         assert found & set(each.reasons or [""]), (each.name, file)
     assert files["good.txt"]["kept"] == 1
