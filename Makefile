@@ -61,10 +61,10 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.commands.make goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx process inspect render style train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full infer infer-batch download-model matrix setup-accelerate comm-check bench-scaling bench-invariance \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance \
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -112,12 +112,16 @@ inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG=
 	@$(SFTPLAY) inspect $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
 render: $(READY) ## rows as the chat template writes them: CONFIG= (N=3, JSON=1; OUT=file.jsonl for all)
 	@$(SFTPLAY) render $(WHICH) $(COUNT) $(OUTPUT) $(JSONFLAG) $(WORDS)
+reward-check: $(READY) ## try the rewards on right answers and junk: CONFIG= (N=32, JSON=1)
+	@$(SFTPLAY) reward-check $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
 style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: print it)
 	@$(SFTPLAY) style $(WHICH) $(call flag,--style,STYLE) $(JSONFLAG) $(WORDS)
 
 ##@ train
 train: $(READY) ## train: CONFIG= (NPROC= processes, DRY_RUN=1 prints the command)
 	@$(SFTPLAY) train $(WHICH) $(SCALE) $(WORDS)
+dapt-train: $(READY) ## train on documents, alone or mixed with chats: CONFIG=configs/run_dapt.yaml (as train)
+	@$(SFTPLAY) train --documents $(WHICH) $(SCALE) $(WORDS)
 train-tb: $(READY) ## train with TensorBoard
 	@$(SFTPLAY) train --tb $(WHICH) $(SCALE) logging.backend=tensorboard $(WORDS)
 train-bnb: $(READY) ## train with the bitsandbytes backend
@@ -171,6 +175,10 @@ bench: $(READY) ## speed beside other ways to train, docs/benchmarks.md
 	@$(PROGRAM) benchmarks/overhead.py
 bench-data: $(READY) ## speed of data preparation beside datasets.map
 	@$(PROGRAM) benchmarks/preparing.py
+bench-ingest: $(READY) ## speed and memory of ingest for each format and for 1 GB (ARGS="--tables formats --mb 20")
+	@$(PROGRAM) benchmarks/ingest.py
+bench-documents: $(READY) ## libraries that read documents, side by side (ARGS="--folder ../shared/data/documents")
+	@$(PROGRAM) benchmarks/ingest_libraries.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
 	@$(PROGRAM) benchmarks/startup.py
 bench-cpu-memory: $(READY) ## planned and measured memory of runs on a CPU
@@ -194,10 +202,15 @@ eval-quick: $(READY) ## 50 prompts, the run alone
 	@$(SFTPLAY) eval-quick $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-full: $(READY) ## every held-out row, every metric, beside its base
 	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
+eval-code: $(READY) ## programs against the tests of problems: RUN= DATA=mbpp.json (N=1, TEMPERATURE=, ARGS="--split test")
+	@$(SFTPLAY) eval-code $(WHICH) $(RUNNAME) $(call flag,--data,DATA) $(call flag,--split,SPLIT) $(COUNT) $(DRAW) $(JSONFLAG) $(WORDS)
 infer: $(READY) ## chat with a run's model: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
 	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(DRAW) $(WORDS)
 infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)
 	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(OUTPUT) $(DRAW) $(JSONFLAG) $(WORDS)
+
+sandbox: $(READY) ## run programs of a model in a box: IN=jobs.jsonl OUT=verdicts.jsonl (ARGS="--self-test")
+	@$(SFTPLAY) sandbox $(call flag,--in,IN) $(OUTPUT) $(JSONFLAG) $(WORDS)
 
 merge: $(READY) ## merge the adapter into its full-precision base: CONFIG= (RUN=, OUT=)
 	@$(SFTPLAY) merge $(WHICH) $(RUNNAME) $(OUTPUT) $(JSONFLAG) $(WORDS)

@@ -103,19 +103,45 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     Raises:
         OSError: `path` exists, and `replaces` is False.
     """
-    scratch, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
+    scratch = unfinished_folder(path)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
         yield scratch
-        use_umask(scratch)
-        if replaces and path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-        scratch.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
+        _put_in_place(scratch, path, replaces=replaces)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def unfinished_folder(path: Path) -> Path:
+    """Where `path` is made by `whole_folder` or `resumed_folder`."""
+    return path.with_name(f".{path.name}.part")
+
+
+@contextmanager
+def resumed_folder(path: Path) -> Iterator[Path]:
+    """As `whole_folder` with `replaces`, but the scratch folder of a killed process is kept, and gone on with.
+
+    An error removes it. A stop signal keeps it, as it is no `Exception`.
+    """
+    scratch = unfinished_folder(path)
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        yield scratch
+        _put_in_place(scratch, path, replaces=True)
+    except Exception:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _put_in_place(scratch: Path, path: Path, *, replaces: bool) -> None:
+    old = path.with_name(f".{path.name}.old")
+    use_umask(scratch)
+    if replaces and path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    scratch.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def use_umask(folder: Path) -> None:

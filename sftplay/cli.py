@@ -36,6 +36,11 @@ VERBS = {
         "render",
         "show rows as the chat template writes them, or write all to a file",
     ),
+    "reward-check": (
+        "sftplay.commands.data.rewards",
+        "reward_check",
+        "try the rewards of a config on right answers and on junk",
+    ),
     "style": ("sftplay.commands.data.style", "style", "set the system prompt of a config, data.system"),
     "ingest": (
         "sftplay.commands.data.ingest",
@@ -51,6 +56,7 @@ VERBS = {
     "eval-test": ("sftplay.commands.use.evaluate", "evaluate", "measure it on the test rows"),
     "eval-quick": ("sftplay.commands.use.evaluate", "evaluate", "measure it on 50 prompts, without its base"),
     "eval-full": ("sftplay.commands.use.evaluate", "evaluate", "measure it on every held-out row, by every metric"),
+    "eval-code": ("sftplay.commands.use.eval_code", "eval_code", "run a run's programs against the tests of problems"),
     "infer": ("sftplay.commands.use.infer", "infer", "chat with a run's model"),
     "infer-batch": ("sftplay.commands.use.infer", "infer_batch", "answer every row of a file"),
     "download-model": (
@@ -78,13 +84,14 @@ VERBS = {
         "setup_accelerate",
         "write an accelerate config for this machine",
     ),
+    "sandbox": ("sftplay.commands.use.sandbox", "sandbox", "run programs of a model in a box, and judge them"),
     "check": ("sftplay.commands.look.machine", "check", "lint and types of this repository"),
 }
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
     "demo", "init", "ingest", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop",
-    "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate",
+    "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate", "sandbox",
 )  # fmt: skip
 """Verbs that run without --config."""
 

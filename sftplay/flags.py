@@ -136,7 +136,7 @@ def flags_of(verb: str) -> Flags:
     run: Flags = {"--run": {"type": PATH, "default": None, "help": "name or folder of the run"}}
     count: Flags = {"--n": {"type": _count, "default": 3, "help": "how many rows"}}
     special: dict[str, Flags] = {
-        "train": LAUNCH,
+        "train": {"--documents": {"action": "store_true", "help": "refuse a config of task sft"}, **LAUNCH},
         "resume": {**LAUNCH, **run},
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
@@ -145,6 +145,7 @@ def flags_of(verb: str) -> Flags:
             "--out": {"default": "run.yaml", "help": "the config to write"},
         },
         "ingest": INGEST,
+        "reward-check": {"--n": {"type": _count, "default": 32, "help": "how many rows"}},
         "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
         "inspect": count,
         "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
@@ -167,6 +168,7 @@ def flags_of(verb: str) -> Flags:
         "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
         "setup-accelerate": ACCELERATE,
         "gpu-check": GPU_CHECK,
+        "sandbox": _sandbox_flags(),
         "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
     }
     return special.get(verb, {})
@@ -183,8 +185,32 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
         "eval-test": run,
         "eval-quick": run,
         "eval-full": run,
+        "eval-code": {
+            **run,
+            "--data": {"required": True, "help": "a file of MBPP or HumanEval, or its hub name"},
+            "--split": {"choices": ["test", "validation", "train", "prompt", "all"], "default": "test"},
+            "--n": {"type": _positive, "default": 1, "help": "answers to each problem"},
+            "--limit": {"type": _positive, "default": None, "help": "only so many problems, the first ones"},
+            "--executor": {"default": "auto", "help": "as for the verb sandbox"},
+            **choice,
+        },
         "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
         "infer-batch": {**run, **_FILES, **choice},
+    }
+
+
+def _sandbox_flags() -> Flags:
+    return {
+        "--executor": {"default": "auto", "help": "auto takes the best one that holds here; none isolates nothing"},
+        "--timeout": {"type": _seconds, "default": 5.0, "help": "seconds for a program with all its tests"},
+        "--workers": {"type": _processes, "default": None, "help": "boxes at the same time; else one per core"},
+        "--fresh": {"action": "store_true", "help": "a new box for each program, in place of a fork in one that waits"},
+        "--in": {"type": PATH, "dest": "input", "default": "", "help": "a jsonl file of jobs; else standard input"},
+        "--out": {"type": PATH, "default": None, "help": "the file for verdicts; else standard output"},
+        "--self-test": {
+            "action": "store_true",
+            "help": "let every attack of the suite loose in every kind of box here",
+        },
     }
 
 

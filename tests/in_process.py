@@ -1,10 +1,11 @@
-"""Runs the kit's SFT task inside the test process, as a worker would, and hands out what it really built."""
+"""Runs a task of the kit inside the test process, as a worker would, and hands out what it really built."""
 
 from __future__ import annotations
 
 import json
 import signal
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.sizing.size_run import size_run
-from sftplay.tasks import sft
+from sftplay.tasks import TASKS
 from sftplay.tasks.run.run_task import run_task
 from sftplay.tasks.run.train_run import Outcome, TrainRun
 
@@ -94,7 +95,7 @@ def train_in(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal | None = None
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", train_and_keep):
-        outcome = run_task(sft, cfg, folder=folder, stop=stop or StopOnSignal())
+        outcome = run_task(import_module(TASKS[cfg.task_mode]), cfg, folder=folder, stop=stop or StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])
 
 
@@ -110,5 +111,5 @@ def built(home: Path, inputs: Inputs, **changes: Any) -> Finished:
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", keep):
-        outcome = run_task(sft, cfg, folder=folder, stop=StopOnSignal())
+        outcome = run_task(import_module(TASKS[cfg.task_mode]), cfg, folder=folder, stop=StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])

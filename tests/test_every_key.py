@@ -29,11 +29,14 @@ from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.commands.use import evaluate
 from sftplay.config.load import load_config
-from sftplay.config.schema.run import RunConfig, Section
+from sftplay.config.schema.keys import all_keys
+from sftplay.config.schema.run import RunConfig
 from sftplay.control import memory_probe
 from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
 from sftplay.control.strategy_setup import environment_of, prepare_deepspeed, with_deepspeed
+from sftplay.data.mix import load as load_of_mixtures
+from sftplay.data.mix.load import MixtureRows, load_mixture
 from sftplay.data.order import training_order
 from sftplay.deliver.evaluate.perplexity import Document
 from sftplay.deliver.evaluate.sources import HeldOut, measure_sources
@@ -211,7 +214,7 @@ def kind_of_training(run: Finished) -> tuple[bool, bool]:
 
 
 def check_task_mode(bench: Bench) -> None:
-    # There is one task so far, so the table's row is changed in place of the key.
+    # The table's row is changed in place of the key.
     _, folder = new_run(bench.home / "task", bench.inputs)
     asked: list[str] = []
 
@@ -618,6 +621,87 @@ def check_stride(bench: Bench) -> None:
     assert strides[64] != pytest.approx(strides[100], rel=1e-6)
 
 
+def mixture(bench: Bench, *, others: dict[str, Any] | None = None, **keys: Any) -> MixtureRows:
+    """A mixture of six documents and six chats; `others` are keys of its sources, as `domain.weight`."""
+    documents = [{"text": f"{n} " + "river stone " * 40} for n in range(6)]
+    listed = [
+        {"name": "domain", "path": bench.rows("documents.jsonl", documents), "type": "cpt", "split": 0.0},
+        {"name": "chat", "path": bench.rows("chats.jsonl", chats(6)), "type": "chat", "split": 0.0},
+    ]
+    for dotted, value in (others or {}).items():
+        name, key = dotted.split(".")
+        next(entry for entry in listed if entry["name"] == name)[key] = value
+    given = {"task_mode": "cpt_mixed", "datasets": listed, "data__train_path": None, "data__val_path": None}
+    home = bench.home / f"mixture-{next(bench.numbers)}"
+    cfg = load_config(written_config(home, bench.inputs, **given, **{"train__max_steps": None, **keys}))
+    return load_mixture(cfg, AutoTokenizer.from_pretrained(bench.inputs.model))
+
+
+def check_sources(bench: Bench) -> None:
+    plain = mixture(bench)
+    assert [source.name for source in plain.sources] == ["domain", "chat"]
+    named = mixture(bench, others={"chat.path": bench.rows("two.jsonl", chats(2)), "chat.name": "talk"})
+    assert [source.name for source in named.sources] == ["domain", "talk"]
+    assert [each.report["sources"][name]["documents"] for each, name in ((plain, "chat"), (named, "talk"))] == [6, 2]
+
+
+def check_type(bench: Bench) -> None:
+    texts = bench.rows("texts.jsonl", [{"text": "river stone"}])
+    kinds = [mixture(bench, others=each).sources[1].kind for each in ({}, {"chat.type": "cpt", "chat.path": texts})]
+    assert kinds == ["chat", "cpt"]
+
+
+def check_weight(bench: Bench) -> None:
+    found = [mixture(bench, others={"domain.weight": weight}).report["sources"]["domain"] for weight in (1.0, 3.0)]
+    assert [each["planned_share"] for each in found] == [0.5, 0.75]
+
+
+def check_held_out(bench: Bench) -> None:
+    held_out = {}
+    for key, value in (("split", 0.3), ("val_path", bench.rows("val.jsonl", [{"text": "a"}] * 3))):
+        found = mixture(bench, others={"domain.split": None, f"domain.{key}": value})
+        held_out[key] = found.report["sources"]["domain"]["held_out"]["documents"]
+    assert held_out["val_path"] == 3
+    assert held_out["split"] not in (0, 3)
+
+
+def check_block_size(bench: Bench) -> None:
+    rows = mixture(bench, cpt__block_size=32).train
+    assert max(len(rows[n]["input_ids"]) for n in range(len(rows))) == 32
+
+
+def check_cross_document(bench: Bench) -> None:
+    restarts = {}
+    for crosses in (False, True):
+        rows = mixture(bench, cpt__cross_document=crosses).train
+        texts = [rows[n] for n in range(len(rows)) if rows[n]["source"] == 0]
+        restarts[crosses] = sum(int((row["position_ids"] == 0).sum()) - 1 for row in texts)
+    assert restarts[False] > restarts[True] == 0
+
+
+def check_unit(bench: Bench) -> None:
+    units = ("trainable_tokens", "examples")
+    planned = [mixture(bench, cpt__weights_of=unit).report["sources"]["chat"]["planned_rows"] for unit in units]
+    assert planned[0] > planned[1]
+
+
+def check_exhausted(bench: Bench) -> None:
+    repeat, stop = (mixture(bench, cpt__exhausted=policy, train__epochs=9.0).steps for policy in ("repeat", "stop"))
+    assert stop < repeat
+
+
+def check_streaming(bench: Bench) -> None:
+    given = {"train__max_steps": 2, "data__processed_dir": str(bench.home / "streamed")}
+    with patch.object(load_of_mixtures, "start_filler", side_effect=DataError("read beside the run")):
+        with pytest.raises(DataError, match="read beside the run"):
+            mixture(bench, cpt__streaming=True, **given)
+        assert mixture(bench, **given).steps == 2
+
+
+def check_train_tokens(bench: Bench) -> None:
+    assert [mixture(bench, cpt__train_tokens=tokens).steps for tokens in (8 * 127, 8 * 127 + 1)] == [1, 2]
+
+
 def check_processed_dir(bench: Bench) -> None:
     for name in ("here", "there"):
         bench.build(data__processed_dir=str(bench.home / name))
@@ -636,6 +720,8 @@ def measured(bench: Bench) -> dict[str, Any]:
         batches.append((len(ids), out.shape[1] - ids.shape[1]))
         return out
 
+    (bench.home / "slow.py").write_text(SLOW)
+    rewards = [{**reward, "use": reward["use"].replace("slow.py", f"{bench.home}/slow.py")} for reward in REWARDS]
     with patch.object(Generator, "generate", generate):
         run = train(
             bench.home / "measured", bench.inputs, train__max_steps=1, eval__before=True, eval__after=True,
@@ -643,13 +729,31 @@ def measured(bench: Bench) -> dict[str, Any]:
         )  # fmt: skip
         usual = train(
             bench.home / "usual", bench.inputs, train__max_steps=1, eval__after=True, eval__limit=None,
-            eval__max_new_tokens=9, logging__row_ids=False,
+            eval__max_new_tokens=9, logging__row_ids=False, rewards=rewards,
         )  # fmt: skip
     return {"run": run, "usual": usual, "batches": batches}
 
 
 def figures(run: Finished, name: str = "after") -> dict[str, Any]:
     return json.loads((run.folder.eval / f"{name}.json").read_text())
+
+
+REWARDS: list[dict[str, Any]] = [
+    {"name": "any", "use": "regex", "options": {"pattern": "(?s).*"}},
+    {"name": "none", "use": "regex", "options": {"pattern": "(?!)"}},
+    {"name": "slow", "use": "slow.py:slow"},
+    {"name": "late", "use": "slow.py:slow", "deadline": 0.05},
+]
+"""The first two differ in their pattern, the last two in their deadline."""
+
+SLOW = "import time\ndef slow(completions, **_):\n    time.sleep(0.5)\n    return [1.0 for _ in completions]\n"
+
+
+def rewards_of(run: Finished) -> dict[str, set[Any]]:
+    """Name of a reward -> the values it gave to the answers after the run."""
+    lines = (run.folder.eval / "after.jsonl").read_text().splitlines()
+    rows = [json.loads(line).get("rewards", {}) for line in lines]
+    return {name: {row[name] for row in rows} for name in rows[0]}
 
 
 MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]] = {
@@ -661,7 +765,15 @@ MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]]
     "eval.max_new_tokens": lambda _r, _u, batches: [tokens for _, tokens in batches] == [3] * 6 + [9],
     "eval.batch_size": lambda _r, _u, batches: [rows for rows, _ in batches] == [2, 2, 1, 2, 2, 1, 12],
     "eval.metrics": lambda run, usual, _: (
-        (list(figures(run))[3:], list(figures(usual))[3:]) == (["rouge_l", "chrf"], ["exact_match"])
+        (list(figures(run))[3:], list(figures(usual))[3:4]) == (["rouge_l", "chrf"], ["exact_match"])
+    ),
+    "rewards.name": lambda run, usual, _: (
+        (rewards_of(run).keys(), set(rewards_of(usual))) == (set(), {"any", "none", "slow", "late"})
+    ),
+    "rewards.use": lambda _r, usual, _b: rewards_of(usual)["any"] == {1.0} and "reward/any" in figures(usual),
+    "rewards.options": lambda _r, usual, _b: rewards_of(usual)["none"] == {0.0},
+    "rewards.deadline": lambda _r, usual, _b: (
+        rewards_of(usual)["late"] == {None} and rewards_of(usual)["slow"] == {1.0}
     ),
     "logging.row_ids": lambda run, usual, _: (
         ("row_ids" in run.metrics[0], "row_ids" in usual.metrics[0]) == (True, False)
@@ -795,6 +907,18 @@ TABLE: dict[str, Check] = {
         train__profile__steps=1,
     ),
     "train.extra": pair(arg("torch_empty_cache_steps"), None, 9),
+    "datasets.name": check_sources,
+    "datasets.path": check_sources,
+    "datasets.type": check_type,
+    "datasets.weight": check_weight,
+    "datasets.val_path": check_held_out,
+    "datasets.split": check_held_out,
+    "cpt.block_size": check_block_size,
+    "cpt.cross_document": check_cross_document,
+    "cpt.weights_of": check_unit,
+    "cpt.exhausted": check_exhausted,
+    "cpt.streaming": check_streaming,
+    "cpt.train_tokens": check_train_tokens,
     "cluster.comm.hook": check_hook,
     "cluster.comm.bucket_cap_mb": check_ddp_keys,
     "cluster.comm.static_graph": check_ddp_keys,
@@ -834,15 +958,6 @@ TABLE: dict[str, Check] = {
 }
 
 
-def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
-    for name, info in section.model_fields.items():
-        inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            yield from leaves(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
 @pytest.fixture(scope="module")
 def bench(tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     home = tmp_path_factory.mktemp("keys")
@@ -852,7 +967,7 @@ def bench(tiny_llama: Path, chat_rows: Path, held_out_rows: Path, tmp_path_facto
 
 
 def test_every_key_of_the_config_has_a_row():
-    assert sorted(leaves(RunConfig)) == sorted({*TABLE, *MEASURED})
+    assert sorted(all_keys()) == sorted({*TABLE, *MEASURED})
     assert not TABLE.keys() & MEASURED.keys()
 
 

@@ -32,6 +32,7 @@ from sftplay.errors import (
 from sftplay.model.new_tokens.terms import read_terms
 from sftplay.model.source import BUILTIN, BUILTIN_CONFIGS, check_source, is_downloaded, is_local
 from sftplay.model.start_point import resolve_names
+from sftplay.reward.table import reward_problems
 
 TERMS = "tuning.new_tokens.path"
 SAMPLED_ROWS = 32
@@ -100,6 +101,7 @@ def _problems(cfg: RunConfig, keys: Sequence[str], *, asks_hub: bool) -> Iterato
         "logging.backend": lambda _: _check_trackers(cfg),
         TERMS: lambda _: _check_terms(cfg),
     }
+    yield from reward_problems(cfg)
     for key in keys:
         try:
             checks.get(key, lambda key: _check_data(key, cfg=cfg))(key)

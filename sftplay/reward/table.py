@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.errors import ConfigError, nearest_names
+from sftplay.reward.user_function import is_user_function
 
 Judges = Literal["content", "form"]
 
@@ -23,21 +28,53 @@ class Shipped:
     needs: tuple[str, ...] = ()
     """Options that must be given."""
 
-    is_penalty: bool = False
-    """0 is its best value."""
+    options: tuple[str, ...] = ()
+    """Options that may be given."""
 
 
 SHIPPED = {
-    "format": Shipped("form_rewards", "has_form", "form"),
-    "syntax": Shipped("form_rewards", "is_code", "form", ("entry_point",)),
-    "length": Shipped("form_rewards", "has_length", "form", needs=("most",)),
-    "overlong": Shipped("form_rewards", "not_overlong", "form", needs=("most", "soft"), is_penalty=True),
-    "repetition": Shipped("form_rewards", "not_repetitive", "form", is_penalty=True),
-    "exact_match": Shipped("text_rewards", "exact_match", "content", ("answer",)),
-    "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",)),
+    "format": Shipped("form_rewards", "has_form", "form", options=("form",)),
+    "syntax": Shipped("form_rewards", "is_code", "form", columns=("entry_point",)),
+    "length": Shipped("form_rewards", "has_length", "form", needs=("most",), options=("least",)),
+    "overlong": Shipped("form_rewards", "not_overlong", "form", needs=("most", "soft")),
+    "repetition": Shipped("form_rewards", "not_repetitive", "form", options=("words",)),
+    "exact_match": Shipped("text_rewards", "exact_match", "content", ("answer",), options=("after", "ignore_case")),
+    "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",), options=("whole",)),
     "json_schema": Shipped("text_rewards", "fits_schema", "form", needs=("schema",)),
-    "math": Shipped("math_rewards", "solves", "content", ("answer",)),
-    "code_tests": Shipped("code_rewards", "passes_tests", "content", ("tests",)),
-    "executes": Shipped("code_rewards", "executes", "form"),
+    "math": Shipped("math_rewards", "solves", "content", ("answer",), options=("fallback",)),
 }
 """Name in a config -> reward."""
+
+
+def judges_form(use: str) -> bool:
+    """True for a reward that scores any answer of the right shape; a user's function is taken to judge the content."""
+    return use in SHIPPED and SHIPPED[use].judges == "form"
+
+
+def reward_problems(cfg: RunConfig) -> Iterator[ConfigError]:
+    """What is wrong with the names and options of `rewards`. A user's function is not imported here."""
+    for number, reward in enumerate(cfg.rewards):
+        key = f"rewards.{number}"
+        if is_user_function(reward.use):
+            continue
+        if reward.use not in SHIPPED:
+            near = nearest_names(reward.use, list(SHIPPED))
+            fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SHIPPED)}, and path.py:function"
+            where = f"{cfg.origins.get(f'{key}.use', 'default')} {key}.use"
+            yield ConfigError(f"there is no reward {reward.use!r}", where=where, fix=fix, nearest=near)
+            continue
+        yield from _option_problems(reward, key=key, where=f"{cfg.origins.get(f'{key}.use', 'default')} {key}.options")
+
+
+def _option_problems(reward: RewardConfig, *, key: str, where: str) -> Iterator[ConfigError]:
+    shipped = SHIPPED[reward.use]
+    known = [*shipped.needs, *shipped.options, *shipped.columns]
+    for name in reward.options:
+        if name not in known:
+            near = nearest_names(name, known)
+            fix = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+            yield ConfigError(f"the reward {reward.use} has no option {name!r}", where=where, fix=fix, nearest=near)
+    for name in shipped.needs:
+        if name not in reward.options:
+            what = f"the reward {reward.use} needs the option {name}"
+            yield ConfigError(what, where=where, fix=f"write {key}.options: {{{name}: ...}}")

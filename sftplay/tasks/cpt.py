@@ -16,7 +16,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.mix.load import load_mixture
 from sftplay.data.mix.report import mixture_table
 from sftplay.data.prepare.known_lengths import note_blocks
-from sftplay.deliver.evaluate.blocks import measure_blocks
+from sftplay.deliver.evaluate.sources import held_out_of, measure_sources
 from sftplay.deliver.report.sample import write_masked_sample
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks import sft
@@ -48,6 +48,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         source=mixture,
         order=RowOrder(steps=mixture.steps, steps_per_epoch=per_epoch or mixture.steps, digest=mixture.fingerprint),
         source_names=tuple(names),
+        final_report=mixture.report_now if cfg.cpt.streaming else None,
         learned_tokens=int(mixture.report["label_tokens"]),
     )
 
@@ -60,8 +61,9 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
-    """Loss over the label tokens of each source's held-out blocks."""
-    measure_blocks(model, rows.source.held_out, path=path)
+    """Perplexity of each source's held-out documents; loss and answers of its held-out chats."""
+    tokenizer = rows.source.renderer.tokenizer
+    measure_sources(model, held_out_of(rows.source), tokenizer=tokenizer, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> sft.WindowedSFTTrainer:

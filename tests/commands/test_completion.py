@@ -40,7 +40,7 @@ def test_bash_offers_verbs_flags_keys_files_and_the_targets_of_make(tmp_path):
     assert offered(tmp_path, "sftplay", "infer") == ["infer", "infer-batch"]
     assert offered(tmp_path, "sftplay", "plan", "--") == ["--config", "--json", *flags_of("plan")]
     assert offered(tmp_path, "sftplay", "train", "model.max") == ["model.max_seq_len="]
-    assert offered(tmp_path, "sftplay", "train", "--config", "configs/run_d") == ["configs/run_demo.yaml"]
+    assert offered(tmp_path, "sftplay", "train", "--config", "configs/run_de") == ["configs/run_demo.yaml"]
     assert "train-distributed" in offered(tmp_path, "make", "train-d", function="_sftplay_make")
     assert offered(tmp_path, "make", "train", "CONF", function="_sftplay_make") == ["CONFIG="]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sftplay.config.load import dump_resolved, load_config
+from sftplay.config.rules.data import row_paths
 from sftplay.config.rules.general import notes
 from sftplay.config.schema.keys import all_keys
 
@@ -20,7 +21,17 @@ def _in_the_repository(monkeypatch):
 
 
 def test_the_shipped_files_are_those_the_documents_name():
-    names = ["config_base", "run_bnb", "run_demo", "run_full", "run_gemma27b_distributed", "run_llama70b", "run_lora"]
+    names = [
+        "config_base",
+        "run_bnb",
+        "run_cpt",
+        "run_dapt",
+        "run_demo",
+        "run_full",
+        "run_gemma27b_distributed",
+        "run_llama70b",
+        "run_lora",
+    ]
     assert [path.stem for path in FILES] == names
 
 
@@ -28,7 +39,8 @@ def test_the_shipped_files_are_those_the_documents_name():
 def test_a_shipped_file_loads_with_nothing_to_note_and_data_that_is_there(path):
     cfg = load_config(path.relative_to(ROOT))
     assert notes(cfg) == []
-    assert Path(cfg.data.train_path).is_file()
+    paths = [path for _, path in row_paths(cfg)]
+    assert all(Path(path).is_file() for path in paths if not path.startswith("data/processed/"))
     assert dump_resolved(cfg)
 
 

@@ -73,15 +73,16 @@ def test_stride_is_half_the_window_where_none_is_given(model: Any, documents: li
     assert measured(model, documents, window=16) != measured(model, documents, window=16, stride=4)
 
 
-def test_neither_the_batch_nor_the_room_for_scores_changes_a_figure(
+def test_neither_batch_nor_room_for_scores_nor_documents_at_a_time_change_a_figure(
     model: Any, documents: list[Document], monkeypatch: pytest.MonkeyPatch
 ):
     usual = measured(model, documents, window=32)
-    for name, value in (("LOSS_TOKENS", 1), ("SCORES_BYTES", 4 * VOCABULARY * 3), ("SCORES_BYTES", 1)):
+    ways = [("LOSS_TOKENS", 1), ("SCORES_BYTES", 4 * VOCABULARY * 3), ("SCORES_BYTES", 1), ("GROUP_TOKENS", 20)]
+    for name, value in ways:
         with monkeypatch.context() as patch:
             patch.setattr(measuring, name, value)
             figures = measured(model, documents, window=32)
-        assert figures.tokens == usual.tokens
+        assert (figures.tokens, figures.documents, figures.bytes) == (usual.tokens, usual.documents, usual.bytes)
         assert figures.loss == pytest.approx(usual.loss, rel=1e-6)
 
 

@@ -12,11 +12,12 @@ from in_process import Inputs, sized, written_config
 from lively import lively_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sftplay.data.mix.load import load_mixture
 from sftplay.data.pipeline import load_examples
 from sftplay.deliver.evaluate.comparison import Measured, comparison_table, with_side
 from sftplay.deliver.evaluate.evaluate import evaluate
 from sftplay.deliver.evaluate.perplexity import Document, measure_perplexity, pooled
-from sftplay.deliver.evaluate.sources import HeldOut, measure_sources
+from sftplay.deliver.evaluate.sources import HeldOut, held_out_of, measure_sources
 
 
 def side(loss: float, chat: float | None = None, *, exact: float = 0.5, stride: int = 4, words: int = 400) -> Measured:
@@ -116,3 +117,24 @@ def test_a_model_is_measured_on_documents_and_chats_before_and_after(tiny_llama:
         answers = (home / "eval" / f"anchor-chat-{name}.jsonl").read_text()
         assert answers == (home / "alone" / f"{name}.jsonl").read_text()
     assert content["sources"]["domain"]["tokens"] == len(ids) - 1 + 24
+
+
+def test_held_out_documents_are_the_texts_themselves_and_their_bytes(tiny_llama: Path, inputs: Inputs, tmp_path: Path):
+    texts = [f"Boat {n}: salt över green hills — why walks the river?" for n in range(9)]
+    domain, held = tmp_path / "domain.jsonl", tmp_path / "held.jsonl"
+    for path, some in ((domain, texts[:6]), (held, texts[6:])):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+    chat = {"name": "chat", "path": str(inputs.train), "type": "chat", "val_path": str(inputs.held_out)}
+    sources = [{"name": "domain", "path": str(domain), "type": "cpt", "val_path": str(held)}, chat]
+    nothing = {"data__train_path": None, "data__val_path": None}
+    cfg = sized(written_config(tmp_path, inputs, task_mode="cpt_mixed", datasets=sources, **nothing))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    held_out = held_out_of(load_mixture(cfg, tokenizer))
+    documents = list(held_out.documents["domain"])
+    assert [[int(token) for token in each.ids] for each in documents] == tokenizer(texts[6:])["input_ids"]
+    assert [each.n_bytes for each in documents] == [len(text.encode()) for text in texts[6:]]
+    alone = load_examples(sized(written_config(tmp_path, inputs)), tokenizer)
+    assert alone.held_out is not None
+    assert held_out.chats["chat"].held_out_chats == alone.held_out_chats
+    for key in ("input_ids", "labels"):
+        assert held_out.chats["chat"].held_out[key] == alone.held_out[key]

@@ -13,6 +13,7 @@ from sftplay import log
 from sftplay.atomic import check_new_file
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import load_checked, needs_no_hub
+from sftplay.errors import ConfigError
 from sftplay.launch.command.command import cache_environment, offline_environment, quiet_environment
 from sftplay.model.libraries import unneeded_for_rows
 from sftplay.model.start_point import resolve_names
@@ -20,22 +21,26 @@ from sftplay.startup import leave_out
 from sftplay.terminal.colours import has_colours
 
 if TYPE_CHECKING:
+    from sftplay.data.mix.load import MixtureRows
     from sftplay.data.pipeline import Examples
 
 
 def process(args: Namespace) -> int:
     """`process`: read, render and cache the rows; the data report as a table or as JSON."""
-    examples = _load(load_checked(args.config, args.overrides))
+    rows = _load(load_checked(args.config, args.overrides))
     if args.json:
-        print(json.dumps(examples.report))
+        print(json.dumps(rows.report))
     else:
-        _show_report(examples)
+        _show_report(rows)
     return 0
 
 
 def inspect(args: Namespace) -> int:
     """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
-    examples = _load(load_checked(args.config, args.overrides))
+    cfg = load_checked(args.config, args.overrides)
+    if cfg.learns_documents:
+        return _inspect_blocks(_load_mixture(cfg), args)
+    examples = _load_examples(cfg)
     from sftplay.data.inspect.display import decoded, legend, mark_learned
     from sftplay.data.inspect.rows import n_learned, spread_rows
 
@@ -56,13 +61,33 @@ def inspect(args: Namespace) -> int:
     return 0
 
 
+def _inspect_blocks(mixture: MixtureRows, args: Namespace) -> int:
+    from sftplay.data.inspect.blocks import as_json, show_block, spread_blocks
+    from sftplay.data.inspect.display import legend
+
+    tokenizer, blocks, colours = mixture.renderer.tokenizer, spread_blocks(mixture, args.n), has_colours(sys.stdout)
+    if args.json:
+        print(json.dumps({"report": mixture.report, "rows": [as_json(block, tokenizer) for block in blocks]}))
+        return 0
+    _show_report(mixture)
+    if args.n:
+        log.show(f"\n{legend(colours=colours)}")
+    for block in blocks:
+        show_block(block, tokenizer, colours=colours)
+    return 0
+
+
 def render(args: Namespace) -> int:
     """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
     out = None if args.out is None else Path(args.out)
     cfg = load_checked(args.config, args.overrides)
+    if cfg.learns_documents:
+        where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
+        what = f"the rows of {cfg.task_mode} are blocks of documents, which no chat template writes"
+        raise ConfigError(what, where=where, fix=f"make inspect CONFIG={args.config} shows what stands in them")
     if out is not None:
         check_new_file(out)
-    examples = _load(cfg)
+    examples = _load_examples(cfg)
     from sftplay.data.inspect.rows import rendered, show_rendered, spread_rows, write_rendered
 
     tokenizer = examples.renderer.tokenizer
@@ -81,24 +106,51 @@ def render(args: Namespace) -> int:
     return 0
 
 
-def _load(cfg: RunConfig) -> Examples:
+def _load(cfg: RunConfig) -> Examples | MixtureRows:
+    return _load_mixture(cfg) if cfg.learns_documents else _load_examples(cfg)
+
+
+def _load_examples(cfg: RunConfig) -> Examples:
     """The rows as training gets them. Problems that need no heavy library are found first."""
+    cfg = _prepared(cfg)
+    from sftplay.data.pipeline import load_examples
+    from sftplay.model.tokenizer import load_tokenizer
+
+    before = _seal_times(cfg)
+    examples = load_examples(cfg, load_tokenizer(cfg.model))
+    _say_where(cfg, examples.report["fingerprint"], before=before)
+    return examples
+
+
+def _load_mixture(cfg: RunConfig) -> MixtureRows:
+    """The same for blocks of documents."""
+    cfg = _prepared(cfg)
+    from sftplay.data.mix.load import load_mixture
+    from sftplay.data.prepare.known_lengths import note_blocks
+    from sftplay.model.tokenizer import load_tokenizer
+
+    before = _seal_times(cfg)
+    mixture = load_mixture(cfg, load_tokenizer(cfg.model))
+    for source in mixture.report["sources"].values():
+        _say_where(cfg, source["fingerprint"], before=before)
+    if mixture.steps_per_epoch is not None:
+        note_blocks(cfg, mixture.steps_per_epoch * cfg.train.effective_batch_size)
+    return mixture
+
+
+def _prepared(cfg: RunConfig) -> RunConfig:
     cfg = resolve_names(cfg)
     os.environ.update(quiet_environment() | cache_environment())
     if needs_no_hub(cfg):
         os.environ.update(offline_environment())
-    log.say(f"reading {cfg.rows_path}", "data")
-    before = _seal_times(cfg)
+    log.say(f"reading {', '.join(source.path for source in cfg.datasets) or cfg.rows_path}", "data")
     leave_out(unneeded_for_rows(cfg.model))
-    from sftplay.data.pipeline import load_examples
-    from sftplay.model.tokenizer import load_extended
+    return cfg
 
-    tokenizer, _ = load_extended(cfg)
-    examples = load_examples(cfg, tokenizer)
-    name = examples.report["fingerprint"]
+
+def _say_where(cfg: RunConfig, name: str, *, before: dict[str, int]) -> None:
     outcome = "found in" if before.get(name) == _seal_times(cfg).get(name) else "written to"
     log.say(f"token rows {outcome} {Path(cfg.data.processed_dir) / name}", "data")
-    return examples
 
 
 def _seal_times(cfg: RunConfig) -> dict[str, int]:
@@ -108,7 +160,9 @@ def _seal_times(cfg: RunConfig) -> dict[str, int]:
     return {path.parent.name: path.stat().st_mtime_ns for path in Path(cfg.data.processed_dir).glob(f"*/{SEAL}")}
 
 
-def _show_report(examples: Examples) -> None:
+def _show_report(rows: Examples | MixtureRows) -> None:
+    from sftplay.data.mix.report import mixture_table
+    from sftplay.data.pipeline import Examples
     from sftplay.data.prepare.report import report_table
 
-    log.show(report_table(examples.report))
+    log.show(report_table(rows.report) if isinstance(rows, Examples) else mixture_table(rows.report))

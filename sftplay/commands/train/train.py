@@ -24,7 +24,7 @@ from sftplay.control.start import (
     size,
 )
 from sftplay.control.strategy_setup import with_deepspeed
-from sftplay.errors import SftplayError
+from sftplay.errors import ConfigError, SftplayError
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import RunFolder, has_begun, new_folder
 from sftplay.machine.probe import probe
@@ -37,6 +37,10 @@ def train(args: Namespace) -> int:
 
 def _train(args: Namespace, rendezvous: Rendezvous | None) -> int:
     cfg = with_deepspeed(load_config(args.config, args.overrides), is_asked=args.deepspeed)
+    if args.documents and not cfg.learns_documents:
+        where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
+        fix = "write task_mode: cpt, or cpt_mixed with chats beside them; or use make train"
+        raise ConfigError(f"{cfg.task_mode} does not learn documents", where=where, fix=fix)
     if cfg.train.resume == "never" or (cfg.train.resume == "auto" and not has_begun(cfg, args.config)):
         return launch(args, cfg, rendezvous=rendezvous)
     return continue_run(args, cfg, rendezvous=rendezvous)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -38,20 +39,63 @@ MEASURES = {
 def evaluate(args: Namespace) -> int:
     """`eval`: the result's figures beside the base's, in eval/before.json and eval/after.json.
 
-    `eval-test`, `eval-quick` and `eval-full` put test-, quick- or full- before these names.
+    `eval-test`, `eval-quick` and `eval-full` put test-, quick- or full- before these names. Where documents were
+    learned the figures are those of each source, in eval/perplexity.json.
     """
     measure = MEASURES["eval-test" if getattr(args, "split", "val") == "test" else args.verb]
     cfg, folder = open_run(args, measure.values)
-    if measure.split == "test" and cfg.data.test_path is None:
-        raise ConfigError("there is no test set", where="data.test_path", fix="name one: ARGS=data.test_path=FILE")
+    if measure.split == "test":
+        _expect_test_set(cfg)
     prepare_environment(cfg)
-    figures = _measure(cfg, folder, measure=measure)
+    if cfg.learns_documents:
+        figures, table = _measure_sources(cfg, folder, measure=measure)
+    else:
+        figures = _measure(cfg, folder, measure=measure)
+        table = _figures_table(figures)
     report_at_end(folder)
     if args.json:
         print(json.dumps(figures))
     else:
-        log.show(_figures_table(figures))
+        log.show(table)
     return 0
+
+
+def _expect_test_set(cfg: RunConfig) -> None:
+    if cfg.data.test_path is None:
+        fix = "name one: ARGS=data.test_path=FILE"
+        if cfg.datasets:
+            fix = "give its rows as val_path of one more source with weight: 0, and measure with `make eval`"
+        raise ConfigError("there is no test set", where="data.test_path", fix=fix)
+
+
+def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
+    """The content of perplexity.json, and its table."""
+    from sftplay.data.mix.load import load_mixture
+    from sftplay.deliver.evaluate.comparison import comparison_table
+    from sftplay.deliver.evaluate.sources import held_out_of, measure_sources
+    from sftplay.model.load import load_base, load_result
+    from sftplay.model.tokenizer import load_tokenizer
+
+    if measure.split == "test":
+        cfg = cfg.with_values({"data.val_path": cfg.data.test_path, "data.split": None}, "eval-test")
+
+    def measured(side: str, *, tokenizer: Any, open_model: Callable[[], Any]) -> dict[str, Any]:
+        held_out = held_out_of(load_mixture(cfg, tokenizer, renderer_template=template))
+        if not held_out.documents and not held_out.chats:
+            raise _nothing_held_out()
+        path = folder.eval / f"{measure.prefix}{side}.json"
+        return measure_sources(open_model(), held_out, tokenizer=tokenizer, cfg=cfg, path=path)
+
+    own = load_tokenizer(cfg.model, str(folder.result))
+    template = stored_template(own, folder)
+    if measure.has_base:
+        measured("before", tokenizer=load_tokenizer(cfg.model), open_model=lambda: load_base(cfg).eval())
+    content = measured("after", tokenizer=own, open_model=lambda: load_result(cfg, folder.path))
+    return content, comparison_table(content)
+
+
+def _nothing_held_out() -> DataError:
+    return DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
 
 
 def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str, dict[str, Any]]:
@@ -61,7 +105,7 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
 
     examples = _data_of(cfg, folder, split=measure.split)
     if examples.held_out is None:
-        raise DataError("no held-out rows to measure on", where="data", fix="set data.val_path or data.split")
+        raise _nothing_held_out()
     figures = {}
     if measure.has_base:
         before = folder.eval / f"{measure.prefix}before.json"

@@ -19,7 +19,6 @@ def needs_train_path(cfg: RunConfig) -> bool:
 def broken_cpt_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Every rule that `datasets` and `cpt` break."""
     yield from _task(cfg)
-    yield from _names(cfg)
     yield from _held_out(cfg)
     if cfg.learns_documents:
         yield from _sizes(cfg)
@@ -74,14 +73,6 @@ def _task(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("datasets.0.weight", "datasets"), what, fix="give one source a weight above 0")
 
 
-def _names(cfg: RunConfig) -> Iterator[Violation]:
-    first: dict[str, int] = {}
-    for number, source in enumerate(cfg.datasets):
-        if first.setdefault(source.name, number) != number:
-            key, other = f"datasets.{number}.name", f"datasets.{first[source.name]}.name"
-            yield Violation((key, other), f"{source.name!r} is the name of {other} too", fix="give each its own name")
-
-
 def _held_out(cfg: RunConfig) -> Iterator[Violation]:
     for number, source in enumerate(cfg.datasets):
         if source.val_path is not None and source.split is not None:
@@ -112,6 +103,9 @@ def _streaming(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.cpt.train_tokens is None and cfg.train.max_steps is None:
         what = "true needs the length of the run, which nobody knows before the sources are read"
         yield Violation((key, "train.max_steps"), what, fix="give cpt.train_tokens or train.max_steps")
+    if cfg.cpt.exhausted == "stop":
+        what = "stop is not known to fall into the run before the sources are read, but cpt.streaming is true"
+        yield Violation(("cpt.exhausted", key), what, fix="write cpt.exhausted: repeat, or cpt.streaming: false")
     for number, source in enumerate(cfg.sources):
         if source.val_path is None and held_out_share(cfg, source) != 0:
             own = f"datasets.{number}.split" if cfg.datasets else "data.split"

@@ -14,6 +14,7 @@ from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
+from sftplay.config.rules.lists import broken_list_rules
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
@@ -246,6 +247,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _schedule,
     _extra,
     broken_data_rules,
+    broken_list_rules,
     broken_cpt_rules,
     broken_new_token_rules,
     broken_cluster_rules,

@@ -78,14 +78,18 @@ def labelled(vocabulary: Vocabulary, placed: Sequence[Placed], *, max_tokens: in
         if isinstance(each.found, Marked)
     }
     plain = dict.fromkeys(text[:limit] for at, text in texts.items() if not placed[at].is_spelled)
-    known = dict(zip(plain, vocabulary.encode(list(plain)), strict=True))
+    known: dict[str, Encoded]
+    if limit is None and all(each.is_whole_text for each in placed if isinstance(each.found, Marked)):
+        known = {text: Encoded(ids, None) for text, ids in zip(plain, vocabulary.encode_ids(list(plain)), strict=True)}
+    else:
+        known = {text: _unspelled(found) for text, found in zip(plain, vocabulary.encode(list(plain)), strict=True)}
     examples = []
     for at, each in enumerate(placed):
         if isinstance(each.found, str):
             examples.append(Rendered([], [], each.of, each.found))
             continue
         text = texts[at][:limit]
-        encoded = vocabulary.encode_spelled(text) if each.is_spelled else _unspelled(known[text])
+        encoded = vocabulary.encode_spelled(text) if each.is_spelled else known[text]
         is_shared = texts[at] is not each.found.text
         is_enough = len(text) == len(each.found.text) or is_shared
         if not is_enough and _n_sure(encoded.encoding, text) <= (max_tokens or 0):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer
 
+from sftplay.data.encode.seams import PART_CHARACTERS, can_be_cut, parts_of
 from sftplay.data.template.typed_specials import GUARD
 
 WIDE = 0xFEE0
@@ -40,7 +41,7 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     encoding: Any
-    """The `tokenizers.Encoding`, for places only: its ids may be the twin's."""
+    """The `tokenizers.Encoding`, for places only: its ids may be the twin's. None where nobody asks for places."""
 
     lost: str = ""
     """A typed special token that this tokenizer can only encode as control."""
@@ -105,6 +106,15 @@ class Vocabulary:
         """
         return cast("list[Any]", self._backend.encode_batch(list(texts), add_special_tokens=False))
 
+    def encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, as those of `encode`; of a long text too, in little memory."""
+        short = [text for text in texts if len(text) <= PART_CHARACTERS]
+        found = dict(zip(short, self._ids(short), strict=True))
+        for text in texts:
+            if text not in found:
+                found[text] = [id for part in self._parts(text) for id in self._ids([part])[0]]
+        return [found[text] for text in texts]
+
     def encode_spelled(self, text: str) -> Encoded:
         """A text spelled by `typed_specials`.
 
@@ -121,6 +131,17 @@ class Vocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens shown."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        # The fast way leaves out where the tokens lie in the text, and takes a fifth less time.
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _parts(self, text: str) -> list[str]:
+        return parts_of(text, lambda part: self._ids([part])[0]) if self._can_be_cut else [text]
+
+    @cached_property
+    def _can_be_cut(self) -> bool:
+        return can_be_cut(self.to_json())
 
     def _is_read_after_folding(self, id: int, token: str) -> bool:
         """True when a control token is found in normalised text, by the model or as an added token."""

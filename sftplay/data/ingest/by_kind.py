@@ -31,7 +31,7 @@ SUFFIXES = {
 
 READERS = {
     "txt": ("text.plain", "read_plain"),
-    "md": ("text.markdown", "read_markdown"),
+    "md": ("markup.markdown", "read_markdown"),
     "rst": ("markup.restructured", "read_restructured"),
     "eml": ("markup.mail", "read_mail"),
     "html": ("markup.page", "read_page"),

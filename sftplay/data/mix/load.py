@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
+from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.cache import ensure_folder, fingerprint
+from sftplay.data.cache import fingerprint, is_sound
 from sftplay.data.encode.render import Renderer
+from sftplay.data.mix.filler import start_filler
+from sftplay.data.mix.following import FollowedStore, nothing_to_learn
 from sftplay.data.mix.mixture import BlockForm, Document, MixSource, Mixture, SourceRows
 from sftplay.data.mix.report import mixture_report
-from sftplay.data.mix.sources import Renderers, jobs_of
+from sftplay.data.mix.sources import Renderers, SourceJob, jobs_of
 from sftplay.data.mix.store import Store
 from sftplay.data.prepare.policies import Side
 from sftplay.data.records import Chat, chat_from_json
-from sftplay.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ class MixtureRows:
     """Changes with any row or its place; a longer run begins with the same rows."""
 
     report: dict[str, Any]
-    """The content of `data_report.json`."""
+    """The content of `data_report.json`. Of a source that is still being tokenised it has no counts."""
+
+    report_now: Callable[[], dict[str, Any]]
+    """Makes the report anew: at the end of a run there is more to count."""
 
     def source(self, name: str) -> MixSource:
         """The source of that name."""
@@ -72,12 +78,11 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     """
     renderers = Renderers.prove(cfg, tokenizer, template=renderer_template)
     jobs = jobs_of(cfg, tokenizer, renderers=renderers)
+    stores = _stores(cfg, jobs)
     sources = [
-        MixSource(number, source.name, source.type, source.weight, Store.open(ensure_folder(job.folder, job.make)))
-        for number, (source, job) in enumerate(zip(cfg.sources, jobs, strict=True))
+        MixSource(number, source.name, source.type, source.weight, store)
+        for number, (source, store) in enumerate(zip(cfg.sources, stores, strict=True))
     ]
-    for source in sources:
-        _expect_labels(source, cfg)
     form = BlockForm(cfg.row_tokens, cfg.cpt.cross_document, cfg.cpt.weights_of)
     train = Mixture(sources, form, seed=cfg.seed)
     steps, per_epoch = _steps(cfg, train)
@@ -90,6 +95,7 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
         "form": [form.size, form.crosses_documents, form.unit],
         "seed": cfg.seed,
     }
+    make_report = partial(mixture_report, cfg, train, sources=sources, renderer=renderer, jobs=jobs)
     return MixtureRows(
         train=train,
         held_out={name: rows for name, rows in held_out.items() if len(rows)},
@@ -98,35 +104,47 @@ def load_mixture(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
         steps=steps,
         steps_per_epoch=per_epoch,
         fingerprint=fingerprint(parts),
-        report=mixture_report(cfg, train, sources=sources, renderer=renderer, jobs=jobs),
+        report=make_report(),
+        report_now=make_report,
     )
 
 
-def _expect_labels(source: MixSource, cfg: RunConfig) -> None:
-    """Raise DataError where a source has a weight and teaches nothing: its share could never be reached."""
-    documents = source.store.sides["train"]
-    if source.weight and documents.is_whole and not documents.n_learned:
-        counts = source.store.report()["sources"].get("train", {})
-        reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts.get("dropped", {}).items()]
-        raise DataError(
-            ", ".join([f"nothing is left to learn: {counts.get('read', 0):,} rows read", *reasons]),
-            where=cfg.sources[source.number].path,
-            fix=f"give the source {source.name!r} rows, hold out less of it, or weight: 0",
-        )
+def _stores(cfg: RunConfig, jobs: Sequence[SourceJob]) -> list[Store]:
+    """The store of each source: whole, or where the config says streaming, filled while it is read."""
+    whole = {job.folder for job in jobs if is_sound(job.folder)}
+    streamed = cfg.cpt.streaming and log.local_rank() == 0
+    fillers = {
+        job.folder: start_filler(job) for job in jobs if streamed and job.folder not in whole and not job.only_held_out
+    }
+    stores: list[Store] = []
+    for source, job in zip(cfg.sources, jobs, strict=True):
+        if cfg.cpt.streaming and job.folder not in whole and source.weight:
+            stores.append(FollowedStore(job.folder, path=source.path, filler=fillers.get(job.folder)))
+            continue
+        store = Store.open(job.folder if job.folder in whole else job.ensure())
+        if source.weight and not store.sides["train"].n_learned:
+            raise nothing_to_learn(store, path=source.path)
+        stores.append(store)
+    return stores
 
 
 def _steps(cfg: RunConfig, train: Mixture) -> tuple[int, int | None]:
     """Optimizer steps of the run, and of one epoch: every document with a weight read once, or else every chat."""
-    batch, tokens = cfg.train.effective_batch_size, cfg.cpt.train_tokens
-    read = [at for at, source in enumerate(train.sources) if source.kind == "cpt"] or range(len(train.sources))
-    per_epoch = math.ceil(max(train.schedule.rows_until(at, Fraction(1)) for at in read) / batch)
-    steps = cfg.train.max_steps
-    if steps is None and tokens is not None:
+    batch, tokens, steps = cfg.train.effective_batch_size, cfg.cpt.train_tokens, cfg.train.max_steps
+    if tokens is not None:
         steps = math.ceil(tokens / (batch * (cfg.row_tokens - 1)))
+    if not all(source.store.index.is_whole for source in train.sources):
+        assert steps is not None, "rules.cpt has let a streamed run without a length pass"
+        return steps, None
+    all_sources = range(len(train.sources))
+    read = [at for at in all_sources if train.sources[at].kind == "cpt"] or all_sources
+
+    def steps_until(sources: Sequence[int], epochs: Fraction, *, first: bool = False) -> int:
+        ends = [train.schedule.rows_until(at, epochs) for at in sources]
+        return math.ceil((min(ends) if first else max(ends)) / batch)
+
     if steps is None:
-        epochs = Fraction(str(cfg.train.epochs))
-        steps = math.ceil(max(train.schedule.rows_until(at, epochs) for at in read) / batch)
+        steps = steps_until(read, Fraction(str(cfg.train.epochs)))
     if cfg.cpt.exhausted == "stop":
-        ends = min(train.schedule.rows_until(at, Fraction(1)) for at in range(len(train.sources)))
-        steps = min(steps, math.ceil(ends / batch))
-    return steps, per_epoch
+        steps = min(steps, steps_until(all_sources, Fraction(1), first=True))
+    return steps, steps_until(read, Fraction(1))

@@ -132,6 +132,12 @@ class Mixture:
         at, block = self.schedule.at(row)
         return self.sources[at].number << BLOCK_BITS | block
 
+    def pieces(self, row: int) -> list[tuple[Source, int, int]]:
+        """The parts of documents in a row, in its order: where the document stands, and which of its tokens."""
+        at, block = self.schedule.at(row)
+        found = self._blocks[at].pieces(block)
+        return list(zip(self.places(row), found.begins.tolist(), found.ends.tolist(), strict=True))
+
     def places(self, row: int) -> list[Source]:
         """Where the documents of a row stand, in its order."""
         at, block = self.schedule.at(row)

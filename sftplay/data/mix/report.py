@@ -31,11 +31,12 @@ def mixture_report(
     """The content of `data_report.json`; of each source `tokens_read` = tokens + cut_tokens + sum of dropped_tokens,
     and `tokens` = label_tokens + first_of_document + masked_tokens."""
     total = sum(source.weight for source in sources)
-    planned = train.read_times()
+    is_known = all(source.store.index.is_whole for source in train.sources)
+    planned: dict[int, tuple[int | None, float | None]] = {**(train.read_times() if is_known else {})}
     found = {}
     for source, job in zip(sources, jobs, strict=True):
-        counts = source.store.report()["sources"]
-        n_rows, n_epochs = planned.get(source.number, (0, 0.0))
+        counts = source.store.report().get("sources", {})
+        n_rows, n_epochs = planned.get(source.number, (None, None) if source.weight and not is_known else (0, 0.0))
         found[source.name] = {
             "path": cfg.sources[source.number].path,
             "type": source.kind,
@@ -59,7 +60,7 @@ def mixture_report(
         "sources": found,
         "files": {path: digest for job in jobs for path, digest in job.digests.items()},
         "warnings": _warnings(found),
-        "notes": [note for source in sources for note in source.store.report()["notes"]],
+        "notes": [note for source in sources for note in source.store.report().get("notes", [])],
     }
 
 
@@ -74,8 +75,7 @@ def mixture_table(report: Mapping[str, Any]) -> str:
         lines += [
             f"  {name:<14} {source['type']}, share {source['planned_share']:.1%}   {source['path']}",
             f"    train        {source['documents']:,} documents, {source['tokens']:,} tokens, of which"
-            f" {source['label_tokens']:,} are learned; read {source['planned_epochs']:.2f} times in"
-            f" {source['planned_rows']:,} rows",
+            f" {source['label_tokens']:,} are learned; {_planned(source)}",
             f"    held out     {held_out['documents']:,} documents, {held_out['tokens']:,} tokens",
         ]
         tokens = source.get("dropped_tokens", {})
@@ -113,12 +113,18 @@ def _side(documents: Documents, counts: Mapping[str, Any], *, cfg: RunConfig) ->
     }
 
 
+def _planned(source: Mapping[str, Any]) -> str:
+    if source["planned_rows"] is None:
+        return "more is being tokenised"
+    return f"read {source['planned_epochs']:.2f} times in {source['planned_rows']:,} rows"
+
+
 def _warnings(sources: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} is read {entry['planned_epochs']:.1f} times; more of it, or a smaller weight, keeps it from being"
         " learned by heart"
         for name, entry in sources.items()
-        if entry["planned_epochs"] > MANY_EPOCHS
+        if (entry["planned_epochs"] or 0) > MANY_EPOCHS
     ]
 
 

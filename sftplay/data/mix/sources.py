@@ -11,9 +11,10 @@ from typing import Any
 from sftplay.config.rules.cpt import held_out_share
 from sftplay.config.schema.mixture import DatasetConfig
 from sftplay.config.schema.run import DataConfig, RunConfig
-from sftplay.data.cache import fingerprint
+from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.encode.render import Recipe, Renderer
-from sftplay.data.mix.store import Index, StoreFiles
+from sftplay.data.mix.filling import StoreFiles
+from sftplay.data.mix.store import Index
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.prepare.one_pass import Input, Preparation
 from sftplay.data.read.sources import content_digest
@@ -69,16 +70,7 @@ class SourceJob:
         }
         return Path(data.processed_dir) / fingerprint(parts)
 
-    def new_index(self) -> Index:
-        """The index of a store in which nothing is yet."""
-        return Index(id_bytes=self.id_bytes, has_mask=self.has_chats)
-
-    def fill(self, files: StoreFiles) -> None:
-        """Read and tokenise all rows.
-
-        Raises:
-            DataError: as `Preparation.run`; or a file has changed meanwhile.
-        """
+    def _fill(self, files: StoreFiles) -> None:
         renderer = Renderer.from_recipe(self.recipe)
         preparation = Preparation(
             self.data,
@@ -90,10 +82,22 @@ class SourceJob:
         preparation.run(self.inputs, files, guarded=self.guarded)
         expect_unchanged(self.digests)
 
-    def make(self, folder: Path) -> None:
-        """Fill an empty folder."""
-        with StoreFiles(folder, self.new_index()) as files:
-            self.fill(files)
+    def ensure(self, *, is_followed: bool = False) -> Path:
+        """The folder of the store, whole; a store that a killed process has left is filled up.
+
+        With `is_followed` a bad row ends the filling at once, because others read the store already.
+
+        Raises:
+            DataError: as `Preparation.run`; or a file has changed meanwhile.
+        """
+        held_out_first = all(given.share in (0.0, 1.0) for given in self.inputs)
+        index = Index(id_bytes=self.id_bytes, has_mask=self.has_chats)
+
+        def make(folder: Path) -> None:
+            with StoreFiles(folder, index, held_out_first=held_out_first, is_followed=is_followed) as files:
+                self._fill(files)
+
+        return ensure_folder(self.folder, make, resumes=True)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,9 @@ class Preparation:
         self._began = self._said = time.monotonic()
         self._n_rows = count_rows([given.path for given in inputs])
         n_read = n_done = output.begin(self._policies)
+        for given in inputs:
+            if n_done and given.share == 1.0:  # its rows are not read again
+                self._guard(given.path)
         processes = n_workers([given.path for given in inputs])
         # Held-out rows go first: a training row must be compared with all of them.
         batches = self._batches(list(reversed(inputs)), n_done)

@@ -5,8 +5,11 @@ It sees outcomes, never tokens. What it remembers of each record takes about 250
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sftplay.config.schema.run import DataConfig
 from sftplay.data.layouts.fields import FIX_ROW
@@ -49,6 +52,20 @@ class RowPolicies:
     def n_prompts(self) -> int:
         """Different prompts among the training chats."""
         return len(self._answers)
+
+    def resume(self, counts: Mapping[Side, RowCounts], *, seen: Mapping[Side, NDArray[np.uint64]], chats: Any) -> None:
+        """Know what an earlier pass knew: its counts, and of each record that it judged the keys, uint64 [records, 3].
+
+        `chats` are the keys of the training chats among them. Held-out rows must be guarded again.
+        """
+        self.counts = dict(counts)
+        for side, keys in seen.items():
+            self._exact[side] = set(keys[:, 0].tolist())
+            self._normal[side] = set(keys[:, 1].tolist())
+        prompts, normals = chats[:, 2].tolist(), chats[:, 1].tolist()
+        self._answers = dict(zip(reversed(prompts), reversed(normals), strict=True))
+        pairs = zip(prompts, normals, strict=True)
+        self._several = {prompt for prompt, normal in pairs if self._answers[prompt] != normal}
 
     def guard(self, normal_key: int, source: Source) -> None:
         """Remember a row that must not be trained on."""

@@ -102,6 +102,17 @@ class RowCounts:
             self.trainable_tokens += example.n_labels
             self.ends_learned += example.ends_learned
 
+    def as_state(self) -> dict[str, Any]:
+        """All counts as plain JSON, for `from_state`."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RowCounts:
+        """The counts that `as_state` gave."""
+        counters = {name: Counter(value) for name, value in state.items() if isinstance(value, dict)}
+        lengths = Counter({int(length): count for length, count in state["lengths"].items()})  # JSON's keys are texts
+        return cls(**{**state, **counters, "lengths": lengths})
+
     @property
     def lost_share(self) -> float:
         """Share of the tokens to learn that lies behind the cut."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -20,9 +20,9 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
-from sftplay.data.pipeline import Examples
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.deliver.evaluate.metrics import score_answers
+from sftplay.deliver.evaluate.reward_scores import mean_rewards, score_by_rewards
 from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.machine.releases import nothing_recomputed
 from sftplay.monitor.out_of_memory import AdaptiveBatches
@@ -34,7 +34,23 @@ SCORES_BYTES = 2**30
 """Most bytes of fp32 scores over the vocabulary in one batch; a single row may take more."""
 
 
-def evaluate(model: Any, examples: Examples, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
+class HeldOutChats(Protocol):
+    """What is measured: of `data.pipeline.Examples` the held-out side."""
+
+    @property
+    def held_out(self) -> Any:
+        """Columns `input_ids` and `labels`, or None."""
+
+    @property
+    def held_out_chats(self) -> Sequence[Chat]:
+        """The chats behind them, of which the last turn is answered."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """What rendered them."""
+
+
+def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
     """Measure `model` on `examples.held_out`, write `path` (.json) and every answer beside it (.jsonl).
 
     `loss` is the mean negative log likelihood of the label tokens in nats, `perplexity` its exponential; the other
@@ -54,8 +70,15 @@ def evaluate(model: Any, examples: Examples, *, cfg: RunConfig, path: Path) -> d
         )
     references = [reference_of(chat, examples.renderer) for chat in chats]
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
+    rewards = score_by_rewards(cfg.rewards, answers, references=references) if chats else {}
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    figures: dict[str, Any] = {"n": len(chats), "loss": loss, "perplexity": perplexity, **means}
+    figures: dict[str, Any] = {
+        "n": len(chats),
+        "loss": loss,
+        "perplexity": perplexity,
+        **means,
+        **mean_rewards(rewards),
+    }
     write_text(path, json.dumps(figures, indent=1) + "\n")
     rows = (
         {
@@ -64,6 +87,7 @@ def evaluate(model: Any, examples: Examples, *, cfg: RunConfig, path: Path) -> d
             "reference": references[n],
             "prediction": answers[n],
             "correct": correct[n],
+            **({"rewards": {name: values[n] for name, values in rewards.items()}} if rewards else {}),
         }
         for n, chat in enumerate(chats)
     )

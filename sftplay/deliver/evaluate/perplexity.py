@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from sftplay import log
@@ -21,12 +22,15 @@ from sftplay.data.records import IGNORE_INDEX
 from sftplay.deliver.evaluate.evaluate import LOSS_TOKENS, SCORES_BYTES
 from sftplay.monitor.out_of_memory import AdaptiveBatches
 
+GROUP_TOKENS = 2**20
+"""Tokens of the documents that are held at a time, about."""
+
 
 class Document(NamedTuple):
     """A whole document as the model reads it."""
 
-    ids: Sequence[int]
-    """int64 [tokens], without an end mark. The first is not predicted: nothing stands before it."""
+    ids: Sequence[int] | NDArray[np.integer[Any]]
+    """[tokens], without an end mark. The first is not predicted: nothing stands before it."""
 
     n_bytes: int
     """Bytes of its text in UTF-8."""
@@ -67,7 +71,7 @@ class Piece(NamedTuple):
 
 
 def measure_perplexity(
-    model: Any, documents: Sequence[Document], *, window: int, stride: int | None = None, pad_token_id: int
+    model: Any, documents: Iterable[Document], *, window: int, stride: int | None = None, pad_token_id: int
 ) -> TextFigures:
     """The figures of `model`, in evaluation mode, over all `documents` together.
 
@@ -75,27 +79,39 @@ def measure_perplexity(
     one ends `stride` tokens later, at most at the document's end, and scores the tokens that are new. None for `stride`
     is half the window: then at least half a window of text stands before a token, once the document is that long. This
     is the sliding window of transformers' guide to perplexity, but for a document's last window: that one is full too.
+    Only some documents are held at a time.
     """
-    stride = stride_of(window, stride)
-    pieces = [
-        piece
-        for n, document in enumerate(documents)
-        for piece in _pieces(n, len(document.ids), window=window, stride=stride)
-    ]
-    scorer = _Scorer(model, documents, pad_token_id=pad_token_id)
-    total, done = 0.0, 0
-    batches = AdaptiveBatches(len(pieces), "the perplexity")
-    for batch in scorer.batches(pieces):
-        for loss in batches.each(len(batch), partial(scorer.summed_loss, batch)):
-            total += loss
-        done += len(batch)
-        log.progress(done, len(pieces), what="windows read", tag="eval")
-    return _figures(
-        total,
-        tokens=sum(piece.end - piece.scored for piece in pieces),
-        n_bytes=sum(document.n_bytes for document in documents),
-        documents=len(documents),
-    )
+    stride, done, parts = stride_of(window, stride), 0, list[TextFigures]()
+    for group in _groups(documents):
+        pieces = [
+            piece
+            for n, document in enumerate(group)
+            for piece in _pieces(n, len(document.ids), window=window, stride=stride)
+        ]
+        scorer = _Scorer(model, group, pad_token_id=pad_token_id)
+        batches = AdaptiveBatches(len(pieces), "the perplexity")
+        total = 0.0
+        for batch in scorer.batches(pieces):
+            total += math.fsum(batches.each(len(batch), partial(scorer.summed_loss, batch)))
+            done += len(batch)
+            log.progress(done, None, what="windows read", tag="eval")
+        n_bytes = sum(document.n_bytes for document in group)
+        tokens = sum(piece.end - piece.scored for piece in pieces)
+        parts.append(_figures(total, tokens=tokens, n_bytes=n_bytes, documents=len(group)))
+    return pooled(parts)
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """The documents in lists of about GROUP_TOKENS tokens."""
+    group, tokens = list[Document](), 0
+    for document in documents:
+        group.append(document)
+        tokens += len(document.ids)
+        if tokens >= GROUP_TOKENS:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
 
 
 def stride_of(window: int, stride: int | None) -> int:

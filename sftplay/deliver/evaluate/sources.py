@@ -7,31 +7,68 @@ forgotten. It trains nothing; the same functions measure the base and the tuned 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
 from sftplay import log
 from sftplay.atomic import read_object, write_text
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.pipeline import Examples
+from sftplay.data.encode.render import Renderer
+from sftplay.data.mix.load import MixtureRows
+from sftplay.data.records import Chat
 from sftplay.deliver.evaluate.comparison import Measured, Side, with_side
-from sftplay.deliver.evaluate.evaluate import evaluate, ready_to_answer
+from sftplay.deliver.evaluate.evaluate import HeldOutChats, evaluate, ready_to_answer
 from sftplay.deliver.evaluate.perplexity import Document, TextFigures, measure_perplexity, pooled, stride_of
 
 TABLE = "perplexity.json"
+KINDS = ("cpt", "chat")
+
+
+@dataclass(frozen=True)
+class Chats:
+    """The held-out chats of a source, as `evaluate` takes them."""
+
+    held_out: Dataset
+    held_out_chats: list[Chat]
+    renderer: Renderer
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
     """The held-out side of each source that has one."""
 
-    documents: Mapping[str, list[Document]] = field(default_factory=dict)
+    documents: Mapping[str, Iterable[Document]] = field(default_factory=dict)
     """Sources of documents."""
 
-    chats: Mapping[str, Examples] = field(default_factory=dict)
+    chats: Mapping[str, HeldOutChats] = field(default_factory=dict)
     """Sources of chats."""
+
+
+def held_out_of(mixture: MixtureRows) -> HeldOut:
+    """What a mixture holds out, each document and each chat whole.
+
+    The end mark behind a document is left out: how well a model foretells where a file ends is not asked here.
+    """
+    end = mixture.renderer.tokenizer.eos_token_id
+    names = {kind: [s.name for s in mixture.sources if s.kind == kind and s.name in mixture.held_out] for kind in KINDS}
+    documents = {name: _texts(mixture, name, end=end) for name in names["cpt"]}
+    return HeldOut(documents=documents, chats={name: _chats(mixture, name) for name in names["chat"]})
+
+
+def _texts(mixture: MixtureRows, name: str, *, end: int | None) -> Iterator[Document]:
+    for each in mixture.documents(name):
+        has_end = len(each.ids) > 0 and each.ids[-1] == end
+        yield Document(each.ids[:-1] if has_end else each.ids, each.n_bytes)
+
+
+def _chats(mixture: MixtureRows, name: str) -> Chats:
+    whole = list(mixture.documents(name))
+    columns = {"input_ids": [each.ids for each in whole], "labels": [each.labels for each in whole]}
+    return Chats(Dataset.from_dict(columns), mixture.held_out_chats(name), mixture.renderer)
 
 
 def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunConfig, path: Path) -> dict[str, Any]:
@@ -46,7 +83,7 @@ def measure_sources(model: Any, held_out: HeldOut, *, tokenizer: Any, cfg: RunCo
     texts = {}
     with ready_to_answer(model):
         for name, documents in held_out.documents.items():
-            log.say(f"measuring the model ({path.stem}) on {len(documents):,} held-out documents of {name}", "eval")
+            log.say(f"measuring the model ({path.stem}) on the held-out documents of {name}", "eval")
             texts[name] = measure_perplexity(model, documents, **how)
             log.say(f"{path.stem}: {name}: {_told(texts[name])}", "eval")
     anchors = {

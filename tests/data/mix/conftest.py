@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 from sftplay.config.schema.run import RunConfig
+from tests.data.mix.sources_at_hand import chat, document
+
+Write = Callable[..., Path]
 
 
 @pytest.fixture
@@ -31,3 +35,21 @@ def mixed(tmp_path: Path) -> Callable[..., RunConfig]:
         return RunConfig.model_validate(tree)
 
     return make
+
+
+@pytest.fixture
+def domain(write_rows: Write) -> dict[str, Any]:
+    """Documents of a few tokens and of many."""
+    draw = random.Random(0)
+    rows = [document(n, draw.choice([0, 1, 5, 30, 200])) for n in range(120)]
+    return {"name": "domain", "path": write_rows(rows, "domain.jsonl"), "type": "cpt", "weight": 0.9}
+
+
+@pytest.fixture
+def chats(write_rows: Write) -> dict[str, Any]:
+    return {
+        "name": "chat",
+        "path": write_rows([chat(n) for n in range(80)], "chat.jsonl"),
+        "type": "chat",
+        "weight": 0.1,
+    }

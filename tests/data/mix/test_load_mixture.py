@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,49 +15,10 @@ from sftplay.data.mix.load import MixtureRows, load_mixture
 from sftplay.data.mix.mixture import source_and_block
 from sftplay.data.pipeline import load_examples
 from sftplay.errors import DataError
-from tests.data.conftest import WORDS
+from tests.data.mix.sources_at_hand import rows_of, same
 
 Mixed = Callable[..., RunConfig]
 Write = Callable[..., Path]
-
-
-def document(n: int, words: int) -> dict[str, str]:
-    draw = random.Random(n)
-    return {"text": f"Number {n}. " + " ".join(draw.choices(WORDS, k=words))}
-
-
-def chat(n: int) -> dict[str, str]:
-    draw = random.Random(n)
-    return {"prompt": f"Which stone is number {n}?", "completion": " ".join(draw.choices(WORDS, k=draw.randint(1, 9)))}
-
-
-@pytest.fixture
-def domain(write_rows: Write) -> dict[str, Any]:
-    """Documents of a few tokens and of many."""
-    draw = random.Random(0)
-    rows = [document(n, draw.choice([0, 1, 5, 30, 200])) for n in range(120)]
-    return {"name": "domain", "path": write_rows(rows, "domain.jsonl"), "type": "cpt", "weight": 0.9}
-
-
-@pytest.fixture
-def chats(write_rows: Write) -> dict[str, Any]:
-    return {
-        "name": "chat",
-        "path": write_rows([chat(n) for n in range(80)], "chat.jsonl"),
-        "type": "chat",
-        "weight": 0.1,
-    }
-
-
-def rows_of(rows: MixtureRows) -> list[dict[str, Any]]:
-    return [rows.train[number] for number in range(len(rows.train))]
-
-
-def same(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> bool:
-    return len(one) == len(two) and all(
-        a["row"] == b["row"] and all(np.array_equal(a[key], b[key]) for key in ("input_ids", "labels", "position_ids"))
-        for a, b in zip(one, two, strict=True)
-    )
 
 
 def test_documents_are_those_that_plain_training_on_texts_renders(

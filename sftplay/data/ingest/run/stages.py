@@ -12,7 +12,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.data.ingest.children.pool import ChildPool, End, Task
-from sftplay.data.ingest.run.walk import Found
+from sftplay.data.ingest.run.walk import Found, shown
 from sftplay.data.ingest.run.work import Work, answer_path, forget, read_answer
 from sftplay.data.ingest.settings import Settings
 from sftplay.data.ingest.steps.finishing import Shard
@@ -24,6 +24,9 @@ READ, FINISH = "sftplay.data.ingest.steps.reading", "sftplay.data.ingest.steps.f
 
 STREAMED_BYTES_A_S = 4_000_000
 """A file that is streamed gets a second for so many bytes, beside the limit of all files."""
+
+MOST_FILE_BYTES = 2 << 30
+"""Of any file that a reader writes, a library's too."""
 
 CHUNK_BYTES, CHUNK_SHARDS = 16 << 20, 500
 """Shards that are finished together."""
@@ -122,7 +125,7 @@ def _task(found: Found, settings: Settings, *, stem: str) -> Task:
         extra = 0.0
     return Task(
         function=f"{READ}.read_file", answer=answer_path(stem), limit_s=settings.limit_s + extra,
-        memory_bytes=settings.memory_bytes,
+        memory_bytes=settings.memory_bytes, most_file_bytes=MOST_FILE_BYTES,
         arguments={
             "path": str(found.path), "stem": stem, "size": found.size, "mtime_ns": found.mtime_ns,
             "encoding": settings.encoding, "cleaning": settings.reading()["cleaning"],
@@ -167,7 +170,7 @@ def _planned(documents: Sequence[Document]) -> Iterator[list[dict[str, Any]]]:
     for place, document in enumerate(documents):
         for number, size in enumerate(document.answer.get("shards", ())):
             shard = Shard(
-                file=place, name=document.found.name, path=shard_path(document.stem, number),
+                file=place, name=shown(document.found.name), path=shard_path(document.stem, number),
                 file_sha256=document.answer["sha256"],
             )  # fmt: skip
             group.append(asdict(shard))

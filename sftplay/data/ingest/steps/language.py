@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sftplay.data.ingest.extract.document import need
+from importlib.util import find_spec
+
+from sftplay.errors import MachineError
 
 PIECE = 1000
 """Characters looked at in each of three places."""
@@ -10,7 +12,9 @@ PIECE = 1000
 
 def check_installed() -> None:
     """Raise MachineError where the library is missing."""
-    need("py3langid", kind="a language filter over")
+    if find_spec("py3langid") is None:
+        fix = "make install EXTRAS=ingest, or leave out --language"
+        raise MachineError("--language needs py3langid, which is not installed", where="ingest", fix=fix)
 
 
 def language_of(text: str) -> str:

@@ -167,7 +167,7 @@ def _cell_text(cell: Any) -> str:
 
 def _add_pre(element: Any, out: list[Block]) -> None:
     """Text whose white space counts: code in a fence, verse and letters as their lines."""
-    text = inline_text(element).replace(BREAK, "\n") if element.find("br") is not None else element.text_content()
+    text = inline_text(element).replace(BREAK, "\n") if element.find("br") is not None else "".join(element.itertext())
     lines = [line.rstrip() for line in text.expandtabs(4).replace("\r", "").strip("\n").split("\n")]
     text = "\n".join(lines)
     if not text.strip():

@@ -14,6 +14,9 @@ from sftplay.data.ingest.extract.document import Extracted, Unreadable, heading,
 from sftplay.data.ingest.extract.markup.page import parse_page
 from sftplay.data.ingest.extract.text.characters import read_characters
 
+LONGEST_LINE = 100_000
+"""Characters; above it docutils, whose rules look far ahead, gets slow."""
+
 SETTINGS = {
     "file_insertion_enabled": False,
     "raw_enabled": False,
@@ -28,6 +31,7 @@ SETTINGS = {
     "smart_quotes": False,
     "footnote_backlinks": False,
     "toc_backlinks": False,
+    "line_length_limit": LONGEST_LINE,
 }
 """https://docutils.sourceforge.io/docs/user/config.html"""
 
@@ -68,6 +72,9 @@ def read_restructured(path: Path, encoding: str) -> Extracted:
     from docutils.utils import SystemMessage
 
     text = read_characters(path, encoding)
+    longest = max(map(len, text.split("\n")))
+    if longest > LONGEST_LINE:
+        raise Unreadable("too_large", f"a line of {longest:,} characters; {LONGEST_LINE:,} are read")
     header = HEADER.match(text)
     named = HEADER_TITLE.search(header[0]) if header else None
     text = ROLE.sub(_role_text, text[header.end() :] if header and named else text)

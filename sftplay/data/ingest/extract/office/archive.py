@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from sftplay.data.ingest.extract.document import Unreadable
+from sftplay.data.ingest.extract.document import Reason, Unreadable
 
 MOST_PART_BYTES = 48 << 20
 """Of one part, unpacked. Its tree takes about eight times as much memory."""
@@ -19,6 +19,11 @@ MOST_READ_BYTES = 128 << 20
 """Of all parts that are read of one document, unpacked."""
 
 MOST_ENTRIES = 50_000
+
+BOMB_RATIO = 100
+"""Times its packed size from which a part that is too large is called a bomb. XML of real documents packs 10 to 30."""
+
+NO_DTD = "{} declares a document type, by which XML entities come in; no office program writes one"
 
 DAMAGES = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 """What `zipfile` raises for damaged archives."""
@@ -74,7 +79,8 @@ class Archive:
         if size > min(MOST_PART_BYTES, self._left):
             packed = max(entry.compress_size, 1)
             what = f"{name} takes {size >> 20} MiB unpacked, {size // packed} times its packed size"
-            raise Unreadable("unsafe", f"{what}; {MOST_PART_BYTES >> 20} MiB are read")
+            reason: Reason = "unsafe" if size > BOMB_RATIO * packed else "too_large"
+            raise Unreadable(reason, f"{what}; {MOST_PART_BYTES >> 20} MiB are read")
         self._left -= size
         try:
             return self._zip.read(entry)  # never more than the size that has been checked
@@ -95,13 +101,15 @@ def parse_xml(data: bytes, name: str) -> Any:
     """
     from lxml import etree
 
+    if b"<!DOCTYPE" in data:
+        raise Unreadable("unsafe", NO_DTD.format(name))
     parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False)
     try:
         root = etree.fromstring(data, parser)
     except etree.XMLSyntaxError as error:
         raise Unreadable("broken", f"{name} is no XML: {error}") from None
     if root.getroottree().docinfo.internalDTD is not None:
-        raise Unreadable("unsafe", f"{name} declares XML entities, which no office program writes")
+        raise Unreadable("unsafe", NO_DTD.format(name))
     return root
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading, need
 from sftplay.data.ingest.extract.markup.tables import as_markdown
-from sftplay.data.ingest.extract.office.archive import Archive
+from sftplay.data.ingest.extract.office.archive import NO_DTD, Archive
 from sftplay.data.ingest.extract.office.word import core_title
 
 MOST_CELLS, MOST_COLUMNS, MOST_EMPTY_ROWS = 2_000_000, 500, 10_000
@@ -26,7 +26,7 @@ def read_sheets(path: Path, encoding: str) -> Extracted:
         archive.check_all()
         for name in archive.names:  # openpyxl reads XML by itself
             if name.endswith((".xml", ".rels")) and b"<!DOCTYPE" in archive.read(name):
-                raise Unreadable("unsafe", f"{name} declares XML entities, which no office program writes")
+                raise Unreadable("unsafe", NO_DTD.format(name))
         if "xl/workbook.xml" not in archive.names:
             raise Unreadable("broken", "the archive holds no Excel workbook")
         named = core_title(archive)

@@ -55,11 +55,7 @@ class Converter:
 
     def __init__(self, archive: Archive) -> None:
         self.styles, self.numbering = read_styles(archive), read_numbering(archive)
-        self.notes = {
-            kind: archive.tree(f"word/{kind}s.xml")
-            for kind in ("footnote", "endnote")
-            if f"word/{kind}s.xml" in archive.names
-        }
+        self.notes = {kind: _notes_of(archive.tree(f"word/{kind}s.xml")) for kind in ("footnote", "endnote")}
         self.title = ""
         self._cited: list[tuple[str, str]] = []
 
@@ -70,13 +66,11 @@ class Converter:
         root = etree.Element("body")
         self._add_children(body, root)
         for number, (kind, note_id) in enumerate(self._cited, 1):
-            for note in self.notes[kind]:
-                if attribute(note, "id") == note_id:
-                    holder = etree.SubElement(root, "div")
-                    self._add_children(note, holder)
-                    first = next(holder.iter("p"), None)
-                    if first is not None:
-                        first.text = f"[^{number}]: {(first.text or '').lstrip()}"
+            holder = etree.SubElement(root, "div")
+            self._add_children(self.notes[kind][note_id], holder)
+            first = next(holder.iter("p"), None)
+            if first is not None:
+                first.text = f"[^{number}]: {(first.text or '').lstrip()}"
         if self.title:  # the title is above the headings of the first level
             for element in [each for each in root.iter("h1", "h2", "h3", "h4", "h5") if not each.get("title")]:
                 element.tag = f"h{int(element.tag[1]) + 1}"
@@ -84,7 +78,7 @@ class Converter:
 
     def cite(self, kind: str, note_id: str) -> str:
         """The sign of a note in the text; the note itself follows at the document's end."""
-        if kind not in self.notes:
+        if note_id not in self.notes[kind]:
             return ""
         self._cited.append((kind, note_id))
         return f"[^{len(self._cited)}]"
@@ -161,6 +155,11 @@ class Converter:
                     if merge is not None:
                         above[column] = made_cell
                 column += width
+
+
+def _notes_of(root: Any) -> dict[str, Any]:
+    """The notes of one kind by their ids."""
+    return {attribute(note, "id") or "": note for note in root} if root is not None else {}
 
 
 def _number(properties: Any, name: str) -> int:

@@ -22,6 +22,7 @@ header returns on its pages only, so many pages are enough in a long document.""
 HEIGHT_POINTS = 6.0
 """Running rows stand at the same height, within rounding."""
 
+NUMBER_AT_END, NUMBER_AT_BEGIN = re.compile(r"(?<!\d)(\d{1,4})\W*$"), re.compile(r"\W*(\d{1,4})\b")
 PAGE_NUMBER = re.compile(
     r"(?:page|p\.|seite|side|página|pagina|стр\.?)?\s*[-–—|(\[]*\s*"
     r"(?:\d{1,4}|[ivxlc]{1,6}|[A-Z]?\d{0,2}[-.]\d{1,3})\s*[-–—|)\]]*(?:\s*(?:/|of|von|de|из)\s*\d{1,4})?",
@@ -33,13 +34,17 @@ def running_words(pages: list[Page]) -> set[int]:
     """The ids of the Word objects that are furniture."""
     edges = [(page, edge, row) for page in pages for edge, row in _edge_rows(page)]
     seen: Counter[tuple[str, str, int]] = Counter()
+    counted: Counter[tuple[str, int, int]] = Counter()
     for page, edge, row in edges:
         seen.update({(edge, _pattern(row), _height(page, row) + near) for near in (0, 1)})
+        counted.update({(edge, _height(page, row) + near, step) for near in (0, 1) for step in _offsets(page, row)})
     most = max(2, min(LEAST_PAGES, round(LEAST_SHARE * len(pages)) or 2))
     found: set[int] = set()
     for page, edge, row in edges:
         returns = max(seen[edge, _pattern(row), _height(page, row) + near] for near in (0, 1))
-        if returns >= most or _is_page_number(page, row):
+        keys = [(edge, _height(page, row) + near, step) for near in (0, 1) for step in _offsets(page, row)]
+        counts = max((counted[key] for key in keys), default=0)
+        if returns >= most or counts >= most or _is_page_number(page, row):
             found.update(id(word) for word in row.words)
     return found
 
@@ -59,6 +64,12 @@ def _edge_rows(page: Page) -> list[tuple[str, Row]]:
 def _pattern(row: Row) -> str:
     """A row's text with what changes from page to page made equal: numbers."""
     return re.sub(r"\d+", "#", row.text.lower())
+
+
+def _offsets(page: Page, row: Row) -> set[int]:
+    """How far the numbers at a row's ends are from the page's own: the same on all pages for a page number."""
+    ends = [NUMBER_AT_END.search(row.text), NUMBER_AT_BEGIN.match(row.text)]
+    return {int(found[1]) - page.number for found in ends if found}
 
 
 def _height(page: Page, row: Row) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Reason, Unreadable, heading, need
+from sftplay.data.ingest.extract.markup.page import without_empty_contents
 from sftplay.data.ingest.extract.pdf.furniture import running_words
 from sftplay.data.ingest.extract.pdf.hyphens import Vocabulary
 from sftplay.data.ingest.extract.pdf.rows import to_columns
@@ -20,7 +21,10 @@ FAR_BACK, LEAST_OPEN = 14, 40
 """How many pieces of a column's end may stand between the halves of a paragraph, such as a figure's labels; characters
 that its first half has at least."""
 
-FORMAT, PASSWORD, SECURITY = 3, 4, 5
+NO_TITLES = ("microsoft word", "untitled", "powerpoint", "(anonymous)", "slide 1")
+"""How titles begin that a program has written."""
+
+PASSWORD, SECURITY = 4, 5
 """Errors of pdfium; public/fpdfview.h."""
 
 
@@ -98,7 +102,7 @@ def to_blocks(pages: list[Page]) -> list[Block]:
                     pieces.append(piece)
                 else:
                     half.lines += piece.lines
-    return [block for group in _grouped(pieces) for block in _block(group, vocabulary)]
+    return without_empty_contents([block for group in _grouped(pieces) for block in _block(group, vocabulary)])
 
 
 def _open_half(pieces: list[Piece], piece: Piece) -> Piece | None:
@@ -159,7 +163,7 @@ def _list_text(items: list[Piece], vocabulary: Vocabulary) -> str:
 def _title(named: str, blocks: list[Block]) -> str:
     """The title in the file's properties where a person has written it, else the first of the largest headings."""
     is_file_name = named.lower().endswith((".doc", ".docx", ".indd", ".tex", ".dvi", ".pdf", ".ppt", ".qxd", ".xls"))
-    if named and not is_file_name and not named.lower().startswith(("microsoft word", "untitled", "powerpoint")):
+    if named and not is_file_name and not named.lower().startswith(NO_TITLES):
         return named
     early = [block for block in blocks[:40] if block.level]
     best = min(early, key=lambda block: block.level, default=None)

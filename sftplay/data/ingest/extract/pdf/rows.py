@@ -6,6 +6,7 @@ figures) divide the page into bands; in each band the left column is read before
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 
@@ -24,8 +25,9 @@ a table have less."""
 MOST_CROSSED = 0.7
 """Share of rows that may cross a gutter."""
 
-DEEPEST, EDGE, STEP = 4, 0.15, 2.0
-"""Columns within columns; share of the width at both sides where no gutter is looked for; points between trials."""
+DEEPEST, EDGE, STEP, MOST_STEPS = 4, 0.15, 2.0, 400
+"""Columns within columns; share of the width at both sides where no gutter is looked for; points between trials; trials
+on a page of any width."""
 
 
 @dataclass(slots=True)
@@ -38,11 +40,10 @@ class Row:
     x0: float
     x1: float
     size: float
-    """The height of most of its characters."""
+    """The font's size of most of its characters."""
 
-    @property
-    def middle(self) -> float:
-        return (self.top + self.bottom) / 2
+    middle: float
+    """Of the longest word of that size."""
 
     @property
     def text(self) -> str:
@@ -68,14 +69,19 @@ def _row(words: list[Word]) -> Row:
     right_to_left = sum(is_right_to_left(word.text) for word in words)
     if 2 * right_to_left > len(words):
         words.reverse()
-    sizes = sorted(words, key=lambda word: len(word.text))
+    sizes: Counter[float] = Counter()
+    for word in words:
+        sizes[word.size] += len(word.text)
+    size = max(sizes, key=lambda each: sizes[each])
+    longest = max((word for word in words if word.size == size), key=lambda word: len(word.text))
     return Row(
         words,
         min(word.top for word in words),
         max(word.bottom for word in words),
         min(word.x0 for word in words),
         max(word.x1 for word in words),
-        sizes[-1].size,
+        size,
+        longest.middle,
     )
 
 
@@ -107,14 +113,17 @@ def find_gutter(rows: list[Row]) -> float | None:
         return None
     left, right = min(row.x0 for row in rows), max(row.x1 for row in rows)
     half = GUTTER * median(row.size for row in rows) / 2
-    first, n_steps = left + EDGE * (right - left), int((1 - 2 * EDGE) * (right - left) / STEP)
+    step_points = max(STEP, (right - left) / MOST_STEPS)
+    first, n_steps = left + EDGE * (right - left), int((1 - 2 * EDGE) * (right - left) / step_points)
     crossed = [0] * (n_steps + 1)
     for row in rows:
         for x0, x1 in segments(row.words, 2 * half):
-            for step in range(max(int((x0 - half - first) / STEP), 0), min(int((x1 + half - first) / STEP), n_steps)):
+            for step in range(
+                max(int((x0 - half - first) / step_points), 0), min(int((x1 + half - first) / step_points), n_steps)
+            ):
                 crossed[step] += 1
     scores = {}
-    for x in (first + step * STEP for step in range(n_steps) if crossed[step] <= MOST_CROSSED * len(rows)):
+    for x in (first + step * step_points for step in range(n_steps) if crossed[step] <= MOST_CROSSED * len(rows)):
         bands = _bands(rows, x, half=half)
         scores[x] = sum(_score(band, x, edges=(left, right)) for band, is_divided in bands if is_divided)
     best = max(scores.values(), default=0)

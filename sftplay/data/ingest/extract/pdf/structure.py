@@ -145,17 +145,26 @@ def _begins(row: Row, group: list[Row], *, pitch: float, edges: tuple[float, flo
         return not (_is_code(row) and _is_code(above)) or step > 3 * pitch
     if step > max(APART * pitch, APART * row.size) or step < 0.5 * row.size:
         return True
-    if abs(row.size - above.size) > 0.1 * above.size or _style_of([row]) != _style_of([above]):
-        return bool(_style_of([row]) ^ _style_of([above])) or abs(row.size - above.size) > 0.1 * above.size
+    if _sizes(row).isdisjoint(_sizes(above)) or _style_of([row]) != _style_of([above]):
+        return True
     if split_marker(row.text)[0]:
         return True
     left, right = edges
     if split_marker(first.text)[0]:
-        return row.x0 <= first.x0 + 0.2 * row.size  # a further line of an item stands under the item's text
+        return not _continues_item(row, group, right=right)
     if row.x0 > above.x0 + 0.7 * row.size and above.x0 < left + 0.7 * row.size and row.x0 < left + 5 * row.size:
         return True
     is_short = above.x1 < right - 0.25 * (right - left)
     return is_short and above.text.endswith(ENDS[:4]) and not row.text[0].islower()
+
+
+def _continues_item(row: Row, group: list[Row], *, right: float) -> bool:
+    """Whether a row is a further line of an item: it stands under the item's text, or goes on in the middle."""
+    first, above = group[0], group[-1]
+    text_x = first.words[1].x0 if len(first.words) > 1 else first.x0
+    is_full = above.x1 > right - 0.15 * (right - first.x0)
+    is_under = text_x - 0.6 * row.size <= row.x0 <= text_x + 2 * row.size
+    return is_under or (is_full and row.text[0].islower())
 
 
 def _piece(group: list[Row], following: list[Row] | None, *, fonts: Fonts, page: int) -> Piece:
@@ -198,6 +207,10 @@ def _style_of(rows: list[Row]) -> int:
         for word in row.words:
             common &= word.style
     return common
+
+
+def _sizes(row: Row) -> set[int]:
+    return {round(word.size) for word in row.words}
 
 
 def _is_code(row: Row) -> bool:

@@ -15,11 +15,13 @@ FIXED_PITCH, SLANTED, FORCE_BOLD = 1, 1 << 6, 1 << 18
 
 BOLD_NAME = re.compile(r"bold|black|heavy|semibold|demi", re.I)
 ITALIC_NAME = re.compile(r"italic|oblique|slanted|(?:^|[-,])it$", re.I)
-MONO_NAME = re.compile(r"mono|courier|consol|typewriter|cmtt|inconsolata|menlo", re.I)
+MONO_NAME = re.compile(
+    r"mono|courier|consol|typewriter|cmtt|cmsltt|sftt|ectt|txtt|nimbusmon|inconsolata|menlo|monaco|code|fixed", re.I
+)
 
 SOFT_HYPHEN = "\u00ad"
-HYPHENS = {2: SOFT_HYPHEN, 0xFFFE: SOFT_HYPHEN}
-"""Signs by which pdfium marks a hyphen that only divides a word at the end of a line."""
+LINE_HYPHENS = (2, 0xFFFE)
+"""Signs by which pdfium marks a hyphen at the end of a line; it lets the next line's first word follow at once."""
 
 LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
 UPRIGHT = 0.1
@@ -41,9 +43,13 @@ class Word:
     style: int
     """BOLD, ITALIC and MONO, added."""
 
+    base: float
+    """The line on which the letters stand: fonts of one row share it, while their boxes differ."""
+
     @property
     def middle(self) -> float:
-        return (self.top + self.bottom) / 2
+        """The height of the middle of small letters."""
+        return self.base - 0.25 * self.size
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def read_words(page: Any, number: int) -> Page:
         codes = [raw.FPDFText_GetUnicode(handle, place) for place in range(text_page.count_chars())]
         spans = list(_spans(codes))
         reader = _Reader(handle)
-        found = [reader.word(codes, begin, end=end) for begin, end in spans]
+        found = [reader.word(codes, begin, end=end, turned=turned) for begin, end in spans]
         left, bottom, right, top = page.get_cropbox()
     finally:
         text_page.close()
@@ -91,10 +97,11 @@ class _Reader:
 
         self._raw, self._handle = raw, handle
         self._box, self._matrix = raw.FS_RECTF(), raw.FS_MATRIX()
+        self._x, self._y = ctypes.c_double(), ctypes.c_double()
         self._name, self._flags = ctypes.create_string_buffer(128), ctypes.c_int()
         self._styles: dict[tuple[bytes, int], int] = {}
 
-    def word(self, codes: list[int], begin: int, *, end: int) -> tuple[Word, float]:
+    def word(self, codes: list[int], begin: int, *, end: int, turned: int) -> tuple[Word, float]:
         """The word of some characters in the page's own coordinates, and how its first character is turned."""
         raw, box, matrix = self._raw, self._box, self._matrix
         raw.FPDFText_GetLooseCharBox(self._handle, begin, box)
@@ -103,10 +110,14 @@ class _Reader:
         raw.FPDFText_GetMatrix(self._handle, begin, matrix)
         raw.FPDFText_GetFontInfo(self._handle, begin, self._name, 128, self._flags)
         size = raw.FPDFText_GetFontSize(self._handle, begin) * hypot(matrix.c, matrix.d)
-        text = "".join(LIGATURES.get(code) or HYPHENS.get(code) or chr(code) for code in codes[begin:end] if code)
+        text = "".join(
+            LIGATURES.get(code) or ("-" if code in LINE_HYPHENS else chr(code)) for code in codes[begin:end] if code
+        )
         x0, x1 = min(left, box.left), max(right, box.right)
         style = self._style(self._name.value, self._flags.value)
-        word = Word(text, x0, max(top, box.top), x1, min(bottom, box.bottom), size, style)
+        raw.FPDFText_GetCharOrigin(self._handle, begin, self._x, self._y)
+        base = (self._x if turned % 2 else self._y).value
+        word = Word(text, x0, max(top, box.top), x1, min(bottom, box.bottom), size, style, base)
         return word, raw.FPDFText_GetCharAngle(self._handle, begin)
 
     def _style(self, name: bytes, flags: int) -> int:
@@ -127,6 +138,9 @@ def _spans(codes: list[int]) -> Iterator[tuple[int, int]]:
             if begin is not None:
                 yield begin, place
             begin = None
+        elif code in LINE_HYPHENS and begin is not None:
+            yield begin, place + 1
+            begin = None
         elif begin is None:
             begin = place
     if begin is not None:
@@ -136,7 +150,7 @@ def _spans(codes: list[int]) -> Iterator[tuple[int, int]]:
 def _is_upright(angle: float, turned: int) -> bool:
     """Whether a character stands upright once the page is shown as it should be."""
     quarter = 1.5707963267948966
-    off = (angle - turned * quarter) % (4 * quarter)
+    off = (angle + turned * quarter) % (4 * quarter)  # pdfium counts angles clockwise
     return min(off, 4 * quarter - off) < UPRIGHT
 
 
@@ -144,6 +158,7 @@ def _turn(word: Word, turned: int, *, box: tuple[float, float, float, float]) ->
     """The word with y downwards, on a page turned clockwise by so many quarters."""
     left, bottom, right, top = box
     x0, y1, x1, y0 = word.x0, word.top, word.x1, word.bottom  # y1 is the upper edge, as PDF counts
+    base = (top - word.base, word.base - left, word.base - bottom, right - word.base)[turned]
     if turned == 1:
         x0, x1, y0, y1 = y0 - bottom, y1 - bottom, x0 - left, x1 - left
     elif turned == 2:
@@ -152,5 +167,5 @@ def _turn(word: Word, turned: int, *, box: tuple[float, float, float, float]) ->
         x0, x1, y0, y1 = top - y1, top - y0, right - x1, right - x0
     else:
         x0, x1, y0, y1 = x0 - left, x1 - left, top - y1, top - y0
-    word.x0, word.x1, word.top, word.bottom = x0, x1, y0, y1
+    word.x0, word.x1, word.top, word.bottom, word.base = x0, x1, y0, y1, base
     return word

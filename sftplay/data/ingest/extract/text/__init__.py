@@ -1,1 +1,1 @@
-"""Documents that are text already, plain or Markdown, and the characters of all files of text."""
+"""Plain text, and the characters of all files of text."""

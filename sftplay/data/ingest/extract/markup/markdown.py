@@ -1,4 +1,4 @@
-"""Markdown -> its blocks, as they are written; only the division into blocks is ours to find."""
+"""Markdown -> its blocks as they are written, without pictures; HTML between them becomes Markdown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from sftplay.data.ingest.extract.document import Block, Extracted, Kind, heading
+from sftplay.data.ingest.extract.markup.page import parse_page
 from sftplay.data.ingest.extract.text.characters import read_characters
 
 KINDS: dict[str, Kind] = {
@@ -19,6 +20,9 @@ KINDS: dict[str, Kind] = {
 
 FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)(?:---|\.\.\.)[ \t]*\n", re.S)
 FRONT_TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*$", re.M)
+PICTURE = re.compile(r" ?(?:\[!\[[^\]]*\]\([^)\s]*(?:\s\"[^\"]*\")?\)\]\([^)]*\)|!\[[^\]]*\]\([^)]*\))")
+"""A picture, or a link that shows nothing but one, such as a badge."""
+
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 
 
@@ -38,15 +42,17 @@ def split_markdown(text: str) -> list[Block]:
 
     lines = text.split("\n")
     blocks = []
-    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    tokens = MarkdownIt("commonmark").enable("table").disable("inline").parse(text)
     for place, token in enumerate(tokens):
         if token.level or token.map is None or token.nesting < 0 or token.type == "hr":
             continue
         body = "\n".join(lines[token.map[0] : token.map[1]]).strip("\n").rstrip()
         if token.type == "heading_open":
             blocks.append(heading(tokens[place + 1].content, int(token.tag[1])))
-        elif token.type != "html_block":
-            blocks.append(Block(body, KINDS.get(token.type, "paragraph")))
-        elif body := COMMENT.sub("", body).strip():
-            blocks.append(Block(body))
+        elif token.type == "html_block":
+            blocks += parse_page(f"<body>{body}</body>", is_whole=True)[1] if COMMENT.sub("", body).strip() else []
+        else:
+            kind = KINDS.get(token.type, "paragraph")
+            body = body if kind == "code" else PICTURE.sub("", body).strip()
+            blocks += [Block(body, kind)] if body else []
     return blocks

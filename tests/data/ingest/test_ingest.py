@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_documents import write_pdf
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.cli import main
@@ -23,7 +23,7 @@ from sftplay.data.ingest.steps.finishing import joined, sections_of
 from sftplay.data.layouts.convert import to_record, unused_columns
 from sftplay.data.read.sources import read_rows
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PLAIN = [] if find_spec("ftfy") else ["--without", "encoding"]
 """A kit without the extra `ingest` cannot do that step."""
 
@@ -78,6 +78,17 @@ def test_a_row_tells_where_its_text_is_from(folder):
     assert row["n_chars"] == len(row["text"])
     assert row["sha256"] == hashlib.sha256(row["text"].encode()).hexdigest()
     assert row["file_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_each_page_of_a_pdf_is_the_stretch_of_text_that_its_row_names(folder):
+    pytest.importorskip("pypdfium2")
+    lines = [[(72, 700, f"Sentence {n} of page {n} tells of pumps number {n}.")] for n in (1, 2, 3)]
+    write_pdf(folder.docs / "manual.pdf", lines)
+    (row,) = folder.ingest()
+    shown = {page: row["text"][begin:end].strip() for page, begin, end in row["pages"]}
+    assert shown == {n: f"Sentence {n} of page {n} tells of pumps number {n}." for n in (1, 2, 3)}
+    assert [begin for _, begin, _ in row["pages"]][1:] == [end for _, _, end in row["pages"]][:-1]
+    assert row["pages"][-1][2] == row["n_chars"]
 
 
 def test_by_section_each_row_has_its_path_of_headings(folder):
@@ -260,36 +271,48 @@ def test_one_process_and_several_give_the_same_bytes(folder):
 
 
 def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder):
-    for number in range(30):
+    n_files = 12
+    for number in range(n_files):
         folder.write(f"{number:02}.txt", prose(number))
     folder.ingest()
-    whole, n_read = folder.out.read_bytes(), 0
-    work = folder.out.with_name(f".{folder.out.name}.ingest")
-    argv = [
-        sys.executable,
-        "-m",
-        "sftplay",
-        "ingest",
-        f"--in={folder.docs}",
-        f"--out={folder.out}",
-        "--workers=1",
-        *PLAIN,
-    ]
+    whole = folder.out.read_bytes()
     folder.out.unlink()
-    for wanted in (3, 12):
-        running = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
+    work = folder.out.with_name(f".{folder.out.name}.ingest")
+    argv = [sys.executable, "-m", "sftplay", "ingest", f"--in={folder.docs}", f"--out={folder.out}", "--workers=1"]
+    for wanted in (2, 6):
+        running = subprocess.Popen([*argv, *PLAIN], cwd=ROOT, stdout=subprocess.DEVNULL)
         wait_until(lambda: len(list(work.glob("*.json"))) >= wanted or running.poll() is not None)  # noqa: B023
-        running.send_signal(signal.SIGKILL)
+        running.kill()
         running.wait()
-        n_read = len(list(work.glob("*.json")))
-    assert n_read >= 12
-    times = {path: path.stat().st_mtime_ns for path in work.glob("*.json")}
+    n_read = len(list(work.glob("*.json")))
+    assert 6 <= n_read <= n_files
     assert not folder.out.exists()
-    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True).stdout
-    assert times
-    assert f"{n_read} of 30 files were read before" in said
+    done = subprocess.run([*argv, *PLAIN], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert f"{n_read} of {n_files} files were read before" in done.stdout
     assert folder.out.read_bytes() == whole
     assert not work.exists()
+
+
+def test_what_was_finished_before_a_kill_is_not_done_again(folder, monkeypatch):
+    for number in range(3):
+        folder.write(f"{number}.txt", prose(number))
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sftplay.data.ingest.run.ingest.compare", killed)
+        folder.ingest(code=130)
+    work = folder.out.with_name(f".{folder.out.name}.ingest")
+    answers = {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")}
+    assert len(answers) == 4  # three files and a chunk
+    with monkeypatch.context() as patch:
+        patch.setattr("sftplay.data.ingest.run.ingest._write", killed)
+        folder.ingest(code=130)
+    assert {path.name: path.stat().st_mtime_ns for path in work.glob("*.json")} == answers
+    assert not folder.out.exists()
+    (folder.docs / "1.txt").write_text(prose(7))
+    assert [row["text"] for row in folder.ingest()] == [prose(0), prose(7), prose(2)]
 
 
 def test_a_killed_command_leaves_no_process(folder):

@@ -1,0 +1,108 @@
+"""The verb `sandbox`: programs in, verdicts out; or every attack of the suite on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from sftplay import log
+from sftplay.errors import ConfigError, DataError, MachineError, RunError
+
+if TYPE_CHECKING:
+    from sftplay.sandbox.verdicts.job import Job
+
+BATCH = 256
+"""Jobs that are read before the first verdict is written."""
+
+
+def sandbox(args: Namespace) -> int:
+    """`sandbox`: a job a line on standard input, its verdict on the same line of standard output."""
+    if args.self_test:
+        return self_test(args)
+    from sftplay.sandbox.pool import Sandbox
+
+    with ExitStack() as stack:
+        source: TextIO = stack.enter_context(_open(args.input)) if args.input else sys.stdin
+        target: TextIO = stack.enter_context(Path(args.out).open("w", encoding="utf-8")) if args.out else sys.stdout
+        box = stack.enter_context(Sandbox(args.executor, workers=args.workers, is_warm=not args.fresh))
+        jobs = read_jobs(source, timeout_s=args.timeout)
+        while batch := list(islice(jobs, BATCH)):
+            for verdict in box.run(batch):
+                target.write(json.dumps(verdict.as_dict(), ensure_ascii=False) + "\n")
+            target.flush()
+    return 0
+
+
+def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
+    """The jobs of JSON lines; empty lines are no jobs.
+
+    Raises:
+        DataError: a line holds no job; the error names it.
+    """
+    from sftplay.sandbox.verdicts.job import Limits, job_from_dict
+
+    limits = Limits(timeout_s=timeout_s, test_timeout_s=min(timeout_s, Limits().test_timeout_s))
+    for number, line in enumerate(source, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield job_from_dict(json.loads(line), limits=limits)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"is no JSON ({error})", where=f"line {number}", fix="write one job a line") from error
+        except DataError as error:
+            where = f"line {number}, {error.where}" if error.where else f"line {number}"
+            raise DataError(error.what, where=where, fix=error.fix, nearest=error.nearest) from error
+
+
+def self_test(args: Namespace) -> int:
+    """`sandbox --self-test`: every attack on every executor that is here; code 5 where one gets through."""
+    from sftplay.sandbox.attacks.conduct import ATTACKS, Row, conduct, table
+    from sftplay.sandbox.choose import SAFE, choose_executor, problem_of
+
+    if args.executor == "none":
+        raise ConfigError("has no box to test", where="--executor none", fix="leave --executor out")
+    names = list(SAFE) if args.executor == "auto" else [args.executor]
+    rows: dict[str, list[Row]] = {}
+    for name in names:
+        if problem := name in SAFE and problem_of(name):
+            log.show_error(f"{name}: {problem}")
+            continue
+        executor = choose_executor(name, is_warm=False)()
+        done: list[Row] = []
+
+        def note(row: Row, *, name: str = name, done: list[Row] = done) -> None:
+            done.append(row)
+            log.progress(len(done), len(ATTACKS), what="attacks", tag=name)
+
+        rows[name] = conduct(executor, note=note)
+        executor.close()
+    if not rows:
+        choose_executor(args.executor, is_warm=False)  # says why, and what to install
+        raise MachineError("no executor is here", where="sandbox")
+    _show(table(rows), args.out)
+    through = [f"{name}: {row.attack.name}" for name, several in rows.items() for row in several if row.problems]
+    held = sum(len(several) for several in rows.values()) - len(through)
+    log.show(f"{held} attempts held, {len(through)} got through{': ' if through else ''}{'; '.join(through)}")
+    return RunError.exit_code if through else 0
+
+
+def _show(text: str, out: str | None) -> None:
+    if out:
+        Path(out).write_text(text + "\n", encoding="utf-8")
+    else:
+        log.show(text)
+
+
+def _open(path: str) -> TextIO:
+    try:
+        return Path(path).open(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise DataError(
+            f"cannot be read ({error.strerror})", where=path, fix="name a file with one job a line"
+        ) from error

@@ -1,0 +1,122 @@
+"""What an attack is, and the things on this machine that attacks reach for."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sftplay.sandbox.executors.bootstrap import OWNER
+from sftplay.sandbox.verdicts.job import Job, Limits, Status
+
+ESCAPED = ("assert f() == 'escaped'",)
+"""The test of a program that says whether it reached what it should not: in a box it fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """A program, the tests that it must not pass, and how the verdict may say so."""
+
+    name: str
+    code: str
+    tests: tuple[str, ...] = ESCAPED
+    statuses: tuple[Status, ...] = ("wrong", "runtime")
+    """Those that are right. Which of them it is depends on what the box is made of."""
+    is_harmless: bool = False
+    """It can be let loose without a box, where it succeeds: the proof that the attack is one."""
+    is_quick: bool = False
+    """It belongs to the self-test at the start."""
+    setup: str = ""
+    limits: dict[str, Any] = field(default_factory=dict)
+
+    def job(self, targets: Targets | None = None) -> Job:
+        """The attack as a job, with the names of what it reaches for put in."""
+        head = targets.names() if targets else ""
+        return Job(code=head + self.code, tests=self.tests, setup=self.setup, limits=Limits(**self.limits))
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """A file that only its owner may read, sockets that listen, and a process; nothing of them is of worth."""
+
+    folder: Path
+    mark: str
+    port: int
+    udp_port: int
+    abstract: str
+    victim: subprocess.Popen[bytes]
+
+    def names(self) -> str:
+        """Assignments that tell a program where they are."""
+        values = {
+            "FOLDER": str(self.folder), "SECRET": str(self.folder / "secret"),
+            "TREASURE": str(self.folder / "treasure"),
+            "UNIX": str(self.folder / "socket"), "MARK": self.mark, "PORT": self.port, "UDP_PORT": self.udp_port,
+            "ABSTRACT": self.abstract, "VICTIM": self.victim.pid, "PARENT": os.getpid(), "LEFT": f"sftplay-{self.mark}",
+        }  # fmt: skip
+        return "; ".join(f"{name} = {value!r}" for name, value in values.items()) + "\n"
+
+    def losses(self) -> list[str]:
+        """What an attack has done to them."""
+        found = sorted(path.name for path in self.folder.iterdir())
+        losses = [] if found == ["secret", "socket", "treasure"] else [f"the folder holds {', '.join(found)}"]
+        if "treasure" in found and (self.folder / "treasure").read_text() != self.mark:
+            losses.append("a file was written to")
+        return [*losses, "a process was killed"] if self.victim.poll() is not None else losses
+
+    def leftovers(self) -> list[str]:
+        """Processes, files and ports that an attack has left on the machine."""
+        left = [f"process {path.name}" for path in Path("/proc").glob("[0-9]*") if _is_ours(path)]
+        for folder in ("/tmp", "/var/tmp", "/dev/shm", str(Path.home())):
+            left += [str(path) for path in Path(folder).glob(f"*sftplay-{self.mark}*")]
+        return left
+
+
+def _is_ours(process: Path) -> bool:
+    """True for a process that came out of a box that this process opened."""
+    try:
+        return f"{OWNER}={os.getpid()}".encode() in (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+@contextmanager
+def targets() -> Iterator[Targets]:
+    """Set them up, and take them away again."""
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="sftplay-targets-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        mark = secrets.token_hex(8)
+        for name in ("secret", "treasure"):
+            (folder / name).write_text(mark)
+            (folder / name).chmod(0o600)
+        listening = [
+            _listen(stack, family=socket.AF_INET, kind=socket.SOCK_STREAM, address=("127.0.0.1", 0)),
+            _listen(stack, family=socket.AF_INET, kind=socket.SOCK_DGRAM, address=("127.0.0.1", 0)),
+            _listen(stack, family=socket.AF_UNIX, kind=socket.SOCK_STREAM, address=str(folder / "socket")),
+            _listen(stack, family=socket.AF_UNIX, kind=socket.SOCK_STREAM, address=f"\0sftplay-{mark}"),
+        ]
+        ports = [each.getsockname()[1] for each in listening[:2]]
+        # `cat` ends with its standard input, that is with this process at the latest.
+        victim = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={"MARK": mark})
+        stack.callback(victim.wait)
+        stack.callback(victim.kill)
+        yield Targets(folder, mark, ports[0], ports[1], f"sftplay-{mark}", victim)
+        assert victim.stdin is not None
+        victim.stdin.close()
+
+
+def _listen(stack: ExitStack, *, family: int, kind: int, address: Any) -> socket.socket:
+    listening = stack.enter_context(socket.socket(family, kind))
+    listening.bind(address)
+    if kind == socket.SOCK_STREAM:
+        listening.listen(64)
+    return listening

@@ -1,0 +1,197 @@
+"""Attacks on the verdict: programs that do not solve the task and want to be told that they do.
+
+Where nothing else is said, the task is `f(x) = x + 1`.
+"""
+
+from __future__ import annotations
+
+from sftplay.sandbox.attacks.attack import Attack
+from sftplay.sandbox.verdicts.job import Status
+
+TASK = ("assert f(2) == 3", "assert f(40) == 41")
+
+PROXY = ("y = f(2)\nassert y == 3", "assert f(40) - 1 == 40")
+"""Tests that run in a box of their own."""
+
+WRONG_OR_RAISES: tuple[Status, ...] = ("wrong", "runtime")
+
+EQUAL = """
+class Always({kind}):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __sub__(self, other): return self
+    def __bool__(self): return True
+    __lt__ = __gt__ = __le__ = __ge__ = __eq__
+def f(x):
+    return Always()
+"""
+
+AGENT = """
+import sys
+agent = sys.modules['sftplay.sandbox.inside.agent']
+plain = sys.modules['sftplay.sandbox.inside.plain']
+"""
+
+EXITS = (
+    Attack(name="os._exit(0)", tests=TASK, statuses=("killed",), code="import os\nos._exit(0)"),
+    Attack(
+        name="os._exit(0) in the call", tests=TASK, statuses=("killed",),
+        code="def f(x): __import__('os')._exit(0)",
+    ),
+    Attack(name="sys.exit(0)", tests=TASK, statuses=("runtime",), code="import sys\nsys.exit(0)"),
+    Attack(name="SystemExit in the call", tests=TASK, statuses=("runtime",), code="def f(*a): raise SystemExit"),
+    Attack(
+        name="KeyboardInterrupt in the call", tests=TASK, statuses=("runtime",),
+        code="def f(x): raise KeyboardInterrupt",
+    ),
+    Attack(
+        name="atexit makes it a success", tests=TASK, statuses=("wrong", "killed"),
+        code="import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return x",
+    ),
+    Attack(
+        name="GeneratorExit in the test's box", tests=PROXY, statuses=("runtime",),
+        code="def f(x): raise GeneratorExit",
+    ),
+    Attack(
+        name="raises where nothing is expected", tests=("assert f('') == ''", "assert f('x') is None"),
+        statuses=("runtime",), code="def f(x): raise ValueError",
+    ),
+    Attack(
+        name="prints that all tests passed", tests=TASK, statuses=("wrong",),
+        code="def f(x):\n    print('all tests passed', '2 passed in 0.01s', 'OK', flush=True)",
+    ),
+    Attack(
+        name="writes the reward to files", tests=TASK, statuses=("wrong",),
+        code="""
+def f(x):
+    for folder in ('.', '/tmp', '/w', '/'):
+        for name in ('reward.txt', 'reward.json', 'verdict.json', 'results.xml', 'status', 'verdicts.jsonl'):
+            try:
+                open(folder + '/' + name, 'w').write('{"reward": 1.0, "status": "ok", "passed": 2, "total": 2}')
+            except OSError:
+                pass
+""",
+    ),
+    Attack(
+        name="solves only the test that it was shown", tests=TASK, statuses=("wrong",),
+        code="def f(x): return {2: 3}.get(x)",
+    ),
+)  # fmt: skip
+
+OBJECTS = (
+    Attack(name="an object that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="")),
+    Attack(name="an int that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="int")),
+    Attack(name="a float that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="float")),
+    Attack(name="a text that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="str")),
+    Attack(name="a list that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="list")),
+    Attack(name="a dict that equals everything", tests=TASK, statuses=("wrong",), code=EQUAL.format(kind="dict")),
+    Attack(
+        name="an object that equals everything, in the test's box", tests=PROXY, statuses=WRONG_OR_RAISES,
+        code=EQUAL.format(kind=""),
+    ),
+    Attack(
+        name="an int that equals everything, in the test's box", tests=PROXY, statuses=("wrong",),
+        code=EQUAL.format(kind="int"),
+    ),
+    Attack(
+        name="objects in a set and a list", tests=("assert set(f(2)) == {3}", "assert list(f(2)) == [3]"),
+        statuses=WRONG_OR_RAISES, code=EQUAL.format(kind="").replace("return Always()", "return [Always()]"),
+    ),
+    Attack(
+        name="an object that says it is an int", tests=TASK, statuses=WRONG_OR_RAISES,
+        code=EQUAL.format(kind="") + "Always.__class__ = property(lambda self: int)",
+    ),
+    Attack(
+        name="a dict whose items lie", tests=("assert f() == {1: 2}",), statuses=("wrong",),
+        code="class D(dict):\n    def items(self): return [(1, 2)]\n    __iter__ = keys = items\ndef f(): return D()",
+    ),
+    Attack(
+        name="a module whose __getattr__ gives every function", tests=TASK, statuses=WRONG_OR_RAISES,
+        code="def __getattr__(name): return lambda x: x + 1",
+    ),
+    Attack(name="NotImplemented", tests=TASK, statuses=("wrong",), code="def f(x): return NotImplemented"),
+    Attack(
+        name="nan where a number is expected", statuses=("wrong",),
+        tests=("assert f(2) == 3", "assert f(2) == 1e999"), code="def f(x): return float('nan')",
+    ),
+    Attack(
+        name="inf where a number is expected", tests=TASK, statuses=("wrong",),
+        code="def f(x): return float('inf')",
+    ),
+    Attack(
+        name="nan in the test's box", statuses=("wrong",), tests=("y = f(2)\nassert y > 3 or y == 3 or y <= 3",),
+        code="def f(x): return float('nan')",
+    ),
+    Attack(
+        name="nothing is false", tests=("assert not f(2)", "assert f(2)"), statuses=("runtime", "wrong"),
+        code="class N:\n    def __bool__(self): raise SystemExit\ndef f(x): return N()",
+    ),
+)  # fmt: skip
+
+PATCHES = (
+    Attack(
+        name="patches built-in functions", tests=TASK, statuses=("wrong", "tampered"),
+        code="""
+import builtins
+for name in ('all', 'any', 'isinstance', 'len', 'bool', 'print', 'type', 'repr', 'set', 'sorted'):
+    setattr(builtins, name, lambda *a, **k: True)
+builtins.AssertionError = builtins.Exception = type('E', (BaseException,), {})
+def f(x): return x
+""",
+    ),
+    Attack(
+        name="patches them for the test's box", tests=("assert sorted([f(2)]) == [3]", "assert all([f(2) == 3])"),
+        statuses=WRONG_OR_RAISES,
+        code="import builtins\nbuiltins.all = builtins.sorted = lambda *a: [3]\ndef f(x): return x",
+    ),
+    Attack(
+        name="replaces modules", tests=("import math\nassert math.isclose(f(2), 3)",), statuses=("wrong",),
+        code="import sys, math\nmath.isclose = lambda *a, **k: True\nsys.modules['json'] = math\ndef f(x): return x",
+    ),
+    Attack(
+        name="traces every call", tests=TASK, statuses=("wrong", "runtime", "tampered"),
+        code="""
+import sys
+def trace(frame, event, arg):
+    for name in list(frame.f_locals):
+        if name in ('status', 'value', 'expected', 'passed'):
+            frame.f_locals[name] = 'ok'
+    return trace
+sys.settrace(trace); sys.setprofile(trace)
+def f(x): return x
+""",
+    ),
+    Attack(
+        name="makes its box say that all is well", tests=TASK, statuses=("wrong", "tampered"),
+        code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"ok\"', 'value': 'true', 'passed': '2'}",
+    ),
+    Attack(
+        name="does so for the test's box", tests=PROXY, statuses=("wrong", "tampered"),
+        code=AGENT + "agent.ORDERS['call'] = agent.ORDERS['test'] = lambda *a, **k: {'status': '\"ok\"'}",
+    ),
+    Attack(
+        name="says that the machinery failed", tests=TASK, statuses=("tampered",),
+        code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"infra\"'}",
+    ),
+    Attack(
+        name="asks to be judged more weakly", tests=PROXY, statuses=("tampered",),
+        code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"objects\"'}",
+    ),
+    Attack(
+        name="answers to no order", tests=TASK, statuses=("tampered",),
+        code=AGENT + "agent.quoted = lambda text: '\"x\"'",
+    ),
+    Attack(
+        name="encodes every value as the truth", tests=TASK, statuses=("wrong",),
+        code=AGENT + "agent.encode = lambda value, depth=0: 'true'\ndef f(x): return x",
+    ),
+    Attack(
+        name="says that an argument changed", tests=("y = [3]\nz = f(2)\nassert z == y",),
+        statuses=("wrong", "tampered"),
+        code=AGENT + "agent.ORDERS['call'] = lambda *a, **k: {'status': '\"ok\"', 'value': '0', 'args': '[[\"l\"],1]', "
+        "'changed': '[true,true]'}",
+    ),
+)  # fmt: skip
+
+ATTACKS = (*EXITS, *OBJECTS, *PATCHES)

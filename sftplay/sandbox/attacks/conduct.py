@@ -1,0 +1,88 @@
+"""All attacks on one executor, one after the other, and what came of them as a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sftplay.sandbox.attacks import cheat, exhaust, files, forge, network, rights
+from sftplay.sandbox.attacks.attack import Attack, Targets, targets
+from sftplay.sandbox.executors.executor import Executor
+from sftplay.sandbox.verdicts.job import Job, Verdict
+from sftplay.sandbox.verdicts.judge import judge
+
+GROUPS = {
+    "files": files.ATTACKS,
+    "network": network.ATTACKS,
+    "rights": rights.ATTACKS,
+    "use up": exhaust.ATTACKS,
+    "cheat": cheat.ATTACKS,
+    "forge": forge.ATTACKS,
+}
+
+ATTACKS = tuple(attack for attacks in GROUPS.values() for attack in attacks)
+
+GOOD = Job(code="def f(x):\n    return x + 1", tests=("assert f(2) == 3", "y = f(2)\nassert y == 3"))
+"""A program that must still be judged well, after each attack."""
+
+SPARE_S = 20.0
+"""What a machine may add to a job's limits: boxes that start, and other work on it."""
+
+GONE_S = 5.0
+"""For the kernel to clear a killed namespace away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one attack."""
+
+    attack: Attack
+    verdict: Verdict
+    problems: tuple[str, ...]
+    """Empty where the box held."""
+
+
+def conduct(executor: Executor, *, chosen: Iterable[Attack] = ATTACKS, note: Callable[[Row], None]) -> list[Row]:
+    """Try the attacks on an executor in turn; all on the same targets, as far as those stand."""
+    rows: list[Row] = []
+    waiting = list(chosen)
+    while waiting:
+        with targets() as reached:
+            while waiting and not (rows and reached.losses()):
+                rows.append(try_attack(waiting.pop(0), executor=executor, reached=reached))
+                note(rows[-1])
+    return rows
+
+
+def try_attack(attack: Attack, *, executor: Executor, reached: Targets) -> Row:
+    """Run one attack, look what it has done and left, and see that an honest program still passes."""
+    job = attack.job(reached)
+    verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
+    problems = reached.losses()
+    if verdict.passed >= verdict.total:
+        problems.append("it passed")
+    if verdict.status not in attack.statuses:
+        problems.append(f"status {verdict.status}: {verdict.stderr[-200:]}")
+    if verdict.seconds > 3 * job.limits.timeout_s + SPARE_S:
+        problems.append(f"it took {verdict.seconds:.1f} s")
+    until = time.monotonic() + GONE_S
+    while (left := reached.leftovers()) and time.monotonic() < until:
+        time.sleep(0.02)
+    after = judge(GOOD, lambda: executor.open(GOOD.limits), executor=executor.name)
+    if after.status != "ok":
+        problems.append(f"the next program got {after.status}: {after.stderr[-200:]}")
+    return Row(attack, verdict, (*problems, *left))
+
+
+def table(rows: dict[str, list[Row]]) -> str:
+    """A line for each attack and a column for each executor, as Markdown."""
+    names = list(rows)
+    lines = [f"| attack | tests | {' | '.join(names)} |", f"| --- | --- |{' --- |' * len(names)}"]
+    groups = {id(attack): group for group, attacks in GROUPS.items() for attack in attacks}
+    for several in zip(*rows.values(), strict=True):
+        attack = several[0].attack
+        cells = [f"**{'; '.join(row.problems)}**" if row.problems else row.verdict.status for row in several]
+        cells = [cell.replace("|", "/").replace("\n", " ") for cell in cells]
+        lines.append(f"| {groups[id(attack)]}: {attack.name} | {several[0].verdict.mode} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,289 @@
+"""Attacks that use things up: time, memory, processes, disk, output. Only a loop may end as `timeout`."""
+
+from __future__ import annotations
+
+from sftplay.sandbox.attacks.attack import Attack
+
+ONE_SECOND = {"timeout_s": 2, "test_timeout_s": 0.5}
+
+NEVER = ("assert f() == 'never'",)
+
+TIME = (
+    Attack(name="loops", statuses=("timeout",), limits=ONE_SECOND, code="def f():\n    while True:\n        pass"),
+    Attack(name="loops while it loads", statuses=("timeout",), limits=ONE_SECOND, code="while True:\n    pass"),
+    Attack(
+        name="sleeps", statuses=("timeout",), limits=ONE_SECOND,
+        code="import time\ndef f():\n    time.sleep(10**6)",
+    ),
+    Attack(
+        name="loops and catches everything", statuses=("timeout",), limits=ONE_SECOND,
+        code="""
+def f():
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+""",
+    ),
+    Attack(
+        name="loops and ignores signals", statuses=("timeout",), limits=ONE_SECOND,
+        code="""
+import signal
+def f():
+    for each in range(1, 65):
+        try:
+            signal.signal(each, signal.SIG_IGN)
+        except (OSError, ValueError):
+            pass
+    while True:
+        pass
+""",
+    ),
+    Attack(
+        name="loops in a session of its own", statuses=("timeout",), limits=ONE_SECOND,
+        code="import os\ndef f():\n    if os.fork(): os.wait()\n    os.setsid()\n    while True:\n        pass",
+    ),
+    Attack(
+        name="waits for itself", statuses=("timeout",), limits=ONE_SECOND,
+        code="import threading\ndef f():\n    lock = threading.Lock()\n    lock.acquire()\n    lock.acquire()",
+    ),
+    Attack(
+        name="matches a pattern for ever", statuses=("timeout",), limits=ONE_SECOND,
+        code="import re\ndef f():\n    return re.match('(a+)+$', 'a' * 60 + 'b')",
+    ),
+    Attack(
+        name="computes a number without end", statuses=("timeout", "memory"), limits=ONE_SECOND,
+        code="def f():\n    return 7 ** 10 ** 9",
+    ),
+    Attack(
+        name="loops in the text of its error", statuses=("timeout",), limits=ONE_SECOND,
+        code="""
+class Endless(Exception):
+    def __str__(self):
+        while True:
+            pass
+def f():
+    raise Endless
+""",
+    ),
+    Attack(
+        name="keeps a thread running", tests=NEVER, statuses=("wrong",),
+        code="import threading\ndef f():\n    threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()",
+    ),
+    Attack(name="asks for input", code="def f():\n    return input()"),
+    Attack(name="reads its standard input", code="import sys\ndef f():\n    return sys.stdin.read()"),
+)  # fmt: skip
+
+MEMORY = (
+    Attack(name="makes a list of 80 GB", statuses=("memory",), code="def f():\n    return [0] * 10**10"),
+    Attack(
+        name="grows a list", statuses=("memory",), limits={"timeout_s": 20, "test_timeout_s": 20},
+        code="def f():\n    kept = []\n    while True:\n        kept.append(bytearray(1 << 20))",
+    ),
+    Attack(
+        name="doubles a text", statuses=("memory",), limits={"timeout_s": 20, "test_timeout_s": 20},
+        code="def f():\n    text = 'x'\n    while True:\n        text += text",
+    ),
+    Attack(
+        name="takes memory in its children", statuses=("wrong", "runtime"),
+        code="""
+import os
+def f():
+    for _ in range(4):
+        if os.fork() == 0:
+            try:
+                bytes(3 << 30)
+            finally:
+                os._exit(0)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return 'held'
+""",
+    ),
+    Attack(name="maps memory", statuses=("runtime",), code="import mmap\ndef f():\n    mmap.mmap(-1, 4 << 30)"),
+    Attack(
+        name="calls itself without end", statuses=("runtime",), code="def f():\n    return f()",
+    ),
+    Attack(
+        name="calls itself deeper than the stack", statuses=("killed", "memory", "runtime"),
+        code="""
+import sys
+sys.setrecursionlimit(10**9)
+def f():
+    x = []
+    for _ in range(10**6):
+        x = [x]
+    return repr(x)
+""",
+        limits={"timeout_s": 20, "test_timeout_s": 20},
+    ),
+    Attack(
+        name="nests brackets", statuses=("syntax",), code="def f():\n    return " + "(" * 5_000 + ")" * 5_000,
+    ),
+    Attack(
+        name="compiles without end", statuses=("runtime", "memory", "killed", "wrong"),
+        code="def f():\n    return eval('-' * 10**6 + '1')",
+    ),
+)  # fmt: skip
+
+PROCESSES = (
+    Attack(
+        name="forks without end", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10},
+        code="import os\ndef f():\n    while True:\n        os.fork()",
+    ),
+    Attack(
+        name="forks and each child goes on", statuses=("wrong", "runtime", "tampered", "timeout"),
+        code="""
+import os
+def f():
+    for _ in range(300):
+        try:
+            os.fork()
+        except OSError:
+            pass
+    return 'done'
+""",
+    ),
+    Attack(
+        name="starts threads without end", statuses=("runtime", "memory", "timeout"),
+        limits={"timeout_s": 10, "test_timeout_s": 10},
+        code="""
+import threading, time
+def f():
+    while True:
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+""",
+    ),
+    Attack(
+        name="leaves a daemon", tests=NEVER, statuses=("wrong",),
+        code="""
+import os, time
+def f():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(0)
+    os.wait()
+    return 'done'
+""",
+    ),
+    Attack(
+        name="leaves a daemon without open files", tests=NEVER, statuses=("wrong",),
+        code="""
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    os.closerange(0, 300)
+    time.sleep(1000)
+def f():
+    return 'done'
+""",
+    ),
+    Attack(
+        name="leaves a daemon that kills what comes", tests=NEVER, statuses=("wrong", "killed"),
+        code="""
+import os, time
+def f():
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            for pid in range(2, 400):
+                if pid not in (os.getpid(), os.getppid()):
+                    try:
+                        os.kill(pid, 0)
+                    except OSError:
+                        pass
+            time.sleep(0.01)
+    return 'done'
+""",
+    ),
+    Attack(
+        name="leaves zombies", tests=NEVER, statuses=("wrong", "runtime"),
+        code="import os\ndef f():\n    for _ in range(10):\n        os.fork() or os._exit(0)\n    return 'done'",
+    ),
+    Attack(
+        name="becomes another program", statuses=("killed", "wrong", "runtime"),
+        code="import os, sys\ndef f():\n    os.execv(sys.executable, ['python', '-c', 'print(1)'])",
+    ),
+)  # fmt: skip
+
+ROOM = (
+    Attack(
+        name="fills the disk", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10},
+        code="""
+def f():
+    for number in range(10**6):
+        with open(str(number), 'wb') as handle:
+            handle.write(bytes(1 << 19))
+    return 'escaped'
+""",
+    ),
+    Attack(
+        name="writes one large file", statuses=("runtime",), is_quick=True,
+        code="def f():\n    with open('x', 'wb') as out:\n        out.write(bytes(64 << 20))\n    return 'escaped'",
+    ),
+    Attack(
+        name="makes a file of a terabyte", statuses=("runtime",), is_quick=True,
+        code="import os\ndef f():\n    os.ftruncate(os.open('y', 66), 1 << 40)\n    return 'escaped'",
+    ),
+    Attack(
+        name="opens files without end", statuses=("runtime",),
+        code="def f():\n    return len([open('/dev/null') for _ in range(10**5)])",
+    ),
+    Attack(
+        name="opens pipes without end", statuses=("runtime",),
+        code="import os\ndef f():\n    return len([os.pipe() for _ in range(10**5)])",
+    ),
+    Attack(name="prints 300 MB", statuses=("output",), code="import os\ndef f():\n    for _ in range(300):\n"
+        "        os.write(1, b'x' * (1 << 20))"),
+    Attack(
+        name="prints without end", statuses=("output",), code="def f():\n    while True:\n        print('x' * 4_000)",
+    ),
+    Attack(
+        name="writes errors without end", statuses=("output",),
+        code="import os\ndef f():\n    while True:\n        os.write(2, b'x' * 4_000)",
+    ),
+    Attack(
+        name="prints from a daemon", statuses=("output", "wrong"), tests=NEVER,
+        code="import os\ndef f():\n    if os.fork() == 0:\n        while True:\n            os.write(1, b'x' * 4_000)",
+    ),
+    Attack(name="returns 20 MB", statuses=("output",), code="def f():\n    return 'x' * (20 << 20)",
+           limits={"timeout_s": 20, "test_timeout_s": 20}),
+    Attack(
+        name="returns an endless iterator", statuses=("output",), limits={"timeout_s": 10, "test_timeout_s": 10},
+        code="import itertools\ndef f():\n    return itertools.count()",
+    ),
+    Attack(
+        name="returns a list in a list in a list", statuses=("output",),
+        code="def f():\n    x = []\n    for _ in range(500):\n        x = [x]\n    return x",
+    ),
+    Attack(
+        name="returns a list that holds itself", statuses=("output",),
+        code="def f():\n    x = []\n    x.append(x)\n    return x",
+    ),
+    Attack(
+        name="returns keys with one hash", tests=("assert f() == {1: 2}",), statuses=("wrong",),
+        code="def f():\n    return dict.fromkeys(map(str, range(20_000)))",
+    ),
+    Attack(
+        name="has an error text of 100 MB", statuses=("runtime",),
+        code="def f():\n    raise ValueError('x' * (100 << 20))",
+    ),
+)  # fmt: skip
+
+END = (
+    Attack(name="ends by a bad pointer", statuses=("killed",), code="import ctypes\ndef f():\n    ctypes.string_at(0)"),
+    Attack(name="aborts", statuses=("killed",), code="import os\ndef f():\n    os.abort()"),
+    Attack(name="kills itself", statuses=("killed",), code="import os\ndef f():\n    os.kill(os.getpid(), 9)"),
+    Attack(
+        name="sets an alarm", statuses=("killed",),
+        code="import signal, time\ndef f():\n    signal.setitimer(signal.ITIMER_REAL, 0.01)\n    time.sleep(0.4)",
+    ),
+)  # fmt: skip
+
+ATTACKS = (*TIME, *MEMORY, *PROCESSES, *ROOM, *END)

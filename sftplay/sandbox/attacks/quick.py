@@ -1,0 +1,40 @@
+"""The self-test at the start: some attacks at once, in one box."""
+
+from __future__ import annotations
+
+from sftplay.sandbox.attacks import exhaust, files, network, rights
+from sftplay.sandbox.attacks.attack import Attack, targets
+from sftplay.sandbox.executors.executor import Executor
+from sftplay.sandbox.verdicts.job import Job, Limits
+from sftplay.sandbox.verdicts.judge import judge
+
+CONTROL = "assert attempt('control') == 'works'"
+
+
+def find_hole(executor: Executor) -> str:
+    """What a program can reach from this executor's boxes that it should not, or why they do not work; or nothing."""
+    chosen = [attack for kind in (files, network, rights, exhaust) for attack in kind.ATTACKS if attack.is_quick]
+    with targets() as reached:
+        code = together(chosen, reached.names())
+        tests = (CONTROL, *(f"assert attempt({attack.name!r}) == 'escaped'" for attack in chosen))
+        # Where the machine is busy, a slow answer is no hole.
+        job = Job(code=code, tests=tests, limits=Limits(timeout_s=30, test_timeout_s=10))
+        verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
+        losses = reached.losses()
+    if verdict.per_test[0] != "ok":
+        return f"no program runs in its box ({verdict.per_test[0]}: {verdict.stderr[-300:]})"
+    escaped = [attack.name for attack, status in zip(chosen, verdict.per_test[1:], strict=True) if status == "ok"]
+    return "; ".join([*(f"escaped: {name}" for name in escaped), *losses])
+
+
+def together(chosen: list[Attack], names: str) -> str:
+    """One program with a function that makes one of several attempts."""
+    codes = {attack.name: names + attack.code for attack in chosen} | {"control": "def f():\n    return 'works'"}
+    return f"""
+CODES = {codes!r}
+
+def attempt(name):
+    names = {{}}
+    exec(CODES[name], names)
+    return names["f"]()
+"""

@@ -1,0 +1,58 @@
+"""Which executor this machine can be trusted with: the first that holds what its self-test tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from sftplay import log
+from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.sandbox.attacks.quick import find_hole
+from sftplay.sandbox.executors.bwrap import INSTALL, Bwrap
+from sftplay.sandbox.executors.executor import Executor
+from sftplay.sandbox.executors.landlock import Landlock
+from sftplay.sandbox.executors.plain_process import PlainProcess
+
+NAMES = ("auto", "bwrap", "landlock", "none")
+
+SAFE: dict[str, Callable[[], Executor]] = {"bwrap": Bwrap, "landlock": Landlock}
+"""The executors that isolate, the best first."""
+
+
+def choose_executor(name: str, *, is_warm: bool) -> Callable[[], Executor]:
+    """What makes executors of that name; `auto` takes the best one that holds on this machine.
+
+    Raises:
+        ConfigError: no executor is called so.
+        MachineError: it is not installed here, or a program gets out of its boxes.
+    """
+    if name not in NAMES:
+        near = nearest_names(name, NAMES)
+        fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}"
+        raise ConfigError(f"no executor is called {name!r}", where="executor", fix=fix, nearest=near)
+    if name == "none":
+        log.say(
+            "WARNING: executor none: programs written by a model run on this machine WITHOUT ANY ISOLATION", "sandbox"
+        )
+        return PlainProcess
+    problems = []
+    for each in SAFE if name == "auto" else (name,):
+        problem = problem_of(each)
+        if not problem:
+            return SAFE[each]
+        problems.append(f"{each}: {problem}")
+    fix = f"install bubblewrap: {INSTALL}; or in a container, where it cannot work: make install EXTRAS=sandbox"
+    raise MachineError(f"nothing here can box a program ({'; '.join(problems)})", where="sandbox", fix=fix)
+
+
+@cache
+def problem_of(name: str) -> str:
+    """Why an executor cannot be used here, or nothing. It is asked once a process."""
+    try:
+        executor = SAFE[name]()
+    except MachineError as error:
+        return error.what
+    try:
+        return find_hole(executor)
+    finally:
+        executor.close()

@@ -1,0 +1,1 @@
+"""What a box is made of: bubblewrap, landlock, or nothing at all."""

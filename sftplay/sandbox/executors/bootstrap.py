@@ -1,0 +1,144 @@
+"""How the program inside a box gets there: its modules are compiled here and sent through the socket.
+
+So the box needs no file of the kit, wherever that is installed.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import random
+import resource
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sftplay.sandbox.inside import agent, plain
+from sftplay.sandbox.verdicts.job import Limits
+
+BOOT = """
+import os, sys, marshal
+def take():
+    size, parts = 4, b""
+    while len(parts) < size:
+        parts += os.read(FD, size - len(parts)) or os._exit(3)
+    size, parts = int.from_bytes(parts, "little"), b""
+    while len(parts) < size:
+        parts += os.read(FD, size - len(parts)) or os._exit(3)
+    return marshal.loads(parts)
+modules, hello = take()
+for name, code in modules:
+    sys.modules[name] = module = type(sys)(name)
+    if code: exec(code, vars(module))
+del name, code, take
+module.main(FD, hello)
+"""
+
+OWNER = "SFTPLAY_BOX"
+"""The variable by which a process in a box can be told from all others on the machine: the pid of who opened it."""
+
+PYTHON_FLAGS = ("-s", "-S", "-B", "-P")
+"""Neither the user's packages, nor the site's, nor bytecode files, nor the script's folder. Not -I: that would ignore
+PYTHONHASHSEED, and a program that prints a set would be judged by chance."""
+
+
+def environment(folder: str) -> dict[str, str]:
+    """All the variables of a program in the box."""
+    return {
+        "PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", OWNER: str(os.getpid()),
+    }  # fmt: skip
+
+
+def interpreter() -> Path:
+    """The Python that runs the programs: the one below this environment, without its packages."""
+    return Path(getattr(sys, "_base_executable", "") or sys.executable).resolve()
+
+
+@cache
+def is_part_of_system() -> bool:
+    """True when the interpreter belongs to the system's own folders, which a box has anyway."""
+    return Path(sys.base_prefix) == Path("/usr")
+
+
+def library_path() -> str:
+    """Where the interpreter's own shared library lies, below its prefix."""
+    return str(sysconfig.get_config_var("LIBDIR") or "")
+
+
+@cache
+def is_closed_to_others() -> bool:
+    """True when another user cannot read the interpreter, because it lies below a home folder."""
+    prefix = Path(sys.base_prefix).resolve()
+    return any(not folder.stat().st_mode & 0o001 for folder in (prefix, *prefix.parents))
+
+
+@cache
+def _modules() -> tuple[tuple[str, Any], ...]:
+    parents = [(name, None) for name in ("sftplay", "sftplay.sandbox", "sftplay.sandbox.inside")]
+    loaded = []
+    for module in (plain, agent):
+        path = Path(str(module.__file__))
+        loaded.append((module.__name__, compile(path.read_text(encoding="utf-8"), path.name, "exec")))
+    return (*parents, *loaded)
+
+
+def boot_command(python: str, fd: int) -> list[str]:
+    """Start the program inside the box; it takes its modules from the descriptor."""
+    return [python, *PYTHON_FLAGS, "-c", f"FD={fd}\n{BOOT}"]
+
+
+def first_message(hello: dict[str, Any]) -> bytes:
+    """What the program inside waits for first: its modules, and what it must give up."""
+    content = marshal.dumps((_modules(), hello))
+    return len(content).to_bytes(4, "little") + content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What the program inside must do before it runs anything."""
+
+    folder: str
+    """Where it works."""
+    user: int = 0
+    """Whom it becomes; 0: it stays who it is."""
+    keeps_reading: bool = False
+    """As that user it may still read what its mode keeps from others."""
+    limits_processes: bool = True
+    """The kernel counts processes by user. Without a user of its own the limit would count the whole machine's."""
+    filter: bytes = b""
+    """System calls to refuse, where nothing outside does it."""
+
+
+def hello_for(limits: Limits, arrival: Arrival) -> dict[str, Any]:
+    """The same as the program inside reads it."""
+    rlimits = [
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_CPU, int(limits.timeout_s) + 2),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_STACK, limits.stack_bytes),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ]
+    if arrival.limits_processes:
+        rlimits.append((resource.RLIMIT_NPROC, limits.processes))
+    return {**asdict(arrival), "limits": rlimits, "recursion": 1_000}
+
+
+def unused_user() -> int:
+    """A user id that nobody has, another one for each box.
+
+    The kernel counts processes by user: boxes of one user would take each other's. Outside a user namespace of its own
+    the ids go to 4 billion; in a container often only to 65,535.
+    """
+    if os.getuid() != 0:
+        return 0
+    mapped = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    end = max(first + count for first, _, count in mapped)
+    low, high = (1 << 30, (1 << 31) - 2) if end > 1 << 31 else (max(1, end - 4_000), end - 2)
+    return random.SystemRandom().randrange(low, high)

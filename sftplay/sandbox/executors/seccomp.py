@@ -1,0 +1,88 @@
+"""The system calls that no program in the box may make, as a filter for the kernel.
+
+The box stands without it. It takes away what a hole in the kernel would be reached by, and two things that limits do
+not hold: user namespaces of the program's own, where it could mount file systems of any size, and shared memory.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+
+from sftplay.errors import MachineError
+
+ALLOW, FAIL, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+EPERM, ENOSYS = 1, 38
+EQUAL, AT_LEAST, ANY_BIT = 0x15, 0x35, 0x45
+
+NEW_NAMESPACES = 0x7E020000
+"""The flags of clone(2) that make a namespace."""
+
+X32 = 0x40000000
+"""Numbers from here on are the calls of another binary interface of x86_64."""
+
+# Numbers on x86_64 and on aarch64, None where there is no such call. Source: the kernel's syscall tables.
+DENIED: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198), "shmget": (29, 194), "shmctl": (31, 195), "shmat": (30, 196), "semget": (64, 190),
+    "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
+    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
+    "move_pages": (279, 239), "process_madvise": (440, 440), "pidfd_send_signal": (424, 424),
+    "syslog": (103, 116), "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None),
+    "modify_ldt": (154, None),
+}  # fmt: skip
+
+ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302), "aarch64": (1, 0xC00000B7, 220, 261)}
+"""Column of DENIED, the kernel's mark of the architecture, the numbers of clone(2) and of prlimit64(2)."""
+
+CLONE3 = 435
+"""Its flags lie in memory, where no filter sees them. C libraries take clone(2) where it does not exist."""
+
+
+def build_filter() -> bytes:
+    """The filter for this machine's architecture, as the kernel and bubblewrap take it: a `struct sock_filter` array.
+
+    Raises:
+        MachineError: the numbers of this architecture are not known here.
+    """
+    machine = platform.machine()
+    if machine not in ARCHITECTURES:
+        known = " and ".join(ARCHITECTURES)
+        raise MachineError(f"no system call filter for {machine}", where="sandbox", fix=f"use a machine with {known}")
+    column, mark, clone, prlimit = ARCHITECTURES[machine]
+    code = [_load(4), _jump(mark, skip_if_not=0, skip_if=1), _answer(KILL), _load(0)]
+    if machine == "x86_64":
+        code += [_jump(X32, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    for numbers in DENIED.values():
+        if (number := numbers[column]) is not None:
+            code += [_jump(number, skip_if_not=1), _answer(FAIL | EPERM)]
+    code += [_jump(CLONE3, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    # A program may limit itself, which is process 0, and no other.
+    code += [_jump(prlimit, skip_if_not=3), _load(16), _jump(0, skip_if=1, skip_if_not=0), _answer(FAIL | EPERM)]
+    code += [_load(0), _jump(clone, skip_if_not=3), _load(16)]
+    code += [_jump(NEW_NAMESPACES, how=ANY_BIT, skip_if_not=1), _answer(FAIL | EPERM)]
+    return b"".join([*code, _answer(ALLOW)])
+
+
+def _load(offset: int) -> bytes:
+    """Take 32 bits of `struct seccomp_data`: the call's number at 0, the architecture at 4, arguments from 16 on."""
+    return struct.pack("HBBI", 0x20, 0, 0, offset)
+
+
+def _jump(value: int, *, how: int = EQUAL, skip_if: int = 0, skip_if_not: int) -> bytes:
+    """Compare what was loaded with the value, and leave so many of the next instructions out."""
+    return struct.pack("HBBI", how, skip_if, skip_if_not, value)
+
+
+def _answer(action: int) -> bytes:
+    return struct.pack("HBBI", 0x06, 0, 0, action)

@@ -1,0 +1,181 @@
+"""Plain data as a JSON structure, so that two processes exchange values and neither runs code of the other.
+
+None, bool, int, float and str are themselves. Every other value is a list that begins with a tag:
+`["l", ...]` list, `["t", ...]` tuple, `["s", ...]` set, `["f", ...]` frozenset, `["d", [key, value], ...]` dict,
+`["b", hex]` bytes, `["a", hex]` bytearray, `["c", real, imag]` complex, `["x", hex]` an int of many digits,
+`["i", ...]` what an iterator yields, `["r", start, stop, step]` range, and `["?", is_true, type]` anything else.
+
+An object of a subclass (a Counter, a named tuple) is taken for the plain value that it holds. Its own methods, `__eq__`
+among them, stay behind. It knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+from _json import encode_basestring_ascii as quoted  # the module json imports much more
+from typing import Any
+
+MOST_DEPTH = 100
+"""Of lists in lists. Deeper values are refused, so that no reader of them runs out of stack."""
+
+MOST_ITEMS = 100_000
+"""Of an iterator; one without an end is refused there."""
+
+LONGEST_INT_BITS = 8_000
+"""Above that an int goes as hexadecimal: Python refuses decimal texts of over 4,300 digits."""
+
+
+class NotPlain(Exception):
+    """The value is too deep or too long to leave the process."""
+
+
+def encode(value: Any, depth: int = 0) -> str:
+    """The JSON text of a value.
+
+    Raises:
+        NotPlain: it is nested deeper than MOST_DEPTH, or an iterator does not end.
+    """
+    if depth > MOST_DEPTH:
+        raise NotPlain(f"nested deeper than {MOST_DEPTH}")
+    if value is None or value is True or value is False:
+        return "null" if value is None else "true" if value else "false"
+    if isinstance(value, str):
+        return quoted(str.__str__(value))
+    if isinstance(value, int):
+        return _int(int.__int__(value))
+    if isinstance(value, float):
+        return _float(float.__float__(value))
+    return _compound(value, depth + 1)
+
+
+def _int(value: int) -> str:
+    return str(value) if value.bit_length() <= LONGEST_INT_BITS else f'["x","{value:x}"]'
+
+
+def _float(value: float) -> str:
+    if value != value:
+        return "NaN"
+    return repr(value) if value - value == 0 else "Infinity" if value > 0 else "-Infinity"
+
+
+def _compound(value: Any, depth: int) -> str:
+    kinds: tuple[tuple[Any, str], ...] = ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "f"))
+    for kind, tag in kinds:
+        if isinstance(value, kind):
+            return _tagged(tag, [encode(item, depth) for item in kind.__iter__(value)])
+    if isinstance(value, dict):
+        pairs = [f"[{encode(key, depth)},{encode(item, depth)}]" for key, item in dict.items(value)]
+        return _tagged("d", pairs)
+    if isinstance(value, (bytes, bytearray)):
+        return f'["{"b" if isinstance(value, bytes) else "a"}","{memoryview(value).hex()}"]'
+    if isinstance(value, complex):
+        value = complex.__complex__(value)
+        return f'["c",{_float(value.real)},{_float(value.imag)}]'
+    if type(value) is range:
+        return _tagged("r", [_int(value.start), _int(value.stop), _int(value.step)])
+    if hasattr(value, "__next__") or type(value) in (type({}.keys()), type({}.values()), type({}.items())):
+        return _tagged("i", _yielded(value, depth))
+    return f'["?",{"true" if value else "false"},{quoted(type(value).__name__)}]'
+
+
+def _yielded(value: Any, depth: int) -> list[str]:
+    items = []
+    for item in value:
+        items.append(encode(item, depth))
+        if len(items) > MOST_ITEMS:
+            raise NotPlain(f"an iterator yields more than {MOST_ITEMS:,} items")
+    return items
+
+
+def _tagged(tag: str, items: list[str]) -> str:
+    return f'["{tag}"{"".join("," + item for item in items)}]'
+
+
+class Opaque:
+    """Stands for a value that is not plain. It is true or false as that value was, and equal to nothing."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, is_true: bool, kind: str) -> None:
+        self.is_true, self.kind = is_true, kind
+
+    def __bool__(self) -> bool:
+        return self.is_true
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<an object of type {self.kind}>"
+
+
+def decode(structure: Any) -> Any:
+    """The value of a structure; the reverse of `encode` for plain data.
+
+    Raises:
+        TypeError, ValueError, KeyError: no `encode` wrote it.
+    """
+    if not isinstance(structure, list):
+        return structure
+    tag, items = structure[0], structure[1:]
+    if tag == "d":
+        return {decode(key): decode(value) for key, value in items}
+    if tag in "ltsfi":
+        kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "i": iter}
+        return kinds[tag]([decode(item) for item in items])
+    return _decode_atom(tag, items)
+
+
+def _decode_atom(tag: str, items: list[Any]) -> Any:
+    if tag == "x":
+        return int(items[0], 16)
+    if tag in "ba":
+        content = bytes.fromhex(items[0])
+        return content if tag == "b" else bytearray(content)
+    if tag == "c":
+        return complex(items[0], items[1])
+    if tag == "r":
+        return range(*items)
+    if tag == "?":
+        return Opaque(items[0] is True, str(items[1]))
+    raise ValueError(f"no tag is called {tag!r}")
+
+
+def is_same(structure: Any, expected: Any) -> bool:
+    """True when the structure's value equals `expected`, plain data of our own, as Python's `==` has it.
+
+    It builds nothing that is larger than `expected`: an answer of many keys with one hash costs no time.
+    """
+    if not isinstance(structure, list):
+        return type(expected) in (type(None), bool, int, float, complex, str) and bool(structure == expected)
+    tag, items = (structure[0], structure[1:]) if structure else ("", [])
+    try:
+        if isinstance(expected, (list, tuple)):
+            is_kind = tag == ("l" if isinstance(expected, list) else "t") and len(items) == len(expected)
+            return is_kind and all(map(is_same, items, expected))
+        if isinstance(expected, (set, frozenset)):
+            return tag in ("s", "f") and len(items) == len(expected) and set(map(decode, items)) == expected
+        if isinstance(expected, dict):
+            return tag == "d" and len(items) == len(expected) and _is_same_dict(items, expected)
+        is_atom = isinstance(tag, str) and tag in ("x", "b", "a", "c")
+        return is_atom and bool(_decode_atom(tag, items) == expected)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError):
+        return False
+
+
+def _is_same_dict(items: list[Any], expected: dict[Any, Any]) -> bool:
+    found = {decode(key): value for key, value in items}
+    return len(found) == len(expected) and all(
+        key in found and is_same(found[key], value) for key, value in expected.items()
+    )
+
+
+def is_true(structure: Any) -> bool:
+    """The truth of a structure's value, as `assert value` has it."""
+    if not isinstance(structure, list) or not structure:
+        return bool(structure)
+    tag, items = structure[0], structure[1:]
+    if tag == "?":
+        return bool(items) and items[0] is True
+    if tag in ("x", "i"):
+        return True
+    return any(items) if tag in ("b", "a", "c") else bool(decode(structure)) if tag == "r" else bool(items)

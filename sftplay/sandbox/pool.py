@@ -1,0 +1,81 @@
+"""The sandbox as the rest of the kit sees it: a list of jobs in, a list of verdicts out, in the same order."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+
+from sftplay import log
+from sftplay.sandbox.choose import choose_executor
+from sftplay.sandbox.executors.executor import Executor
+from sftplay.sandbox.verdicts.job import Job, Verdict
+from sftplay.sandbox.verdicts.judge import judge
+
+MOST_WORKERS = 16
+
+MOST_KEPT = 50_000
+"""Verdicts in memory, about 1 KB each. The oldest goes first."""
+
+
+def count_workers() -> int:
+    """Boxes at the same time: this rank's share of the cores that the process may use, at most MOST_WORKERS."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(MOST_WORKERS, cores // max(1, len(log.local_ranks()))))
+
+
+class Sandbox:
+    """Runs jobs in boxes, several at a time. Equal jobs run once, and verdicts are kept, those of `infra` excepted.
+
+    Use it as a context manager: its end closes what runs.
+    """
+
+    def __init__(self, executor: str = "auto", *, workers: int | None = None, is_warm: bool = True) -> None:
+        make = choose_executor(executor, is_warm=is_warm)
+        self._executors: queue.SimpleQueue[Executor] = queue.SimpleQueue()
+        self._all = [make() for _ in range(workers or count_workers())]
+        for each in self._all:
+            self._executors.put(each)
+        self.executor = self._all[0].name
+        """The name of what the boxes are made of; to be recorded with each result."""
+        self._threads = ThreadPoolExecutor(len(self._all), thread_name_prefix="sandbox")
+        self._kept: dict[str, Verdict] = {}
+
+    def run(self, jobs: Iterable[Job]) -> list[Verdict]:
+        """The verdict of each job, in the order of the jobs."""
+        listed = list(jobs)
+        keys = [job.key(self.executor) for job in listed]
+        new = {key: job for key, job in zip(keys, listed, strict=True) if key not in self._kept}
+        found = dict(zip(new, self._threads.map(self._judge, new.values()), strict=True))
+        verdicts = [found[key] if key in found else self._kept[key] for key in keys]
+        self._kept |= {key: verdict for key, verdict in found.items() if verdict.status != "infra"}
+        for key in list(islice(self._kept, max(0, len(self._kept) - MOST_KEPT))):
+            del self._kept[key]
+        return verdicts
+
+    def _judge(self, job: Job) -> Verdict:
+        with self._borrowed() as executor:
+            return judge(job, lambda: executor.open(job.limits), executor=executor.name)
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[Executor]:
+        executor = self._executors.get()
+        try:
+            yield executor
+        finally:
+            self._executors.put(executor)
+
+    def close(self) -> None:
+        """End everything that runs. The sandbox cannot be used afterwards."""
+        self._threads.shutdown(cancel_futures=True)
+        for each in self._all:
+            each.close()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,178 @@
+"""One running box as its user sees it: orders go in, answers come out as data, and everything is bounded.
+
+It knows neither what the box is made of, nor what a test is.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import secrets
+import select
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from sftplay.sandbox.verdicts.job import Limits, Status
+
+START_S = 20.0
+"""For a box to stand. A machine that needs longer is not fit to judge programs."""
+
+KEPT_BYTES = 2_000
+"""Of what the program printed, from the end."""
+
+
+class Lost(Exception):
+    """The box gave no proper answer and must not be asked again."""
+
+    def __init__(self, status: Status, text: str = "") -> None:
+        super().__init__(text or status)
+        self.status: Status = status
+
+
+class Pipes(NamedTuple):
+    """Descriptors of ours that lead to a process in a box."""
+
+    answers: int
+    """To read answers from; a socket where `orders` is None, which orders go to as well."""
+    orders: int | None
+    output: int
+    """What the program prints."""
+
+
+class Box:
+    """A process in a box, and the pipes to it."""
+
+    def __init__(self, pipes: Pipes, *, limits: Limits, kill: Callable[[], None]) -> None:
+        self.printed = b""
+        """The end of what the program printed."""
+        self._pipes, self._limits, self._kill = pipes, limits, kill
+        self._answers, self._output = pipes.answers, pipes.output
+        self._orders = pipes.answers if pipes.orders is None else pipes.orders
+        self._n_printed = 0
+        self._incoming = b""
+        os.set_blocking(self._orders, False)
+        self._poll = select.poll()
+        self._poll.register(self._answers, select.POLLIN)
+        self._poll.register(self._output, select.POLLIN)
+
+    def wait_ready(self) -> None:
+        """Return when the box stands.
+
+        Raises:
+            Lost: `infra`, with what it said.
+        """
+        try:
+            answer = self._read_answer(time.monotonic() + START_S)
+        except Lost as error:
+            raise Lost("infra", f"the box did not start: {self.shown() or error}") from error
+        if answer != {"status": "ready"}:
+            raise Lost("infra", f"the box said {str(answer)[:200]}")
+
+    def ask(self, order: str, *, within_s: float, **parts: Any) -> dict[str, Any]:
+        """Give an order and return its answer.
+
+        Raises:
+            Lost: there was none in time, none at all, too large a one, or something that is no answer to it.
+        """
+        until = time.monotonic() + within_s
+        nonce = secrets.token_hex(16)
+        self.send((order, nonce, parts), until)
+        return self.read(nonce, until)
+
+    def send(self, message: tuple[Any, ...], until: float) -> None:
+        """Send an order without waiting for the answer."""
+        content = marshal.dumps(message)
+        self._send(len(content).to_bytes(4, "little") + content, until)
+
+    def send_first(self, content: bytes) -> None:
+        """Send what the box waits for before it stands."""
+        self._send(content, time.monotonic() + START_S)
+
+    def _send(self, content: bytes, until: float) -> None:
+        rest = memoryview(content)
+        while rest:
+            try:
+                rest = rest[os.write(self._orders, rest) :]
+            except BlockingIOError:
+                wait_ms = (until - time.monotonic()) * 1000
+                if wait_ms <= 0 or not select.select([], [self._orders], [], wait_ms / 1000)[1]:
+                    raise Lost("timeout") from None
+            except OSError as error:
+                raise Lost("killed", "the process had ended") from error
+
+    def read(self, nonce: str, until: float) -> dict[str, Any]:
+        """The answer to the order with this nonce, or a question that the box asks first: it has no status."""
+        answer = self._read_answer(until)
+        if not isinstance(answer, dict) or (answer.pop("nonce", "") != nonce and "status" in answer):
+            raise Lost("tampered", "the answer is to no order of ours")
+        return answer
+
+    def _read_answer(self, until: float) -> Any:
+        size = None
+        while size is None or len(self._incoming) < size + 4:
+            if size is None and len(self._incoming) >= 4:
+                size = int.from_bytes(self._incoming[:4], "little")
+                if size > self._limits.answer_bytes:
+                    self._refuse_size(size)
+                continue
+            self._receive(until)
+        text, self._incoming = self._incoming[4 : size + 4], self._incoming[size + 4 :]
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise Lost("tampered", "the answer is no JSON") from error
+
+    def _refuse_size(self, size: int) -> None:
+        starts_well = not (rest := self._incoming[4:5]) or rest == b"{"
+        if starts_well and size < 1 << 30:
+            raise Lost("output", f"an answer of {size:,} bytes")
+        raise Lost("tampered", "the answer has no proper length")
+
+    def _receive(self, until: float) -> None:
+        """Wait for bytes of either kind. What is printed counts first: a flood of it is no timeout."""
+        wait_ms = (until - time.monotonic()) * 1000
+        ready = dict(self._poll.poll(wait_ms)) if wait_ms > 0 else {}
+        if not ready:
+            raise Lost("timeout")
+        if self._output in ready:
+            self._take_output()
+        if self._answers in ready:
+            try:
+                part = os.read(self._answers, 1 << 16)
+            except OSError:
+                part = b""
+            if not part:
+                self._drain_output()
+                raise Lost("killed", "the process ended without an answer")
+            self._incoming += part
+
+    def _take_output(self) -> bool:
+        part = os.read(self._output, 1 << 16)
+        if not part:
+            with suppress(KeyError):  # its end was seen before
+                self._poll.unregister(self._output)
+            return False
+        self._n_printed += len(part)
+        self.printed = (self.printed + part)[-KEPT_BYTES:]
+        if self._n_printed > self._limits.output_bytes:
+            raise Lost("output", f"more than {self._limits.output_bytes:,} bytes printed")
+        return True
+
+    def _drain_output(self) -> None:
+        """What is in the pipe at this moment; others may hold its end open."""
+        while select.select([self._output], [], [], 0)[0] and self._take_output():
+            pass
+
+    def shown(self) -> str:
+        """The end of what the program printed."""
+        return self.printed.decode("utf-8", "replace").strip()
+
+    def close(self) -> None:
+        """End all processes of the box, at once."""
+        self._kill()
+        for fd in self._pipes:
+            if fd is not None:
+                os.close(fd)

@@ -1,0 +1,194 @@
+"""One job from its first box to its verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from sftplay.sandbox.verdicts.assertions import Comparison, Plan, plan_tests
+from sftplay.sandbox.verdicts.box import Box, Lost
+from sftplay.sandbox.verdicts.job import Job, Status, Verdict
+
+SETUP_S = 10.0
+"""For trusted statements, such as imports."""
+
+MOST_LOST = 3
+"""Boxes that one job may lose. The tests after that end as the last one did, without being run."""
+
+STATUSES = ("ok", "wrong", "runtime", "syntax", "memory", "output")
+"""What the program's box may say once the program has run. It would say `infra` to be spared a 0, and `objects` to be
+judged more weakly. `timeout`, `killed` and `tampered` are seen from outside."""
+
+
+class NeedsObjects(Exception):
+    """A test hands the program an object: the tests must share the program's process."""
+
+
+def judge(job: Job, open_box: Callable[[], Box], *, executor: str) -> Verdict:
+    """The verdict of a job. `open_box` gives a new box that stands, or raises `Lost`."""
+    started = time.monotonic()
+    plan = plan_tests(job)
+    try:
+        per_test, text = _Hearing(job, plan=plan, open_box=open_box).hear()
+    except NeedsObjects:
+        plan = replace(plan, mode="in_process", comparisons=(None,) * len(job.tests))
+        per_test, text = _Hearing(job, plan=plan, open_box=open_box).hear()
+    per_job = per_test if job.tests else per_test[:1]
+    return Verdict(
+        status=_overall(per_job), per_test=tuple(per_test) if job.tests else (), total=len(job.tests),
+        passed=sum(each == "ok" for each in per_test) if job.tests else 0,
+        seconds=time.monotonic() - started, stderr=text, mode=plan.mode, executor=executor,
+    )  # fmt: skip
+
+
+def _overall(per_test: list[Status]) -> Status:
+    """`infra` and `tampered` where any test has it; else what the first test that failed has."""
+    for status in ("infra", "tampered"):
+        if status in per_test:
+            return status
+    return next((each for each in per_test if each != "ok"), "ok")
+
+
+class _Hearing:
+    """The boxes of one job, and what is left of its time."""
+
+    def __init__(self, job: Job, *, plan: Plan, open_box: Callable[[], Box]) -> None:
+        self.job, self.plan, self._open_box = job, plan, open_box
+        self.left_s = job.limits.timeout_s
+        self.text = ""
+        self._candidate: Box | None = None
+        self._tester: Box | None = None
+        self._n_lost = 0
+
+    def hear(self) -> tuple[list[Status], str]:
+        """The status of each test, or of the program alone where there is none; and what to show of it."""
+        per_test: list[Status] = []
+        try:
+            for number in range(max(1, len(self.job.tests))):
+                if self._n_lost >= MOST_LOST or (number and self.left_s <= 0):
+                    per_test.append(per_test[-1] if self._n_lost >= MOST_LOST else "timeout")
+                    continue
+                per_test.append(self._status_of(number))
+            return per_test, self.text or self._printed()
+        finally:
+            self._close()
+
+    def _printed(self) -> str:
+        return self._candidate.shown() if self._candidate else ""
+
+    def _status_of(self, number: int) -> Status:
+        try:
+            loaded = self._loaded()
+            if loaded["status"] != "ok":
+                self._n_lost = MOST_LOST  # it would not load another time either
+                return self._note(loaded)
+            if not self.job.tests:
+                return "ok"
+            comparison = self.plan.comparisons[number]
+            return self._compare(comparison) if comparison else self._run_test(number)
+        except Lost as lost:
+            self._n_lost += 1
+            self.text = self.text or self._printed() or str(lost)
+            self._close()
+            return lost.status
+
+    def _note(self, answer: dict[str, Any]) -> Status:
+        """The answer's status; the first failure's text is kept."""
+        status = answer.get("status")
+        if status not in STATUSES:
+            raise Lost("tampered", "the answer has no proper status")
+        if status != "ok":
+            self.text = self.text or str(answer.get("text", ""))[-2_000:]
+        return status
+
+    def _ask(self, box: Box, order: str, *, within_s: float, **parts: Any) -> dict[str, Any]:
+        """Ask, on the job's time."""
+        asked = time.monotonic()
+        try:
+            return box.ask(order, **parts, within_s=min(within_s, self.left_s))
+        finally:
+            self.left_s -= time.monotonic() - asked
+
+    def _loaded(self) -> dict[str, Any]:
+        """The program's box with the program in it."""
+        if self._candidate is not None:
+            return {"status": "ok"}
+        self._candidate = self._open_box()
+        prepared = self._candidate.ask("prepare", setup=self.job.setup, within_s=SETUP_S)
+        if prepared["status"] == "infra":
+            raise Lost("infra", f"the setup of the job: {prepared.get('text')}")
+        late_setup = self.job.setup if prepared["status"] == "later" else ""
+        return self._ask(self._candidate, "load", code=self.job.code, late_setup=late_setup, within_s=self.left_s)
+
+    def _compare(self, comparison: Comparison) -> Status:
+        """The program gives a value; it never sees what is expected."""
+        assert self._candidate is not None
+        answer = self._ask(
+            self._candidate, "call", name=comparison.name, args=comparison.args, named=comparison.named,
+            is_encoded=False,
+            within_s=self.job.limits.test_timeout_s,
+        )  # fmt: skip
+        if (status := self._note(answer)) != "ok":
+            return status if status in ("memory", "output") else "runtime"
+        if comparison.holds(answer.get("value")):
+            return "ok"
+        self.text = self.text or "another value than the test expects"
+        return "wrong"
+
+    def _run_test(self, number: int) -> Status:
+        """The test runs in a box, beside the program or in one of its own."""
+        assert self._candidate is not None
+        source, within_s = self.job.tests[number], self.job.limits.test_timeout_s
+        if self.plan.mode == "in_process":
+            return self._note(self._ask(self._candidate, "test", source=source, within_s=within_s))
+        if self._tester is None:
+            self._tester = self._open_box()
+            bound = self._tester.ask(
+                "bind", functions=list(self.plan.functions), setup=self.plan.setup, within_s=SETUP_S
+            )
+            if bound["status"] != "ok":
+                raise Lost("infra", f"the setup of the tests: {bound.get('text')}")
+        asked = time.monotonic()
+        try:
+            return self._note(self._converse(source, until=asked + min(within_s, self.left_s)))
+        finally:
+            self.left_s -= time.monotonic() - asked
+
+    def _converse(self, source: str, *, until: float) -> dict[str, Any]:
+        """Run the test; each call that it makes of the program goes to the program's box, and the value back."""
+        assert self._candidate is not None
+        assert self._tester is not None
+        tester = self._tester
+        nonce = "test"  # the tester runs no code of the program
+        tester.send(("test", nonce, {"source": source}), until)
+        while True:
+            answer = tester.read(nonce, until)
+            if answer.get("status") == "objects":
+                raise NeedsObjects
+            if "status" in answer:
+                return answer
+            left_s = until - time.monotonic()
+            value = self._candidate.ask(
+                "call", name=answer["name"], args=answer["args"], named=answer["named"], is_encoded=True,
+                within_s=left_s,
+            )  # fmt: skip
+            tester.send((_without_surprises(value, len(answer["args"])),), until)
+
+    def _close(self) -> None:
+        for box in (self._candidate, self._tester):
+            if box is not None:
+                box.close()
+        self._candidate = self._tester = None
+
+
+def _without_surprises(answer: dict[str, Any], n_args: int) -> dict[str, Any]:
+    """The program's answer with what the stand-in reads, and nothing else."""
+    changed, args = answer.get("changed"), answer.get("args")
+    is_whole = isinstance(changed, list) and isinstance(args, list) and len(changed) == len(args) == n_args
+    if answer.get("status") == "ok" and (not is_whole or "value" not in answer):
+        raise Lost("tampered", "the answer has no value")
+    if answer.get("status") not in STATUSES:
+        raise Lost("tampered", "the answer has no proper status")
+    return answer

@@ -1,0 +1,59 @@
+"""Real documents keep their title, headings, sentences, rows, items and code, and lose what is not theirs.
+
+The check lists were written from the documents themselves, not from what the kit makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ingest_libraries import LISTS, judge
+from sftplay.data.ingest.by_kind import extract
+from tests.conftest import SHARED_DATA
+
+DOCUMENTS = SHARED_DATA / "documents"
+CHECK_LISTS = json.loads(LISTS.read_text(encoding="utf-8"))
+NEEDS = {".pdf": "pypdfium2", ".rst": "docutils"}
+
+
+def lacking(name: str) -> str:
+    """The library that a document needs and that is not installed."""
+    library = NEEDS.get(Path(name).suffix, "")
+    return library if library and find_spec(library) is None else ""
+
+
+@pytest.mark.skipif(not DOCUMENTS.is_dir(), reason=f"needs the documents at {DOCUMENTS}")
+@pytest.mark.parametrize("name", CHECK_LISTS)
+def test_a_document_keeps_what_its_check_list_names_and_nothing_else(name):
+    if lacking(name):
+        pytest.skip(f"needs {lacking(name)}: make install EXTRAS=ingest")
+    found = extract(DOCUMENTS / name)
+    text = "\n\n".join(block.text for block in found.blocks)
+    assert [point for point, is_met in judge(text, found.title, CHECK_LISTS[name]) if not is_met] == []
+    pages = {block.page for block in found.blocks}
+    assert pages == ({1} if name.endswith(".pdf") else {None})
+
+
+@pytest.mark.skipif(not DOCUMENTS.is_dir(), reason=f"needs the documents at {DOCUMENTS}")
+def test_every_document_of_the_folder_has_a_check_list():
+    assert {path.name for path in DOCUMENTS.iterdir()} - {"README.md"} == set(CHECK_LISTS)
+
+
+def test_a_check_list_finds_what_is_missing_and_what_should_not_be_there():
+    wanted = {
+        "title": "T",
+        "headings": ["One"],
+        "sentences": ["It’s so."],
+        "rows": [["a", "b"]],
+        "items": ["x"],
+        "code": ["  y"],
+        "absent": ["page 3"],
+    }
+    good = "# One\n\nIt's\nso.\n\n| a | b |\n\n- x\n\n```\n  y\n```"
+    assert all(is_met for _, is_met in judge(good, "T", wanted))
+    bad = "One\n\nIt was so. page 3\n\na b\n\nx\n\n    y"
+    assert not any(is_met for _, is_met in judge(bad, "U", wanted))

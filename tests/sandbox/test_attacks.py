@@ -1,0 +1,114 @@
+"""No program gets out of its box or forges its verdict: every attack of the suite, on every executor that is here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sftplay.sandbox.attacks.attack import targets
+from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct, try_attack
+from sftplay.sandbox.attacks.quick import find_hole
+from sftplay.sandbox.choose import SAFE
+from sftplay.sandbox.executors.plain_process import PlainProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FAST = (
+    "os._exit(0)", "an object that equals everything", "an int that equals everything, in the test's box",
+    "finds the nonce and answers for itself", "says that the machinery failed", "leaves a daemon", "forks without end",
+    "looks for the expected values in memory", "writes the reward to files",
+)  # fmt: skip
+
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+
+AS_NOBODY = """
+from sftplay.sandbox.attacks.conduct import conduct
+from sftplay.sandbox.choose import SAFE, problem_of
+if problem := problem_of({name!r}):
+    print("cannot be used here:", problem)
+else:
+    rows = conduct(SAFE[{name!r}](), note=lambda row: None)
+    print(len(rows), [(row.attack.name, row.problems) for row in rows if row.problems])
+"""
+
+
+def test_the_suite_has_what_it_should():
+    assert len(ATTACKS) >= 60
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
+    assert all(any(attack.is_harmless for attack in GROUPS[name]) for name in ("files", "network", "rights"))
+    may_time_out = {attack.name for attack in ATTACKS if attack.statuses == ("timeout",)}
+    assert all(word in " ".join(may_time_out) for word in ("loops", "sleeps", "waits", "for ever"))
+
+
+def test_the_self_test_finds_no_hole_in_a_box_and_many_without_one(executor):
+    assert find_hole(executor) == ""
+    found = find_hole(PlainProcess())
+    assert "reads a private file" in found
+    assert "connects by TCP" in found
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_an_attack_does_not_get_through(executor, name):
+    attack = next(each for each in ATTACKS if each.name == name)
+    with targets() as reached:
+        assert try_attack(attack, executor=executor, reached=reached).problems == ()
+
+
+@pytest.mark.slow
+def test_no_attack_gets_through(executor):
+    rows = conduct(executor, note=lambda row: None)
+    assert {row.attack.name: row.problems for row in rows if row.problems} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SAFE))
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+@pytest.mark.skipif(not SYSTEM_PYTHON.exists(), reason="needs a Python that every user can read")
+def test_no_attack_by_an_ordinary_user_gets_through(name, tmp_path):
+    shutil.copytree(ROOT / "sftplay", tmp_path / "sftplay")
+    if name == "landlock" and (found := find_spec("sandlock")):
+        shutil.copytree(Path(str(found.origin)).parent, tmp_path / "sandlock")
+    for path in (tmp_path, *tmp_path.parents[:-1]):
+        if path.stat().st_uid == 0 and str(path) != "/tmp":
+            path.chmod(0o755)
+    python = [str(SYSTEM_PYTHON), "-B", "-s", "-c", AS_NOBODY.format(name=name)]
+    become = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    done = subprocess.run(
+        [*become, *python], cwd=tmp_path, env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if "cannot be used here" in done.stdout:
+        pytest.skip(f"needs {name} for an ordinary user: {done.stdout}")
+    assert done.stdout == f"{len(ATTACKS)} []\n"
+
+
+@pytest.mark.slow
+def test_the_harmless_attacks_succeed_where_there_is_no_box():
+    chosen = [attack for attack in ATTACKS if attack.is_harmless]
+    rows = conduct(PlainProcess(), chosen=chosen, note=lambda row: None)
+    assert len(rows) > 25
+    assert [row.attack.name for row in rows if row.verdict.status != "ok"] == []
+
+
+@pytest.mark.slow
+def test_none_shouts(sftplay):
+    done = sftplay("sandbox", "--executor", "none")
+    assert done.returncode == 0
+    assert "WITHOUT ANY ISOLATION" in done.stdout + done.stderr
+
+
+def test_python_of_these_tests_is_the_one_in_the_box(executor):
+    from sftplay.sandbox.verdicts.job import Limits
+
+    box = executor.open(Limits())
+    code = "import sys\ndef f(): return list(sys.version_info[:3])"
+    assert box.ask("load", code=code, late_setup="", within_s=10)["status"] == "ok"
+    answer = box.ask("call", name="f", args=[], named={}, is_encoded=False, within_s=10)
+    assert answer["value"][1:] == list(sys.version_info[:3])
+    box.close()

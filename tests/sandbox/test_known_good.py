@@ -1,0 +1,81 @@
+"""The reference solutions of MBPP (sanitized) and HumanEval pass, and a broken test breaks exactly itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.pool import Sandbox
+from sftplay.sandbox.verdicts.job import Job, Limits
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+MBPP, HUMANEVAL = DATA / "mbpp" / "sanitized-mbpp.json", DATA / "humaneval" / "HumanEval.jsonl"
+
+PATIENT = Limits(timeout_s=60, test_timeout_s=30)
+"""The machine of these tests may be busy; what is asked here is whether solutions are right, not how fast they are."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not MBPP.exists() or not HUMANEVAL.exists(), reason=f"needs MBPP and HumanEval in {DATA}"),
+    pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock"),
+]
+
+
+def mbpp() -> list[Job]:
+    return [
+        Job(code=row["code"], tests=tuple(row["test_list"]), setup="\n".join(row["test_imports"]), limits=PATIENT)
+        for row in json.loads(MBPP.read_text())
+    ]
+
+
+def humaneval() -> list[Job]:
+    rows = map(json.loads, HUMANEVAL.read_text().splitlines())
+    return [
+        Job(
+            code=row["prompt"] + row["canonical_solution"], tests=(f"{row['test']}\ncheck({row['entry_point']})",),
+            entry_point=row["entry_point"], limits=PATIENT,
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def with_a_broken_test(job: Job, which: int) -> Job:
+    tests = list(job.tests)
+    tests[which] = f"assert not ({tests[which].removeprefix('assert ')})"
+    return Job(code=job.code, tests=tuple(tests), setup=job.setup, limits=job.limits)
+
+
+def test_every_reference_solution_passes_and_a_broken_test_fails_alone():
+    draw = random.Random(0)
+    sound = [*mbpp(), *humaneval()]
+    assert len(sound) == 427 + 164
+    plain = [job for job in mbpp() if len(job.tests) == 3 and all(test.startswith("assert ") for test in job.tests)]
+    broken = [(job, draw.randrange(3)) for job in draw.sample(plain, 50)]
+    with Sandbox() as sandbox:
+        verdicts = sandbox.run([*sound, *(with_a_broken_test(job, which) for job, which in broken)])
+    assert [(job.code, verdict) for job, verdict in zip(sound, verdicts, strict=False) if verdict.status != "ok"] == []
+    for (_, which), verdict in zip(broken, verdicts[len(sound) :], strict=True):
+        assert (verdict.status, verdict.passed, verdict.total, verdict.per_test[which]) == ("wrong", 2, 3, "wrong")
+
+
+def test_64_at_once_are_judged_as_64_in_turn():
+    jobs = draw_jobs(64)
+    with Sandbox(workers=16) as many, Sandbox(workers=1) as one:
+        assert judged(many, jobs) == judged(one, jobs)
+
+
+def draw_jobs(count: int) -> list[Job]:
+    """Good and broken programs, mixed."""
+    draw = random.Random(1)
+    jobs = mbpp()
+    broken = [Job(code=job.code.replace("+", "-"), tests=job.tests, setup=job.setup, limits=PATIENT) for job in jobs]
+    raising = [Job(code=job.code.replace("(", "((", 1), tests=job.tests, setup=job.setup) for job in jobs]
+    return draw.sample([*jobs, *broken, *raising], count)
+
+
+def judged(sandbox: Sandbox, jobs: list[Job]) -> list[tuple[object, ...]]:
+    return [(verdict.status, verdict.per_test, verdict.mode, verdict.stderr) for verdict in sandbox.run(jobs)]

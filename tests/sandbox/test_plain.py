@@ -1,0 +1,105 @@
+"""Plain data crosses between processes and stays what it was; what is not plain does not cross."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict, namedtuple
+from enum import IntEnum
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from sftplay.sandbox.inside.plain import NotPlain, Opaque, decode, encode, is_same, is_true
+
+atoms = (
+    some.none()
+    | some.booleans()
+    | some.integers()
+    | some.floats()
+    | some.text()
+    | some.binary()
+    | some.complex_numbers()
+)
+hashable = some.recursive(atoms, lambda inner: some.tuples(inner) | some.frozensets(inner, max_size=3), max_leaves=4)
+values = some.recursive(
+    atoms | some.sets(hashable, max_size=3),
+    lambda inner: (
+        some.lists(inner, max_size=4) | some.tuples(inner, inner) | some.dictionaries(hashable, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def structure_of(value: object) -> object:
+    return json.loads(encode(value))
+
+
+@given(values)
+def test_a_value_comes_back_as_it_went(value):
+    assert repr(decode(structure_of(value))) == repr(value) or decode(structure_of(value)) == value
+
+
+@given(values, values)
+def test_a_structure_is_compared_as_python_compares_the_values(one, other):
+    alone = decode(structure_of(one))  # nan equals itself in a list of Python's, because it is the same object
+    assert is_same(structure_of(one), other) == (alone == other)
+
+
+@given(values)
+def test_the_truth_of_a_structure_is_that_of_its_value(value):
+    assert is_true(structure_of(value)) == bool(value)
+
+
+def test_numbers_of_many_digits_cross():
+    assert is_same(structure_of(7**20_000), 7**20_000)
+    assert not is_same(structure_of(7**20_000), 7**20_000 + 1)
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(IntEnum):
+    RED = 3
+
+
+@pytest.mark.parametrize(
+    ("value", "equal"),
+    [(Counter("aab"), {"a": 2, "b": 1}), (OrderedDict(a=1), {"a": 1}), (Point(1, 2), (1, 2)), (Colour.RED, 3)],
+)
+def test_a_subclass_is_taken_for_the_plain_value_that_it_holds(value, equal):
+    assert value == equal
+    assert is_same(structure_of(value), equal)
+
+
+def test_an_object_that_equals_everything_equals_nothing_here():
+    class Always(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = int.__hash__
+
+    assert Always() == 7
+    assert not is_same(structure_of(Always()), 7)
+    assert not is_same(structure_of(object()), object())
+    assert isinstance(decode(structure_of(object())), Opaque)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [[], ["l"], ["x"], ["x", "zz"], ["b", 3], ["c", "a"], ["d", 1], ["d", [1]], ["s", ["l"]], [["l"]], [{}], {"a": 1},
+     ["?"], ["r", "a"], ["d", [["d"], 1]], ["nonsense", 1]],
+)  # fmt: skip
+@pytest.mark.parametrize("expected", [[], (), {}, {1: 2}, {1}, 0, 1, None, "", b"", 0j, [1], "x"])
+def test_no_forged_structure_equals_anything_or_raises(forged, expected):
+    is_empty_list = forged == ["l"] and expected == []
+    assert is_same(forged, expected) == is_empty_list
+
+
+def test_a_value_that_is_too_deep_or_has_no_end_does_not_cross():
+    deep: list[object] = []
+    deep.append(deep)
+    with pytest.raises(NotPlain):
+        encode(deep)
+    with pytest.raises(NotPlain):
+        encode(iter(int, 1))

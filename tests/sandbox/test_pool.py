@@ -1,0 +1,106 @@
+"""Many jobs: their order, their cache, and what the verb makes of lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from sftplay.errors import ConfigError, MachineError
+from sftplay.sandbox import choose
+from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.executors.bwrap import Bwrap
+from sftplay.sandbox.pool import Sandbox, count_workers
+from sftplay.sandbox.verdicts.box import Lost
+from sftplay.sandbox.verdicts.job import Job
+
+pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(workers=2) as opened:
+        yield opened
+
+
+def adder(n: int) -> Job:
+    return Job(code=f"def f(x): return x + {n}", tests=("assert f(1) == 3", "assert f(2) == 4"))
+
+
+def test_verdicts_come_in_the_order_of_the_jobs(sandbox):
+    verdicts = sandbox.run(adder(n) for n in (1, 2, 3, 2))
+    assert [verdict.status for verdict in verdicts] == ["wrong", "ok", "wrong", "ok"]
+    assert {verdict.executor for verdict in verdicts} == {sandbox.executor}
+
+
+def test_equal_jobs_run_once(sandbox):
+    first, second = sandbox.run([adder(7)]), sandbox.run([adder(7), adder(7)])
+    assert second == [first[0], first[0]]
+    assert second[0] is first[0]
+
+
+def test_a_rank_takes_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(24)))
+    assert count_workers() == 16
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert count_workers() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert count_workers() == 1
+
+
+def test_without_an_executor_it_refuses_and_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(choose, "SAFE", {"bwrap": Bwrap})
+    choose.problem_of.cache_clear()
+    with pytest.raises(MachineError) as caught:
+        Sandbox()
+    choose.problem_of.cache_clear()
+    assert "bubblewrap is not installed" in caught.value.what
+    assert "apt-get install bubblewrap" in caught.value.fix
+    assert caught.value.exit_code == 3
+
+
+def test_an_executor_with_a_hole_is_refused(monkeypatch):
+    monkeypatch.setattr(choose, "SAFE", {"bwrap": choose.PlainProcess})
+    choose.problem_of.cache_clear()
+    with pytest.raises(MachineError, match="escaped: reads a private file"):
+        Sandbox("bwrap")
+    choose.problem_of.cache_clear()
+
+
+def test_an_unknown_executor_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="bwarp") as caught:
+        Sandbox("bwarp")
+    assert caught.value.nearest == ["bwrap"]
+
+
+def test_a_box_that_does_not_start_is_no_wrong_answer_and_is_not_kept(sandbox, monkeypatch):
+    class Broken:
+        name = sandbox.executor
+
+        def open(self, limits):
+            raise Lost("infra", "the box did not start")
+
+    good = sandbox._executors
+    sandbox._executors = SimpleQueue()
+    sandbox._executors.put(Broken())
+    job = adder(11)
+    failed = sandbox.run([job])[0]
+    sandbox._executors = good
+    assert (failed.status, failed.per_test, failed.passed) == ("infra", ("infra", "infra"), 0)
+    assert sandbox.run([job])[0].status == "wrong"
+
+
+def test_the_verb_answers_each_line_with_a_line(tmp_path, sftplay):
+    jobs = [{"code": "def f(x): return x", "tests": ["assert f(1) == 1", "assert f(2) == 3"]}, {"code": "x ="}]
+    (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, jobs)))
+    done = sftplay("sandbox", "--in", tmp_path / "jobs.jsonl", "--timeout", "9")
+    verdicts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(each["status"], each["passed"], each["total"]) for each in verdicts] == [("wrong", 1, 2), ("syntax", 0, 0)]
+    (tmp_path / "jobs.jsonl").write_text('{"code": ""}\n{"code": "", "test": []}')
+    done = sftplay("sandbox", "--in", tmp_path / "jobs.jsonl")
+    assert done.returncode == 4
+    assert "line 2, test: is no key of a job" in done.stderr
+    assert "did you mean" in done.stderr or "there are code, tests" in done.stderr
