@@ -241,6 +241,33 @@ def test_every_verb_on_a_run_uses_its_tokenizer(
 
 
 @pytest.mark.slow
+def test_documents_and_chats_are_trained_on_with_the_terms_of_the_first_documents(
+    inputs: Inputs, verbs_environment: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    mixture = [
+        {"name": "chat", "path": str(inputs.train), "type": "chat", "weight": 0.2},
+        {"name": "domain", "path": str(write_texts(tmp_path / "documents.jsonl", 160, seed=1)), "type": "cpt"},
+    ]
+    run = trained(
+        tmp_path, inputs, tied=True, task_mode="cpt_mixed", datasets=mixture, data__train_path=None,
+        data__val_path=None, data__split=0.1, cpt__block_size=48, eval__after=False,
+    )  # fmt: skip
+    kept = json.loads((run.folder.path / "new_tokens.json").read_text())["tokens"]
+    terms = {entry["term"] for entry in kept}
+    assert len(terms) == NEW
+    assert "angle of attack" in terms
+    rows = [run.trainer.train_dataset[n]["input_ids"].tolist() for n in range(8)]
+    assert sum(id >= BASE_ROWS for row in rows for id in row) > 50
+    out = merge(run.cfg, run.folder, out=tmp_path / "merged")
+    with quiet():
+        assert check_merge(run.cfg, run.folder, merged=out)["texts_equal"]
+    config = str(run.folder.path.parents[1] / "run.yaml")
+    capsys.readouterr()
+    assert cli.main(["eval", "--config", config, "--json"]) == 0
+    assert cli.main(["inspect", "--config", config, "--json", "--n", "2"]) == 0
+
+
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(inputs: Inputs, tmp_path: Path):
     whole = trained(tmp_path / "whole", inputs, tied=True, train__save_steps=2, eval__after=False)
     wish = {"train__save_steps": 2, "eval__after": False}
