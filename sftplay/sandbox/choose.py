@@ -10,11 +10,12 @@ from sftplay.errors import ConfigError, MachineError, nearest_names
 from sftplay.sandbox.attacks.quick import find_hole
 from sftplay.sandbox.executors.bwrap import INSTALL, Bwrap
 from sftplay.sandbox.executors.executor import Executor
+from sftplay.sandbox.executors.landlock import Landlock
 from sftplay.sandbox.executors.plain_process import PlainProcess
 
-NAMES = ("auto", "bwrap", "none")
+NAMES = ("auto", "bwrap", "landlock", "none")
 
-SAFE: dict[str, Callable[[], Executor]] = {"bwrap": Bwrap}
+SAFE: dict[str, Callable[[], Executor]] = {"bwrap": Bwrap, "landlock": Landlock}
 """The executors that isolate, the best first."""
 
 
@@ -40,7 +41,7 @@ def choose_executor(name: str, *, is_warm: bool) -> Callable[[], Executor]:
         if not problem:
             return SAFE[each]
         problems.append(f"{each}: {problem}")
-    fix = f"install bubblewrap: {INSTALL}; in a container, allow user namespaces"
+    fix = f"install bubblewrap: {INSTALL}; or in a container, where it cannot work: make install EXTRAS=sandbox"
     raise MachineError(f"nothing here can box a program ({'; '.join(problems)})", where="sandbox", fix=fix)
 
 

@@ -48,6 +48,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         source=mixture,
         order=RowOrder(steps=mixture.steps, steps_per_epoch=per_epoch or mixture.steps, digest=mixture.fingerprint),
         source_names=tuple(names),
+        final_report=mixture.report_now if cfg.cpt.streaming else None,
         learned_tokens=int(mixture.report["label_tokens"]),
     )
 

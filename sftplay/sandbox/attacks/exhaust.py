@@ -149,7 +149,8 @@ def f():
 """,
     ),
     Attack(
-        name="starts threads without end", statuses=("runtime",), limits={"timeout_s": 10, "test_timeout_s": 10},
+        name="starts threads without end", statuses=("runtime", "memory", "timeout"),
+        limits={"timeout_s": 10, "test_timeout_s": 10},
         code="""
 import threading, time
 def f():

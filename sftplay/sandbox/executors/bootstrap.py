@@ -11,6 +11,7 @@ import random
 import resource
 import sys
 import sysconfig
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def library_path() -> str:
 
 
 @cache
+def is_closed_to_others() -> bool:
+    """True when another user cannot read the interpreter, because it lies below a home folder."""
+    prefix = Path(sys.base_prefix).resolve()
+    return any(not folder.stat().st_mode & 0o001 for folder in (prefix, *prefix.parents))
+
+
+@cache
 def _modules() -> tuple[tuple[str, Any], ...]:
     parents = [(name, None) for name in ("sftplay", "sftplay.sandbox", "sftplay.sandbox.inside")]
     loaded = []
@@ -89,20 +97,37 @@ def first_message(hello: dict[str, Any]) -> bytes:
     return len(content).to_bytes(4, "little") + content
 
 
-def hello_for(limits: Limits, *, user: int, folder: str) -> dict[str, Any]:
-    """What the program inside must do before it runs anything. `user` 0: it stays who it is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What the program inside must do before it runs anything."""
+
+    folder: str
+    """Where it works."""
+    user: int = 0
+    """Whom it becomes; 0: it stays who it is."""
+    keeps_reading: bool = False
+    """As that user it may still read what its mode keeps from others."""
+    limits_processes: bool = True
+    """The kernel counts processes by user. Without a user of its own the limit would count the whole machine's."""
+    filter: bytes = b""
+    """System calls to refuse, where nothing outside does it."""
+
+
+def hello_for(limits: Limits, arrival: Arrival) -> dict[str, Any]:
+    """The same as the program inside reads it."""
     rlimits = [
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, int(limits.timeout_s) + 2),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_NPROC, limits.processes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_STACK, limits.stack_bytes),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ]
-    return {"limits": rlimits, "user": user, "folder": folder, "recursion": 1_000}
+    if arrival.limits_processes:
+        rlimits.append((resource.RLIMIT_NPROC, limits.processes))
+    return {**asdict(arrival), "limits": rlimits, "recursion": 1_000}
 
 
 def unused_user() -> int:

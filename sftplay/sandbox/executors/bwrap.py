@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sftplay.errors import MachineError
 from sftplay.sandbox.executors.bootstrap import (
+    Arrival,
     boot_command,
     environment,
     interpreter,
@@ -25,7 +26,7 @@ from sftplay.sandbox.executors.bootstrap import (
 )  # fmt: skip
 from sftplay.sandbox.executors.executor import start_box
 from sftplay.sandbox.executors.seccomp import build_filter
-from sftplay.sandbox.verdicts.box import Box
+from sftplay.sandbox.verdicts.box import Box, Pipes
 from sftplay.sandbox.verdicts.job import Limits
 
 WORK, PREFIX = "/w", "/py"
@@ -81,7 +82,8 @@ class Bwrap:
             process.kill()
             process.wait()
 
-        return start_box(ours, reading, limits=limits, kill=kill, user=user, folder=WORK)
+        pipes = Pipes(ours.detach(), None, reading)
+        return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=WORK, user=user))
 
     def close(self) -> None:
         """Nothing runs between boxes."""

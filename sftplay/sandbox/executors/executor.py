@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from sftplay.sandbox.executors.bootstrap import first_message, hello_for
-from sftplay.sandbox.verdicts.box import Box
+from sftplay.sandbox.executors.bootstrap import Arrival, first_message, hello_for
+from sftplay.sandbox.verdicts.box import Box, Pipes
 from sftplay.sandbox.verdicts.job import Limits
 
 
@@ -23,17 +22,15 @@ class Executor(Protocol):
         """End what is kept running between boxes."""
 
 
-def start_box(
-    ours: socket.socket, output: int, *, limits: Limits, kill: Callable[[], None], user: int, folder: str
-) -> Box:
-    """The box at the other end of a socket, once it has become `user` (0: it stays who it is) in `folder`.
+def start_box(pipes: Pipes, *, limits: Limits, kill: Callable[[], None], arrival: Arrival) -> Box:
+    """The box at the other end of the pipes, once the program inside has arrived.
 
     Raises:
         Lost: `infra`, it did not start.
     """
-    box = Box(ours, output, limits=limits, kill=kill)
+    box = Box(pipes, limits=limits, kill=kill)
     try:
-        box.send_first(first_message(hello_for(limits, user=user, folder=folder)))
+        box.send_first(first_message(hello_for(limits, arrival)))
         box.wait_ready()
     except BaseException:
         box.close()

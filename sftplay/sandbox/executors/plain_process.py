@@ -12,9 +12,9 @@ import socket
 import subprocess
 import tempfile
 
-from sftplay.sandbox.executors.bootstrap import boot_command, environment, interpreter
+from sftplay.sandbox.executors.bootstrap import Arrival, boot_command, environment, interpreter
 from sftplay.sandbox.executors.executor import start_box
-from sftplay.sandbox.verdicts.box import Box
+from sftplay.sandbox.verdicts.box import Box, Pipes
 from sftplay.sandbox.verdicts.job import Limits
 
 
@@ -44,7 +44,8 @@ class PlainProcess:
             process.wait()
             shutil.rmtree(folder, ignore_errors=True)
 
-        return start_box(ours, reading, limits=limits, kill=kill, user=0, folder=folder)
+        pipes = Pipes(ours.detach(), None, reading)
+        return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=folder))
 
     def close(self) -> None:
         """Nothing runs between boxes."""

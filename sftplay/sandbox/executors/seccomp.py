@@ -35,12 +35,15 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "init_module": (175, 105),
     "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
     "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
+    "move_pages": (279, 239), "process_madvise": (440, 440), "pidfd_send_signal": (424, 424),
     "syslog": (103, 116), "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None),
     "modify_ldt": (154, None),
 }  # fmt: skip
 
-ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
-"""Column of DENIED, the kernel's mark of the architecture, the number of clone(2)."""
+ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302), "aarch64": (1, 0xC00000B7, 220, 261)}
+"""Column of DENIED, the kernel's mark of the architecture, the numbers of clone(2) and of prlimit64(2)."""
 
 CLONE3 = 435
 """Its flags lie in memory, where no filter sees them. C libraries take clone(2) where it does not exist."""
@@ -56,7 +59,7 @@ def build_filter() -> bytes:
     if machine not in ARCHITECTURES:
         known = " and ".join(ARCHITECTURES)
         raise MachineError(f"no system call filter for {machine}", where="sandbox", fix=f"use a machine with {known}")
-    column, mark, clone = ARCHITECTURES[machine]
+    column, mark, clone, prlimit = ARCHITECTURES[machine]
     code = [_load(4), _jump(mark, skip_if_not=0, skip_if=1), _answer(KILL), _load(0)]
     if machine == "x86_64":
         code += [_jump(X32, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
@@ -64,12 +67,10 @@ def build_filter() -> bytes:
         if (number := numbers[column]) is not None:
             code += [_jump(number, skip_if_not=1), _answer(FAIL | EPERM)]
     code += [_jump(CLONE3, skip_if_not=1), _answer(FAIL | ENOSYS)]
-    code += [
-        _jump(clone, skip_if_not=3),
-        _load(16),
-        _jump(NEW_NAMESPACES, how=ANY_BIT, skip_if_not=1),
-        _answer(FAIL | EPERM),
-    ]
+    # A program may limit itself, which is process 0, and no other.
+    code += [_jump(prlimit, skip_if_not=3), _load(16), _jump(0, skip_if=1, skip_if_not=0), _answer(FAIL | EPERM)]
+    code += [_load(0), _jump(clone, skip_if_not=3), _load(16)]
+    code += [_jump(NEW_NAMESPACES, how=ANY_BIT, skip_if_not=1), _answer(FAIL | EPERM)]
     return b"".join([*code, _answer(ALLOW)])
 
 

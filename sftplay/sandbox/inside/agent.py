@@ -19,6 +19,10 @@ from sftplay.sandbox.inside.plain import NotPlain, decode, encode
 
 LONGEST_TEXT = 2_000
 
+PR_SET_KEEPCAPS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 8, 22, 2
+LINUX_CAPABILITY_VERSION_3, CAP_DAC_READ_SEARCH = 0x20080522, 2
+"""Source: linux/prctl.h, linux/seccomp.h, linux/capability.h."""
+
 
 class NeedsObjects(BaseException):
     """A test hands the candidate something that is not plain data. No test catches it."""
@@ -27,8 +31,8 @@ class NeedsObjects(BaseException):
 class Channel:
     """Orders in, answers out. The descriptor is the only thing in the process that leads out of the box."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        self.incoming, self.outgoing = incoming, outgoing
 
     def receive(self) -> tuple[Any, ...]:
         """The next order. The process ends with the other side."""
@@ -39,7 +43,7 @@ class Channel:
     def _exactly(self, size: int) -> bytes:
         parts = []
         while size:
-            part = os.read(self.fd, min(size, 1 << 20))
+            part = os.read(self.incoming, min(size, 1 << 20))
             if not part:
                 os._exit(0)
             parts.append(part)
@@ -51,13 +55,18 @@ class Channel:
         text = ("{" + ",".join(f'"{name}":{value}' for name, value in fields.items()) + "}").encode()
         rest = memoryview(len(text).to_bytes(4, "little") + text)
         while rest:
-            rest = rest[os.write(self.fd, rest) :]
+            rest = rest[os.write(self.outgoing, rest) :]
 
 
 def main(fd: int, hello: dict[str, Any]) -> None:
     """Give up rights, say that the box stands, and serve until the other side hangs up."""
+    incoming = outgoing = fd
+    if fd == 0:  # orders come by the standard input, answers go by the standard output
+        incoming, outgoing = os.dup(0), os.dup(1)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(2, 1)
     give_up_rights(hello)
-    channel = Channel(fd)
+    channel = Channel(incoming, outgoing)
     channel.send(status='"ready"')
     serve(channel)
 
@@ -65,9 +74,7 @@ def main(fd: int, hello: dict[str, Any]) -> None:
 def give_up_rights(hello: dict[str, Any]) -> None:
     """Become the user that the box is for, and take the limits on."""
     if hello["user"]:
-        os.setgroups([])
-        os.setresgid(hello["user"], hello["user"], hello["user"])
-        os.setresuid(hello["user"], hello["user"], hello["user"])
+        become(hello["user"], keeps_reading=hello["keeps_reading"])
     for number, value in hello["limits"]:
         hard = getrlimit(number)[1]
         most = value if hard == RLIM_INFINITY else min(value, hard)
@@ -75,6 +82,41 @@ def give_up_rights(hello: dict[str, Any]) -> None:
     sys.setrecursionlimit(hello["recursion"])
     os.umask(0o077)
     os.chdir(hello["folder"])
+    if hello["filter"]:
+        install_filter(hello["filter"])
+
+
+def become(user: int, *, keeps_reading: bool) -> None:
+    """Become a user without rights; with `keeps_reading` one that no file's mode keeps from reading it.
+
+    Source: capabilities(7). An interpreter below a home folder could not import anything otherwise. What may be read at
+    all is said by landlock.
+    """
+    if keeps_reading:
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    if keeps_reading:
+        header = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0)
+        sets = (ctypes.c_uint32 * 6)(1 << CAP_DAC_READ_SEARCH, 1 << CAP_DAC_READ_SEARCH)
+        if libc.capset(header, sets):
+            raise PermissionError("capset failed")
+
+
+def install_filter(code: bytes) -> None:
+    """Let the kernel refuse the system calls that the filter names, in this process and all that come of it."""
+    import ctypes
+
+    class Program(ctypes.Structure):
+        _fields_ = (("count", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+    program = Program(len(code) // 8, code)
+    if ctypes.CDLL(None).prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
+        raise PermissionError("the filter of system calls was refused")
 
 
 class Place:

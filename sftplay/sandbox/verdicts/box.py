@@ -10,11 +10,10 @@ import marshal
 import os
 import secrets
 import select
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from sftplay.sandbox.verdicts.job import Limits, Status
 
@@ -33,19 +32,31 @@ class Lost(Exception):
         self.status: Status = status
 
 
-class Box:
-    """A process in a box, with a socket to it and a pipe of what it prints."""
+class Pipes(NamedTuple):
+    """Descriptors of ours that lead to a process in a box."""
 
-    def __init__(self, control: socket.socket, output: int, *, limits: Limits, kill: Callable[[], None]) -> None:
+    answers: int
+    """To read answers from; a socket where `orders` is None, which orders go to as well."""
+    orders: int | None
+    output: int
+    """What the program prints."""
+
+
+class Box:
+    """A process in a box, and the pipes to it."""
+
+    def __init__(self, pipes: Pipes, *, limits: Limits, kill: Callable[[], None]) -> None:
         self.printed = b""
         """The end of what the program printed."""
-        self._control, self._output, self._limits, self._kill = control, output, limits, kill
+        self._pipes, self._limits, self._kill = pipes, limits, kill
+        self._answers, self._output = pipes.answers, pipes.output
+        self._orders = pipes.answers if pipes.orders is None else pipes.orders
         self._n_printed = 0
         self._incoming = b""
-        control.setblocking(False)
+        os.set_blocking(self._orders, False)
         self._poll = select.poll()
-        self._poll.register(control, select.POLLIN)
-        self._poll.register(output, select.POLLIN)
+        self._poll.register(self._answers, select.POLLIN)
+        self._poll.register(self._output, select.POLLIN)
 
     def wait_ready(self) -> None:
         """Return when the box stands.
@@ -84,10 +95,10 @@ class Box:
         rest = memoryview(content)
         while rest:
             try:
-                rest = rest[self._control.send(rest) :]
+                rest = rest[os.write(self._orders, rest) :]
             except BlockingIOError:
                 wait_ms = (until - time.monotonic()) * 1000
-                if wait_ms <= 0 or not select.select([], [self._control], [], wait_ms / 1000)[1]:
+                if wait_ms <= 0 or not select.select([], [self._orders], [], wait_ms / 1000)[1]:
                     raise Lost("timeout") from None
             except OSError as error:
                 raise Lost("killed", "the process had ended") from error
@@ -128,9 +139,9 @@ class Box:
             raise Lost("timeout")
         if self._output in ready:
             self._take_output()
-        if self._control.fileno() in ready:
+        if self._answers in ready:
             try:
-                part = self._control.recv(1 << 16)
+                part = os.read(self._answers, 1 << 16)
             except OSError:
                 part = b""
             if not part:
@@ -162,5 +173,6 @@ class Box:
     def close(self) -> None:
         """End all processes of the box, at once."""
         self._kill()
-        self._control.close()
-        os.close(self._output)
+        for fd in self._pipes:
+            if fd is not None:
+                os.close(fd)

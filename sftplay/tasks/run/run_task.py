@@ -71,6 +71,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     outcome = train_run.train(trainer)
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
     leave_process_group()
+    keep_final_report(rows, folder)
     if outcome.stop_signal == 0 and log.is_main():
         if own_base:
             cfg = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged")
@@ -79,10 +80,15 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         )
         log.say(f"result: {result}")
         if cfg.eval.after:
-            task.measure(
-                whole_model(trainer, setup.cfg, folder=folder), rows, cfg=setup.cfg, path=folder.eval / "after.json"
-            )
+            whole = whole_model(trainer, setup.cfg, folder=folder)
+            task.measure(whole, rows, cfg=setup.cfg, path=folder.eval / "after.json")
     return outcome
+
+
+def keep_final_report(rows: Rows, folder: RunFolder) -> None:
+    """Write data_report.json again where the rows were read while the run trained."""
+    if log.is_main() and rows.final_report:
+        folder.write_json("data_report.json", rows.final_report())
 
 
 def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToken]]:

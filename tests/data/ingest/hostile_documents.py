@@ -164,6 +164,8 @@ HOSTILE = (
     Hostile("loop.txt", lambda path: path.symlink_to(path), ("link_loop",)),
     Hostile("gone.txt", lambda path: path.symlink_to("nowhere"), ("broken_link",)),
     Hostile("a\nname\x1b[2J.txt", bytes_of(STRANGE), ()),
+    Hostile(os.fsdecode(b"caf\xe9.txt"), bytes_of(STRANGE + b" It is not UTF-8."), ()),
+    Hostile("none.jsonl", bytes_of(b"\n\n"), ("empty",)),
     Hostile("looping.pdf", bytes_of(looping_pdf()), ("broken", "empty", "scanned", "timeout", "memory", "crashed")),
     Hostile("sheet.xlsx", bytes_of(huge_sheet()), OR_READ),
     Hostile("cut.jsonl.gz", bytes_of(gzip.compress(b'{"text": "a"}\n' * 1000)[:-12]), ("broken",)),

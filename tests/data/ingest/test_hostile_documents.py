@@ -111,7 +111,7 @@ def check_named(report: dict[str, Any], hostile: tuple[Hostile, ...]) -> None:
     """Each file is in the report with a reason that fits; where it is read, rows say what became of it."""
     files = {file["path"]: file for file in report["files"]}
     for each in filter(is_known, hostile):
-        file = files[each.name]
+        file = files[each.name.encode("utf-8", "backslashreplace").decode()]
         found = {file["reason"]} if "reason" in file else set(file["dropped"]) or {""}
         assert found & set(each.reasons or [""]), (each.name, file)
     assert files["good.txt"]["kept"] == 1

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_documents import write_pdf
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.cli import main
@@ -77,6 +78,17 @@ def test_a_row_tells_where_its_text_is_from(folder):
     assert row["n_chars"] == len(row["text"])
     assert row["sha256"] == hashlib.sha256(row["text"].encode()).hexdigest()
     assert row["file_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_each_page_of_a_pdf_is_the_stretch_of_text_that_its_row_names(folder):
+    pytest.importorskip("pypdfium2")
+    lines = [[(72, 700, f"Sentence {n} of page {n} tells of pumps number {n}.")] for n in (1, 2, 3)]
+    write_pdf(folder.docs / "manual.pdf", lines)
+    (row,) = folder.ingest()
+    shown = {page: row["text"][begin:end].strip() for page, begin, end in row["pages"]}
+    assert shown == {n: f"Sentence {n} of page {n} tells of pumps number {n}." for n in (1, 2, 3)}
+    assert [begin for _, begin, _ in row["pages"]][1:] == [end for _, _, end in row["pages"]][:-1]
+    assert row["pages"][-1][2] == row["n_chars"]
 
 
 def test_by_section_each_row_has_its_path_of_headings(folder):

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -88,7 +89,8 @@ class ChildPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for stream in (self._server.stdin, self._server.stdout):
             if stream is not None:
-                stream.close()
+                with suppress(BrokenPipeError):  # the server has ended already
+                    stream.close()
         self._server.wait()
 
     def run(self, tasks: Iterable[Task]) -> Iterator[End]:

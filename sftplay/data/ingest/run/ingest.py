@@ -18,9 +18,9 @@ from sftplay.atomic import read_object, whole_file, write_text
 from sftplay.data.cache import fingerprint
 from sftplay.data.ingest.children.pool import ChildPool
 from sftplay.data.ingest.run.records import Records, compare
-from sftplay.data.ingest.run.report import report_of, shown
+from sftplay.data.ingest.run.report import report_of
 from sftplay.data.ingest.run.stages import FINISH, READ, finish_all, read_all, repeated_lines
-from sftplay.data.ingest.run.walk import Found, walk
+from sftplay.data.ingest.run.walk import Found, shown, walk
 from sftplay.data.ingest.run.work import Work
 from sftplay.data.ingest.settings import CLEANING, Settings
 from sftplay.data.ingest.steps import cleaning, language

@@ -10,7 +10,7 @@ import numpy as np
 
 from sftplay.data.ingest.run.records import Records, Verdict
 from sftplay.data.ingest.run.stages import Chunk, Document
-from sftplay.data.ingest.run.walk import Found
+from sftplay.data.ingest.run.walk import Found, shown
 from sftplay.data.ingest.settings import STEPS, Settings
 from sftplay.data.ingest.steps.finishing import EXAMPLES, example_of
 
@@ -50,11 +50,6 @@ def report_of(
         },
         "files": sorted([*files, *rest], key=lambda file: file["path"].split("/")),
     }
-
-
-def shown(name: str) -> str:
-    """A file's name as UTF-8 text: bytes that are none become escapes."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _files(documents: Sequence[Document], chunks: Sequence[Chunk], *, records: Records, reasons: Any) -> list[Any]:

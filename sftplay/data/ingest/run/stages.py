@@ -12,7 +12,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.data.ingest.children.pool import ChildPool, End, Task
-from sftplay.data.ingest.run.walk import Found
+from sftplay.data.ingest.run.walk import Found, shown
 from sftplay.data.ingest.run.work import Work, answer_path, forget, read_answer
 from sftplay.data.ingest.settings import Settings
 from sftplay.data.ingest.steps.finishing import Shard
@@ -170,7 +170,7 @@ def _planned(documents: Sequence[Document]) -> Iterator[list[dict[str, Any]]]:
     for place, document in enumerate(documents):
         for number, size in enumerate(document.answer.get("shards", ())):
             shard = Shard(
-                file=place, name=document.found.name, path=shard_path(document.stem, number),
+                file=place, name=shown(document.found.name), path=shard_path(document.stem, number),
                 file_sha256=document.answer["sha256"],
             )  # fmt: skip
             group.append(asdict(shard))

@@ -49,6 +49,11 @@ def walk(source: Path, own: Collection[Path]) -> list[Found]:
     return sorted(found, key=lambda each: each.name.split("/"))
 
 
+def shown(name: str) -> str:
+    """A file's name as UTF-8 text: bytes that are none become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def _below(source: Path) -> Iterator[Found]:
     errors: list[OSError] = []
     for place, folders, names in os.walk(source, onerror=errors.append):

@@ -142,6 +142,8 @@ class _Reader:
         for document in self._documents():
             self._shards.write(document)
             n_documents += 1
+        if not n_documents and not self._refused:
+            raise Unreadable("empty", "the file has no rows")
         self._shards.close()
         write_keys(Path(f"{self._stem}.lines"), self._keys)
         with self._path.open("rb") as stream:
@@ -163,7 +165,8 @@ class _Reader:
             self._notes = list(found.notes)
             blocks = self._cleaned(found.blocks)
             self._keys = line_keys(blocks)
-            yield {"title": found.title, "blocks": blocks}
+            title = self._cleaner.clean(Block(found.title))
+            yield {"title": " ".join(title.split()), "blocks": blocks}
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for row in text_rows(self._path, self._encoding):

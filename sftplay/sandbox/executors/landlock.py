@@ -1,0 +1,98 @@
+"""Boxes by landlock and system call filters, for machines where bubblewrap may not make namespaces: most containers.
+
+The library sandlock does it. What it leaves open is added: a limit of the disk, a user without rights where this
+process is root, an empty environment, and the same filter as bubblewrap's boxes have.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from sftplay.errors import MachineError
+from sftplay.sandbox.executors.bootstrap import (
+    Arrival,
+    boot_command,
+    environment,
+    interpreter,
+    is_closed_to_others,
+    unused_user,
+)  # fmt: skip
+from sftplay.sandbox.executors.executor import start_box
+from sftplay.sandbox.executors.seccomp import build_filter
+from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
+from sftplay.sandbox.verdicts.job import Limits
+
+READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+GONE_S = 5.0
+
+
+class Landlock:
+    """Opens a box of this process's own namespaces for each program, with landlock around it."""
+
+    name = "landlock"
+
+    def __init__(self) -> None:
+        if find_spec("sandlock") is None:
+            raise MachineError("sandlock is not installed", where="sandbox", fix="make install EXTRAS=sandbox")
+        import sandlock
+
+        has, needs = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+        if has < needs:
+            raise MachineError(f"the kernel's landlock is version {has} of {needs}", where="sandbox", fix="use bwrap")
+        self._filter = build_filter()
+
+    def open(self, limits: Limits) -> Box:
+        """A box that stands.
+
+        Raises:
+            Lost: `infra`, the box did not start.
+        """
+        import sandlock
+
+        top = Path(tempfile.mkdtemp(prefix="sftplay-box-"))
+        work, storage = top / "work", top / "storage"
+        for folder in (top, work, storage):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o711 if folder == top else 0o777)
+        user = unused_user()
+        box = sandlock.Sandbox(
+            fs_readable=self._readable(), fs_writable=[str(work)], cwd=str(work), workdir=str(work),
+            fs_storage=str(storage), max_disk=limits.disk_bytes, on_exit=sandlock.BranchAction.ABORT,
+            on_error=sandlock.BranchAction.ABORT, clean_env=True, env=environment(str(work)),
+            max_processes=limits.processes, no_coredump=True,
+        )  # fmt: skip
+        piped = sandlock.StdioMode.PIPED
+        try:
+            process = box.popen(boot_command(str(interpreter()), 0), stdin=piped, stdout=piped, stderr=piped)
+        except (RuntimeError, OSError, sandlock.SandlockError) as error:
+            shutil.rmtree(top, ignore_errors=True)
+            raise Lost("infra", f"the box did not start: {error}") from error
+        fds = [os.dup(each.fileno()) for each in (process.stdout, process.stdin, process.stderr)]
+        for each in (process.stdout, process.stdin, process.stderr):
+            each.close()
+
+        def kill() -> None:
+            process.kill()
+            process.wait(timeout=GONE_S)
+            shutil.rmtree(top, ignore_errors=True)
+
+        arrival = Arrival(
+            folder=str(work), user=user, keeps_reading=user != 0 and is_closed_to_others(),
+            limits_processes=user != 0, filter=self._filter,
+        )  # fmt: skip
+        return start_box(Pipes(*fds), limits=limits, kill=kill, arrival=arrival)
+
+    def _readable(self) -> list[str]:
+        prefix = [str(interpreter())] if sys.base_prefix == "/usr" else [str(Path(sys.base_prefix).resolve())]
+        return [path for path in (*READABLE, *DEVICES, *prefix) if Path(path).exists()]
+
+    def close(self) -> None:
+        """Nothing runs between boxes."""
