@@ -5,8 +5,8 @@
 The check lists (tests/data/ingest/check_lists.json) were written from the documents themselves: title, headings,
 sentences, rows of tables, items of lists, lines of code, and what must be gone. Every library that is installed takes
 part with the formats that it reads; the others are named. Markdown's own signs of emphasis, code and escapes count for
-nothing, nor does the kind of white space; a heading, row, item or line of code must be marked as one. CPU seconds are the
-best of three readings in a warm process. MiB are what a library brings with all it needs, beside requirements.lock.
+nothing, nor does the kind of white space; a heading, row, item or line of code must be marked as one. CPU seconds are
+the best of three readings in a warm process. MiB are what a library brings with all it needs, beside requirements.lock.
 """
 
 from __future__ import annotations
