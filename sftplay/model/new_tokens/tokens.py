@@ -20,7 +20,7 @@ from sftplay.data.read.sources import content_digest
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.new_tokens.forms import Form, choose_forms, ids_of
-from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts
+from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts, words_of
 
 CODE_VERSION = 1
 """To be raised when the same texts give another list."""
@@ -118,7 +118,7 @@ def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     wanted, backend = cfg.tuning.new_tokens, tokenizer.backend_tokenizer
     texts = training_texts(cfg)
     if wanted.path:
-        forms, refused = choose_forms(backend, read_terms(wanted.path))
+        forms, refused = choose_forms(backend, read_terms(wanted.path), words=words_of(texts))
         if refused:
             term, reason = next(iter(refused.items()))
             what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
@@ -151,7 +151,7 @@ def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[
         wanted=2 * wanted.count,
         min_count=wanted.min_count,
     )
-    forms, refused = choose_forms(backend, terms)
+    forms, refused = choose_forms(backend, terms, words=words_of(texts))
     forms = dict(list(forms.items())[: wanted.count])
     if not forms:
         what = f"no term occurs {wanted.min_count} times and would save tokens"
