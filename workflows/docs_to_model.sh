@@ -89,11 +89,7 @@ cfg = load_config(sys.argv[1], sys.argv[2:])
 print(f"{cfg.output_dir}/{cfg.run_name}")' "$config" "${set_values[@]}")
 
 say "2 of 4: training, with chats in between; its folder is $folder"
-if [ -d "$folder/adapter" ] || [ -d "$folder/model" ]; then
-  echo "it is trained already"
-else
-  run train train.resume=auto
-fi
+run train train.resume=auto
 say "3 of 4: held-out documents and chats, before and after"
 run eval --run "$name"
 say "4 of 4: one model"
