@@ -73,7 +73,8 @@ def format_table(work: Path, options: argparse.Namespace) -> str:
         n_chars, n_files = found.report["characters"], len(list((work / "docs").iterdir()))
         lines.append(
             f"| {suffix[1:]} | {n_files} | {n_bytes / MB:.1f} | {n_chars / MB:.1f} | {found.seconds:.1f}"
-            f" | {n_bytes / MB / found.seconds:.1f} | {n_chars / MB / found.seconds:.1f} | {found.cpu_s:.1f} | {found.peak_mb:.0f} |"
+            f" | {n_bytes / MB / found.seconds:.1f} | {n_chars / MB / found.seconds:.1f}"
+            f" | {found.cpu_s:.1f} | {found.peak_mb:.0f} |"
         )
         clear(work)
     return "\n".join(lines)
