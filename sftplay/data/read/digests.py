@@ -24,7 +24,7 @@ GRAIN_NS = 2_000_000_000
 def kept_digest(path: str, folder: Path) -> str:
     """As `content_digest`; the digest of a large file or folder is kept below `folder` while no file's stamp changes.
 
-    A stamp is name, size, inode, and the times of the last change of content and of anything: no program can set the last.
+    A stamp is name, size, inode, and the times of the last change of content and of anything. No program sets the last.
 
     Raises:
         DataError: a file cannot be read.
