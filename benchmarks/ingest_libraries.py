@@ -30,12 +30,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 LISTS = ROOT / "tests" / "data" / "ingest" / "check_lists.json"
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s+(.*)")
+LINK = re.compile(r"\[([^\[\]]*)\]\((?:[^()]|\((?:[^()])*\))*\)")
 ROUNDS = 3
 
 
 def plain(text: str) -> str:
     """Text without Markdown's inline signs, with one kind of white space and of quotation marks."""
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = LINK.sub(r"\1", text)
     text = re.sub(r"[*_`\\]", "", text).replace("’", "'").replace("‘", "'").replace("“", '"').replace("”", '"')
     return " ".join(text.split())
 
