@@ -166,6 +166,31 @@ def test_steps_and_filters_can_be_switched(folder):
     assert folder.report["dropped"] == {"long": 2, "short": 1}
 
 
+@pytest.mark.skipif(find_spec("py3langid") is None, reason="needs py3langid, of the extra `ingest`")
+def test_only_the_languages_that_are_named_are_kept(folder):
+    german = "Vor dem Öffnen der Abdeckung muss die Pumpe ausgeschaltet und vom Netz getrennt werden."
+    folder.write("de.txt", german)
+    folder.write("en.txt", "Switch the pump off and take its plug out of the wall before the cover is opened.")
+    assert [row["source"] for row in folder.ingest("--language", "en,fr")] == ["en.txt"]
+    assert folder.report["dropped"] == {"language": 1}
+    (example,) = folder.report["examples"]["dropped"]
+    assert (example["source"], example["detail"], example["text"]) == ("de.txt", "looks like de", german)
+
+
+def test_tokens_are_those_of_the_tokenizer_that_is_named(folder, monkeypatch):
+    for number in range(3):
+        folder.write(f"{number}.txt", prose(number))
+
+    def load_tokenizer(model: Any) -> Any:
+        assert model.name == "some/model"
+        return lambda texts, **_: {"input_ids": [text.split() for text in texts]}
+
+    monkeypatch.setattr("sftplay.model.tokenizer.load_tokenizer", load_tokenizer)
+    rows = folder.ingest("--tokenizer", "some/model")
+    assert folder.report["tokens"] == sum(len(row["text"].split()) for row in rows) == 600
+    assert "Tokens by some/model" in folder.out.with_suffix(".report.html").read_text()
+
+
 def test_lines_of_many_documents_go_and_are_named(folder):
     for number in range(6):
         folder.write(f"{number}.txt", f"{prose(number)}\n\nAll rights reserved by the maker.\n\n{prose(number + 50)}")
