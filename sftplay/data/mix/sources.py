@@ -13,6 +13,7 @@ from sftplay.config.schema.mixture import DatasetConfig
 from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.encode.render import Recipe, Renderer
+from sftplay.data.layouts.source_types import data_of
 from sftplay.data.mix.filling import StoreFiles
 from sftplay.data.mix.store import Index
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
@@ -151,16 +152,6 @@ def jobs_of(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[Sou
             )
         )
     return jobs
-
-
-def data_of(cfg: RunConfig, kind: str) -> DataConfig:
-    """The section `data` as it holds for sources of a type: only layouts of that type are read."""
-    data = cfg.data
-    if kind == "cpt":
-        columns = {field: column for field, column in data.columns.items() if field == "text"}
-        return data.model_copy(update={"format": "text", "columns": columns, "system": None})
-    others = {field: column for field, column in data.columns.items() if field != "text"}
-    return data.model_copy(update={"format": "auto" if data.format == "text" else data.format, "columns": others})
 
 
 def _paths(source: DatasetConfig) -> list[str]:

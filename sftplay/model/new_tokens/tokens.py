@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
         (unfinished / LIST).write_text(_as_text(_choose(cfg, tokenizer)), encoding="utf-8")
 
     ensure_folder(folder, make)
-    tokens = _from_text((folder / LIST).read_text(encoding="utf-8"))
+    tokens = _from_entries(json.loads((folder / LIST).read_text(encoding="utf-8")))
     add_to(tokenizer, tokens)
     return tokens
 
@@ -112,6 +112,12 @@ def keep_list(folder: RunFolder, tokens: Sequence[NewToken], *, cfg: RunConfig) 
     what = f"the new tokens are others than when the run began: {'; '.join(changes) or 'in another order'}"
     source = cfg.tuning.new_tokens.path or source_of(cfg)[0]
     raise ConfigError(what, where=f"{KEY} {path}", fix=f"restore {source}, or train under a new run_name")
+
+
+def kept_tokens(run: Path) -> list[NewToken]:
+    """The new tokens that the run in the folder `run` began with; none where it has none."""
+    path = run / LIST
+    return _from_entries(json.loads(path.read_text(encoding="utf-8"))["tokens"]) if path.is_file() else []
 
 
 def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
@@ -176,19 +182,14 @@ def _totals(tokens: Sequence[NewToken]) -> dict[str, int]:
 
 
 def _shown(token: NewToken) -> dict[str, Any]:
-    return {
-        "term": token.term,
-        "content": token.content,
-        "id": token.id,
-        "count": token.count,
-        "pieces_before": len(token.pieces),
-        "tokens_saved": token.tokens_saved,
-    }
+    return {**asdict(token), "pieces_before": len(token.pieces), "tokens_saved": token.tokens_saved}
 
 
 def _as_text(tokens: Sequence[NewToken]) -> str:
     return json.dumps([asdict(token) for token in tokens], ensure_ascii=False, indent=1)
 
 
-def _from_text(text: str) -> list[NewToken]:
-    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in json.loads(text)]
+def _from_entries(entries: Sequence[dict[str, Any]]) -> list[NewToken]:
+    names = [field.name for field in fields(NewToken)]
+    own = ({name: entry[name] for name in names} for entry in entries)
+    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in own]

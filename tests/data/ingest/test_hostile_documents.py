@@ -26,6 +26,9 @@ from sftplay.data.ingest.settings import ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9
+LIMIT_S, LATE_S = 30.0, 15.0
+"""The default limit of a file, and how much later a busy machine may end what is over it."""
+
 GOOD = "A plain document beside the others, which is long enough to be kept as it is.\n"
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 
@@ -133,6 +136,7 @@ def test_every_hostile_file_is_named_and_the_good_ones_are_read(tmp_path):
     assert "\u200f" in {row["source"]: row["text"] for row in rows}["arabic.txt"]
     assert "cp1252" in files["latin.txt"]["detail"]
     assert watch.peak_bytes < GB
+    assert watch.longest_s < LIMIT_S + LATE_S
 
 
 @pytest.mark.slow
@@ -146,6 +150,7 @@ def test_bombs_and_a_line_of_200_mb_stay_within_the_bounds(tmp_path):
     assert max(row["n_chars"] for row in parts) <= 1_000_000
     assert watch.peak_bytes < GB
     assert watch.others_peak_bytes < GB
+    assert watch.longest_s < LIMIT_S + 200e6 / 4e6 + LATE_S
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_taken(tmp_path):

@@ -92,6 +92,7 @@ LIBRARIES = {
     ".pdf": ("pypdfium2.raw",),
     ".rst": ("docutils.core", "docutils.parsers.rst"),
     ".eml": ("email.parser", "email.policy"),
+    ".parquet": ("pyarrow.parquet",),
 }
 """File name ending -> what its reader imports. Imported before the first fork, it costs a file nothing."""
 
