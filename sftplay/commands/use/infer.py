@@ -175,10 +175,10 @@ def open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tup
     prepare_environment(cfg)
     from sftplay.deliver.infer.generate import Generator
     from sftplay.deliver.infer.sampling import Sampling
-    from sftplay.model.load import load_base, load_result
+    from sftplay.model.load import load_result, load_untrained
 
     tokenizer, renderer = load_renderer(cfg, folder)
-    model = load_base(cfg).eval() if getattr(args, "base", False) else load_result(cfg, folder.path)
+    model = load_untrained(cfg, folder.path) if getattr(args, "base", False) else load_result(cfg, folder.path)
     sampling = Sampling(args.temperature, _top_p(args), _seed(args, cfg))
     return Generator(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), sampling), renderer
 

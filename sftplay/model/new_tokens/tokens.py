@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from sftplay.data.read.sources import content_digest
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.new_tokens.forms import Form, choose_forms, ids_of
-from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts
+from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts, words_of
 
 CODE_VERSION = 1
 """To be raised when the same texts give another list."""
@@ -80,7 +80,7 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
         (unfinished / LIST).write_text(_as_text(_choose(cfg, tokenizer)), encoding="utf-8")
 
     ensure_folder(folder, make)
-    tokens = _from_text((folder / LIST).read_text(encoding="utf-8"))
+    tokens = _from_entries(json.loads((folder / LIST).read_text(encoding="utf-8")))
     add_to(tokenizer, tokens)
     return tokens
 
@@ -114,11 +114,17 @@ def keep_list(folder: RunFolder, tokens: Sequence[NewToken], *, cfg: RunConfig) 
     raise ConfigError(what, where=f"{KEY} {path}", fix=f"restore {source}, or train under a new run_name")
 
 
+def kept_tokens(run: Path) -> list[NewToken]:
+    """The new tokens that the run in the folder `run` began with; none where it has none."""
+    path = run / LIST
+    return _from_entries(json.loads(path.read_text(encoding="utf-8"))["tokens"]) if path.is_file() else []
+
+
 def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     wanted, backend = cfg.tuning.new_tokens, tokenizer.backend_tokenizer
     texts = training_texts(cfg)
     if wanted.path:
-        forms, refused = choose_forms(backend, read_terms(wanted.path))
+        forms, refused = choose_forms(backend, read_terms(wanted.path), words=words_of(texts))
         if refused:
             term, reason = next(iter(refused.items()))
             what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
@@ -151,7 +157,7 @@ def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[
         wanted=2 * wanted.count,
         min_count=wanted.min_count,
     )
-    forms, refused = choose_forms(backend, terms)
+    forms, refused = choose_forms(backend, terms, words=words_of(texts))
     forms = dict(list(forms.items())[: wanted.count])
     if not forms:
         what = f"no term occurs {wanted.min_count} times and would save tokens"
@@ -176,19 +182,14 @@ def _totals(tokens: Sequence[NewToken]) -> dict[str, int]:
 
 
 def _shown(token: NewToken) -> dict[str, Any]:
-    return {
-        "term": token.term,
-        "content": token.content,
-        "id": token.id,
-        "count": token.count,
-        "pieces_before": len(token.pieces),
-        "tokens_saved": token.tokens_saved,
-    }
+    return {**asdict(token), "pieces_before": len(token.pieces), "tokens_saved": token.tokens_saved}
 
 
 def _as_text(tokens: Sequence[NewToken]) -> str:
     return json.dumps([asdict(token) for token in tokens], ensure_ascii=False, indent=1)
 
 
-def _from_text(text: str) -> list[NewToken]:
-    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in json.loads(text)]
+def _from_entries(entries: Sequence[dict[str, Any]]) -> list[NewToken]:
+    names = [field.name for field in fields(NewToken)]
+    own = ({name: entry[name] for name in names} for entry in entries)
+    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in own]

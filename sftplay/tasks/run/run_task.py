@@ -55,7 +55,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
         task.report_rows(rows, tokenizer, folder=folder)
-    fingerprint = fingerprint_of(cfg, rows)
+    fingerprint = fingerprint_of(cfg, rows, new_tokens=new_tokens)
     set_seed(cfg.seed)
     model = load_start(cfg, source=own_base)
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
