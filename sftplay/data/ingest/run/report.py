@@ -115,7 +115,7 @@ def _dropped(
     equal = np.flatnonzero(verdict.repeats != np.arange(len(records)))[:EXAMPLES].tolist()
     twins = [(number, int(verdict.repeats[number]), "duplicate", "the same text as") for number in equal]
     near = sorted(verdict.pairs[:EXAMPLES], key=lambda pair: pair.dropped)
-    twins += [(p.dropped, p.kept, "near_duplicate", f"{p.similarity:.0%} the same as") for p in near]
+    twins += [(p.dropped, p.kept, "near_duplicate", f"{p.similarity:.1%} the same as") for p in near]
     for number, kept, reason, what in twins:
         detail = f"{what} {records.record(kept)['source']}"
         found.append({"reason": reason, "detail": detail, **example_of(records.record(number))})
