@@ -94,3 +94,11 @@ def test_the_disk_holds_the_kept_checkpoints_one_that_is_written_and_the_result(
     found = workload_of(config(tmp_path, max_steps=1), setting())
     assert found.checkpoint_bytes == PAIRS * (4 + 8)  # fp32 pairs, and two fp32 moments
     assert found.disk_bytes == 4 * found.checkpoint_bytes + PAIRS * 4
+
+
+def test_a_base_that_the_run_keeps_lies_on_the_disk_too(tmp_path: Path):
+    cfg = config(tmp_path, max_steps=7)
+    more = cfg.with_values({"tuning.new_tokens.count": 50}, "test")
+    added = workload_of(more, setting()).disk_bytes - workload_of(cfg, setting()).disk_bytes
+    # 32,000 rows of 1024 in embedding and head, and the layers; four layers have two norms each, and one is at the end.
+    assert added == 2 * (2 * 32_000 * 1024 + 4 * LAYER + 9 * 1024)
