@@ -148,8 +148,8 @@ PATHS = """## The path of a config value
 ## The path of a document
 
 1. `data/ingest/run/walk.py` finds files; `data/ingest/children/pool.py` has a child forked for each, within bounds.
-2. In the child `data/ingest/steps/reading.py` cleans what `data/ingest/by_kind.py` has found, block by block, and writes it
-   down.
+2. In the child `data/ingest/steps/reading.py` cleans what `data/ingest/by_kind.py` has found, block by block, and
+   writes it down.
 3. `data/ingest/steps/finishing.py` makes rows with their pages of it, without the lines that stand everywhere.
 4. `data/ingest/run/records.py` finds rows that repeat others; `data/ingest/run/ingest.py` writes the rest.
 
