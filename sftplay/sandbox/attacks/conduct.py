@@ -23,7 +23,7 @@ GROUPS = {
 
 ATTACKS = tuple(attack for attacks in GROUPS.values() for attack in attacks)
 
-GOOD = Job(code="def f(x):\n    return x + 1", tests=("assert f(2) == 3", "y = f(2)\nassert y == 3"))
+GOOD = Job(code="def f(x):\n    return x + 1", tests=("assert f(2) == 3",))
 """A program that must still be judged well, after each attack."""
 
 SPARE_S = 20.0
