@@ -63,7 +63,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance \
+  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
@@ -204,6 +204,8 @@ eval-quick: $(READY) ## 50 prompts, the run alone
 	@$(SFTPLAY) eval-quick $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-full: $(READY) ## every held-out row, every metric, beside its base
 	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
+eval-code: $(READY) ## programs against the tests of problems: RUN= DATA=mbpp.json (N=1, TEMPERATURE=, ARGS="--split test")
+	@$(SFTPLAY) eval-code $(WHICH) $(RUNNAME) $(call flag,--data,DATA) $(call flag,--split,SPLIT) $(COUNT) $(DRAW) $(JSONFLAG) $(WORDS)
 infer: $(READY) ## chat with a run's model: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
 	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(DRAW) $(WORDS)
 infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)

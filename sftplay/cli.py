@@ -56,6 +56,7 @@ VERBS = {
     "eval-test": ("sftplay.commands.use.evaluate", "evaluate", "measure it on the test rows"),
     "eval-quick": ("sftplay.commands.use.evaluate", "evaluate", "measure it on 50 prompts, without its base"),
     "eval-full": ("sftplay.commands.use.evaluate", "evaluate", "measure it on every held-out row, by every metric"),
+    "eval-code": ("sftplay.commands.use.eval_code", "eval_code", "run a run's programs against the tests of problems"),
     "infer": ("sftplay.commands.use.infer", "infer", "chat with a run's model"),
     "infer-batch": ("sftplay.commands.use.infer", "infer_batch", "answer every row of a file"),
     "download-model": (

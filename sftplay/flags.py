@@ -185,6 +185,15 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
         "eval-test": run,
         "eval-quick": run,
         "eval-full": run,
+        "eval-code": {
+            **run,
+            "--data": {"required": True, "help": "a file of MBPP or HumanEval, or its hub name"},
+            "--split": {"choices": ["test", "validation", "train", "prompt", "all"], "default": "test"},
+            "--n": {"type": _positive, "default": 1, "help": "answers to each problem"},
+            "--limit": {"type": _positive, "default": None, "help": "only so many problems, the first ones"},
+            "--executor": {"default": "auto", "help": "as for the verb sandbox"},
+            **choice,
+        },
         "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
         "infer-batch": {**run, **_FILES, **choice},
     }

@@ -14,12 +14,14 @@ from pathlib import Path
 from sftplay import log
 from sftplay.config.load import examine_config
 from sftplay.config.rules.data import row_paths
+from sftplay.config.schema.mixture import SourceType
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.model_shape import known_shape, near_names
 from sftplay.data.layouts.convert import reading_of, to_record
+from sftplay.data.layouts.source_types import data_of
 from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
-from sftplay.data.records import Refused
+from sftplay.data.records import Refused, Text
 from sftplay.errors import (
     ConfigError,
     ConfigErrors,
@@ -179,16 +181,19 @@ def names_beside(path: Path) -> list[str]:
 
 def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     """Refuse a file whose first rows are all bad, because its layout is another. With skip the full pass decides."""
-    data, n_rows = cfg.data, 0
+    kind = _type_of(key, cfg=cfg)
+    data, n_rows = data_of(cfg, kind) if kind else cfg.data, 0
     refused: list[str] = []
     rows = read_rows(path, dialect_of(data))
     for source, row in islice(rows, SAMPLED_ROWS):
         n_rows += 1
         try:
-            if not isinstance(row, Refused):
-                to_record(row, source, reading=reading_of(data))
+            if isinstance(row, Refused):
+                refused.append(f"{source} {row.reason}")
+            elif isinstance(to_record(row, source, reading=reading_of(data)), Text) and kind == "chat":
+                refused.append(f"{source} is a plain text, and the source has type: chat")
+            else:
                 return
-            refused.append(f"{source} {row.reason}")
         except DataError as error:
             refused.append(f"{source} {error.what}")
     where = _where(cfg, key)
@@ -199,7 +204,16 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
     count = "its only row cannot" if n_rows == 1 else f"none of its first {n_rows} rows can"
     reasons = "".join(f"\n  {reason}" for reason in refused[:NAMED_ROWS])
     fix = "name its layout with data.format and its columns with data.columns, or another file"
+    if kind == "cpt":
+        fix = "name the column of the text, data.columns: {text: NAME}; chats take task_mode cpt_mixed and type: chat"
     raise DataError(f"{path}: {count} be read{reasons}", where=where, fix=fix)
+
+
+def _type_of(key: str, *, cfg: RunConfig) -> SourceType | None:
+    """The type of the source whose rows a key names; None in task sft, where any layout is read."""
+    if key.startswith("datasets."):
+        return cfg.datasets[int(key.split(".")[1])].type
+    return "cpt" if cfg.learns_documents else None
 
 
 def _check_template(cfg: RunConfig) -> None:

@@ -16,7 +16,8 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.log import local_rank, status
 from sftplay.model.adapter import add_adapter, attach_adapter, continue_adapter
 from sftplay.model.merged_start import keep_base, merged_start
-from sftplay.model.new_tokens.tokens import NewToken
+from sftplay.model.new_tokens.rows import add_rows
+from sftplay.model.new_tokens.tokens import NewToken, kept_tokens
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
 from sftplay.model.unsloth_model import adapt_by_unsloth, open_by_unsloth
@@ -88,6 +89,16 @@ def load_result(cfg: RunConfig, folder: Path) -> Any:
     own = folder / "base"
     base = load_base(cfg, source=str(own)) if own.is_dir() else _open_named(resolve_names(cfg))
     return attach_adapter(base, folder / "adapter").eval()
+
+
+def load_untrained(cfg: RunConfig, folder: Path) -> Any:
+    """What a finished run started from, in evaluation mode, with rows for the tokens of the run's tokenizer."""
+    own = folder / "base"
+    if not cfg.tuning.new_tokens.is_on or not own.is_dir():
+        base = load_base(cfg)
+        add_rows(base, kept_tokens(folder))
+        return base.eval()
+    return load_base(cfg, source=str(own)).eval()
 
 
 def _open_named(cfg: RunConfig) -> Any:

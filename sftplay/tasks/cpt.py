@@ -27,14 +27,17 @@ from sftplay.tasks.step.isolation import check_isolation
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
-    """Blocks of the sources of `cfg`. Gives the tokenizer the chat template that the masks are proven for.
+    """Blocks of the sources of `cfg`. Gives the tokenizer the chat template that the masks of chats are proven for.
+
+    Where there are no chats, it keeps its own: the result still answers in the form that it knew.
 
     Raises:
         DataError: a source keeps no document.
     """
     log.status(f"preparing {', '.join(source.name for source in cfg.sources)}", "data")
     mixture = load_mixture(cfg, tokenizer)
-    tokenizer.chat_template = mixture.renderer.template
+    if mixture.renderer.template is not None:
+        tokenizer.chat_template = mixture.renderer.template
     per_epoch = mixture.steps_per_epoch
     if per_epoch is not None:
         note_blocks(cfg, per_epoch * cfg.train.effective_batch_size)
@@ -48,6 +51,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         source=mixture,
         order=RowOrder(steps=mixture.steps, steps_per_epoch=per_epoch or mixture.steps, digest=mixture.fingerprint),
         source_names=tuple(names),
+        final_report=mixture.report_now if cfg.cpt.streaming else None,
         learned_tokens=int(mixture.report["label_tokens"]),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sftplay.cli import main
+from sftplay.errors import DataError
 from sftplay.model import hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,3 +156,27 @@ def test_a_thousand_unknown_keys_are_told_by_the_first_hundred(said):
     text = "model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n" + "".join(f"k{n}: 1\n" for n in range(1000))
     code, found = said("validate", text=text)
     assert (code, len(found)) == (2, 100)
+
+
+@pytest.mark.parametrize(
+    ("key", "rows", "reason"),
+    [
+        ("datasets.0.path", {"messages": []}, "has no key 'text'; its keys are 'messages'"),
+        ("datasets.1.path", {"text": "a"}, "is a plain text, and the source has type: chat"),
+    ],
+)
+def test_rows_of_another_type_than_their_source_are_refused_at_its_entry(said, tmp_path, key, rows, reason):
+    given = {"datasets.0.path": {"text": "a"}, "datasets.1.path": {"prompt": "a", "completion": "b"}, key: rows}
+    for name, row in given.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    text = """\
+task_mode: cpt_mixed
+model: {name: builtin:tiny}
+datasets:
+  - {name: a, path: datasets.0.path.jsonl, type: cpt}
+  - {name: b, path: datasets.1.path.jsonl, type: chat}
+"""
+    code, problems = said("validate", text=text)
+    assert code == DataError.exit_code
+    assert list(problems) == [key]
+    assert reason in problems[key]["what"]

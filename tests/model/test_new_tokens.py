@@ -18,7 +18,7 @@ from sftplay.model.adapter import add_adapter
 from sftplay.model.new_tokens.forms import HAS_NO_FORM, IS_ONE_TOKEN, Form, choose_forms
 from sftplay.model.new_tokens.rows import add_rows
 from sftplay.model.new_tokens.terms import find_terms, read_terms
-from sftplay.model.new_tokens.tokens import NewToken
+from sftplay.model.new_tokens.tokens import NewToken, add_to
 from sftplay.model.tokenizer import load_extended
 
 PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"
@@ -60,12 +60,12 @@ def test_words_at_the_beginning_of_a_line_or_behind_a_bracket_are_no_occurrences
     assert find_terms(["carburetor (carburetor)\ncarburetor"] * 9, letters, wanted=3, min_count=1) == []
 
 
-def byte_level() -> Tokenizer:
+def byte_level(*more: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return trained(tokenizer, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
+    return trained(tokenizer, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False), more)
 
 
 def metaspace(scheme: str) -> Tokenizer:
@@ -85,8 +85,9 @@ def old_llama() -> Tokenizer:
     return tokenizer
 
 
-def trained(tokenizer: Tokenizer, trainer: trainers.BpeTrainer) -> Tokenizer:
-    tokenizer.train_from_iterator([PLAIN_TEXT] * 20 + ["category", "flapping ( ) . , é\t\n 'ä-öx2s"] * 3, trainer)
+def trained(tokenizer: Tokenizer, trainer: trainers.BpeTrainer, more: tuple[str, ...] = ()) -> Tokenizer:
+    texts = [*[PLAIN_TEXT] * 20, *["category", "flapping ( ) . , é\t\n 'ä-öx2s"] * 3, *list(more) * 30]
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -133,6 +134,17 @@ def test_a_term_that_begins_a_longer_token_leaves_that_token_whole():
     assert forms[begins] == Form(begins, single_word=True)
     assert ids(with_terms(plain, forms), "the quiet hills") == before
     assert choose_forms(plain, ["quiet"])[1] == {"quiet": IS_ONE_TOKEN}
+
+
+def test_no_word_of_the_data_gets_longer_by_a_term_that_it_begins_with():
+    # "hillsboats" is " hills" and "boats"; behind a token " hillsb" there would be "o" and "ats".
+    plain = byte_level("boats")
+    before = ids(plain, "the hillsboats")
+    assert len(before) == 3
+    loose, held = (choose_forms(plain, ["hillsb"], words=words)[0] for words in ([], ["hills", "hillsboats", "old"]))
+    assert len(ids(with_terms(plain, loose), "the hillsboats")) > len(before)
+    assert ids(with_terms(plain, held), "the hillsboats") == before
+    assert held == {}  # as a bare word it would leave its space a token, and save none
 
 
 @given(st.lists(st.sampled_from([*PLAIN_TEXT.split(), " ", "\n", ".", "é", "x2", "(", ")", "an", "ai", "le"])))
@@ -217,6 +229,12 @@ def test_a_listed_term_that_cannot_be_a_token_is_named(tiny_llama: Path, tmp_pat
     (tmp_path / "terms.txt").write_text("aileron\nriver\n")
     with pytest.raises(ConfigError, match="1 of the terms cannot be new tokens, such as 'river': it is one token"):
         load_extended(config(tiny_llama, tmp_path, path=str(tmp_path / "terms.txt")))
+
+
+def test_a_list_that_was_made_for_another_tokenizer_is_refused(tiny_llama: Path):
+    token = NewToken("flap", " flap", single_word=False, id=350, pieces=(7, 8), count=1)
+    with pytest.raises(ConfigError, match="another one than when 'flap' became token 350: it is 336 now"):
+        add_to(AutoTokenizer.from_pretrained(tiny_llama), [token])
 
 
 TOKENS = [

@@ -66,6 +66,9 @@ class TraceSettings:
     targets: tuple[str, ...] | None = None
     """Names of the adapted layers; None is every matrix inside the layers."""
 
+    new_rows: int = 0
+    """Rows of new tokens that train beside the adapter."""
+
     dropout: float = 0.0
     base: Precision | None = None
     """Of weights that are not quantised; None is fp32 where everything trains, else bf16."""
@@ -141,8 +144,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "attention only": {"targets": QKVO},
     "output kept": {"keeps_output": True, "fp32_output": False},
     "scales not quantised": {"double_quant": False},
+    "rows of new tokens": {"new_rows": 50},
+    "rows of new tokens, chunked": {"new_rows": 50, "head": "chunked"},
 }
-ADAPTER_VARIANTS = ("dropout", "16-bit adapter", "attention only")
+ADAPTER_VARIANTS = (
+    "dropout", "16-bit adapter", "attention only", "rows of new tokens", "rows of new tokens, chunked"
+)  # fmt: skip
 
 CHECKPOINTED = {"checkpointing": True}
 FULL = {"method": "full", "batch": 1}

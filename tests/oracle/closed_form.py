@@ -72,6 +72,7 @@ def execution_of(settings: TraceSettings, **more: Any) -> Execution:
             targets=settings.targets,
             weight_bytes=sizes[settings.adapter],
             has_dropout=settings.dropout > 0,
+            new_rows=settings.new_rows,
         )
     fields: dict[str, Any] = {
         "weight_bytes": weights,

@@ -42,9 +42,12 @@ def adapt(causal: Any, how: TraceSettings) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = list(how.targets) if how.targets else "all-linear"
+    ends = [causal.get_input_embeddings(), *([] if causal.config.tie_word_embeddings else [causal.lm_head])]
+    names = [name.rpartition(".")[2] for name, module in causal.named_modules() if module in ends]
     lora = LoraConfig(
-        r=how.r, lora_alpha=2 * how.r, lora_dropout=how.dropout, target_modules=targets, task_type="CAUSAL_LM"
-    )
+        r=how.r, lora_alpha=2 * how.r, lora_dropout=how.dropout, target_modules=targets, task_type="CAUSAL_LM",
+        trainable_token_indices={name: list(range(how.new_rows)) for name in names} if how.new_rows else None,
+    )  # fmt: skip
     # Module.to swaps tensors, which fake ones refuse; the dtype is set below.
     with replaced(nn.Module, "to", lambda module, *_args, **_more: module), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # of GPT-2's layers; PEFT sees to it

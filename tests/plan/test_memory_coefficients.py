@@ -6,12 +6,14 @@ Each case names a term and a step in which it is large. Constants are compared e
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from oracle.cases import FAMILIES, SHALLOW_CHUNKS, TERMS, TraceSettings, case_of_term
 from oracle.closed_form import closed_bytes, execution_of, traced_bytes
 
+from sftplay.config.load import load_config
 from sftplay.plan.memory import execution, head, layer, sharding
 from sftplay.plan.memory import step as memory
 from sftplay.plan.memory.execution import Adapter, Execution, trained_params
@@ -20,6 +22,7 @@ from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import shape_from_config
 
 SHAPE = shape_from_config(FAMILIES["llama"], name="x")
+LORA = load_config(Path(__file__).resolve().parents[2] / "configs/run_lora.yaml")
 TOO_LITTLE, TOO_MUCH = 0.9, 1.1
 
 
@@ -114,6 +117,24 @@ def test_pairs_of_an_adapter_weigh_rank_times_both_widths():
     assert standing_bytes(SHAPE, code).adapters == 4 * 4 * 8 * widths
     dora = replace(code, adapter=replace(code.adapter, is_dora=True))
     assert trained_params(SHAPE, dora) - trained_params(SHAPE, code) == 4 * (2 * 1024 + 2 * 256 + 2 * 2816 + 1024)
+    # 50 rows of 1024 in the embedding and, as it is a weight of its own, in the head.
+    rows = replace(code, adapter=replace(code.adapter, new_rows=50))
+    assert trained_params(SHAPE, rows) - trained_params(SHAPE, code) == 2 * 50 * 1024
+    assert trained_params(replace(SHAPE, tied=True), rows) - trained_params(SHAPE, code) == 50 * 1024
+
+
+def test_rows_of_new_tokens_are_those_of_the_config(tmp_path):
+    (tmp_path / "terms.txt").write_text("aileron\n\nangle of attack\n")
+    listed = {"tuning.new_tokens.path": str(tmp_path / "terms.txt")}
+    full = ["embed_tokens", "lm_head"]
+    for values, rows in (
+        ({}, 0),
+        ({"tuning.new_tokens.count": 50}, 50),
+        (listed, 2),
+        ({"tuning.new_tokens.count": 50, "tuning.lora.modules_to_save": full}, 0),
+    ):
+        cfg = LORA.with_values({"train.precision": "bf16", "train.optim": "adamw_torch", **values}, "test")
+        assert execution.execution_of(cfg).adapter.new_rows == rows
 
 
 def test_scores_take_twelve_bytes_each_and_fourteen_where_the_caller_keeps_them():

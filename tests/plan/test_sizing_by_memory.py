@@ -118,6 +118,15 @@ def test_a_model_is_split_only_where_one_gpu_cannot_hold_it(monkeypatch, mode, c
     assert (decision.value, reason in decision.reason) == (taken, True), decision
 
 
+def test_a_model_whose_rows_of_new_tokens_train_is_not_split():
+    values = {"tuning.mode": "lora", "tuning.new_tokens.count": 50, "train.effective_batch_size": 32}
+    cfg = GEMMA.with_values(values, "test")
+    sized = size_run(cfg, gpus(24 * GIB, 24 * GIB), world_size=2, shape=find_shape(cfg.model.name))
+    assert sized.cfg.cluster.strategy == "ddp"
+    reasons = [decision.reason for decision in sized.decisions.values()]
+    assert "the rows of new tokens train only where each GPU has whole matrices" in reasons
+
+
 def test_a_model_of_unknown_shape_is_sized_by_tokens_and_says_so():
     sized = size_run(GEMMA, gpus(140 * GIB))
     assert sized.forecast is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import pytest
 from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 from small_run import write_small_run
 
+from sftplay.data.mix import load
 from sftplay.data.mix.mixture import Mixture, source_and_block
 from sftplay.monitor.checkpoints import read_marker
 from sftplay.tasks.step.window import Window
@@ -133,6 +135,29 @@ def test_a_resumed_run_goes_on_with_the_next_block_and_reads_none_before_it(
     assert set(read) - {0} == set(range(24, 48))  # the first row is shown in samples/
 
 
+@pytest.mark.slow
+def test_a_streamed_run_is_that_of_rows_in_memory_and_its_report_is_whole_at_the_end(
+    inputs: Inputs, mixture: dict[str, Any], tmp_path: Path
+):
+    whole = {**mixture, "datasets": [{**source, "split": 0.0} for source in mixture["datasets"]]}
+    whole |= {"data__split": None, "train__eval_steps": None, "train__max_steps": 3}
+    one = train(tmp_path / "memory", inputs, **whole)
+    fresh = {"data__processed_dir": str(tmp_path / "processed"), "cpt__streaming": True}
+    real, started = load.start_filler, []
+
+    def start(job: Any) -> Any:
+        started.append(real(job))
+        assert started[-1].wait() == 0
+        return started[-1]
+
+    with patch.object(load, "start_filler", start):
+        other = train(tmp_path / "streamed", inputs, **{**whole, **fresh})
+    assert len(started) == 2
+    assert_equal(one, other)
+    counts = [json.loads((run.folder.path / "data_report.json").read_text())["label_tokens"] for run in (one, other)]
+    assert counts[0] == counts[1] > 0
+
+
 def test_one_source_of_documents_trains_by_train_path_alone(inputs: Inputs, mixture: dict[str, Any], tmp_path: Path):
     changes = {
         **mixture, "task_mode": "dapt", "datasets": [], "data__train_path": mixture["datasets"][0]["path"],
@@ -151,21 +176,33 @@ def test_one_source_of_documents_trains_by_train_path_alone(inputs: Inputs, mixt
 
 @pytest.mark.slow
 def test_two_processes_train_on_a_mixture_as_one_does_also_when_resumed(
-    inputs: Inputs, mixture: dict[str, Any], sftplay: Callable[..., CompletedProcess[str]], tmp_path: Path
-):
-    seen = []
-    for processes in (1, 2):
-        changes = {**mixture, "run_name": f"run-{processes}"}
-        config = write_small_run(tmp_path, inputs, **changes)
-        done = sftplay("train", "--documents", "--config", config, "--nproc", processes)
-        assert done.returncode == 0, done.stderr
-        folder = tmp_path / "outputs" / f"run-{processes}"
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        seen.append((lines, json.loads((folder / "eval" / "step-6.json").read_text())))
-    (one, held_out_1), (two, held_out_2) = seen
+    inputs: Inputs, mixture: dict[str, Any], finished: Finished, sftplay: Callable[..., CompletedProcess[str]],
+    tmp_path: Path,
+):  # fmt: skip
+    config = write_small_run(tmp_path, inputs, train__warmup_ratio=0.0, **mixture)
+    folder = tmp_path / "outputs" / "run"
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    done = sftplay("train", "--documents", "--config", config, "--nproc", 2)
+    assert done.returncode == 0, done.stderr
+    one, two = finished.metrics, lines()
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], abs=1e-5)
     assert [sorted(chain(*line["row_ids"])) for line in two] == [sorted(line["row_ids"][0]) for line in one]
+    held_out = [
+        json.loads((each / "eval" / "step-6.json").read_text())["sources"] for each in (finished.folder.path, folder)
+    ]
     for name, found in one[-1]["sources"].items():
         assert two[-1]["sources"][name] == {**found, "loss": pytest.approx(found["loss"], abs=1e-5)}
-        expected = {**held_out_1["sources"][name], "loss": pytest.approx(held_out_1["sources"][name]["loss"], abs=1e-5)}
-        assert held_out_2["sources"][name] == expected
+        expected = {**held_out[0][name], "loss": pytest.approx(held_out[0][name]["loss"], abs=1e-5)}
+        assert held_out[1][name] == expected
+    shutil.rmtree(folder / "checkpoints" / "checkpoint-6")
+    shutil.rmtree(folder / "adapter")
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps({**status, "state": "stopped"}))
+    done = sftplay("resume", "--config", config, "--nproc", 2)
+    assert done.returncode == 0, done.stderr
+    assert "continuing from" in done.stdout
+    for key in ("loss", "row_ids", "sources", "source_losses", "label_tokens_seen"):
+        assert [line[key] for line in lines()] == [line[key] for line in two], key

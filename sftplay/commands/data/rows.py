@@ -114,10 +114,10 @@ def _load_examples(cfg: RunConfig) -> Examples:
     """The rows as training gets them. Problems that need no heavy library are found first."""
     cfg = _prepared(cfg)
     from sftplay.data.pipeline import load_examples
-    from sftplay.model.tokenizer import load_tokenizer
+    from sftplay.model.tokenizer import load_extended
 
     before = _seal_times(cfg)
-    examples = load_examples(cfg, load_tokenizer(cfg.model))
+    examples = load_examples(cfg, load_extended(cfg)[0])
     _say_where(cfg, examples.report["fingerprint"], before=before)
     return examples
 
@@ -127,10 +127,10 @@ def _load_mixture(cfg: RunConfig) -> MixtureRows:
     cfg = _prepared(cfg)
     from sftplay.data.mix.load import load_mixture
     from sftplay.data.prepare.known_lengths import note_blocks
-    from sftplay.model.tokenizer import load_tokenizer
+    from sftplay.model.tokenizer import load_extended
 
     before = _seal_times(cfg)
-    mixture = load_mixture(cfg, load_tokenizer(cfg.model))
+    mixture = load_mixture(cfg, load_extended(cfg)[0])
     for source in mixture.report["sources"].values():
         _say_where(cfg, source["fingerprint"], before=before)
     if mixture.steps_per_epoch is not None:

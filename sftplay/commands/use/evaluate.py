@@ -101,7 +101,7 @@ def _nothing_held_out() -> DataError:
 def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str, dict[str, Any]]:
     """Figures of the base (if the measure has it) and of the result."""
     from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
-    from sftplay.model.load import load_base, load_result
+    from sftplay.model.load import load_result, load_untrained
 
     examples = _data_of(cfg, folder, split=measure.split)
     if examples.held_out is None:
@@ -109,7 +109,7 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
     figures = {}
     if measure.has_base:
         before = folder.eval / f"{measure.prefix}before.json"
-        figures["before"] = measure_model(load_base(cfg).eval(), examples, cfg=cfg, path=before)
+        figures["before"] = measure_model(load_untrained(cfg, folder.path), examples, cfg=cfg, path=before)
     after = folder.eval / f"{measure.prefix}after.json"
     figures["after"] = measure_model(load_result(cfg, folder.path), examples, cfg=cfg, path=after)
     return figures

@@ -28,7 +28,7 @@ from sftplay.launch.run_folder import RunFolder
 def infer(args: Namespace) -> int:
     """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends."""
     cfg, folder = open_run(args)
-    generator, renderer = _open_generator(cfg, folder, args=args)
+    generator, renderer = open_generator(cfg, folder, args=args)
     from sftplay.deliver.infer.chat import Conversation, run_command
 
     model = f"{'the base of ' if args.base else ''}{folder.path}"
@@ -120,7 +120,7 @@ def infer_batch(args: Namespace) -> int:
 def _answer_file(
     args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile, partial: PartialAnswers, n: int
 ) -> None:
-    generator, renderer = _open_generator(cfg, folder, args=args)
+    generator, renderer = open_generator(cfg, folder, args=args)
     from sftplay.deliver.infer.batch import ProgressMeter, answer_rest, check_lengths
 
     if not partial.n_batches:
@@ -171,14 +171,14 @@ def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
     return {**fixed, "top_p": _top_p(args), "seed": _seed(args, cfg)} if args.temperature else fixed
 
 
-def _open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tuple[Any, Any]:
+def open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tuple[Any, Any]:
     prepare_environment(cfg)
     from sftplay.deliver.infer.generate import Generator
     from sftplay.deliver.infer.sampling import Sampling
-    from sftplay.model.load import load_base, load_result
+    from sftplay.model.load import load_result, load_untrained
 
     tokenizer, renderer = load_renderer(cfg, folder)
-    model = load_base(cfg).eval() if getattr(args, "base", False) else load_result(cfg, folder.path)
+    model = load_untrained(cfg, folder.path) if getattr(args, "base", False) else load_result(cfg, folder.path)
     sampling = Sampling(args.temperature, _top_p(args), _seed(args, cfg))
     return Generator(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), sampling), renderer
 

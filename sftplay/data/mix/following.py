@@ -60,6 +60,14 @@ class FollowedStore(Store):
         for side in SIDES:
             self.sides[side] = GrowingDocuments(**vars(seen.sides[side]), more=self._follow)
 
+    def chats(self) -> list[str]:
+        """As `Store.chats`: its folder may just have got its final name."""
+        try:
+            return super().chats()
+        except FileNotFoundError:
+            self.folder = self._final
+            return super().chats()
+
     def _follow(self) -> None:
         """Wait until the index shows more, then show it too."""
         seen = self._wait_for(self.index)

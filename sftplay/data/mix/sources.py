@@ -13,11 +13,12 @@ from sftplay.config.schema.mixture import DatasetConfig
 from sftplay.config.schema.run import DataConfig, RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.encode.render import Recipe, Renderer
+from sftplay.data.layouts.source_types import data_of
 from sftplay.data.mix.filling import StoreFiles
 from sftplay.data.mix.store import Index
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.prepare.one_pass import Input, Preparation
-from sftplay.data.read.sources import content_digest
+from sftplay.data.read.digests import kept_digest
 from sftplay.data.template.templates import resolve_template
 
 STORE_VERSION = 1
@@ -131,7 +132,8 @@ def jobs_of(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[Sou
         DataError: a file cannot be read.
     """
     files = [path for source in cfg.sources for path in _paths(source)]
-    digests = {path: content_digest(path) for path in (*files, *([cfg.data.test_path] if cfg.data.test_path else []))}
+    files += [cfg.data.test_path] if cfg.data.test_path else []
+    digests = {path: kept_digest(path, Path(cfg.data.processed_dir)) for path in files}
     id_bytes = 2 if max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY else 4
     jobs = []
     for source in cfg.sources:
@@ -151,16 +153,6 @@ def jobs_of(cfg: RunConfig, tokenizer: Any, *, renderers: Renderers) -> list[Sou
             )
         )
     return jobs
-
-
-def data_of(cfg: RunConfig, kind: str) -> DataConfig:
-    """The section `data` as it holds for sources of a type: only layouts of that type are read."""
-    data = cfg.data
-    if kind == "cpt":
-        columns = {field: column for field, column in data.columns.items() if field == "text"}
-        return data.model_copy(update={"format": "text", "columns": columns, "system": None})
-    others = {field: column for field, column in data.columns.items() if field != "text"}
-    return data.model_copy(update={"format": "auto" if data.format == "text" else data.format, "columns": others})
 
 
 def _paths(source: DatasetConfig) -> list[str]:

@@ -115,7 +115,7 @@ def _files(report: dict[str, Any]) -> Table:
 
 def _pairs(report: dict[str, Any]) -> Table:
     rows = [
-        (f"{pair['similarity']:.0%}", _place(pair["kept"]), _place(pair["dropped"]))
+        (f"{pair['similarity']:.1%}", _place(pair["kept"]), _place(pair["dropped"]))
         for pair in report["near_duplicate_pairs"]
     ]
     return Table("Near-duplicates", ("similarity", "kept", "dropped"), rows)

@@ -155,7 +155,7 @@ class _Scorer:
     def __init__(self, model: Any, documents: Sequence[Document], *, pad_token_id: int) -> None:
         self._model, self._documents, self._pad = model, documents, pad_token_id
         self._device = next(model.parameters()).device
-        self._positions = max(1, SCORES_BYTES // (4 * model.get_input_embeddings().num_embeddings))
+        self._positions = max(1, SCORES_BYTES // (4 * model.config.get_text_config().vocab_size))
         plain = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._may_keep_few = "logits_to_keep" in inspect.signature(plain.forward).parameters
 

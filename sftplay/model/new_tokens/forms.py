@@ -33,8 +33,14 @@ class Form:
         return AddedToken(self.content, single_word=self.single_word, lstrip=False, rstrip=False, normalized=False)
 
 
-def choose_forms(backend: Tokenizer, terms: Sequence[str]) -> tuple[dict[str, Form], dict[str, str]]:
-    """The form of each term, and the reason for each term that cannot be a token."""
+def choose_forms(
+    backend: Tokenizer, terms: Sequence[str], *, words: Sequence[str] = ()
+) -> tuple[dict[str, Form], dict[str, str]]:
+    """The form of each term, and the reason for each term that cannot be a token.
+
+    Args:
+        words: sorted; those among them that begin with a term must not get longer either.
+    """
     open_forms = {term: list(_forms_of(term)) for term in terms}
     pieces, refused = _sorted_pieces(backend), {}
     for term in terms:
@@ -50,7 +56,11 @@ def choose_forms(backend: Tokenizer, terms: Sequence[str]) -> tuple[dict[str, Fo
             del open_forms[term]
         trial = Tokenizer.from_str(backend.to_str())
         trial.add_tokens([forms[0].as_token() for forms in open_forms.values()])
-        failed = [term for term in open_forms if not _works(term, backend, trial=trial)]
+        failed = [
+            term
+            for term in open_forms
+            if not _works(term, [*_probes(term), *_longer(term, words)], backend=backend, trial=trial)
+        ]
         if not failed:
             return {term: forms[0] for term, forms in open_forms.items()}, refused
         for term in failed:
@@ -90,9 +100,16 @@ def _begins_another(text: str, pieces: Sequence[str]) -> bool:
     return after < len(pieces) and pieces[after].startswith(text)
 
 
-def _works(term: str, backend: Tokenizer, *, trial: Tokenizer) -> bool:
+def _longer(term: str, words: Sequence[str]) -> Iterator[str]:
+    for word in words[bisect_right(words, term) :]:
+        if not word.startswith(term):
+            return
+        yield f"the {word}"
+
+
+def _works(term: str, texts: Sequence[str], *, backend: Tokenizer, trial: Tokenizer) -> bool:
     saves = len(ids_of(trial, term)) < len(ids_of(backend, term))
-    return saves and all(_is_kept(text, backend, trial=trial) for text in _probes(term))
+    return saves and all(_is_kept(text, backend, trial=trial) for text in texts)
 
 
 def _is_kept(text: str, backend: Tokenizer, *, trial: Tokenizer) -> bool:

@@ -91,6 +91,11 @@ def training_texts(cfg: RunConfig) -> list[str]:
     return texts
 
 
+def words_of(texts: Sequence[str]) -> list[str]:
+    """All words of the texts, sorted, each once."""
+    return sorted({match[0] for text in texts for match in WORD.finditer(text)})
+
+
 def find_terms(
     texts: Sequence[str], count_pieces: Callable[[list[str]], list[int]], *, wanted: int, min_count: int
 ) -> list[str]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from sftplay.data.read.sources import content_digest
 from sftplay.errors import ConfigError, DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.new_tokens.forms import Form, choose_forms, ids_of
-from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts
+from sftplay.model.new_tokens.terms import find_terms, read_terms, source_of, training_texts, words_of
 
 CODE_VERSION = 1
 """To be raised when the same texts give another list."""
@@ -80,45 +80,63 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
         (unfinished / LIST).write_text(_as_text(_choose(cfg, tokenizer)), encoding="utf-8")
 
     ensure_folder(folder, make)
-    tokens = _from_text((folder / LIST).read_text(encoding="utf-8"))
+    tokens = _from_entries(json.loads((folder / LIST).read_text(encoding="utf-8")))
     add_to(tokenizer, tokens)
     return tokens
 
 
-def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
-    """Give `tokenizer` the tokens, under their ids."""
-    tokenizer.add_tokens([Form(token.content, token.single_word).as_token() for token in tokens])
-    ids = [tokenizer.convert_tokens_to_ids(token.content) for token in tokens]
-    assert ids == [token.id for token in tokens], "the list belongs to another tokenizer"
-
-
-def keep_list(folder: RunFolder, tokens: Sequence[NewToken], *, cfg: RunConfig) -> None:
-    """Write the list into the run's folder, where it has one; or check that a continued run has the same list.
+def extend_as_begun(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list[NewToken]:
+    """The same for a run: its folder keeps the list, and a continued run has the one that it began with.
 
     Raises:
-        ConfigError: the run began with other tokens.
+        ConfigError: the file of terms or the tokenizer has changed since the run began; and what `extend` raises.
     """
-    path = folder.path / LIST
-    if not path.is_file():
-        if tokens:
-            folder.write_json(LIST, {**_totals(tokens), "tokens": [_shown(token) for token in tokens]})
-        return
-    before = {entry["content"]: entry["id"] for entry in folder.read_json(LIST).get("tokens", [])}
-    now = {token.content: token.id for token in tokens}
+    tokens = kept_tokens(folder.path)
+    if tokens:
+        _check_terms(tokens, cfg)
+        add_to(tokenizer, tokens)
+        return tokens
+    if tokens := extend(tokenizer, cfg):
+        folder.write_json(LIST, {**_totals(tokens), "tokens": [_shown(token) for token in tokens]})
+    return tokens
+
+
+def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
+    """Give `tokenizer` the tokens, under their ids.
+
+    Raises:
+        ConfigError: they get other ids, because the list was made for another tokenizer.
+    """
+    tokenizer.add_tokens([Form(token.content, token.single_word).as_token() for token in tokens])
+    for token in tokens:
+        if (found := tokenizer.convert_tokens_to_ids(token.content)) != token.id:
+            what = f"the tokenizer is another one than when {token.term!r} became token {token.id}: it is {found} now"
+            raise ConfigError(what, where=KEY, fix="restore the model's tokenizer, or train under a new run_name")
+
+
+def _check_terms(tokens: Sequence[NewToken], cfg: RunConfig) -> None:
+    if (source := cfg.tuning.new_tokens.path) is None:
+        return  # the data have digests of their own
+    before, now = [token.term for token in tokens], read_terms(source)
     if before == now:
         return
-    lost, found = ([repr(name) for name in a if name not in b] for a, b in ((before, now), (now, before)))
-    changes = [f"{word} {', '.join(names[:SHOWN])}" for word, names in (("without", lost), ("with", found)) if names]
+    lost, found = ([repr(term) for term in a if term not in b] for a, b in ((before, now), (now, before)))
+    changes = [f"{word} {', '.join(terms[:SHOWN])}" for word, terms in (("without", lost), ("with", found)) if terms]
     what = f"the new tokens are others than when the run began: {'; '.join(changes) or 'in another order'}"
-    source = cfg.tuning.new_tokens.path or source_of(cfg)[0]
-    raise ConfigError(what, where=f"{KEY} {path}", fix=f"restore {source}, or train under a new run_name")
+    raise ConfigError(what, where=f"{KEY}.path {source}", fix="restore the file, or train under a new run_name")
+
+
+def kept_tokens(run: Path) -> list[NewToken]:
+    """The new tokens that the run in the folder `run` began with; none where it has none."""
+    path = run / LIST
+    return _from_entries(json.loads(path.read_text(encoding="utf-8"))["tokens"]) if path.is_file() else []
 
 
 def _choose(cfg: RunConfig, tokenizer: Any) -> list[NewToken]:
     wanted, backend = cfg.tuning.new_tokens, tokenizer.backend_tokenizer
     texts = training_texts(cfg)
     if wanted.path:
-        forms, refused = choose_forms(backend, read_terms(wanted.path))
+        forms, refused = choose_forms(backend, read_terms(wanted.path), words=words_of(texts))
         if refused:
             term, reason = next(iter(refused.items()))
             what = f"{len(refused)} of the terms cannot be new tokens, such as {term!r}: {reason}"
@@ -151,7 +169,7 @@ def _found_forms(cfg: RunConfig, texts: Sequence[str], *, backend: Any) -> dict[
         wanted=2 * wanted.count,
         min_count=wanted.min_count,
     )
-    forms, refused = choose_forms(backend, terms)
+    forms, refused = choose_forms(backend, terms, words=words_of(texts))
     forms = dict(list(forms.items())[: wanted.count])
     if not forms:
         what = f"no term occurs {wanted.min_count} times and would save tokens"
@@ -176,19 +194,14 @@ def _totals(tokens: Sequence[NewToken]) -> dict[str, int]:
 
 
 def _shown(token: NewToken) -> dict[str, Any]:
-    return {
-        "term": token.term,
-        "content": token.content,
-        "id": token.id,
-        "count": token.count,
-        "pieces_before": len(token.pieces),
-        "tokens_saved": token.tokens_saved,
-    }
+    return {**asdict(token), "pieces_before": len(token.pieces), "tokens_saved": token.tokens_saved}
 
 
 def _as_text(tokens: Sequence[NewToken]) -> str:
     return json.dumps([asdict(token) for token in tokens], ensure_ascii=False, indent=1)
 
 
-def _from_text(text: str) -> list[NewToken]:
-    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in json.loads(text)]
+def _from_entries(entries: Sequence[dict[str, Any]]) -> list[NewToken]:
+    names = [field.name for field in fields(NewToken)]
+    own = ({name: entry[name] for name in names} for entry in entries)
+    return [NewToken(**{**entry, "pieces": tuple(entry["pieces"])}) for entry in own]

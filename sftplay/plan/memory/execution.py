@@ -7,6 +7,7 @@ The largest differences between two kits on the same model lie in the code that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from sftplay.config.schema.run import Optimizer as OptimizerName
@@ -46,6 +47,10 @@ class Adapter:
     is_dora: bool = False
     in_full: tuple[str, ...] = ()
     """Modules that train in full beside the pairs; PEFT keeps the frozen one too (`ModulesToSaveWrapper`)."""
+
+    new_rows: int = 0
+    """Rows of new tokens that train beside the pairs. PEFT makes a copy of the embedding and of the head with them in
+    each step (peft 0.21, `tuners/trainable_tokens/layer.py`)."""
 
     def covers(self, linear: Linear) -> bool:
         """True when `linear` has a pair."""
@@ -105,6 +110,11 @@ class Execution:
         return self.adapter is None
 
     @property
+    def trains_rows(self) -> bool:
+        """Whether rows of new tokens train, in copies of the embedding and of the head."""
+        return self.adapter is not None and self.adapter.new_rows > 0
+
+    @property
     def linear_bytes(self) -> float:
         """Bytes of one weight of a layer's linears in memory."""
         if not self.four_bit:
@@ -137,7 +147,8 @@ def trained_params(shape: ModelShape, execution: Execution) -> int:
     covered = [linear for linear in shape.linears if adapter.covers(linear)]
     pairs = adapter.rank * sum(linear.inputs + linear.outputs for linear in covered)
     magnitudes = sum(linear.outputs for linear in covered) if adapter.is_dora else 0
-    return shape.layers * (pairs + magnitudes) + sum(_in_full(shape, name) for name in adapter.in_full)
+    rows = adapter.new_rows * shape.hidden * (1 if shape.tied else 2)
+    return shape.layers * (pairs + magnitudes) + rows + sum(_in_full(shape, name) for name in adapter.in_full)
 
 
 def _in_full(shape: ModelShape, name: str) -> int:
@@ -200,4 +211,16 @@ def _adapter(cfg: RunConfig) -> Adapter:
         has_dropout=lora.dropout > 0,
         is_dora=lora.dora,
         in_full=tuple(lora.modules_to_save),
+        new_rows=_new_rows(cfg),
     )
+
+
+def _new_rows(cfg: RunConfig) -> int:
+    """Rows that train alone; where their matrices train in full they are counted with these."""
+    wanted = cfg.tuning.new_tokens
+    if not cfg.tuning.trains_single_rows or wanted.path is None:
+        return wanted.count if cfg.tuning.trains_single_rows else 0
+    try:
+        return sum(bool(line.strip()) for line in Path(wanted.path).read_text(encoding="utf-8-sig").split("\n"))
+    except (OSError, UnicodeDecodeError):  # the run says so
+        return 0

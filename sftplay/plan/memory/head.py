@@ -18,7 +18,7 @@ def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, lab
     shifted = FP32 if execution.shifts_scores else 0
     per_score = execution.logits_bytes + fp32_copy + shifted + FP32
     scores = _scores(shape, execution, labelled=labelled, per_score=per_score, in_chunk=2 * FP32)
-    return norm + _rounded_head(shape, execution) + scores
+    return norm + _rounded_head(shape, execution) + copied_end(shape, execution) + scores
 
 
 def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
@@ -29,13 +29,15 @@ def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, la
     # Its log-softmax, which autograd saves, the gradient of that, and of what went in: all fp32
     # (torch, `_log_softmax_backward_data`).
     loss = rounded + _scores(shape, execution, labelled=labelled, per_score=held + 3 * FP32, in_chunk=3 * FP32)
-    if not execution.trains_all:
+    if not execution.trains_all and not execution.trains_rows:
         return norm + loss
+    norm += copied_end(shape, execution)
     # The weight's gradient is made in the product's dtype and then in the weight's own.
     size = shape.vocab * shape.hidden
+    in_chunk = 3 * FP32 if execution.trains_all else execution.compute_bytes
     product = (
         rounded
-        + _scores(shape, execution, labelled=labelled, per_score=held + execution.logits_bytes, in_chunk=3 * FP32)
+        + _scores(shape, execution, labelled=labelled, per_score=held + execution.logits_bytes, in_chunk=in_chunk)
         + size * execution.compute_bytes
     )
     cast = size * (execution.compute_bytes + execution.weight_bytes) if rounded else 0
@@ -45,6 +47,11 @@ def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, la
     # engine does not add to in place.
     so_far = size * execution.weight_bytes
     return norm + max(so_far + max(loss, product, cast), 3 * so_far + _kept_for_chunks(shape, labelled))
+
+
+def copied_end(shape: ModelShape, execution: Execution) -> float:
+    """The copy of the head, or of the embedding, into which rows of new tokens are put; its gradient is as large."""
+    return float(shape.vocab * shape.hidden * execution.weight_bytes) if execution.trains_rows else 0.0
 
 
 def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score: int, in_chunk: int) -> float:

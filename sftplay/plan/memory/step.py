@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sftplay.plan.memory.execution import Execution, trained_params
-from sftplay.plan.memory.head import head_in_backward, head_in_forward
+from sftplay.plan.memory.head import copied_end, head_in_backward, head_in_forward
 from sftplay.plan.memory.layer import FP32, copies_of_stream, layer_bytes, norm_kept, norm_moment, stream_bytes
 from sftplay.plan.shape.model_shape import ModelShape
 
@@ -149,7 +149,9 @@ def kept_bytes(shape: ModelShape, execution: Execution, *, size: Size) -> float:
     kept = shape.layers * layer_bytes(shape, execution, tokens=size.tokens, seq=size.seq).kept
     # Without a gradient to hand to the frozen embedding, the norms that read it keep nothing.
     first_norms = copies_of_stream(shape, execution) if shape.parallel_block else 1
-    return kept if execution.trains_all else kept - first_norms * size.tokens * norm_kept(shape, execution)
+    if execution.trains_all or execution.trains_rows:
+        return kept
+    return kept - first_norms * size.tokens * norm_kept(shape, execution)
 
 
 def _head_phase(shape: ModelShape, execution: Execution, *, size: Size, standing: Standing) -> dict[str, float]:
@@ -201,7 +203,7 @@ def _embedding_moment(shape: ModelShape, execution: Execution, *, size: Size) ->
     """Gradient of the stream, and of the embedding where it meets the head's before both become the tied weight's."""
     stream = float(size.tokens * shape.hidden * stream_bytes(shape, execution))
     if not execution.trains_all:
-        return stream
+        return stream + copied_end(shape, execution)
     own = shape.vocab * shape.hidden * execution.trained_bytes
     # The head's gradient is a transposed view unless autocast rounded the weight; the engine adds to no view in place.
     is_rounded = execution.has_autocast and execution.weight_bytes != execution.compute_bytes

@@ -6,7 +6,7 @@ It is in every checkpoint's marker, so that a resume can name what has changed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +16,7 @@ from sftplay import __version__, log
 from sftplay.config.rules.resume_keys import SIZES, differences, held_out_decides, values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
+from sftplay.model.new_tokens.tokens import NewToken
 from sftplay.model.source import locate, weights_digests
 from sftplay.tasks.run.task import Rows
 
@@ -32,7 +33,7 @@ def recipe_of(renderer: Renderer) -> dict[str, Any]:
     }
 
 
-def fingerprint_of(cfg: RunConfig, rows: Rows) -> dict[str, Any]:
+def fingerprint_of(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken] = ()) -> dict[str, Any]:
     """Config, files, rows, template, tokenizer, starting weights, processes and kit of this run; plain JSON.
 
     `cfg` names folders, not runs. Weights on a hub have no digest: model.revision pins them.
@@ -51,6 +52,7 @@ def fingerprint_of(cfg: RunConfig, rows: Rows) -> dict[str, Any]:
         "held_out_sha256": digest_of(rows.held_out) if rows.held_out is not None else None,
         "template_sha256": rows.recipe.get("template_sha256"),
         "tokenizer_sha256": rows.recipe.get("tokenizer_sha256"),
+        "new_tokens": {token.content: token.id for token in new_tokens},
         "weights": weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter),
     }
 

@@ -15,10 +15,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text
 from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
-from sftplay.model.new_tokens.tokens import NewToken, keep_list
+from sftplay.model.new_tokens.tokens import NewToken, extend_as_begun
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
-from sftplay.model.tokenizer import load_extended
+from sftplay.model.tokenizer import load_tokenizer
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
@@ -55,7 +55,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
         task.report_rows(rows, tokenizer, folder=folder)
-    fingerprint = fingerprint_of(cfg, rows)
+    fingerprint = fingerprint_of(cfg, rows, new_tokens=new_tokens)
     set_seed(cfg.seed)
     model = load_start(cfg, source=own_base)
     measure_before(task, model, rows=rows, cfg=cfg, folder=folder)
@@ -71,6 +71,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     outcome = train_run.train(trainer)
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None
     leave_process_group()
+    keep_final_report(rows, folder)
     if outcome.stop_signal == 0 and log.is_main():
         if own_base:
             cfg = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged")
@@ -79,17 +80,21 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         )
         log.say(f"result: {result}")
         if cfg.eval.after:
-            task.measure(
-                whole_model(trainer, setup.cfg, folder=folder), rows, cfg=setup.cfg, path=folder.eval / "after.json"
-            )
+            whole = whole_model(trainer, setup.cfg, folder=folder)
+            task.measure(whole, rows, cfg=setup.cfg, path=folder.eval / "after.json")
     return outcome
 
 
+def keep_final_report(rows: Rows, folder: RunFolder) -> None:
+    """Write data_report.json again where the rows were read while the run trained."""
+    if log.is_main() and rows.final_report:
+        folder.write_json("data_report.json", rows.final_report())
+
+
 def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToken]]:
-    """The run's tokenizer, and its new tokens: those of the run's first start, or a ConfigError."""
-    tokenizer, new_tokens = load_extended(cfg)
-    keep_list(folder, new_tokens, cfg=cfg)
-    return tokenizer, new_tokens
+    """The run's tokenizer with its new tokens, and these."""
+    tokenizer = load_tokenizer(cfg.model)
+    return tokenizer, extend_as_begun(tokenizer, cfg, folder=folder)
 
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:

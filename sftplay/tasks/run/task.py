@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +69,9 @@ class Rows:
 
     source_names: tuple[str, ...] = ()
     """Names of a mixture's sources, by the numbers in the rows."""
+
+    final_report: Callable[[], dict[str, Any]] | None = None
+    """The report at the end of a run that reads its rows while it trains. None: `report` is whole from the start."""
 
     learned_tokens: int = 0
     """Tokens that an epoch teaches."""

@@ -22,10 +22,14 @@ from processes import HANG_S, is_alive, wait_until
 
 from sftplay.data.ingest.by_kind import SUFFIXES
 from sftplay.data.ingest.children.pool import ChildPool, Task
+from sftplay.data.ingest.children.server import NO_ROOM_CODE
 from sftplay.data.ingest.settings import ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
 GB = 10**9
+LIMIT_S, LATE_S = 30.0, 15.0
+"""The default limit of a file, and how much later a busy machine may end what is over it."""
+
 GOOD = "A plain document beside the others, which is long enough to be kept as it is.\n"
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 
@@ -133,6 +137,7 @@ def test_every_hostile_file_is_named_and_the_good_ones_are_read(tmp_path):
     assert "\u200f" in {row["source"]: row["text"] for row in rows}["arabic.txt"]
     assert "cp1252" in files["latin.txt"]["detail"]
     assert watch.peak_bytes < GB
+    assert watch.longest_s < LIMIT_S + LATE_S
 
 
 @pytest.mark.slow
@@ -146,6 +151,7 @@ def test_bombs_and_a_line_of_200_mb_stay_within_the_bounds(tmp_path):
     assert max(row["n_chars"] for row in parts) <= 1_000_000
     assert watch.peak_bytes < GB
     assert watch.others_peak_bytes < GB
+    assert watch.longest_s < LIMIT_S + 200e6 / 4e6 + LATE_S
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_taken(tmp_path):
@@ -189,6 +195,7 @@ def eat_mapped():
     time.sleep(1000)
 def crash(): ctypes.string_at(0)
 def leave(): os._exit(3)
+def fill(): raise OSError(28, "No space left on device")
 def write(path):
     with open(path, "wb") as stream: stream.write(b"x" * 50_000_000)
 def spawn(path, waits):
@@ -219,7 +226,9 @@ def fault(function: str, answer: Path, **bounds: Any) -> Task:
 def test_a_reader_that_hangs_dies_or_fills_memory_or_disk_ends_alone(pool, tmp_path):
     bounds = {"limit_s": 60.0, "memory_bytes": 400_000_000, "most_file_bytes": 10_000_000}
     tasks = [fault(name, tmp_path / name, **{**bounds, "limit_s": 0.3}) for name in ("hang", "hang_in_c", "hang_deaf")]
-    tasks += [fault(name, tmp_path / name, **bounds) for name in ("eat", "eat_mapped", "crash", "leave", "answer")]
+    tasks += [
+        fault(name, tmp_path / name, **bounds) for name in ("eat", "eat_mapped", "crash", "leave", "fill", "answer")
+    ]
     tasks.append(fault("write", tmp_path / "write", arguments={"path": str(tmp_path / "large")}, **bounds))
     ends = {end.task.function.removeprefix("faults."): end for end in pool.run(tasks)}
     assert [ends[name].killed_for for name in ("hang", "hang_in_c", "hang_deaf")] == ["timeout"] * 3
@@ -228,6 +237,7 @@ def test_a_reader_that_hangs_dies_or_fills_memory_or_disk_ends_alone(pool, tmp_p
     assert ends["crash"].exit_code == -11
     assert ends["leave"].exit_code == 3
     assert ends["write"].exit_code == 1
+    assert ends["fill"].exit_code == NO_ROOM_CODE
     assert (tmp_path / "large").stat().st_size <= 10_000_000
     assert ends["answer"].is_done
     assert json.loads((tmp_path / "answer").read_text()) == {"is": "fine"}

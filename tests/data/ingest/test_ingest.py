@@ -19,6 +19,8 @@ from made_documents import write_pdf
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.cli import main
+from sftplay.data.ingest.children.pool import End
+from sftplay.data.ingest.children.server import NO_ROOM_CODE
 from sftplay.data.ingest.steps.finishing import joined, sections_of
 from sftplay.data.layouts.convert import to_record, unused_columns
 from sftplay.data.read.sources import read_rows
@@ -166,6 +168,31 @@ def test_steps_and_filters_can_be_switched(folder):
     assert folder.report["dropped"] == {"long": 2, "short": 1}
 
 
+@pytest.mark.skipif(find_spec("py3langid") is None, reason="needs py3langid, of the extra `ingest`")
+def test_only_the_languages_that_are_named_are_kept(folder):
+    german = "Vor dem Öffnen der Abdeckung muss die Pumpe ausgeschaltet und vom Netz getrennt werden."
+    folder.write("de.txt", german)
+    folder.write("en.txt", "Switch the pump off and take its plug out of the wall before the cover is opened.")
+    assert [row["source"] for row in folder.ingest("--language", "en,fr")] == ["en.txt"]
+    assert folder.report["dropped"] == {"language": 1}
+    (example,) = folder.report["examples"]["dropped"]
+    assert (example["source"], example["detail"], example["text"]) == ("de.txt", "looks like de", german)
+
+
+def test_tokens_are_those_of_the_tokenizer_that_is_named(folder, monkeypatch):
+    for number in range(3):
+        folder.write(f"{number}.txt", prose(number))
+
+    def load_tokenizer(model: Any) -> Any:
+        assert model.name == "some/model"
+        return lambda texts, **_: {"input_ids": [text.split() for text in texts]}
+
+    monkeypatch.setattr("sftplay.model.tokenizer.load_tokenizer", load_tokenizer)
+    rows = folder.ingest("--tokenizer", "some/model")
+    assert folder.report["tokens"] == sum(len(row["text"].split()) for row in rows) == 600
+    assert "Tokens by some/model" in folder.out.with_suffix(".report.html").read_text()
+
+
 def test_lines_of_many_documents_go_and_are_named(folder):
     for number in range(6):
         folder.write(f"{number}.txt", f"{prose(number)}\n\nAll rights reserved by the maker.\n\n{prose(number + 50)}")
@@ -214,6 +241,19 @@ def test_nothing_kept_is_an_error_and_leaves_no_rows(folder, capsys):
     assert "no document was kept" in capsys.readouterr().err
     assert not folder.out.exists()
     assert folder.report["unreadable"] == {"empty": 1}
+
+
+def test_a_full_disk_is_no_fault_of_the_files(folder, capsys, monkeypatch):
+    folder.write("a.txt", prose(1))
+
+    def run(pool: Any, tasks: Any) -> Any:
+        yield from (End(task, NO_ROOM_CODE, "", 0.1, 0) for task in tasks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sftplay.data.ingest.children.pool.ChildPool.run", run)
+        folder.ingest(code=5)
+    assert "the disk is full" in capsys.readouterr().err
+    assert len(folder.ingest()) == 1
 
 
 def test_a_bad_file_ends_the_command_with_4_where_that_is_asked_for(folder, capsys):

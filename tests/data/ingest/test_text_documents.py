@@ -128,7 +128,7 @@ def test_a_page_in_the_encoding_that_it_names_is_read_and_a_wrong_name_is_noted(
     path.write_bytes('<meta charset="iso-8859-1"><p>Größe “x”</p>'.encode("cp1252"))
     assert extract(path).blocks[0].text == "Größe “x”"
     path.write_bytes(b'<meta charset="utf-8"><p>Gr\xf6sse is enough</p>')
-    assert extract(path).notes == ("1 places are not utf-8, which the page names",)
+    assert extract(path).notes == ("characters that are not utf-8, which the page names: 1",)
 
 
 @needs_docutils
@@ -162,7 +162,7 @@ def test_a_mail_gives_subject_and_text_and_counts_its_attachments(tmp_path):
     found = extract(tmp_path / "a.eml")
     assert found.title == "Überholung der Pumpe"
     assert [block.text for block in found.blocks] == ["# Überholung der Pumpe", "Guten Tag,", "die Pumpe läuft."]
-    assert found.notes == ("1 attachments are not read",)
+    assert found.notes == ("attachments that are not read: 1",)
     page = EmailMessage()
     page["Subject"] = "Page"
     page.set_content("<ul><li>only <b>HTML</b></li></ul>", subtype="html")

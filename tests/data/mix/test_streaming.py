@@ -65,7 +65,8 @@ def test_streamed_rows_and_stores_are_those_of_memory_bit_for_bit(
     in_thread: list[threading.Thread],
 ):  # fmt: skip
     held_out = write_rows([document(n, 9) for n in range(500, 520)], "held_out.jsonl")
-    sources = [{**domain, "val_path": str(held_out)}, {**chats, "weight": 0.3}]
+    asked = write_rows([chat(n) for n in range(500, 510)], "asked.jsonl")
+    sources = [{**domain, "val_path": str(held_out)}, {**chats, "weight": 0.3, "val_path": str(asked)}]
 
     def cfg(place: str, **cpt: Any) -> RunConfig:
         folder = str(tmp_path / place)
@@ -80,6 +81,7 @@ def test_streamed_rows_and_stores_are_those_of_memory_bit_for_bit(
     assert same([ours[n] for n in range(len(ours))], [theirs[n] for n in range(len(theirs))])
     for thread in in_thread:
         thread.join()
+    assert streamed.held_out_chats("chat") == in_memory.held_out_chats("chat")
     assert len(in_memory.sources[0].store.sides["train"].group_ends) == 6
     for one, two in zip(jobs(cfg("streamed"), tokenizer), jobs(cfg("memory"), tokenizer), strict=True):
         assert content(one.folder) == content(two.folder)

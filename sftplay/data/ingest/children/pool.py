@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import sftplay
 from sftplay.errors import MachineError
 from sftplay.signals import TiedPopen
 
@@ -74,7 +73,7 @@ class ChildPool:
 
         `errors` gets what libraries print.
         """
-        root = str(Path(sftplay.__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[4])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._size, self._errors = size, errors
         with errors.open("ab") as stream:

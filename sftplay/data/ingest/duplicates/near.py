@@ -62,9 +62,9 @@ def candidates(bands: Iterator[Hashes], wanted: NDArray[np.bool_]) -> Iterator[t
         firsts = np.concatenate(([True], sorted_keys[1:] != sorted_keys[:-1])) if len(order) else np.zeros(0, bool)
         starts = np.maximum.accumulate(np.where(firsts, np.arange(len(order)), 0)) if len(order) else order
         here = np.arange(len(order))
-        earlier = [starts + step for step in range(EARLIEST)] + [here - step for step in range(1, LATEST + 1)]
         found = [pairs]
-        for before in earlier:
+        for step in range(-EARLIEST, LATEST):
+            before = starts - step - 1 if step < 0 else here - step - 1
             holds = (before >= starts) & (before < here)
             found.append((order[holds].astype(np.uint64) << np.uint64(32)) | order[before[holds]].astype(np.uint64))
         pairs = np.unique(np.concatenate(found))

@@ -17,7 +17,7 @@ from sftplay import log
 from sftplay.atomic import read_object, whole_file, write_text
 from sftplay.data.cache import fingerprint
 from sftplay.data.ingest.children.pool import ChildPool
-from sftplay.data.ingest.run.records import Records, compare
+from sftplay.data.ingest.run.records import KEPT, Records, compare
 from sftplay.data.ingest.run.report import report_of
 from sftplay.data.ingest.run.stages import FINISH, READ, finish_all, read_all, repeated_lines
 from sftplay.data.ingest.run.walk import Found, shown, walk
@@ -147,7 +147,7 @@ def _make(
     report |= {"tokens": None, "tokenizer": settings.tokenizer or None, "out_bytes": 0}
     if report["kept"]:
         with whole_file(settings.out) as scratch:
-            report["tokens"] = _write(records, verdict.reasons() == "", path=scratch, outside=outside)
+            report["tokens"] = _write(records, verdict.reasons() == KEPT, path=scratch, outside=outside)
             report["out_bytes"] = scratch.stat().st_size
             _write_report(report, settings, outside=outside, began=began)  # OUT never stands there without it
     else:

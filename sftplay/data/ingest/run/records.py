@@ -19,6 +19,9 @@ from sftplay.data.ingest.run.stages import Chunk
 from sftplay.data.ingest.settings import Settings
 from sftplay.data.ingest.steps.finishing import COLUMNS, read_table
 
+REASONS = ("", "duplicate", "near_duplicate")
+KEPT, DUPLICATE, NEAR_DUPLICATE = range(len(REASONS))
+
 
 class Records:
     """The records of chunks, numbered through from 0."""
@@ -86,11 +89,10 @@ class Verdict:
 
     pairs: list[Pair] = field(default_factory=list)
 
-    def reasons(self) -> NDArray[np.str_]:
-        """For each record why it is dropped; empty for the kept ones."""
-        own = np.arange(len(self.repeats))
-        reasons = np.where(self.repeats == own, "", "duplicate").astype("U14")
-        reasons[[pair.dropped for pair in self.pairs]] = "near_duplicate"
+    def reasons(self) -> NDArray[np.uint8]:
+        """For each record the place in REASONS of why it is dropped."""
+        reasons = (self.repeats != np.arange(len(self.repeats))).astype(np.uint8) * np.uint8(DUPLICATE)
+        reasons[[pair.dropped for pair in self.pairs]] = NEAR_DUPLICATE
         return reasons
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sftplay.data.ingest.run.records import Records, Verdict
+from sftplay.data.ingest.run.records import DUPLICATE, KEPT, NEAR_DUPLICATE, REASONS, Records, Verdict
 from sftplay.data.ingest.run.stages import Chunk, Document
 from sftplay.data.ingest.run.walk import Found, shown
 from sftplay.data.ingest.settings import STEPS, Settings
@@ -30,14 +30,14 @@ def report_of(
     rest = [_passed(found) for found in passed_over]
     unreadable = Counter(file["reason"] for file in [*files, *rest] if file["status"] == "unreadable")
     dropped = sum((Counter(file["dropped"]) for file in files), Counter())
-    kept = int(np.count_nonzero(reasons == ""))
+    kept = int(np.count_nonzero(reasons == KEPT))
     return {
         "documents": kept + dropped.total() + unreadable.total(),
         "kept": kept,
         "dropped": dict(sorted(dropped.items())),
         "unreadable": dict(sorted(unreadable.items())),
         "skipped": dict(sorted(Counter(file["reason"] for file in rest if file["status"] == "skipped").items())),
-        "characters": int(records.column("chars")[reasons == ""].sum()),
+        "characters": int(records.column("chars")[reasons == KEPT].sum()),
         "by": settings.by,
         "steps": {step: "on" if settings.does(step) else "off" for step in STEPS},
         "cleaned_blocks": dict(sum((Counter(each.answer.get("cleaned", {})) for each in documents), Counter())),
@@ -58,10 +58,10 @@ def _files(documents: Sequence[Document], chunks: Sequence[Chunk], *, records: R
         for place, counts in chunk.answer["dropped"].items():
             dropped[int(place)].update(counts)
     owners = records.column("file").astype(np.int64)
-    for reason in ("duplicate", "near_duplicate"):
-        for place, count in Counter(owners[reasons == reason].tolist()).items():
-            dropped[place][reason] += count
-    is_kept = reasons == ""
+    for code in (DUPLICATE, NEAR_DUPLICATE):
+        for place, count in Counter(owners[reasons == code].tolist()).items():
+            dropped[place][REASONS[code]] += count
+    is_kept = reasons == KEPT
     kept = np.bincount(owners[is_kept], minlength=len(documents))
     sums = np.bincount(owners[is_kept], records.column("chars")[is_kept], minlength=len(documents))
     return [
@@ -97,7 +97,7 @@ def _pairs(records: Records, verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def _kept(records: Records, reasons: Any) -> list[dict[str, Any]]:
-    kept = np.flatnonzero(reasons == "")
+    kept = np.flatnonzero(reasons == KEPT)
     spread = kept[:: max(1, len(kept) // KEPT_EXAMPLES)][:KEPT_EXAMPLES]
     return [example_of(records.record(int(number))) for number in spread]
 
@@ -115,7 +115,7 @@ def _dropped(
     equal = np.flatnonzero(verdict.repeats != np.arange(len(records)))[:EXAMPLES].tolist()
     twins = [(number, int(verdict.repeats[number]), "duplicate", "the same text as") for number in equal]
     near = sorted(verdict.pairs[:EXAMPLES], key=lambda pair: pair.dropped)
-    twins += [(p.dropped, p.kept, "near_duplicate", f"{p.similarity:.0%} the same as") for p in near]
+    twins += [(p.dropped, p.kept, "near_duplicate", f"{p.similarity:.1%} the same as") for p in near]
     for number, kept, reason, what in twins:
         detail = f"{what} {records.record(kept)['source']}"
         found.append({"reason": reason, "detail": detail, **example_of(records.record(number))})

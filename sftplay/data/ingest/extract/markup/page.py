@@ -80,7 +80,9 @@ def decode(data: bytes, encoding: str = "auto") -> tuple[str, tuple[str, ...]]:
         if not found or "codec" not in locals():
             raise Unreadable("encoding", f"the page is not {name} and names no other encoding") from None
         text, _ = codec.decode(data, "replace")
-        return text.removeprefix("\ufeff"), (f"{text.count(chr(0xFFFD))} places are not {name}, which the page names",)
+        return text.removeprefix("\ufeff"), (
+            f"characters that are not {name}, which the page names: {text.count(chr(0xFFFD))}",
+        )
     return text.removeprefix("\ufeff"), ()
 
 

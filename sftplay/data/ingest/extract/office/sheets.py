@@ -13,8 +13,8 @@ from sftplay.data.ingest.extract.markup.tables import as_markdown
 from sftplay.data.ingest.extract.office.archive import NO_DTD, Archive
 from sftplay.data.ingest.extract.office.word import core_title
 
-MOST_CELLS, MOST_COLUMNS, MOST_EMPTY_ROWS = 2_000_000, 500, 10_000
-"""Of one document; of one row; rows without text that end a sheet."""
+MOST_CELLS, MOST_EMPTY_ROWS = 20_000_000, 10_000
+"""Of one document, empty ones too; rows without text that end a sheet."""
 
 
 def read_sheets(path: Path, encoding: str) -> Extracted:
@@ -41,7 +41,8 @@ def read_sheets(path: Path, encoding: str) -> Extracted:
                 if sheet.sheet_state != "visible":
                     notes.append(f"the hidden sheet {sheet.title!r} is left out")
                     continue
-                rows, n_cells = _rows_of(sheet.iter_rows(values_only=True, max_col=MOST_COLUMNS))
+                sheet.reset_dimensions()  # what a sheet says of its own size may be wrong, in both directions
+                rows, n_cells = _rows_of(sheet.iter_rows(values_only=True))
                 left -= n_cells
                 if left < 0:
                     raise Unreadable("too_large", f"more than {MOST_CELLS:,} cells: split the workbook")

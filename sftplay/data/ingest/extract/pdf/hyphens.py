@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from sftplay.data.ingest.extract.pdf.words import SOFT_HYPHEN
 
 DIVIDED = re.compile(rf"([^\W\d_]+)[-‐{SOFT_HYPHEN}]$")
+LONGEST_WORD = 80
 FRACTION = re.compile(r"(?<=\d) ?⁄ ?(?=\d)")
 BEGINS = re.compile(r"[^\W\d_]+")
 COMPOUND = (
@@ -44,7 +45,7 @@ class Vocabulary:
         text = ""
         for line in lines:
             line = line.strip()
-            divided, begins = DIVIDED.search(text), BEGINS.match(line)
+            divided, begins = DIVIDED.search(text[-LONGEST_WORD:]), BEGINS.match(line)
             if not text:
                 text = line
             elif divided and begins and begins[0][0].islower():

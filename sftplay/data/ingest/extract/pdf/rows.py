@@ -97,7 +97,7 @@ def to_columns(words: list[Word], depth: int = 0) -> list[list[Row]]:
     if place is None:
         return [rows] if rows else []
     columns: list[list[Row]] = []
-    for band, is_divided in _bands(rows, place):
+    for band, is_divided in _bands(rows, place, half=half_gutter(rows)):
         if not is_divided:
             columns.append(band)
             continue
@@ -112,7 +112,7 @@ def find_gutter(rows: list[Row]) -> float | None:
     if len(rows) < LEAST_ROWS:
         return None
     left, right = min(row.x0 for row in rows), max(row.x1 for row in rows)
-    half = GUTTER * median(row.size for row in rows) / 2
+    half = half_gutter(rows)
     step_points = max(STEP, (right - left) / MOST_STEPS)
     first, n_steps = left + EDGE * (right - left), int((1 - 2 * EDGE) * (right - left) / step_points)
     crossed = [0] * (n_steps + 1)
@@ -130,6 +130,11 @@ def find_gutter(rows: list[Row]) -> float | None:
     return median(x for x in scores if scores[x] == best) if best else None
 
 
+def half_gutter(rows: list[Row]) -> float:
+    """Half the least width of a gutter among these rows."""
+    return GUTTER * median(row.size for row in rows) / 2
+
+
 def segments(words: list[Word], gap: float) -> list[tuple[float, float]]:
     """Where a row's words stand, those together that have less than the gap between them."""
     found: list[tuple[float, float]] = []
@@ -141,7 +146,7 @@ def segments(words: list[Word], gap: float) -> list[tuple[float, float]]:
     return found
 
 
-def _bands(rows: list[Row], x: float, *, half: float = 0.1) -> list[tuple[list[Row], bool]]:
+def _bands(rows: list[Row], x: float, *, half: float) -> list[tuple[list[Row], bool]]:
     """The rows in runs, each with whether its rows leave the strip at x free; free runs that are short are not."""
     bands: list[tuple[list[Row], bool]] = []
     for row in rows:

@@ -12,15 +12,15 @@ MOST_BYTES = 64 << 20
 """Of one text file. The text, its blocks and their row stand in memory together, at up to four bytes a character."""
 
 
-def read_characters(path: Path, encoding: str = "auto") -> str:
+def read_characters(path: Path, encoding: str = "auto", *, most: int = MOST_BYTES) -> str:
     """The whole text.
 
     Raises:
         Unreadable: it is too large, binary, or not in the encoding.
     """
     size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise Unreadable("too_large", f"{size >> 20} MiB of text; {MOST_BYTES >> 20} MiB are read: split the file")
+    if size > most:
+        raise Unreadable("too_large", f"{size >> 20} MiB of text; {most >> 20} MiB are read: split the file")
     try:
         charset = Charset(path, encoding)
     except DataError as error:

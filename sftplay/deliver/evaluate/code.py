@@ -1,0 +1,114 @@
+"""A model's programs against the tests of programming problems: pass@1, pass@k, and how the failures ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sftplay.data.problems.problem import PROMPT_VERSION, Problem, question_of
+from sftplay.deliver.evaluate.pass_at_k import mean_pass_at_k
+from sftplay.errors import RunError
+from sftplay.reward.code_answer import find_code
+from sftplay.sandbox.pool import Sandbox
+from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
+
+LIMITS = Limits(timeout_s=20.0, test_timeout_s=5.0)
+"""Some reference solutions of MBPP need two seconds for a test on a busy machine."""
+
+NO_CODE = "no_code"
+"""The status of an answer in which no program was found."""
+
+MOST_UNKNOWN = 0.05
+"""Share of answers for which the sandbox may fail before the figure would say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One answer to one problem."""
+
+    problem: Problem
+    answer: str
+    how: str
+    """How its program was found."""
+
+    verdict: Verdict | None
+    """None where there was no program."""
+
+    @property
+    def status(self) -> str:
+        """The verdict's status, or NO_CODE."""
+        return self.verdict.status if self.verdict else NO_CODE
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test passed."""
+        return (
+            self.verdict is not None and self.verdict.status == "ok" and self.verdict.passed == len(self.problem.tests)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """A line of eval/code-N.jsonl."""
+        verdict = self.verdict.as_dict() if self.verdict else {"status": NO_CODE}
+        return {
+            "task_id": self.problem.task_id,
+            "answer": self.answer,
+            "how": self.how,
+            "passed": self.passed,
+            **verdict,
+        }
+
+
+def grade(problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandbox) -> list[Graded]:
+    """Each answer with what its program does in the sandbox; `answers` are aligned with `problems`."""
+    found = [find_code(answer, problem.entry_point) for problem, answer in zip(problems, answers, strict=True)]
+    jobs = [
+        Job(
+            code=each.code,
+            tests=problem.tests,
+            setup=problem.setup,
+            entry_point=problem.entry_point,
+            limits=LIMITS,
+        )
+        for problem, each in zip(problems, found, strict=True)
+        if each.code.strip()
+    ]
+    verdicts = iter(sandbox.run(jobs))
+    return [
+        Graded(problem, answer, each.how, next(verdicts) if each.code.strip() else None)
+        for problem, answer, each in zip(problems, answers, found, strict=True)
+    ]
+
+
+def evaluate_code(
+    ask: Callable[[list[str]], list[str]],
+    problems: Sequence[Problem],
+    *,
+    n: int,
+    sandbox: Sandbox,
+) -> tuple[dict[str, Any], list[Graded]]:
+    """Ask each problem `n` times and grade the answers: the figures, and every answer.
+
+    `ask` gives an answer to each question of a list. The figures are `pass@1`, for 10 answers and more `pass@10`, their
+    standard errors over the problems, and counts by status.
+
+    Raises:
+        RunError: the sandbox failed for too many answers.
+    """
+    asked = [problem for problem in problems for _ in range(n)]
+    graded = grade(asked, ask([question_of(problem) for problem in asked]), sandbox=sandbox)
+    statuses = Counter(each.status for each in graded)
+    if statuses["infra"] > MOST_UNKNOWN * len(graded):
+        raise RunError(
+            f"the sandbox failed for {statuses['infra']:,} of {len(graded):,} programs",
+            where=sandbox.executor,
+            fix="`make sandbox ARGS=--self-test` says what is wrong with it",
+        )
+    right = [sum(each.passed for each in graded[at : at + n]) for at in range(0, len(graded), n)]
+    figures: dict[str, Any] = {"n": len(problems), "samples": n}
+    for k in (1, 10):
+        if k <= n:
+            figures[f"pass@{k}"], figures["stderr" if k == 1 else f"stderr@{k}"] = mean_pass_at_k(right, n=n, k=k)
+    figures |= {"statuses": dict(sorted(statuses.items())), "found": dict(Counter(each.how for each in graded))}
+    return figures | {"executor": sandbox.executor, "prompt_version": PROMPT_VERSION}, graded

@@ -1,0 +1,125 @@
+"""Problems of MBPP and HumanEval as they are published: both forms, their splits, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sftplay.data.problems.load import load_problems, refuse_test_problems, split_of
+from sftplay.data.problems.problem import question_of
+from sftplay.errors import DataError
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+MBPP, HUMAN_EVAL = DATA / "mbpp" / "sanitized-mbpp.json", DATA / "humaneval" / "HumanEval.jsonl"
+
+WHOLE = {
+    "task_id": 601,
+    "text": "Double a number.",
+    "code": "def helper(x):\n    return x\n\ndef double(x):\n    return 2 * helper(x)",
+    "test_list": ["assert double(2) == 4", "assert double(0) == 0", "assert math.isclose(double(0.5), 1)"],
+    "test_setup_code": "import math",
+    "challenge_test_list": [],
+}
+SANITIZED = {
+    "source_file": "a",
+    "task_id": 11,
+    "prompt": "Halve a number.",
+    "code": "def half(x):\n    return x / 2",
+    "test_imports": ["import math"],
+    "test_list": ["assert set([half(2)]) == {1}"],
+}
+HUMAN = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def one():\n    """One."""\n',
+    "entry_point": "one",
+    "canonical_solution": "    return 1\n",
+    "test": "def check(candidate):\n    assert candidate() == 1\n",
+}
+
+
+def written(tmp_path, *rows):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_all_three_published_forms_are_read(tmp_path):
+    whole, sanitized, human = load_problems(written(tmp_path, WHOLE, SANITIZED, HUMAN))
+    assert (whole.entry_point, whole.setup, len(whole.tests), whole.shown) == ("double", "import math", 3, 1)
+    assert (sanitized.entry_point, sanitized.setup, sanitized.shown) == ("half", "import math", 0)
+    assert human.reference == 'def one():\n    """One."""\n    return 1\n'
+    assert human.tests == ("def check(candidate):\n    assert candidate() == 1\n\ncheck(one)",)
+
+
+def test_the_question_shows_the_shown_tests_and_no_hidden_one(tmp_path):
+    (problem,) = load_problems(written(tmp_path, WHOLE))
+    question = question_of(problem)
+    assert "Double a number." in question
+    assert "assert double(2) == 4" in question
+    assert "double(0)" not in question
+
+
+@pytest.mark.parametrize(
+    ("task_id", "split"),
+    [
+        (1, "prompt"),
+        (10, "prompt"),
+        (11, "test"),
+        (510, "test"),
+        (511, "validation"),
+        (600, "validation"),
+        (601, "train"),
+    ],
+)
+def test_splits_are_those_of_the_paper(tmp_path, task_id, split):
+    (problem,) = load_problems(written(tmp_path, {**WHOLE, "task_id": task_id}))
+    assert split_of(problem) == split
+
+
+def test_problems_that_are_tested_are_not_trained_on(tmp_path):
+    train, test, human = load_problems(written(tmp_path, WHOLE, SANITIZED, HUMAN))
+    refuse_test_problems([train])
+    for problem in (test, human):
+        with pytest.raises(DataError, match="1 problems of a test split"):
+            refuse_test_problems([train, problem])
+
+
+def test_a_problem_that_stands_twice_counts_once(tmp_path):
+    again = {**WHOLE, "task_id": 700, "text": "double  a NUMBER."}
+    assert [each.task_id for each in load_problems(written(tmp_path, WHOLE, again))] == ["601"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "a", "answer": "b"}, "is no problem"),
+        ({**WHOLE, "code": "def double(x:"}, "cannot be read as a problem"),
+        ({**WHOLE, "test_list": ["assert other(1)"]}, "calls nothing that its solution defines"),
+        ({**WHOLE, "test_list": []}, "calls nothing that its solution defines"),
+        ({key: value for key, value in HUMAN.items() if key != "test"}, "KeyError 'test'"),
+    ],
+)
+def test_a_row_that_is_no_problem_is_named(tmp_path, row, said):
+    with pytest.raises(DataError, match=said) as caught:
+        load_problems(written(tmp_path, WHOLE, row))
+    assert caught.value.where.endswith("problems.jsonl:2")
+
+
+def test_a_split_without_problems_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no problem of the split 'validation'"):
+        load_problems(written(tmp_path, WHOLE), "validation")
+
+
+@pytest.mark.skipif(not MBPP.exists(), reason=f"needs {MBPP}")
+def test_the_sanitized_problems_are_all_read():
+    # 427 rows (shared/data/mbpp/README.md), of which two repeat a text; 257 have ids of the test split
+    assert len(load_problems(str(MBPP))) == 425
+    ids = [row["task_id"] for row in json.loads(MBPP.read_text())]
+    assert sum(11 <= each <= 510 for each in ids) == 257
+
+
+@pytest.mark.skipif(not HUMAN_EVAL.exists(), reason=f"needs {HUMAN_EVAL}")
+def test_human_eval_is_all_read_and_all_of_it_is_for_testing():
+    problems = load_problems(str(HUMAN_EVAL), "test")
+    assert len(problems) == 164
+    assert problems[38].entry_point == "decode_cyclic"

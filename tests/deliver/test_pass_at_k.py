@@ -1,0 +1,45 @@
+"""pass@k beside counts by hand and beside drawing every subset."""
+
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+
+from sftplay.deliver.evaluate.pass_at_k import mean_pass_at_k, pass_at_k
+
+
+@pytest.mark.parametrize(
+    ("n", "right", "k", "value"),
+    [
+        (1, 0, 1, 0.0),
+        (1, 1, 1, 1.0),
+        (10, 3, 1, 0.3),
+        (10, 10, 10, 1.0),
+        (2, 1, 2, 1.0),
+        (4, 1, 2, 0.5),
+        (5, 2, 3, 0.9),
+    ],
+)
+def test_counts_by_hand(n, right, k, value):
+    assert pass_at_k(k, n=n, right=right) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_it_is_the_share_of_subsets_with_a_right_answer(n):
+    for right in range(n + 1):
+        for k in range(1, n + 1):
+            subsets = list(combinations([1] * right + [0] * (n - right), k))
+            assert pass_at_k(k, n=n, right=right) == pytest.approx(fmean(max(subset) for subset in subsets))
+
+
+@pytest.mark.parametrize(("n", "right", "k"), [(3, 1, 4), (3, 4, 1), (3, -1, 1), (3, 1, 0)])
+def test_what_cannot_be_estimated_is_refused(n, right, k):
+    with pytest.raises(ValueError, match="cannot be estimated"):
+        pass_at_k(k, n=n, right=right)
+
+
+def test_the_standard_error_is_that_of_a_mean_of_problems():
+    mean, error = mean_pass_at_k([1] * 100 + [0] * 300, n=1, k=1)
+    assert mean == 0.25
+    # sqrt(p (1 - p) / problems) = 0.02165
+    assert error == pytest.approx(0.02165, rel=0.1)
