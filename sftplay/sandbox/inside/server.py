@@ -69,7 +69,7 @@ class Server:
                 self.kill(number)
             elif (pid := os.fork()) == 0:
                 try:
-                    self.isolate(hello, *fds)
+                    self.isolate(hello, control=fds[0], output=fds[1])
                 finally:
                     os._exit(1)
             else:
@@ -84,7 +84,7 @@ class Server:
         os.waitpid(pid, 0)
         self.orders.send(b"gone")
 
-    def isolate(self, hello: dict[str, Any], control: int, output: int) -> None:
+    def isolate(self, hello: dict[str, Any], *, control: int, output: int) -> None:
         """In a process of its own: make the namespaces, start the first process in them, and wait for its end.
 
         That one ends when this one does, and all others in its namespace with it.
@@ -97,16 +97,16 @@ class Server:
             with open(f"/proc/self/{name}", "w") as handle:
                 handle.write(text)
         options = f"size={hello['disk_bytes']},nr_inodes={MOST_FILES},mode=0700"
-        self.mount(hello["folder"], MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-        self.mount("/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, "size=4k,nr_inodes=1")
+        self.mount(hello["folder"], flags=MS_NOSUID | MS_NODEV | MS_NOEXEC, options=options)
+        self.mount("/proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, options="size=4k,nr_inodes=1")
         if (first := os.fork()) == 0:
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            self.be_first(hello, control, output)
+            self.be_first(hello, control=control, output=output)
         os.close(control)
         os.close(output)
         os.waitpid(first, 0)
 
-    def mount(self, path: str, flags: int, options: str) -> None:
+    def mount(self, path: str, *, flags: int, options: str) -> None:
         self.check(self.libc.mount(b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(flags), options.encode()))
 
     def check(self, result: int) -> None:
@@ -114,11 +114,11 @@ class Server:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
-    def be_first(self, hello: dict[str, Any], control: int, output: int) -> None:
+    def be_first(self, hello: dict[str, Any], *, control: int, output: int) -> None:
         """The first process of the namespace: it waits for the program, and takes in what that leaves."""
         program = os.fork()
         if program == 0:
-            run_program(hello, control, output)
+            run_program(hello, control=control, output=output)
         os.close(control)
         os.close(output)
         while os.wait()[0] != program:
@@ -126,7 +126,7 @@ class Server:
         os._exit(0)
 
 
-def run_program(hello: dict[str, Any], control: int, output: int) -> None:
+def run_program(hello: dict[str, Any], *, control: int, output: int) -> None:
     """The program's own process: give up what is left of rights, and take orders."""
     os.setsid()
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
