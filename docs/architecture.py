@@ -145,6 +145,14 @@ PATHS = """## The path of a config value
 5. `data/pipeline.py` hands them to the task, in the order of `data/order.py`.
 6. `tasks/step/window.py` gets a rank's rows of one optimizer step, `tasks/step/micro_batches.py` cuts them.
 
+## The path of a document
+
+1. `data/ingest/run/walk.py` finds files; `data/ingest/children/pool.py` has a child forked for each, within bounds.
+2. In the child `data/ingest/steps/reading.py` cleans what `data/ingest/by_kind.py` has found, block by block, and
+   writes it down.
+3. `data/ingest/steps/finishing.py` makes rows with their pages of it, without the lines that stand everywhere.
+4. `data/ingest/run/records.py` finds rows that repeat others; `data/ingest/run/ingest.py` writes the rest.
+
 ## The path of an out-of-memory event
 
 1. `tasks/step/window.py` catches it in a micro-batch; all ranks agree by `monitor/out_of_memory.py`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sftplay.model.source import locate
 from sftplay.model.start_point import origin_of
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.model.weights import open_model
+from sftplay.units import format_bytes
 
 
 def keep_base(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, new_tokens: Sequence[NewToken] = ()) -> Path:
@@ -41,6 +43,7 @@ def keep_base(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, new_tokens: S
                 tokenizer = load_tokenizer(cfg.model)
                 add_to(tokenizer, new_tokens)
                 add_rows(start, new_tokens)
+                _check_room(start, scratch)
                 start.save_pretrained(scratch)
                 tokenizer.save_pretrained(scratch)
             if merges:
@@ -48,6 +51,15 @@ def keep_base(cfg: RunConfig, folder: Path, *, dtype: torch.dtype, new_tokens: S
             if new_tokens:
                 log.say(f"the base with rows for {len(new_tokens)} new tokens: {target}", "model")
     return target
+
+
+def _check_room(model: Any, folder: Path) -> None:
+    needed = sum(weight.nbytes for weight in model.parameters())
+    if (free := shutil.disk_usage(folder).free) < needed:
+        what = f"the base that this run trains on needs {format_bytes(needed)} and {format_bytes(free)} are free"
+        raise MachineError(
+            what, where=str(folder.parent), fix="make room, or name a folder on another disk: output_dir"
+        )
 
 
 def merged_start(cfg: RunConfig, dtype: torch.dtype) -> Any:

@@ -95,6 +95,7 @@ def peft_scores(base: Path, folder: RunFolder, dtype: torch.dtype = torch.float3
         {"dora": True},
         {"modules_to_save": ["embed_tokens"]},
         {"modules_to_save": ["lm_head", "norm"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
         {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["q_proj", "embed_tokens"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "dora": True},

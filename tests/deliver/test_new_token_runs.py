@@ -22,6 +22,7 @@ from sftplay.deliver.export.merge import merge
 from sftplay.deliver.export.merge_check import test_merge as check_merge
 from sftplay.errors import ConfigError
 from sftplay.model.load import load_result, load_untrained
+from sftplay.model.weights import keep_four_bit_exact
 
 NEW = 50
 BASE_ROWS = 336
@@ -132,6 +133,7 @@ def test_plain_peft_opens_the_adapter_and_measures_what_the_run_measured(run: Fi
     held_as = {"quantization_config": four_bit} if run.cfg.tuning.mode == "qlora" else {}
     with quiet():
         plain = AutoPeftModelForCausalLM.from_pretrained(result(run), **held_as)
+    keep_four_bit_exact(plain)  # on some CPUs bitsandbytes would repack the weights, and fails on widths like this one
     assert loss_of(plain, tokenizer, Path(str(run.cfg.data.val_path))) == pytest.approx(expected, abs=1e-3)
 
 
@@ -283,9 +285,9 @@ def test_a_resume_with_other_terms_is_refused_by_name(inputs: Inputs, tmp_path: 
     wish = {"tuning__new_tokens": {"path": str(tmp_path / "terms.txt")}, "train__save_steps": 2, "eval__after": False}
     run = trained(tmp_path, inputs, tied=True, stop=StopAfter(2), **wish)
     tmp_path.joinpath("terms.txt").write_text("aileron\nfuselage\n")
-    with pytest.raises(ConfigError, match=r"without ' angle of attack'; with ' fuselage'") as caught:
+    with pytest.raises(ConfigError, match="without 'angle of attack'; with 'fuselage'") as caught:
         train_in(run.cfg.with_values({"train.resume": "auto"}, "test"), run.folder)
-    assert "terms.txt, or train under a new run_name" in caught.value.fix
+    assert caught.value.where == f"tuning.new_tokens.path {tmp_path / 'terms.txt'}"
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from sftplay.model.adapter import add_adapter
 from sftplay.model.new_tokens.forms import HAS_NO_FORM, IS_ONE_TOKEN, Form, choose_forms
 from sftplay.model.new_tokens.rows import add_rows
 from sftplay.model.new_tokens.terms import find_terms, read_terms
-from sftplay.model.new_tokens.tokens import NewToken
+from sftplay.model.new_tokens.tokens import NewToken, add_to
 from sftplay.model.tokenizer import load_extended
 
 PLAIN_TEXT = "the old light walks under green hills and asks why seven quiet boats carry salt"
@@ -229,6 +229,12 @@ def test_a_listed_term_that_cannot_be_a_token_is_named(tiny_llama: Path, tmp_pat
     (tmp_path / "terms.txt").write_text("aileron\nriver\n")
     with pytest.raises(ConfigError, match="1 of the terms cannot be new tokens, such as 'river': it is one token"):
         load_extended(config(tiny_llama, tmp_path, path=str(tmp_path / "terms.txt")))
+
+
+def test_a_list_that_was_made_for_another_tokenizer_is_refused(tiny_llama: Path):
+    token = NewToken("flap", " flap", single_word=False, id=350, pieces=(7, 8), count=1)
+    with pytest.raises(ConfigError, match="another one than when 'flap' became token 350: it is 336 now"):
+        add_to(AutoTokenizer.from_pretrained(tiny_llama), [token])
 
 
 TOKENS = [

@@ -94,3 +94,27 @@ def test_the_disk_holds_the_kept_checkpoints_one_that_is_written_and_the_result(
     found = workload_of(config(tmp_path, max_steps=1), setting())
     assert found.checkpoint_bytes == PAIRS * (4 + 8)  # fp32 pairs, and two fp32 moments
     assert found.disk_bytes == 4 * found.checkpoint_bytes + PAIRS * 4
+
+
+def test_a_base_that_the_run_keeps_lies_on_the_disk_too(tmp_path: Path):
+    cfg = config(tmp_path, max_steps=7)
+    more = cfg.with_values({"tuning.new_tokens.count": 50}, "test")
+    added = workload_of(more, setting()).disk_bytes - workload_of(cfg, setting()).disk_bytes
+    # 32,000 rows of 1024 in embedding and head, and the layers; four layers have two norms each, and one is at the end.
+    assert added == 2 * (2 * 32_000 * 1024 + 4 * LAYER + 9 * 1024)
+
+
+def documents(tmp_path: Path, **changes: Any) -> RunConfig:
+    plain = config(tmp_path, rows=20).model_dump()
+    return RunConfig.model_validate(plain | {"task_mode": "cpt", "cpt": {"block_size": 50, **changes}})
+
+
+def test_a_run_on_documents_is_planned_with_full_blocks(tmp_path: Path):
+    # A step of 8 blocks learns 8 x 49 new tokens; the first token of a block is context.
+    found = workload_of(documents(tmp_path, train_tokens=8 * 49 * 3 + 1), setting())
+    assert (found.steps, found.tokens) == (4, 4 * 8 * 50)
+    assert found.steps_reason == "cpt.train_tokens, full blocks of 50 tokens"
+    unknown = workload_of(documents(tmp_path), setting())
+    assert (unknown.steps, unknown.tokens) == (None, None)  # lines of the file are documents, not blocks
+    known = workload_of(documents(tmp_path), setting(), lengths=RowLengths(longest=50, mean=50, count=30))
+    assert known.steps == 12  # three epochs of 30 blocks

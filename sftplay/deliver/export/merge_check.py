@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
+from sftplay.data.mix.load import load_mixture
 from sftplay.data.pipeline import load_examples
 from sftplay.data.records import IGNORE_INDEX, Message
 from sftplay.deliver.export.merge import adapter_of, end_token_ids, load_unquantised, size_bytes
@@ -103,17 +104,29 @@ def test_merge(cfg: RunConfig, folder: RunFolder, *, merged: Path) -> dict[str, 
 
 def _choose_prompts(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> tuple[list[list[int]], str]:
     """Token ids of held-out prompts, or of the built-in questions, and which of the two they are."""
-    checked = folder.read_json("data_report.json").get("files")
     try:
-        examples = load_examples(cfg, tokenizer, renderer_template=tokenizer.chat_template, checked=checked)
-        held_out = examples.held_out
+        held_out = _held_out_rows(cfg, folder, tokenizer=tokenizer)
     except DataError as error:
         log.say(f"note: the run's rows cannot be read any more ({error.what})", "merge")
         held_out = None
-    if held_out is None:
+    if not held_out:
         return _built_in(tokenizer), "built-in"
-    rows = held_out.select(sorted({i * len(held_out) // PROMPTS for i in range(PROMPTS)}))
-    return [_prompt_of(row["input_ids"], row["labels"])[-PROMPT_TOKENS:] for row in rows], "held-out"
+    rows = [held_out[n] for n in _spread(len(held_out))]
+    return [_prompt_of(list(row["input_ids"]), list(row["labels"]))[-PROMPT_TOKENS:] for row in rows], "held-out"
+
+
+def _spread(count: int) -> list[int]:
+    """PROMPTS of so many rows, evenly spread, or all of them."""
+    return sorted({n * count // PROMPTS for n in range(PROMPTS)}) if count else []
+
+
+def _held_out_rows(cfg: RunConfig, folder: RunFolder, *, tokenizer: Any) -> Any:
+    """The held-out rows, or some held-out blocks of each source; empty or None where there are none."""
+    if cfg.learns_documents:
+        mixture = load_mixture(cfg, tokenizer, renderer_template=tokenizer.chat_template)
+        return [blocks[n] for blocks in mixture.held_out.values() for n in _spread(len(blocks))]
+    checked = folder.read_json("data_report.json").get("files")
+    return load_examples(cfg, tokenizer, renderer_template=tokenizer.chat_template, checked=checked).held_out
 
 
 def _built_in(tokenizer: Any) -> list[list[int]]:

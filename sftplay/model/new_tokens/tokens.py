@@ -85,33 +85,45 @@ def extend(tokenizer: Any, cfg: RunConfig) -> list[NewToken]:
     return tokens
 
 
-def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
-    """Give `tokenizer` the tokens, under their ids."""
-    tokenizer.add_tokens([Form(token.content, token.single_word).as_token() for token in tokens])
-    ids = [tokenizer.convert_tokens_to_ids(token.content) for token in tokens]
-    assert ids == [token.id for token in tokens], "the list belongs to another tokenizer"
-
-
-def keep_list(folder: RunFolder, tokens: Sequence[NewToken], *, cfg: RunConfig) -> None:
-    """Write the list into the run's folder, where it has one; or check that a continued run has the same list.
+def extend_as_begun(tokenizer: Any, cfg: RunConfig, *, folder: RunFolder) -> list[NewToken]:
+    """The same for a run: its folder keeps the list, and a continued run has the one that it began with.
 
     Raises:
-        ConfigError: the run began with other tokens.
+        ConfigError: the file of terms or the tokenizer has changed since the run began; and what `extend` raises.
     """
-    path = folder.path / LIST
-    if not path.is_file():
-        if tokens:
-            folder.write_json(LIST, {**_totals(tokens), "tokens": [_shown(token) for token in tokens]})
-        return
-    before = {entry["content"]: entry["id"] for entry in folder.read_json(LIST).get("tokens", [])}
-    now = {token.content: token.id for token in tokens}
+    tokens = kept_tokens(folder.path)
+    if tokens:
+        _check_terms(tokens, cfg)
+        add_to(tokenizer, tokens)
+        return tokens
+    if tokens := extend(tokenizer, cfg):
+        folder.write_json(LIST, {**_totals(tokens), "tokens": [_shown(token) for token in tokens]})
+    return tokens
+
+
+def add_to(tokenizer: Any, tokens: Sequence[NewToken]) -> None:
+    """Give `tokenizer` the tokens, under their ids.
+
+    Raises:
+        ConfigError: they get other ids, because the list was made for another tokenizer.
+    """
+    tokenizer.add_tokens([Form(token.content, token.single_word).as_token() for token in tokens])
+    for token in tokens:
+        if (found := tokenizer.convert_tokens_to_ids(token.content)) != token.id:
+            what = f"the tokenizer is another one than when {token.term!r} became token {token.id}: it is {found} now"
+            raise ConfigError(what, where=KEY, fix="restore the model's tokenizer, or train under a new run_name")
+
+
+def _check_terms(tokens: Sequence[NewToken], cfg: RunConfig) -> None:
+    if (source := cfg.tuning.new_tokens.path) is None:
+        return  # the data have digests of their own
+    before, now = [token.term for token in tokens], read_terms(source)
     if before == now:
         return
-    lost, found = ([repr(name) for name in a if name not in b] for a, b in ((before, now), (now, before)))
-    changes = [f"{word} {', '.join(names[:SHOWN])}" for word, names in (("without", lost), ("with", found)) if names]
+    lost, found = ([repr(term) for term in a if term not in b] for a, b in ((before, now), (now, before)))
+    changes = [f"{word} {', '.join(terms[:SHOWN])}" for word, terms in (("without", lost), ("with", found)) if terms]
     what = f"the new tokens are others than when the run began: {'; '.join(changes) or 'in another order'}"
-    source = cfg.tuning.new_tokens.path or source_of(cfg)[0]
-    raise ConfigError(what, where=f"{KEY} {path}", fix=f"restore {source}, or train under a new run_name")
+    raise ConfigError(what, where=f"{KEY}.path {source}", fix="restore the file, or train under a new run_name")
 
 
 def kept_tokens(run: Path) -> list[NewToken]:

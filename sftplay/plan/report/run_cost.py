@@ -50,6 +50,9 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
     seconds, basis = _seconds(setting, tokens, rows=_described(cfg, lengths))
     # One more lies there while the newest is written, and the result at the end.
     disk = checkpoint * (train.save_total_limit + 1) + trained * setting.execution.trained_bytes
+    if cfg.tuning.new_tokens.is_on or (cfg.model.merge_adapter and cfg.tuning.mode != "full"):
+        # The run keeps a base of its own, in 16 bits as most are stored.
+        disk += 2 * (setting.shape.total_params + setting.shape.vision_params)
     return Workload(steps, reason, tokens, checkpoint, disk, seconds, basis)
 
 

@@ -15,10 +15,10 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.model.adapter import describe_parameters, freeze_beside_text
 from sftplay.model.hub import fetch_weights
 from sftplay.model.load import load_result, load_start, start_adapter, stored_base
-from sftplay.model.new_tokens.tokens import NewToken, keep_list
+from sftplay.model.new_tokens.tokens import NewToken, extend_as_begun
 from sftplay.model.source import locate
 from sftplay.model.start_point import resolve_names
-from sftplay.model.tokenizer import load_extended
+from sftplay.model.tokenizer import load_tokenizer
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.tasks.run.capacity import describe_capacity, describe_rate
 from sftplay.tasks.run.fingerprint import fingerprint_of
@@ -92,10 +92,9 @@ def keep_final_report(rows: Rows, folder: RunFolder) -> None:
 
 
 def open_tokenizer(cfg: RunConfig, folder: RunFolder) -> tuple[Any, list[NewToken]]:
-    """The run's tokenizer, and its new tokens: those of the run's first start, or a ConfigError."""
-    tokenizer, new_tokens = load_extended(cfg)
-    keep_list(folder, new_tokens, cfg=cfg)
-    return tokenizer, new_tokens
+    """The run's tokenizer with its new tokens, and these."""
+    tokenizer = load_tokenizer(cfg.model)
+    return tokenizer, extend_as_begun(tokenizer, cfg, folder=folder)
 
 
 def check_held_out(cfg: RunConfig, rows: Rows) -> None:

@@ -22,6 +22,7 @@ from processes import HANG_S, is_alive, wait_until
 
 from sftplay.data.ingest.by_kind import SUFFIXES
 from sftplay.data.ingest.children.pool import ChildPool, Task
+from sftplay.data.ingest.children.server import NO_ROOM_CODE
 from sftplay.data.ingest.settings import ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -194,6 +195,7 @@ def eat_mapped():
     time.sleep(1000)
 def crash(): ctypes.string_at(0)
 def leave(): os._exit(3)
+def fill(): raise OSError(28, "No space left on device")
 def write(path):
     with open(path, "wb") as stream: stream.write(b"x" * 50_000_000)
 def spawn(path, waits):
@@ -224,7 +226,9 @@ def fault(function: str, answer: Path, **bounds: Any) -> Task:
 def test_a_reader_that_hangs_dies_or_fills_memory_or_disk_ends_alone(pool, tmp_path):
     bounds = {"limit_s": 60.0, "memory_bytes": 400_000_000, "most_file_bytes": 10_000_000}
     tasks = [fault(name, tmp_path / name, **{**bounds, "limit_s": 0.3}) for name in ("hang", "hang_in_c", "hang_deaf")]
-    tasks += [fault(name, tmp_path / name, **bounds) for name in ("eat", "eat_mapped", "crash", "leave", "answer")]
+    tasks += [
+        fault(name, tmp_path / name, **bounds) for name in ("eat", "eat_mapped", "crash", "leave", "fill", "answer")
+    ]
     tasks.append(fault("write", tmp_path / "write", arguments={"path": str(tmp_path / "large")}, **bounds))
     ends = {end.task.function.removeprefix("faults."): end for end in pool.run(tasks)}
     assert [ends[name].killed_for for name in ("hang", "hang_in_c", "hang_deaf")] == ["timeout"] * 3
@@ -233,6 +237,7 @@ def test_a_reader_that_hangs_dies_or_fills_memory_or_disk_ends_alone(pool, tmp_p
     assert ends["crash"].exit_code == -11
     assert ends["leave"].exit_code == 3
     assert ends["write"].exit_code == 1
+    assert ends["fill"].exit_code == NO_ROOM_CODE
     assert (tmp_path / "large").stat().st_size <= 10_000_000
     assert ends["answer"].is_done
     assert json.loads((tmp_path / "answer").read_text()) == {"is": "fine"}

@@ -19,6 +19,8 @@ from made_documents import write_pdf
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.cli import main
+from sftplay.data.ingest.children.pool import End
+from sftplay.data.ingest.children.server import NO_ROOM_CODE
 from sftplay.data.ingest.steps.finishing import joined, sections_of
 from sftplay.data.layouts.convert import to_record, unused_columns
 from sftplay.data.read.sources import read_rows
@@ -239,6 +241,19 @@ def test_nothing_kept_is_an_error_and_leaves_no_rows(folder, capsys):
     assert "no document was kept" in capsys.readouterr().err
     assert not folder.out.exists()
     assert folder.report["unreadable"] == {"empty": 1}
+
+
+def test_a_full_disk_is_no_fault_of_the_files(folder, capsys, monkeypatch):
+    folder.write("a.txt", prose(1))
+
+    def run(pool: Any, tasks: Any) -> Any:
+        yield from (End(task, NO_ROOM_CODE, "", 0.1, 0) for task in tasks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sftplay.data.ingest.children.pool.ChildPool.run", run)
+        folder.ingest(code=5)
+    assert "the disk is full" in capsys.readouterr().err
+    assert len(folder.ingest()) == 1
 
 
 def test_a_bad_file_ends_the_command_with_4_where_that_is_asked_for(folder, capsys):

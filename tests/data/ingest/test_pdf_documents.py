@@ -126,6 +126,32 @@ def test_headings_lists_code_and_tables_are_told_by_size_sign_font_and_alignment
     assert texts(blocks, "code") == ["```\ndef density(m, v):\n    return m / v\n```"]
 
 
+def test_a_table_with_drawn_lines_keeps_cells_of_several_lines_and_merged_ones(tmp_path):
+    #  x: 60 | 200 | 300 | 500;  y: 700, 660, 630, 600. The last row's first two cells are one.
+    lines = "".join(f"60 {y} m 500 {y} l S " for y in (700, 660, 630, 600))
+    lines += "60 700 m 60 600 l S 500 700 m 500 600 l S 300 700 m 300 600 l S 200 700 m 200 630 l S"
+    page = [
+        (60, 760, "The schedule is below."),
+        (65, 685, "Inspect the landing gear"),
+        (65, 670, "and its doors"),
+        (205, 685, "100 hours"),
+        (305, 685, "Use a lamp and a mir-"),
+        (305, 670, "ror for the far side."),
+        (65, 645, "Hinges"),
+        (305, 645, "Grease"),
+        (65, 615, "Only by the manufacturer itself"),
+        (305, 615, "Never here"),
+        (60, 560, "It ends here."),
+    ]
+    blocks = extract(write_pdf(tmp_path / "a.pdf", [page], extra=lines.encode())).blocks
+    assert [block.text for block in blocks] == [
+        "The schedule is below.",
+        "| Inspect the landing gear and its doors | 100 hours | Use a lamp and a mirror for the far side. |\n"
+        "| --- | --- | --- |\n| Hinges |  | Grease |\n| Only by the manufacturer itself |  | Never here |",
+        "It ends here.",
+    ]
+
+
 def test_lines_of_a_table_of_contents_are_left_out(tmp_path):
     page = [
         (60, 780, "1 Introduction ........................................ 3"),

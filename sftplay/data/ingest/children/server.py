@@ -8,6 +8,7 @@ What a task gives is written by its child into a file.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -28,6 +29,10 @@ PR_SET_CHILD_SUBREAPER = 36
 
 LOOK_EVERY_S = 0.05
 """Between two looks at the children's memory."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM_CODE = 28
+"""Exit code of a child for which the disk is full. That is no fault of what it reads."""
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -137,6 +142,8 @@ def _run(task: dict[str, Any], server: int) -> NoReturn:
         answer = getattr(import_module(module), function)(**task["arguments"])
         write_text(Path(task["answer"]), json.dumps(answer))
         code = 0
+    except OSError as error:
+        code = NO_ROOM_CODE if error.errno in FULL else 1
     finally:
         os._exit(code)
 

@@ -12,6 +12,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.data.ingest.children.pool import ChildPool, End, Task
+from sftplay.data.ingest.children.server import NO_ROOM_CODE
 from sftplay.data.ingest.run.walk import Found, shown
 from sftplay.data.ingest.run.work import Work, answer_path, forget, read_answer
 from sftplay.data.ingest.settings import Settings
@@ -105,6 +106,7 @@ def finish_all(
     )  # fmt: skip
     done = sum(map(bool, known))
     for end in pool.run(tasks):
+        _check_room(end)
         if not end.is_done:
             fix = "free memory and disk; the same command goes on where this one stopped"
             raise RunError(f"a process that finishes records has ended ({_cause(end)})", where="ingest", fix=fix)
@@ -135,6 +137,7 @@ def _task(found: Found, settings: Settings, *, stem: str) -> Task:
 
 def _answer_of(end: End, stem: str) -> dict[str, Any]:
     """What the child has found, or how it died, which is written down as its answer."""
+    _check_room(end)
     answer = read_answer(stem) if end.is_done else None
     if answer is None:
         forget(stem)
@@ -146,6 +149,14 @@ def _answer_of(end: End, stem: str) -> dict[str, Any]:
         forget(stem)
         raise error_from_json(answer["error"])
     return answer
+
+
+def _check_room(end: End) -> None:
+    if end.exit_code == NO_ROOM_CODE:
+        where = str(Path(end.task.answer).parent)
+        raise RunError(
+            "the disk is full", where=where, fix="make room; the same command goes on where this one stopped"
+        )
 
 
 def _death(end: End) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sftplay.data.ingest.by_kind import HEAD_BYTES, extract, kind_of
+from sftplay.data.ingest.children.server import FULL
 from sftplay.data.ingest.extract.document import Block, Unreadable
 from sftplay.data.ingest.extract.text.plain import to_block, wrap_width
 from sftplay.data.ingest.settings import ROWS
@@ -114,6 +115,8 @@ def read_file(*, path: str, stem: str, size: int, mtime_ns: int, encoding: str, 
     except MemoryError:
         found = {"status": "unreadable", "reason": "memory", "detail": "its reader needs more memory than it may have"}
     except OSError as error:
+        if error.errno in FULL:
+            raise
         found = {"status": "unreadable", "reason": "not_readable", "detail": error.strerror or str(error)}
     except SftplayError as error:  # a library is missing: no file of this kind can be read here
         found = {"status": "stopped", "error": error.as_json()}

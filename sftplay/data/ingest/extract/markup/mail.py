@@ -29,7 +29,7 @@ def read_mail(path: Path, encoding: str) -> Extracted:
     if not blocks and isinstance(other := mail.get_body(preferencelist=("html",)), EmailMessage):
         blocks = _blocks(other)
     n_attachments = sum(part.is_attachment() for part in mail.walk() if isinstance(part, EmailMessage))
-    notes = (f"{n_attachments} attachments are not read",) if n_attachments else ()
+    notes = (f"attachments that are not read: {n_attachments}",) if n_attachments else ()
     head = [heading(subject, 1)] if subject and blocks else []
     return Extracted(subject or path.stem, (*head, *blocks), notes)
 

@@ -10,6 +10,7 @@ from sftplay.data.ingest.extract.markup.page import without_empty_contents
 from sftplay.data.ingest.extract.pdf.furniture import running_words
 from sftplay.data.ingest.extract.pdf.hyphens import Vocabulary
 from sftplay.data.ingest.extract.pdf.rows import to_columns
+from sftplay.data.ingest.extract.pdf.rules import read_rules, with_tables
 from sftplay.data.ingest.extract.pdf.structure import CAPTION, ENDS, Piece, fonts_of, to_pieces
 from sftplay.data.ingest.extract.pdf.words import Page, read_words
 
@@ -61,7 +62,7 @@ def _read_pages(document: Any, error_type: type[Exception]) -> tuple[list[Page],
     for place in range(n_pages):
         try:
             page = document[place]
-            pages.append(read_words(page, place + 1))
+            pages.append(read_words(page, place + 1, rules=read_rules(page)))
             page.close()
         except error_type:
             broken += 1
@@ -95,7 +96,7 @@ def to_blocks(pages: list[Page]) -> list[Block]:
     vocabulary = Vocabulary(word.text for page in pages for word in page.words)
     pieces: list[Piece] = []
     for page in pages:
-        for rows in to_columns(page.words):
+        for rows in to_columns(with_tables(page.words, page.rules, vocabulary=vocabulary)):
             for piece in to_pieces(rows, fonts, page=page.number):
                 half = _open_half(pieces, piece) if piece.begins_column else None
                 if half is None:

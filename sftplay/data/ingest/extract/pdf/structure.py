@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import median
 
 from sftplay.data.ingest.extract.document import Kind
@@ -89,15 +89,29 @@ def to_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
     """The pieces of one column."""
     rows = [row for row in rows if not LEADERS.search(row.text)]
     pieces: list[Piece] = []
+    for is_ruled, part in groupby(rows, key=lambda row: any(word.table for word in row.words)):
+        inside = list(part)
+        if is_ruled:
+            tables = [word for row in inside for word in row.words]
+            pieces += [
+                Piece("table" if word.table else "paragraph", [word.table or word.text], page) for word in tables
+            ]
+        else:
+            pieces += _aligned_pieces(inside, fonts, page=page)
+    if pieces:
+        pieces[0].begins_column = True
+    return pieces
+
+
+def _aligned_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:
+    """Pieces of rows among which tables without lines may stand."""
+    pieces: list[Piece] = []
     place = 0
     for table in find_tables(rows):
         pieces += _text_pieces(rows[place : table.begin], fonts, page=page)
         pieces.append(Piece("table", [table.text], page))
         place = table.end
-    pieces += _text_pieces(rows[place:], fonts, page=page)
-    if pieces:
-        pieces[0].begins_column = True
-    return pieces
+    return pieces + _text_pieces(rows[place:], fonts, page=page)
 
 
 def _text_pieces(rows: list[Row], fonts: Fonts, *, page: int) -> list[Piece]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import hypot
 from typing import Any
 
@@ -46,10 +46,25 @@ class Word:
     base: float
     """The line on which the letters stand: fonts of one row share it, while their boxes differ."""
 
+    table: str = ""
+    """The Markdown of a ruled table that stands in the place of one word; that has no text then."""
+
     @property
     def middle(self) -> float:
         """The height of the middle of small letters."""
         return self.base - 0.25 * self.size
+
+
+Rule = tuple[float, float, float]
+"""A drawn line: its place, and where it begins and ends along the other direction."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The straight lines of a page."""
+
+    across: list[Rule] = field(default_factory=list)
+    down: list[Rule] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -64,9 +79,10 @@ class Page:
     """Characters whose fonts do not say which letters they are."""
 
     has_pictures: bool
+    rules: Rules
 
 
-def read_words(page: Any, number: int) -> Page:
+def read_words(page: Any, number: int, *, rules: Rules) -> Page:
     """The words of one page that stand upright; watermarks and labels along the margin are left out."""
     import pypdfium2.raw as raw
 
@@ -86,7 +102,7 @@ def read_words(page: Any, number: int) -> Page:
     n_unknown = sum(code in (0, 0xFFFD) or 0xE000 <= code < 0xF900 for code in codes)
     pictures = page.get_objects(filter=(raw.FPDF_PAGEOBJ_IMAGE,), max_depth=2)
     has_pictures = not words and next(iter(pictures), None) is not None
-    return Page(number, width, height, words, n_unknown, has_pictures)
+    return Page(number, width, height, words, n_unknown, has_pictures, rules)
 
 
 class _Reader:
