@@ -83,6 +83,9 @@ def test_a_box_that_does_not_start_is_no_wrong_answer_and_is_not_kept(sandbox, m
         def open(self, limits):
             raise Lost("infra", "the box did not start")
 
+        def renew(self):
+            return False
+
     good = sandbox._executors
     sandbox._executors = SimpleQueue()
     sandbox._executors.put(Broken())

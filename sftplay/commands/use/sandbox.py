@@ -63,24 +63,26 @@ def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
 def self_test(args: Namespace) -> int:
     """`sandbox --self-test`: every attack on every executor that is here; code 5 where one gets through."""
     from sftplay.sandbox.attacks.conduct import ATTACKS, Row, conduct, table
-    from sftplay.sandbox.choose import SAFE, choose_executor, problem_of
+    from sftplay.sandbox.choose import SAFE, WARM, choose_executor, problem_of
 
     if args.executor == "none":
         raise ConfigError("has no box to test", where="--executor none", fix="leave --executor out")
-    names = list(SAFE) if args.executor == "auto" else [args.executor]
     rows: dict[str, list[Row]] = {}
-    for name in names:
-        if problem := name in SAFE and problem_of(name):
-            log.show_error(f"{name}: {problem}")
+    for name, is_warm in [(name, is_warm) for name in SAFE for is_warm in (False, True)]:
+        if args.executor not in ("auto", name) or (is_warm and name not in WARM):
             continue
-        executor = choose_executor(name, is_warm=False)()
+        column = f"{name}, warm" if is_warm else name
+        if problem := problem_of(name, is_warm=is_warm):
+            log.show_error(f"{column}: {problem}")
+            continue
+        executor = (WARM if is_warm else SAFE)[name]()
         done: list[Row] = []
 
-        def note(row: Row, *, name: str = name, done: list[Row] = done) -> None:
+        def note(row: Row, *, column: str = column, done: list[Row] = done) -> None:
             done.append(row)
-            log.progress(len(done), len(ATTACKS), what="attacks", tag=name)
+            log.progress(len(done), len(ATTACKS), what="attacks", tag=column)
 
-        rows[name] = conduct(executor, note=note)
+        rows[column] = conduct(executor, note=note)
         executor.close()
     if not rows:
         choose_executor(args.executor, is_warm=False)  # says why, and what to install
