@@ -172,7 +172,8 @@ def keys_of(record: Record) -> Keys:
     texts = _texts(record)
     normal = [_normal(text) for text in texts]
     n_answer = 0 if isinstance(record, Text) else len(_turn_texts(record.messages[record.turns()[-1] :]))
-    return Keys(_digest(texts), _digest(normal), _digest(normal[: len(normal) - n_answer]))
+    whole = _digest(normal)
+    return Keys(_digest(texts), whole, _digest(normal[: len(normal) - n_answer]) if n_answer else whole)
 
 
 def _message_from_json(turn: dict[str, Any]) -> Message:

@@ -12,11 +12,15 @@ from sftplay.sandbox.executors.bwrap import INSTALL, Bwrap
 from sftplay.sandbox.executors.executor import Executor
 from sftplay.sandbox.executors.landlock import Landlock
 from sftplay.sandbox.executors.plain_process import PlainProcess
+from sftplay.sandbox.executors.warm import WarmBwrap
 
 NAMES = ("auto", "bwrap", "landlock", "none")
 
 SAFE: dict[str, Callable[[], Executor]] = {"bwrap": Bwrap, "landlock": Landlock}
 """The executors that isolate, the best first."""
+
+WARM: dict[str, Callable[[], Executor]] = {"bwrap": WarmBwrap}
+"""The same kinds of boxes out of a process that waits, where there is such a way."""
 
 
 def choose_executor(name: str, *, is_warm: bool) -> Callable[[], Executor]:
@@ -39,17 +43,18 @@ def choose_executor(name: str, *, is_warm: bool) -> Callable[[], Executor]:
     for each in SAFE if name == "auto" else (name,):
         problem = problem_of(each)
         if not problem:
-            return SAFE[each]
+            has_warm = is_warm and each in WARM and not problem_of(each, is_warm=True)
+            return WARM[each] if has_warm else SAFE[each]
         problems.append(f"{each}: {problem}")
     fix = f"install bubblewrap: {INSTALL}; or in a container, where it cannot work: make install EXTRAS=sandbox"
     raise MachineError(f"nothing here can box a program ({'; '.join(problems)})", where="sandbox", fix=fix)
 
 
 @cache
-def problem_of(name: str) -> str:
+def problem_of(name: str, *, is_warm: bool = False) -> str:
     """Why an executor cannot be used here, or nothing. It is asked once a process."""
     try:
-        executor = SAFE[name]()
+        executor = (WARM if is_warm else SAFE)[name]()
     except MachineError as error:
         return error.what
     try:

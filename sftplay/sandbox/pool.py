@@ -58,7 +58,10 @@ class Sandbox:
 
     def _judge(self, job: Job) -> Verdict:
         with self._borrowed() as executor:
-            return judge(job, lambda: executor.open(job.limits), executor=executor.name)
+            verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
+            if executor.renew():  # once: a program that can bring it down again is at fault
+                verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
+            return verdict
 
     @contextmanager
     def _borrowed(self) -> Iterator[Executor]:

@@ -6,18 +6,28 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sftplay.sandbox.choose import SAFE, choose_executor, problem_of
+from sftplay.sandbox.choose import SAFE, WARM, problem_of
 from sftplay.sandbox.executors.executor import Executor
 from sftplay.sandbox.verdicts.job import Job, Verdict
 from sftplay.sandbox.verdicts.judge import judge
 
+KINDS = [(name, True) for name in WARM] + [(name, False) for name in SAFE]
 
-@pytest.fixture(params=list(SAFE))
+SLOW = [("landlock", False)]
+
+
+def kind_of(name: str, is_warm: bool) -> object:
+    marks = [pytest.mark.slow] if (name, is_warm) in SLOW else []
+    return pytest.param((name, is_warm), id=f"{name}, warm" if is_warm else name, marks=marks)
+
+
+@pytest.fixture(params=[kind_of(*kind) for kind in KINDS])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
-    """Each executor, by fresh boxes."""
-    if problem := problem_of(request.param):
-        pytest.skip(f"needs {request.param}: {problem}")
-    opened = choose_executor(request.param, is_warm=False)()
+    """Each executor, with a new box for each program and out of one that waits."""
+    name, is_warm = request.param
+    if problem := problem_of(name, is_warm=is_warm):
+        pytest.skip(f"needs {name}: {problem}")
+    opened = (WARM if is_warm else SAFE)[name]()
     yield opened
     opened.close()
 

@@ -68,6 +68,14 @@ def test_64_at_once_are_judged_as_64_in_turn():
         assert judged(many, jobs) == judged(one, jobs)
 
 
+@pytest.mark.skipif(bool(problem_of("bwrap", is_warm=True)), reason="needs bubblewrap, and user namespaces in it")
+@pytest.mark.parametrize("count", [100, pytest.param(1_000, marks=pytest.mark.long)])
+def test_programs_are_judged_alike_by_new_boxes_and_by_one_that_waits(count):
+    jobs = draw_jobs(count)
+    with Sandbox("bwrap") as warm, Sandbox("bwrap", is_warm=False) as fresh:
+        assert judged(warm, jobs) == judged(fresh, jobs)
+
+
 def draw_jobs(count: int) -> list[Job]:
     """Good and broken programs, mixed."""
     draw = random.Random(1)

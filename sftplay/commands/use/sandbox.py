@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, DataError, MachineError, RunError
 
 if TYPE_CHECKING:
     from sftplay.sandbox.verdicts.job import Job
+
+BEGIN, END = "<!-- attacks: written by the self-test -->", "<!-- end of attacks -->"
+"""Marks in a page, between which the self-test writes its table."""
 
 BATCH = 256
 """Jobs that are read before the first verdict is written."""
@@ -63,24 +67,26 @@ def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
 def self_test(args: Namespace) -> int:
     """`sandbox --self-test`: every attack on every executor that is here; code 5 where one gets through."""
     from sftplay.sandbox.attacks.conduct import ATTACKS, Row, conduct, table
-    from sftplay.sandbox.choose import SAFE, choose_executor, problem_of
+    from sftplay.sandbox.choose import SAFE, WARM, choose_executor, problem_of
 
     if args.executor == "none":
         raise ConfigError("has no box to test", where="--executor none", fix="leave --executor out")
-    names = list(SAFE) if args.executor == "auto" else [args.executor]
     rows: dict[str, list[Row]] = {}
-    for name in names:
-        if problem := name in SAFE and problem_of(name):
-            log.show_error(f"{name}: {problem}")
+    for name, is_warm in [(name, is_warm) for name in SAFE for is_warm in (False, True)]:
+        if args.executor not in ("auto", name) or (is_warm and name not in WARM):
             continue
-        executor = choose_executor(name, is_warm=False)()
+        column = f"{name}, warm" if is_warm else name
+        if problem := problem_of(name, is_warm=is_warm):
+            log.show_error(f"{column}: {problem}")
+            continue
+        executor = (WARM if is_warm else SAFE)[name]()
         done: list[Row] = []
 
-        def note(row: Row, *, name: str = name, done: list[Row] = done) -> None:
+        def note(row: Row, *, column: str = column, done: list[Row] = done) -> None:
             done.append(row)
-            log.progress(len(done), len(ATTACKS), what="attacks", tag=name)
+            log.progress(len(done), len(ATTACKS), what="attacks", tag=column)
 
-        rows[name] = conduct(executor, note=note)
+        rows[column] = conduct(executor, note=note)
         executor.close()
     if not rows:
         choose_executor(args.executor, is_warm=False)  # says why, and what to install
@@ -93,10 +99,15 @@ def self_test(args: Namespace) -> int:
 
 
 def _show(text: str, out: str | None) -> None:
-    if out:
-        Path(out).write_text(text + "\n", encoding="utf-8")
-    else:
+    """Print the table, or write it; a file with the marks keeps all that is outside of them."""
+    if not out:
         log.show(text)
+        return
+    before = Path(out).read_text(encoding="utf-8") if Path(out).exists() else ""
+    head, mark, rest = before.partition(BEGIN)
+    if mark and END in rest:
+        text = f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}".rstrip("\n")
+    write_text(Path(out), text + "\n")
 
 
 def _open(path: str) -> TextIO:

@@ -48,7 +48,7 @@ class Example:
 
     ids: bytes
     labels: bytes
-    """Both as int32."""
+    """Both as int32. Documents that are kept whole have no labels here: all is learned."""
 
     n_labels: int
     """Tokens that are learned."""
@@ -201,7 +201,8 @@ class RowProcessor:
         if not n_labels:
             return CUT_AWAY if is_long else "no_trainable_token"
         last = next(label for label in reversed(labels) if label != IGNORE_INDEX)
-        return Example(array("i", ids).tobytes(), array("i", labels).tobytes(), n_labels, is_long, last in self._ends)
+        kept = b"" if limit is None else array("i", labels).tobytes()
+        return Example(array("i", ids).tobytes(), kept, n_labels, is_long, last in self._ends)
 
 
 def _n_learned(labels: Sequence[int]) -> int:

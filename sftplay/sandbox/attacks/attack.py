@@ -72,12 +72,17 @@ class Targets:
             losses.append("a file was written to")
         return [*losses, "a process was killed"] if self.victim.poll() is not None else losses
 
-    def leftovers(self) -> list[str]:
-        """Processes, files and ports that an attack has left on the machine."""
-        left = [f"process {path.name}" for path in Path("/proc").glob("[0-9]*") if _is_ours(path)]
+    def leftovers(self, *, known: frozenset[str]) -> list[str]:
+        """Files that an attack has left on the machine, and processes beside the known ones."""
+        left = [f"process {number}" for number in sorted(boxed_processes() - known)]
         for folder in ("/tmp", "/var/tmp", "/dev/shm", str(Path.home())):
             left += [str(path) for path in Path(folder).glob(f"*sftplay-{self.mark}*")]
         return left
+
+
+def boxed_processes() -> frozenset[str]:
+    """The numbers of all processes on the machine that came out of boxes that this process opened."""
+    return frozenset(path.name for path in Path("/proc").glob("[0-9]*") if _is_ours(path))
 
 
 def _is_ours(process: Path) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sftplay.sandbox.attacks import cheat, exhaust, files, forge, network, rights
-from sftplay.sandbox.attacks.attack import Attack, Targets, targets
+from sftplay.sandbox.attacks.attack import Attack, Targets, boxed_processes, targets
 from sftplay.sandbox.executors.executor import Executor
 from sftplay.sandbox.verdicts.job import Job, Verdict
 from sftplay.sandbox.verdicts.judge import judge
@@ -23,7 +23,7 @@ GROUPS = {
 
 ATTACKS = tuple(attack for attacks in GROUPS.values() for attack in attacks)
 
-GOOD = Job(code="def f(x):\n    return x + 1", tests=("assert f(2) == 3", "y = f(2)\nassert y == 3"))
+GOOD = Job(code="def f(x):\n    return x + 1", tests=("assert f(2) == 3",))
 """A program that must still be judged well, after each attack."""
 
 SPARE_S = 20.0
@@ -46,17 +46,22 @@ class Row:
 def conduct(executor: Executor, *, chosen: Iterable[Attack] = ATTACKS, note: Callable[[Row], None]) -> list[Row]:
     """Try the attacks on an executor in turn; all on the same targets, as far as those stand."""
     rows: list[Row] = []
+    judge(GOOD, lambda: executor.open(GOOD.limits), executor=executor.name)
+    known = boxed_processes()  # of an executor that keeps a process which waits
     waiting = list(chosen)
     while waiting:
         with targets() as reached:
             while waiting and not (rows and reached.losses()):
-                rows.append(try_attack(waiting.pop(0), executor=executor, reached=reached))
+                rows.append(try_attack(waiting.pop(0), executor=executor, reached=reached, known=known))
                 note(rows[-1])
     return rows
 
 
-def try_attack(attack: Attack, *, executor: Executor, reached: Targets) -> Row:
-    """Run one attack, look what it has done and left, and see that an honest program still passes."""
+def try_attack(attack: Attack, *, executor: Executor, reached: Targets, known: frozenset[str] = frozenset()) -> Row:
+    """Run one attack, look what it has done and left, and see that an honest program still passes.
+
+    `known` are processes that were there before.
+    """
     job = attack.job(reached)
     verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
     problems = reached.losses()
@@ -67,7 +72,7 @@ def try_attack(attack: Attack, *, executor: Executor, reached: Targets) -> Row:
     if verdict.seconds > 3 * job.limits.timeout_s + SPARE_S:
         problems.append(f"it took {verdict.seconds:.1f} s")
     until = time.monotonic() + GONE_S
-    while (left := reached.leftovers()) and time.monotonic() < until:
+    while (left := reached.leftovers(known=known)) and time.monotonic() < until:
         time.sleep(0.02)
     after = judge(GOOD, lambda: executor.open(GOOD.limits), executor=executor.name)
     if after.status != "ok":

@@ -14,6 +14,7 @@ import sysconfig
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from sftplay.sandbox.inside import agent, plain
@@ -77,10 +78,10 @@ def is_closed_to_others() -> bool:
 
 
 @cache
-def _modules() -> tuple[tuple[str, Any], ...]:
+def _modules(last: ModuleType) -> tuple[tuple[str, Any], ...]:
     parents = [(name, None) for name in ("sftplay", "sftplay.sandbox", "sftplay.sandbox.inside")]
     loaded = []
-    for module in (plain, agent):
+    for module in dict.fromkeys((plain, agent, last)):
         path = Path(str(module.__file__))
         loaded.append((module.__name__, compile(path.read_text(encoding="utf-8"), path.name, "exec")))
     return (*parents, *loaded)
@@ -91,9 +92,9 @@ def boot_command(python: str, fd: int) -> list[str]:
     return [python, *PYTHON_FLAGS, "-c", f"FD={fd}\n{BOOT}"]
 
 
-def first_message(hello: dict[str, Any]) -> bytes:
+def first_message(hello: dict[str, Any], *, program: ModuleType = agent) -> bytes:
     """What the program inside waits for first: its modules, and what it must give up."""
-    content = marshal.dumps((_modules(), hello))
+    content = marshal.dumps((_modules(program), hello))
     return len(content).to_bytes(4, "little") + content
 
 
@@ -127,7 +128,7 @@ def hello_for(limits: Limits, arrival: Arrival) -> dict[str, Any]:
     ]
     if arrival.limits_processes:
         rlimits.append((resource.RLIMIT_NPROC, limits.processes))
-    return {**asdict(arrival), "limits": rlimits, "recursion": 1_000}
+    return {**asdict(arrival), "limits": rlimits, "recursion": 1_000, "disk_bytes": limits.disk_bytes}
 
 
 def unused_user() -> int:

@@ -85,6 +85,10 @@ class Bwrap:
         pipes = Pipes(ours.detach(), None, reading)
         return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=WORK, user=user))
 
+    def renew(self) -> bool:
+        """Nothing runs between boxes that could die."""
+        return False
+
     def close(self) -> None:
         """Nothing runs between boxes."""
 
@@ -106,16 +110,17 @@ def inner_environment() -> dict[str, str]:
     return variables
 
 
-def box_arguments(limits: Limits, *, is_root: bool) -> list[str]:
+def box_arguments(limits: Limits, *, is_root: bool, has_proc: bool = False) -> list[str]:
     """bubblewrap's arguments: namespaces, rights, and what the box sees of the file system."""
     rights = ["--cap-drop", "ALL"]
     if is_root:
         rights += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         rights += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    proc = ["--proc", "/proc"] if has_proc else []
     return [
         "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "box",
-        "--die-with-parent", *rights, *_file_system(),
+        "--die-with-parent", *rights, *_file_system(), *proc,
         "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK,
     ]  # fmt: skip
 

@@ -18,6 +18,9 @@ class Executor(Protocol):
     def open(self, limits: Limits) -> Box:
         """A box that stands. It raises `Lost` with `infra` where it does not stand."""
 
+    def renew(self) -> bool:
+        """True where what was kept running has died since the last time: a program may not be at fault."""
+
     def close(self) -> None:
         """End what is kept running between boxes."""
 
@@ -31,6 +34,19 @@ def start_box(pipes: Pipes, *, limits: Limits, kill: Callable[[], None], arrival
     box = Box(pipes, limits=limits, kill=kill)
     try:
         box.send_first(first_message(hello_for(limits, arrival)))
+    except BaseException:
+        box.close()
+        raise
+    return wait_for_box(box)
+
+
+def wait_for_box(box: Box) -> Box:
+    """The box as soon as it stands.
+
+    Raises:
+        Lost: `infra`, it did not start.
+    """
+    try:
         box.wait_ready()
     except BaseException:
         box.close()

@@ -94,5 +94,9 @@ class Landlock:
         prefix = [str(interpreter())] if sys.base_prefix == "/usr" else [str(Path(sys.base_prefix).resolve())]
         return [path for path in (*READABLE, *DEVICES, *prefix) if Path(path).exists()]
 
+    def renew(self) -> bool:
+        """Nothing runs between boxes that could die."""
+        return False
+
     def close(self) -> None:
         """Nothing runs between boxes."""

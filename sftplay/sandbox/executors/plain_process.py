@@ -47,5 +47,9 @@ class PlainProcess:
         pipes = Pipes(ours.detach(), None, reading)
         return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=folder))
 
+    def renew(self) -> bool:
+        """Nothing runs between boxes that could die."""
+        return False
+
     def close(self) -> None:
         """Nothing runs between boxes."""

@@ -75,6 +75,13 @@ def give_up_rights(hello: dict[str, Any]) -> None:
     """Become the user that the box is for, and take the limits on."""
     if hello["user"]:
         become(hello["user"], keeps_reading=hello["keeps_reading"])
+    take_limits(hello)
+    if hello["filter"]:
+        install_filter(hello["filter"])
+
+
+def take_limits(hello: dict[str, Any]) -> None:
+    """Take the limits on that no process gets rid of, and go where the program may write."""
     for number, value in hello["limits"]:
         hard = getrlimit(number)[1]
         most = value if hard == RLIM_INFINITY else min(value, hard)
@@ -82,8 +89,6 @@ def give_up_rights(hello: dict[str, Any]) -> None:
     sys.setrecursionlimit(hello["recursion"])
     os.umask(0o077)
     os.chdir(hello["folder"])
-    if hello["filter"]:
-        install_filter(hello["filter"])
 
 
 def become(user: int, *, keeps_reading: bool) -> None:
@@ -95,16 +100,22 @@ def become(user: int, *, keeps_reading: bool) -> None:
     if keeps_reading:
         import ctypes
 
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     if keeps_reading:
-        header = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0)
-        sets = (ctypes.c_uint32 * 6)(1 << CAP_DAC_READ_SEARCH, 1 << CAP_DAC_READ_SEARCH)
-        if libc.capset(header, sets):
-            raise PermissionError("capset failed")
+        set_capabilities(1 << CAP_DAC_READ_SEARCH)
+
+
+def set_capabilities(kept: int) -> None:
+    """Give up all capabilities but those in the bit mask."""
+    import ctypes
+
+    header = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)(kept, kept)  # effective, permitted, inheritable; then the same of the higher ones
+    if ctypes.CDLL(None).capset(header, sets):
+        raise PermissionError("capset failed")
 
 
 def install_filter(code: bytes) -> None:

@@ -116,7 +116,9 @@ class _Hearing:
         if self._candidate is not None:
             return {"status": "ok"}
         self._candidate = self._open_box()
-        prepared = self._candidate.ask("prepare", setup=self.job.setup, within_s=SETUP_S)
+        prepared = {"status": "ok"}
+        if self.job.setup:
+            prepared = self._candidate.ask("prepare", setup=self.job.setup, within_s=SETUP_S)
         if prepared["status"] == "infra":
             raise Lost("infra", f"the setup of the job: {prepared.get('text')}")
         late_setup = self.job.setup if prepared["status"] == "later" else ""

@@ -10,7 +10,7 @@ import pytest
 from sftplay.data.ingest.extract.document import Block
 from sftplay.data.ingest.settings import CLEANING
 from sftplay.data.ingest.steps.cleaning import SUSPECT, Cleaner
-from sftplay.data.ingest.steps.language import language_of
+from sftplay.data.ingest.steps.language import SURE, language_of
 from sftplay.data.ingest.steps.lines import line_keys, repeated, without_lines, write_keys
 
 WITHOUT_FTFY = [step for step in CLEANING if step != "encoding"]
@@ -103,8 +103,15 @@ def test_a_line_of_half_of_the_documents_goes_but_no_heading_table_or_code(tmp_p
         ("The pump must be switched off before the cover is opened.", "en"),
         ("Vor dem Öffnen der Abdeckung muss die Pumpe ausgeschaltet werden.", "de"),
         ("La pompe doit être arrêtée avant d'ouvrir le couvercle.", "fr"),
-        ("开盖前必须关闭水泵。", "zh"),
+        ("开盖前必须关闭水泵，并拔下电源插头。请在维修之前阅读本手册的全部内容，以免发生事故。", "zh"),
     ],
 )
 def test_the_language_of_a_text_is_found(text, code):
-    assert language_of(text * 20) == code
+    found, share = language_of(text * 20)
+    assert (found, share > SURE) == (code, True)
+
+
+@needs_langid
+@pytest.mark.parametrize("text", ["# Test Document\n\n## 1. Section 1", "x = y(1)", "ALICE\n\nLewis Carroll"])
+def test_no_language_is_sure_where_there_is_no_sentence(text):
+    assert language_of(text)[1] < SURE

@@ -172,11 +172,13 @@ def test_steps_and_filters_can_be_switched(folder):
 def test_only_the_languages_that_are_named_are_kept(folder):
     german = "Vor dem Öffnen der Abdeckung muss die Pumpe ausgeschaltet und vom Netz getrennt werden."
     folder.write("de.txt", german)
+    folder.write("code.txt", "x = {}\nfor i in range(3):\n    x[i] = y(i) ** 2 - z[i]\nprint(x, y, z)\n")
     folder.write("en.txt", "Switch the pump off and take its plug out of the wall before the cover is opened.")
-    assert [row["source"] for row in folder.ingest("--language", "en,fr")] == ["en.txt"]
+    assert [row["source"] for row in folder.ingest("--language", "en,fr")] == ["code.txt", "en.txt"]
     assert folder.report["dropped"] == {"language": 1}
     (example,) = folder.report["examples"]["dropped"]
-    assert (example["source"], example["detail"], example["text"]) == ("de.txt", "looks like de", german)
+    assert "looks like de" in example["detail"]
+    assert (example["source"], example["text"]) == ("de.txt", german)
 
 
 def test_tokens_are_those_of_the_tokenizer_that_is_named(folder, monkeypatch):

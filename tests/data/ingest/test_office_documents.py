@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from importlib.util import find_spec
 
 import pytest
@@ -25,6 +26,15 @@ NUMBERING = (
     '<w:abstractNum w:abstractNumId="2"><w:lvl w:ilvl="0"><w:numFmt w:val="bullet"/></w:lvl></w:abstractNum>'
     '<w:num w:numId="1"><w:abstractNumId w:val="1"/></w:num><w:num w:numId="2"><w:abstractNumId w:val="2"/></w:num>'
 )
+
+
+WORD = b"http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+STRICT = b"http://purl.oclc.org/ooxml/wordprocessingml/main"
+
+
+def read_parts(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def styled(text, style, number=None, level=0):
@@ -117,6 +127,12 @@ def test_word_leaves_out_what_is_deleted_or_hidden_and_keeps_formulas_boxes_note
         ("code", "```\nif x:\n    y()\n```"),
         ("paragraph", "[^1]: the note"),
     ]
+
+
+def test_a_word_document_saved_as_strict_open_xml_is_the_same(tmp_path):
+    path = write_docx(tmp_path / "a.docx", styled("Title", "Titre") + paragraph("Text."), styles=STYLES)
+    strict = {name: data.replace(WORD, STRICT) for name, data in read_parts(path).items()}
+    assert extract(write_zip(tmp_path / "b.docx", strict)).blocks == extract(path).blocks
 
 
 def test_right_to_left_text_stays_in_the_order_in_which_it_is_read(tmp_path):

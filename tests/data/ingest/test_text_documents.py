@@ -110,6 +110,26 @@ def test_a_manual_whose_whole_page_is_content_stays_whole(tmp_path):
     assert len(read(tmp_path / "a.html", page)) == 33
 
 
+def test_a_manual_made_by_sphinx_keeps_its_links_notes_and_sections_of_any_name(tmp_path):
+    page = (
+        '<html><body><div class="sphinxsidebar">Search</div><div role="main"><section id="navigation">'
+        '<h1>Navigation<a class="headerlink" href="#navigation">¶</a></h1>'
+        '<p>See <a class="reference internal" href="#x">the menu</a>.</p>'
+        '<div class="section" id="comments"><h2>Comments</h2><p>Write <code>x</code>.</p></div>'
+        '<div id="menu"><h2>Menu</h2><p>It opens.</p></div><aside class="footnote">1 A note.</aside>'
+        "</section></div></body></html>"
+    )
+    assert [text for _, text in read(tmp_path / "a.html", page)] == [
+        "# Navigation",
+        "See the menu.",
+        "## Comments",
+        "Write `x`.",
+        "## Menu",
+        "It opens.",
+        "1 A note.",
+    ]
+
+
 def test_a_contents_list_of_the_page_itself_goes_and_notes_with_a_way_back_stay(tmp_path):
     entries = "".join(f'<li><a href="#s{n}">Part {n}</a></li>' for n in range(4))
     notes = "".join(f'<li>Note {n}, which says more about it. <a href="#n{n}">↩</a></li>' for n in range(4))

@@ -134,7 +134,8 @@ def _make(
     files = [each for each in found if not each.reason]
     errors = work.folder / "errors.txt"
     kinds = sorted({each.path.suffix.lower() for each in files} - {""})
-    with ChildPool(settings.workers, warmed=[":".join([READ, *kinds]), FINISH], errors=errors) as pool:
+    warmed = [":".join([READ, *kinds]), ":".join([FINISH, *settings.languages])]
+    with ChildPool(settings.workers, warmed=warmed, errors=errors) as pool:
         documents = read_all(files, settings, work=work, pool=pool)
         lines = repeated_lines(documents, settings)
         chunks = finish_all(documents, settings, lines=lines, work=work, pool=pool)

@@ -31,7 +31,7 @@ class Records:
         self._starts = [0, *accumulate(chunk.answer["records"] for chunk in chunks)]
         tables = [read_table(chunk.stem) for chunk in chunks]
         self.table = np.concatenate(tables) if tables else np.zeros((0, len(COLUMNS)), np.uint64)
-        self.signature = lru_cache(maxsize=1024)(self._read_signature)
+        self.signature = lru_cache(maxsize=1 << 16)(self._read_signature)  # 40 MB
 
     def __len__(self) -> int:
         return len(self.table)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sftplay.data.ingest.duplicates.near import band_keys
 from sftplay.data.ingest.duplicates.shingles import shingles, signature, warm_tables
-from sftplay.data.ingest.steps.language import language_of
+from sftplay.data.ingest.steps.language import SURE, identifier, language_of
 from sftplay.data.ingest.steps.lines import TextBlock, without_lines
 
 EXAMPLES, EXAMPLE_CHARS = 3, 300
@@ -64,9 +64,11 @@ def example_of(record: dict[str, Any]) -> dict[str, Any]:
     return {**place, "text": record["text"][:EXAMPLE_CHARS]}
 
 
-def warm_up() -> None:
-    """Build the tables that every child needs, before the first is forked."""
+def warm_up(*languages: str) -> None:
+    """Build the tables that every child needs, and load the model that tells languages, before the first is forked."""
     warm_tables()
+    if languages:
+        identifier()
 
 
 def finish(
@@ -120,8 +122,9 @@ class Filters:
             return "short", f"{len(text)} characters; --min-chars is {self.min_chars}"
         if self.max_chars is not None and len(text) > self.max_chars:
             return "long", f"{len(text):,} characters; --max-chars is {self.max_chars:,}"
-        if self.languages and (code := language_of(text)) not in self.languages:
-            return "language", f"looks like {code}"
+        code, share = language_of(text) if self.languages else ("", 0.0)
+        if share >= SURE and code not in self.languages:
+            return "language", f"looks like {code}, {share:.0%} sure"
         return "", ""
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 from sftplay.errors import MachineError
 
 PIECE = 1000
 """Characters looked at in each of three places."""
+
+SURE = 0.7
+"""Of a guess that is less sure nothing follows: headings, names and code are guessed at random, below 0.5."""
 
 
 def check_installed() -> None:
@@ -17,11 +22,17 @@ def check_installed() -> None:
         raise MachineError("--language needs py3langid, which is not installed", where="ingest", fix=fix)
 
 
-def language_of(text: str) -> str:
-    """Its ISO 639-1 code."""
-    from py3langid import classify
-
+def language_of(text: str) -> tuple[str, float]:
+    """Its ISO 639-1 code, and how sure that is, 0 to 1."""
     middle = len(text) // 2
     sample = text if len(text) <= 3 * PIECE else f"{text[:PIECE]} {text[middle : middle + PIECE]} {text[-PIECE:]}"
-    code: str = classify(sample)[0]
-    return code
+    code, share = identifier().classify(sample.lower())  # the model knows few words in capitals
+    return str(code), float(share)
+
+
+@cache
+def identifier() -> Any:
+    """The model, which takes a second to load."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -14,6 +14,7 @@ from typing import Any
 from sftplay.data.ingest.extract.document import Block, Extracted, Unreadable, heading
 from sftplay.data.ingest.extract.markup.blocks import blocks_of
 from sftplay.data.ingest.extract.markup.inline import inline_text, tidy
+from sftplay.data.ingest.extract.markup.tables import HEADINGS
 from sftplay.data.ingest.extract.text.gutenberg import cut_blocks
 from sftplay.data.read.encodings import MARKS
 
@@ -28,13 +29,13 @@ NAVIGATION_WORDS = """
     nav navbar navbox navbox-styles navigation menu sidebar breadcrumb breadcrumbs toc toctree-wrapper footer noprint
     headerlink mw-editsection mw-jump-link catlinks printfooter cookie cookies cookie-banner share sharing social
     skip-link skip-to-content visually-hidden sr-only screen-reader-text pagenum page-number page-list pagination
-    related advertisement ad ads comments vertical-navbox sistersitebox sphinxsidebar rst-footer-buttons reference
+    related advertisement ad ads comments vertical-navbox sistersitebox sphinxsidebar rst-footer-buttons
     wy-nav-side wy-breadcrumbs prev-next-area metadata ambox hatnote shortdescription pg-boilerplate mw-empty-elt
     vector-column-start vector-column-end vector-page-toolbar vector-body-before-content vector-dropdown edit-link
     copybtn linenos lineno line-numbers gutter permalink anchor-link anchorjs-link back-to-top site-header site-footer
     mw-cite-backlink mw-redirectedfrom
 """
-"""Whole words of `class` and `id` by which widely used templates mark what is not content."""
+"""Whole words of `class` by which widely used templates mark what is not content."""
 
 NAVIGATION = frozenset(NAVIGATION_WORDS.split())
 
@@ -133,10 +134,20 @@ def is_navigation(element: Any) -> bool:
         return True
     if HIDDEN.search(element.get("style") or "") and element.find(".//math") is None:
         return True
+    words = (element.get("class") or "").lower().split()
     if tag in ("header", "aside") and element.find(".//h1") is None:
-        return not any(each.tag in ("main", "article") for each in element.iterancestors())
-    words = f"{element.get('class') or ''} {element.get('id') or ''}".lower().split()
+        return not any(
+            each.tag in ("main", "article") or each.get("role") == "main" for each in element.iterancestors()
+        )
+    if tag == "sup":
+        return "reference" in words  # a wiki's note; the same word stands at every link that Sphinx makes
+    is_place = tag in ("div", "ul", "ol") and "section" not in words  # a section's id is its heading's text
+    words += [(element.get("id") or "").lower()] if is_place and not _begins_with_heading(element) else []
     return not NAVIGATION.isdisjoint(words) and tag not in ("html", "body", "main", "article", "h1", "h2", "math")
+
+
+def _begins_with_heading(element: Any) -> bool:
+    return len(element) > 0 and element[0].tag in HEADINGS
 
 
 def is_contents(element: Any) -> bool:

@@ -7,7 +7,18 @@ from typing import Any, Protocol
 from sftplay.data.ingest.extract.office.archive import attribute, local
 from sftplay.data.ingest.extract.office.word_styles import W
 
-SKIPPED = ("pPr", "rPr", "del", "moveFrom", "instrText", "delText", "Fallback", "commentReference", "annotationRef")
+SKIPPED = (
+    "pPr",
+    "rPr",
+    "del",
+    "moveFrom",
+    "instrText",
+    "delText",
+    "Fallback",
+    "commentReference",
+    "annotationRef",
+    "rt",
+)
 SIGNS = {"tab": "\t", "cr": "\n", "noBreakHyphen": "-", "softHyphen": ""}
 SUPERSCRIPT = "superscript"
 

@@ -1,0 +1,125 @@
+"""Boxes by bubblewrap that start in a few milliseconds: one box waits with Python started, and forks for each program.
+
+Each program gets namespaces of its own inside that box: users, processes, shared memory, and a folder to write to. The
+network and the machine's files were out of reach before.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import select
+import socket
+import subprocess
+from itertools import count
+
+from sftplay.sandbox.executors.bootstrap import (
+    Arrival,
+    boot_command,
+    first_message,
+    hello_for,
+    unused_user,
+)  # fmt: skip
+from sftplay.sandbox.executors.bwrap import WORK, Bwrap, box_arguments, inner_environment, inner_interpreter
+from sftplay.sandbox.executors.executor import wait_for_box
+from sftplay.sandbox.inside import server
+from sftplay.sandbox.verdicts.box import START_S, Box, Lost, Pipes
+from sftplay.sandbox.verdicts.job import Limits
+
+GONE_S = 5.0
+
+
+class WarmBwrap(Bwrap):
+    """Forks a box for each program out of one that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = count()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._orders: socket.socket | None = None
+        self._has_died = False
+
+    def open(self, limits: Limits) -> Box:
+        """A box that stands.
+
+        Raises:
+            Lost: `infra`, the server or the box did not start, twice.
+        """
+        try:
+            return self._fork(limits)
+        except Lost:
+            self._give_up()
+            return self._fork(limits)
+
+    def _fork(self, limits: Limits) -> Box:
+        orders = self._orders or self._start()
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        reading, writing = os.pipe()
+        hello = hello_for(limits, Arrival(folder=WORK, filter=self._filter))
+        try:
+            socket.send_fds(orders, [marshal.dumps(("start", number, hello))], [theirs.fileno(), writing])
+        except OSError as error:
+            ours.close()
+            os.close(reading)
+            raise Lost("infra", f"the server is gone: {error}") from error
+        finally:
+            os.close(writing)
+            theirs.close()
+        return wait_for_box(Box(Pipes(ours.detach(), None, reading), limits=limits, kill=lambda: self._kill(number)))
+
+    def _kill(self, number: int) -> None:
+        """Have the server end a program. A server that does not answer is ended itself, and all programs with it."""
+        orders = self._orders
+        if orders is None:
+            return
+        try:
+            orders.send(marshal.dumps(("kill", number, None)))
+            if not select.select([orders], [], [], GONE_S)[0] or orders.recv(16) != b"gone":
+                self._give_up()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """End a server that does not answer; the next box starts another."""
+        self._has_died = True
+        self.close()
+
+    def _start(self) -> socket.socket:
+        orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        user = unused_user()
+        argv = [
+            self._program, *box_arguments(Limits(), is_root=user != 0, has_proc=True), "--",
+            *boot_command(inner_interpreter(), theirs.fileno()),
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            argv, env=inner_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, cwd="/", pass_fds=(theirs.fileno(),), start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        self._orders = orders
+        hello = hello_for(Limits(), Arrival(folder=WORK, user=user))
+        try:
+            orders.sendall(first_message(hello, program=server))
+            if not select.select([orders], [], [], START_S)[0] or orders.recv(16) != b"ready":
+                raise OSError("it did not start")
+        except OSError as error:
+            self.close()
+            raise Lost("infra", f"the server: {error}") from error
+        return orders
+
+    def renew(self) -> bool:
+        """True where the server has died since the last time; the next box starts another."""
+        if self._process is not None and self._process.poll() is not None:
+            self._give_up()
+        has_died, self._has_died = self._has_died, False
+        return has_died
+
+    def close(self) -> None:
+        """End the server, and with it all that came of it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._orders is not None:
+            self._orders.close()
+        self._process = self._orders = None
