@@ -186,3 +186,18 @@ def test_a_process_gauge_forgets_the_peak_of_the_phase_before():
     gauge.enter("small")
     peaks = gauge.take()
     assert peaks["large"] - peaks["small"] >= size // 2
+
+
+def test_the_blocks_of_a_run_on_documents_are_measured_with_the_mask_that_keeps_them_apart(
+    inputs: Inputs, tmp_path: Path
+):
+    documents = {"task_mode": "cpt", "cpt__block_size": 64}
+    cfg, _ = new_run(tmp_path / "rows", inputs, **documents)
+    rows = synthetic_rows(cfg, AutoTokenizer.from_pretrained(inputs.model), count=2)
+    assert rows["position_ids"][0] == [*range(32), *range(32)]
+    apart, crossing = (
+        measured(tmp_path / str(crosses), inputs, Request(rows=(2,)), cpt__cross_document=crosses, **documents)
+        for crosses in (False, True)
+    )
+    assert apart["points"][0].tokens == 2 * 64
+    assert apart["points"][0].peaks_bytes["head"] > crossing["points"][0].peaks_bytes["head"]

@@ -15,7 +15,7 @@ NEAR = 2.5
 """Points by which ends and places of lines may miss each other and still meet."""
 
 STRAIGHT, SHORTEST = 1.0, 6.0
-MOST_PATHS, MOST_LINES = 4_000, 1_500
+MOST_PARTS, MOST_LINES = 20_000, 1_500
 """A page with more is a drawing; its lines are not looked at."""
 
 
@@ -27,14 +27,16 @@ def read_rules(page: Any) -> Rules:
     if page.get_rotation():
         return rules
     left, _, _, top = page.get_cropbox()
-    for n_paths, path in enumerate(page.get_objects(filter=(raw.FPDF_PAGEOBJ_PATH,), max_depth=3)):
+    n_parts = 0
+    for path in page.get_objects(filter=(raw.FPDF_PAGEOBJ_PATH,), max_depth=1):
+        n_parts += raw.FPDFPath_CountSegments(path)
+        if n_parts > MOST_PARTS or len(rules.across) + len(rules.down) > MOST_LINES:
+            return Rules()
         for (x0, y0), (x1, y1) in _lines_of(path, raw):
             if abs(x1 - x0) < STRAIGHT and abs(y1 - y0) >= SHORTEST:
                 rules.down.append((x0 - left, top - max(y0, y1), top - min(y0, y1)))
             elif abs(y1 - y0) < STRAIGHT and abs(x1 - x0) >= SHORTEST:
                 rules.across.append((top - y0, min(x0, x1) - left, max(x0, x1) - left))
-        if n_paths > MOST_PATHS or len(rules.across) + len(rules.down) > MOST_LINES:
-            return Rules()
     return rules
 
 
@@ -44,7 +46,7 @@ def _lines_of(path: Any, raw: Any) -> Iterator[tuple[tuple[float, float], tuple[
 
     matrix, x, y = path.get_matrix(), ctypes.c_float(), ctypes.c_float()
     begin = here = None
-    for place in range(min(raw.FPDFPath_CountSegments(path), MOST_LINES)):
+    for place in range(raw.FPDFPath_CountSegments(path)):
         segment = raw.FPDFPath_GetPathSegment(path, place)
         raw.FPDFPathSegment_GetPoint(segment, x, y)
         point = matrix.on_point(x.value, y.value)
