@@ -12,6 +12,7 @@ What it does not protect against:
 - Tests that hand the program an object (a class of its own, a function): they run in the program's own process
   (`mode: in_process` in the verdict), and a program that is made to cheat can make such a test pass.
 - A program that solves only the inputs that it was shown. Keep some tests hidden.
+- `landlock` with its owner killed: what runs in its boxes stays until its processor time is used up. `bwrap` ends it.
 - Use of the machine within the limits: several boxes at once may take processes x memory_bytes each, and slow down what
   else runs. Wrong timeouts follow where the machine is overloaded.
 - Measuring the machine: the program sees its processor, kernel version, clock and load, and may guess from times.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.commands.use.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct
 from sftplay.sandbox.attacks.quick import find_hole
 from sftplay.sandbox.executors.plain_process import PlainProcess
@@ -26,6 +27,7 @@ FAST = (
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 AS_NOBODY = """
+from sftplay.commands.use.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.conduct import conduct
 from sftplay.sandbox.choose import SAFE, WARM, problem_of
 if problem := problem_of({name!r}, is_warm={is_warm}):
@@ -44,6 +46,14 @@ def test_the_suite_has_what_it_should():
     assert all(any(attack.is_harmless for attack in GROUPS[name]) for name in ("files", "network", "rights"))
     may_time_out = {attack.name for attack in ATTACKS if attack.statuses == ("timeout",)}
     assert all(word in " ".join(may_time_out) for word in ("loops", "sleeps", "waits", "for ever"))
+
+
+def test_the_page_has_a_line_for_each_attack_and_none_that_got_through():
+    page = (ROOT / "docs" / "sandbox.md").read_text().partition(BEGIN)[2].partition(END)[0]
+    lines = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    groups = [(name, attack.name) for name, attacks in GROUPS.items() for attack in attacks]
+    assert [line.split(" | ")[0] for line in lines] == [f"| {name}: {attack}" for name, attack in groups]
+    assert "**" not in page
 
 
 def test_the_self_test_finds_no_hole_in_a_box_and_many_without_one(executor):

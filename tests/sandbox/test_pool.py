@@ -12,6 +12,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.executors.bwrap import Bwrap
+from sftplay.sandbox.executors.warm import WarmBwrap
 from sftplay.sandbox.pool import Sandbox, count_workers
 from sftplay.sandbox.verdicts.box import Lost
 from sftplay.sandbox.verdicts.job import Job
@@ -107,3 +108,25 @@ def test_the_verb_answers_each_line_with_a_line(tmp_path, sftplay):
     assert done.returncode == 4
     assert "line 2, test: is no key of a job" in done.stderr
     assert "did you mean" in done.stderr or "there are code, tests" in done.stderr
+
+
+@pytest.mark.skipif(bool(problem_of("bwrap", is_warm=True)), reason="needs bubblewrap, and user namespaces in it")
+def test_a_server_that_dies_is_started_again_and_the_program_runs_once_more():
+    with Sandbox("bwrap", workers=1) as sandbox:
+        assert sandbox.run([adder(2)])[0].status == "ok"
+        server = sandbox._all[0]
+        assert isinstance(server, WarmBwrap)
+        judge_once, died = server.open, []
+
+        def open_and_die(limits):
+            box = judge_once(limits)
+            if not died:
+                died.append(server._process.pid)
+                server._process.kill()
+                server._process.wait()
+            return box
+
+        server.open = open_and_die
+        assert [verdict.status for verdict in sandbox.run([adder(3), adder(1)])] == ["wrong", "wrong"]
+        assert died
+        assert server._process.pid not in died

@@ -101,6 +101,7 @@ def test_a_setup_may_use_names_of_the_program(verdict_of):
         ({"code": "", "test": []}, "test"), ({"code": "", "limits": {"time": 3}}, "limits.time"),
         ({"code": "", "limits": {"timeout_s": -1}}, "timeout_s"),
         ({"code": "", "limits": {"timeout_s": "1"}}, "timeout_s"),
+        ({"code": "", "limits": {"processes": 1.5}}, "processes"),
     ],
 )  # fmt: skip
 def test_a_job_that_is_none_is_refused_with_the_place(row, where):

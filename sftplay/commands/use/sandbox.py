@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from sftplay import log
+from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, DataError, MachineError, RunError
 
 if TYPE_CHECKING:
     from sftplay.sandbox.verdicts.job import Job
+
+BEGIN, END = "<!-- attacks: written by the self-test -->", "<!-- end of attacks -->"
+"""Marks in a page, between which the self-test writes its table."""
 
 BATCH = 256
 """Jobs that are read before the first verdict is written."""
@@ -95,10 +99,15 @@ def self_test(args: Namespace) -> int:
 
 
 def _show(text: str, out: str | None) -> None:
-    if out:
-        Path(out).write_text(text + "\n", encoding="utf-8")
-    else:
+    """Print the table, or write it; a file with the marks keeps all that is outside of them."""
+    if not out:
         log.show(text)
+        return
+    before = Path(out).read_text(encoding="utf-8") if Path(out).exists() else ""
+    head, mark, rest = before.partition(BEGIN)
+    if mark and END in rest:
+        text = f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}".rstrip("\n")
+    write_text(Path(out), text + "\n")
 
 
 def _open(path: str) -> TextIO:

@@ -19,7 +19,7 @@ class Executor(Protocol):
         """A box that stands. It raises `Lost` with `infra` where it does not stand."""
 
     def renew(self) -> bool:
-        """Start again what was kept running and has died; True where it had, so that a program may not be at fault."""
+        """True where what was kept running has died since the last time: a program may not be at fault."""
 
     def close(self) -> None:
         """End what is kept running between boxes."""

@@ -37,6 +37,7 @@ class WarmBwrap(Bwrap):
         self._numbers = count()
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
+        self._has_died = False
 
     def open(self, limits: Limits) -> Box:
         """A box that stands.
@@ -47,7 +48,7 @@ class WarmBwrap(Bwrap):
         try:
             return self._fork(limits)
         except Lost:
-            self.close()
+            self._give_up()
             return self._fork(limits)
 
     def _fork(self, limits: Limits) -> Box:
@@ -75,9 +76,14 @@ class WarmBwrap(Bwrap):
         try:
             orders.send(marshal.dumps(("kill", number, None)))
             if not select.select([orders], [], [], GONE_S)[0] or orders.recv(16) != b"gone":
-                self.close()
+                self._give_up()
         except OSError:
-            self.close()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """End a server that does not answer; the next box starts another."""
+        self._has_died = True
+        self.close()
 
     def _start(self) -> socket.socket:
         orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,10 +109,10 @@ class WarmBwrap(Bwrap):
         return orders
 
     def renew(self) -> bool:
-        """Start the server again where it has died."""
-        has_died = self._process is not None and self._process.poll() is not None
-        if has_died:
-            self.close()
+        """True where the server has died since the last time; the next box starts another."""
+        if self._process is not None and self._process.poll() is not None:
+            self._give_up()
+        has_died, self._has_died = self._has_died, False
         return has_died
 
     def close(self) -> None:

@@ -60,6 +60,8 @@ class Limits:
             value = getattr(self, each.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise DataError(f"{value!r} is no limit", where=each.name, fix="give a number above 0")
+            if not each.name.endswith("_s") and not isinstance(value, int):
+                raise DataError(f"{value!r} is no whole number", where=each.name, fix="give one above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
