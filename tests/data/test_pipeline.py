@@ -213,6 +213,10 @@ def test_empty_held_out_side_is_said_in_the_report(tokenizer: Any, config: Confi
     one = load_examples(config(write_rows([row(1), row(1)], "one.jsonl"), split=0.001), tokenizer)
     assert "only one prompt" in one.report["notes"][0]
     assert "nothing is held out" in report_table(two.report)
+    texts = load_examples(
+        config(write_rows([{"text": "a river"}, {"text": "a stone"}], "texts.jsonl"), split=0.001), tokenizer
+    )
+    assert "too few texts for a share of 0.001" in texts.report["notes"][0]
 
 
 def test_second_start_tokenises_nothing_and_gives_the_same(

@@ -188,11 +188,10 @@ class Preparation:
         notes = []
         share = inputs[-1].share
         if share and not self._policies.counts["held_out"].examples:
-            few = (
-                "there is only one prompt"
-                if self._policies.n_prompts < 2
-                else f"too few prompts for a share of {share:g}"
-            )
+            has_chats = self._policies.counts["train"].chat_examples > 0
+            few = f"too few {'prompts' if has_chats else 'texts'} for a share of {share:g}"
+            if has_chats and self._policies.n_prompts < 2:
+                few = "there is only one prompt"
             notes.append(f"nothing is held out: {few}; raise data.split or give data.val_path")
         for given in inputs:
             if others := other_files(given.path):

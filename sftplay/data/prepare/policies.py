@@ -21,8 +21,9 @@ from sftplay.errors import DataError
 Side = Literal["train", "held_out"]
 SIDES: tuple[Side, Side] = ("train", "held_out")
 NAMED_ROWS = 5
-FIX_LONG = "raise model.max_seq_len; or cut such rows with data.too_long: truncate, or leave them out with drop"
-FIX_CUT = "raise model.max_seq_len, or leave such rows out with data.too_long: drop"
+ROOM = "raise model.max_seq_len (cpt.block_size, where that is set)"
+FIX_LONG = f"{ROOM}; or cut such rows with data.too_long: truncate, or leave them out with drop"
+FIX_CUT = f"{ROOM}, or leave such rows out with data.too_long: drop"
 FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.leaks: drop"
 NAMED_COLUMNS, OTHERS = 100, "(others)"
 """Every row may have other keys; the report names only so many columns."""
