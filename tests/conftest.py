@@ -22,7 +22,7 @@ import fork_server
 import pytest
 from hypothesis import HealthCheck, settings
 from processes import HANG_S
-from small_run import Inputs, write_small_run
+from small_run import WORDS, Inputs, write_small_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -33,11 +33,6 @@ CHATML = (
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
-WORDS = [
-    "the", "river", "stone", "walks", "under", "green", "light", "and", "asks", "why",
-    "seven", "old", "boats", "carry", "salt", "over", "quiet", "hills",
-]  # fmt: skip
 
 # A busy machine is no failure, and `--hypothesis-profile=thorough` is what `make test-slow` takes.
 PROPERTY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}

@@ -1,4 +1,4 @@
-"""The YAML of a small run: a tiny model, a few rows, a few steps."""
+"""The YAML of a small run: a tiny model, a few rows, a few steps; and the words of its rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+WORDS = [
+    "the", "river", "stone", "walks", "under", "green", "light", "and", "asks", "why",
+    "seven", "old", "boats", "carry", "salt", "over", "quiet", "hills",
+]  # fmt: skip
+"""Words of the rows that tests write."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,13 @@ def find_cycle(imports: Mapping[Any, Iterable[Any]]) -> list[Any]:
     return []
 
 
+def test_no_two_files_of_tests_share_a_name_and_none_imports_a_conftest():
+    """pytest imports each by its bare name: of two, one would hide the other."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")]
+    assert [name for name, n in Counter(path.name for path in files).items() if n > 1] == []
+    assert [str(path) for path in files if re.search(r"^(from|import) conftest\b", path.read_text(), re.M)] == []
+
+
 def test_a_module_imports_only_from_lower_floors_or_from_its_own_top_folder():
     wrong = [
         f"{module} (floor {floor_of(module)}) imports {name} (floor {floor_of(name)})"

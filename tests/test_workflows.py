@@ -17,9 +17,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from conftest import WORDS
 from processes import HANG_S
-from small_run import Inputs, write_small_run
+from small_run import WORDS, Inputs, write_small_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("quick_start", "batch_process", "docs_to_model")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,37 @@ def test_rows_are_prepared_without_torch_and_found_again_by_who_has_it(
     found = load_examples(cfg, load_tokenizer(cfg.model)).report
     assert found["fingerprint"] == json.loads(done.stdout)["fingerprint"]
     assert "torch" in sys.modules
+
+
+def test_the_blocks_of_a_mixture_are_shown_document_by_document(call: Call, tokenizer: Any, tmp_path: Path):
+    texts = [f"Stone number {n}." for n in range(40)]
+    documents, chats = tmp_path / "documents.jsonl", tmp_path / "chats.jsonl"
+    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    chats.write_text("".join(json.dumps({"prompt": f"{n}?", "completion": "stone"}) + "\n" for n in range(40)))
+    changes = {
+        "task_mode": "cpt_mixed", "data__train_path": None, "data__val_path": None, "data__split": 0,
+        "datasets": [
+            {"name": "domain", "path": str(documents), "type": "cpt", "weight": 0.5},
+            {"name": "chat", "path": str(chats), "type": "chat", "weight": 0.5},
+        ],
+    }  # fmt: skip
+    code, out, _ = call("inspect", "--json", "--n", 4, **changes)
+    assert code == 0
+    shown = json.loads(out[out.index("{") :])
+    assert set(shown["report"]["sources"]) == {"domain", "chat"}
+    assert {row["dataset"] for row in shown["rows"]} == {"domain", "chat"}
+    for row in shown["rows"]:
+        ids = [row["input_ids"][each["begin"] : each["end"]] for each in row["documents"]]
+        assert list(chain(*ids)) == row["input_ids"]
+        assert [each["begin"] for each in row["documents"]] == [n for n, at in enumerate(row["position_ids"]) if not at]
+        if row["dataset"] == "domain":
+            for each, tokens in zip(row["documents"][1:-1], ids[1:-1], strict=True):
+                line = int(each["source"].rpartition(":")[2])
+                assert tokenizer.decode(tokens) == texts[line - 1] + tokenizer.eos_token
+    code, out, _ = call("inspect", "--n", 1, **changes)
+    assert code == 0
+    assert re.search(r"-- \S+documents\.jsonl:\d+  \d+ tokens", out)
+    assert "\u27e6" in out
+    code, _, err = call("render", **changes)
+    assert code == 2
+    assert "blocks of documents, which no chat template writes" in err

@@ -180,3 +180,11 @@ datasets:
     assert code == DataError.exit_code
     assert list(problems) == [key]
     assert reason in problems[key]["what"]
+
+
+def test_dapt_train_refuses_a_config_that_does_not_learn_documents(said):
+    text = "model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n"
+    code, problems = said("train", "--documents", "--dry-run", text=text)
+    assert code == 2
+    assert problems["task_mode"]["what"] == "sft does not learn documents"
+    assert "make train" in problems["task_mode"]["fix"]

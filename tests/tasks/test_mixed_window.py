@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaCo
 from sftplay.errors import ConfigError
 from sftplay.monitor.interval import StepCounts
 from sftplay.tasks.step.held_out import HeldOutBlocks
-from sftplay.tasks.step.isolation import check_isolation
+from sftplay.tasks.step.isolation import can_compute, check_isolation
 from sftplay.tasks.step.micro_batches import Collator, MicroBatcher
+from sftplay.tasks.step.model_inputs import has_flash_kernel
 
 PAD, VOCAB = 0, 400
 BLOCKS = [(0, [9, 1, 14]), (1, [24]), (0, [5, 5, 5, 8]), (0, [23]), (1, [3, 18]), (0, [2, 1, 1, 20])]
@@ -206,3 +207,14 @@ def test_a_model_that_carries_one_document_into_the_next_is_refused(config: Any)
     with pytest.raises(ConfigError, match="lets each document of a block see the ones before it") as caught:
         check_isolation(AutoModelForCausalLM.from_config(config))
     assert "cpt.cross_document: true" in caught.value.fix
+
+
+def test_a_process_without_the_weights_proves_nothing():
+    config = LlamaConfig(**SIZES, num_attention_heads=4, intermediate_size=64)
+    model = AutoModelForCausalLM.from_config(config)
+    assert can_compute(model)
+    assert not can_compute(model.to("meta"))
+    flash = AutoModelForCausalLM.from_config(config)
+    flash.config._attn_implementation = "flash_attention_2"
+    assert has_flash_kernel(flash)
+    assert not can_compute(flash)  # on a CPU

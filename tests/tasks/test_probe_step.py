@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from domain import write_texts
 from in_process import Inputs, new_run
 from oracle.memory_gauges import ProcessGauge, TensorGauge
 from transformers import AutoTokenizer
@@ -66,6 +67,16 @@ def test_the_step_holds_weight_gradient_and_two_moments_of_what_trains(
     assert [point.rows for point in wider["points"]] == [2, 8]  # one point is no line
     more = wider["points"][0].peaks_bytes["step"] - measurement["points"][0].peaks_bytes["step"]
     assert more == (6 - 4) * PAIR_WEIGHTS * 16
+
+
+def test_rows_of_new_tokens_are_rehearsed_with_the_adapter(inputs: Inputs, tmp_path: Path):
+    rows, peaks = str(write_texts(tmp_path / "rows.jsonl", 160, seed=1)), []
+    for count in (5, 9):
+        changes = {"tuning__new_tokens": {"count": count}, "data__train_path": rows}
+        found = measured(tmp_path / str(count), inputs, Request(rows=(2,)), **changes)
+        peaks.append(found["points"][0].peaks_bytes["step"])
+    # A row of 32 in embedding and head: weight, gradient, two moments, and what PEFT keeps of the base's row.
+    assert peaks[1] - peaks[0] == 4 * 2 * 32 * (16 + 4)
 
 
 def test_gradients_lie_there_all_the_time_only_where_they_are_accumulated(inputs: Inputs, tmp_path: Path):
@@ -175,3 +186,18 @@ def test_a_process_gauge_forgets_the_peak_of_the_phase_before():
     gauge.enter("small")
     peaks = gauge.take()
     assert peaks["large"] - peaks["small"] >= size // 2
+
+
+def test_the_blocks_of_a_run_on_documents_are_measured_with_the_mask_that_keeps_them_apart(
+    inputs: Inputs, tmp_path: Path
+):
+    documents = {"task_mode": "cpt", "cpt__block_size": 64}
+    cfg, _ = new_run(tmp_path / "rows", inputs, **documents)
+    rows = synthetic_rows(cfg, AutoTokenizer.from_pretrained(inputs.model), count=2)
+    assert rows["position_ids"][0] == [*range(32), *range(32)]
+    apart, crossing = (
+        measured(tmp_path / str(crosses), inputs, Request(rows=(2,)), cpt__cross_document=crosses, **documents)
+        for crosses in (False, True)
+    )
+    assert apart["points"][0].tokens == 2 * 64
+    assert apart["points"][0].peaks_bytes["head"] > crossing["points"][0].peaks_bytes["head"]

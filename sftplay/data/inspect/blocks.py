@@ -8,14 +8,22 @@ from typing import Any
 from sftplay import log
 from sftplay.data.inspect.display import decoded, mark_learned
 from sftplay.data.mix.load import MixtureRows
+from sftplay.data.mix.mixture import source_and_block
 from sftplay.data.records import IGNORE_INDEX
+
+LOOKED_AT = 1000
+"""Rows that are looked at for one of another source; a source with a small weight may have none among them."""
 
 
 def spread_blocks(mixture: MixtureRows, count: int) -> Iterator[dict[str, Any]]:
-    """At most `count` blocks of the run, evenly spread over it: row, dataset, source, input_ids, labels, documents."""
-    total = len(mixture.train)
+    """At most `count` blocks, evenly spread over the run and taking turns between the sources, as `described`."""
+    total, numbers = len(mixture.train), [source.number for source in mixture.train.sources]
     for n in range(min(count, total)):
-        yield described(mixture, n * total // min(count, total))
+        first = n * total // min(count, total)
+        wanted = numbers[n % len(numbers)]
+        near = range(first, min(total, first + LOOKED_AT))
+        is_wanted = (row for row in near if source_and_block(mixture.train.row_id(row))[0] == wanted)
+        yield described(mixture, next(is_wanted, first))
 
 
 def described(mixture: MixtureRows, number: int) -> dict[str, Any]:

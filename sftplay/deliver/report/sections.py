@@ -125,7 +125,7 @@ def _pairs_table(run: RunFiles, prefixes: Sequence[str]) -> Table:
 
 
 def _rows_of(prefix: str) -> str:
-    return {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix.rstrip("-"))
+    return {"": "Held-out rows", "test-": "Test rows"}.get(prefix, prefix.rstrip("-").replace("anchor-", "chats of "))
 
 
 def _pair_rows(run: RunFiles, prefix: str) -> list[list[str]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sftplay.errors import ConfigError
+from sftplay.tasks.step.model_inputs import has_flash_kernel
 
 PROOF_TOKENS = 8
 """Tokens of each of the two documents."""
@@ -33,6 +34,17 @@ def check_isolation(model: Any) -> None:
         return
     fix = "write cpt.cross_document: true, which lets documents see each other on purpose; or choose another model"
     raise ConfigError(what, where="cpt.cross_document false", fix=fix)
+
+
+def can_compute(model: Any) -> bool:
+    """Whether this process can run `model` before the trainer has wrapped it.
+
+    Not under ZeRO-3, which has shared the weights out already, nor where FSDP loads them on the main process alone, nor
+    where flash attention waits for a GPU on which the model is put later.
+    """
+    device = model.get_input_embeddings().weight.device
+    on_hold = any(weight.is_meta or hasattr(weight, "ds_id") for weight in model.parameters())
+    return not on_hold and not (has_flash_kernel(model) and device.type == "cpu")
 
 
 def gradients(model: Any) -> tuple[bool, bool]:

@@ -233,7 +233,8 @@ def test_a_reader_that_hangs_dies_or_fills_memory_or_disk_ends_alone(pool, tmp_p
     ends = {end.task.function.removeprefix("faults."): end for end in pool.run(tasks)}
     assert [ends[name].killed_for for name in ("hang", "hang_in_c", "hang_deaf")] == ["timeout"] * 3
     assert ends["eat_mapped"].killed_for == "memory"
-    assert ends["eat"].exit_code == 1  # Python's own MemoryError, at the system's limit
+    # Python's own MemoryError at the system's limit, or the watcher, whichever comes first
+    assert ends["eat"].exit_code == 1 or ends["eat"].killed_for == "memory"
     assert ends["crash"].exit_code == -11
     assert ends["leave"].exit_code == 3
     assert ends["write"].exit_code == 1
