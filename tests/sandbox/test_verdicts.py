@@ -109,3 +109,10 @@ def test_a_job_that_is_none_is_refused_with_the_place(row, where):
         job_from_dict(row, limits=Limits())
     assert caught.value.where == where
     assert caught.value.fix
+
+
+def test_what_a_program_says_can_be_written_to_any_file(verdict_of):
+    raised = verdict_of("def f(x): raise ValueError('\\ud800')", "assert f(1) == 2")
+    printed = verdict_of("import os\nos.write(1, bytes(range(256)))\ndef f(x): os._exit(1)", "assert f(1) == 2")
+    assert (raised.status, printed.status) == ("runtime", "killed")
+    assert (raised.stderr + printed.stderr).encode()
