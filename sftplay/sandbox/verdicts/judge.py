@@ -155,8 +155,8 @@ class _Hearing:
             bound = self._tester.ask(
                 "bind", functions=list(self.plan.functions), setup=self.plan.setup, within_s=SETUP_S
             )
-            if bound["status"] != "ok":
-                raise Lost("infra", f"the setup of the tests: {bound.get('text')}")
+            if bound.get("status") != "ok":
+                raise Lost("infra", f"the setup of the tests: {bound.get('text', 'it calls the program')}")
         asked = time.monotonic()
         try:
             return self._note(self._converse(source, until=asked + min(within_s, self.left_s)))
