@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,7 +28,6 @@ FAST = (
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 AS_NOBODY = """
-from sftplay.commands.use.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.conduct import conduct
 from sftplay.sandbox.choose import SAFE, WARM, problem_of
 if problem := problem_of({name!r}, is_warm={is_warm}):
@@ -86,17 +86,17 @@ def test_no_attack_gets_through(executor):
 )
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
 @pytest.mark.skipif(not SYSTEM_PYTHON.exists(), reason="needs a Python that every user can read")
-def test_no_attack_by_an_ordinary_user_gets_through(name, is_warm, tmp_path):
-    shutil.copytree(ROOT / "sftplay", tmp_path / "sftplay")
+def test_no_attack_by_an_ordinary_user_gets_through(name, is_warm, request):
+    readable = Path(tempfile.mkdtemp(prefix="sftplay-as-nobody-"))  # pytest closes its own folders to others
+    request.addfinalizer(lambda: shutil.rmtree(readable))
+    readable.chmod(0o755)
+    shutil.copytree(ROOT / "sftplay", readable / "sftplay")
     if name == "landlock" and (found := find_spec("sandlock")):
-        shutil.copytree(Path(str(found.origin)).parent, tmp_path / "sandlock")
-    for path in (tmp_path, *tmp_path.parents[:-1]):
-        if path.stat().st_uid == 0 and str(path) != "/tmp":
-            path.chmod(0o755)
+        shutil.copytree(Path(str(found.origin)).parent, readable / "sandlock")
     python = [str(SYSTEM_PYTHON), "-B", "-s", "-c", AS_NOBODY.format(name=name, is_warm=is_warm)]
     become = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     done = subprocess.run(
-        [*become, *python], cwd=tmp_path, env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        [*become, *python], cwd=readable, env={"PATH": os.environ["PATH"], "HOME": str(readable)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     if "cannot be used here" in done.stdout:

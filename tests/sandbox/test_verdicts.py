@@ -76,7 +76,7 @@ def test_each_failure_has_its_own_status_and_says_where(verdict_of):
 
 def test_one_test_that_loops_costs_only_itself(verdict_of):
     code = "def f(x):\n    while x == 2: pass\n    return x"
-    limits = Limits(timeout_s=20, test_timeout_s=1)
+    limits = Limits(timeout_s=20, test_timeout_s=2)
     verdict = verdict_of(code, "assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3", limits=limits)
     assert verdict.per_test == ("ok", "timeout", "ok")
     assert (verdict.status, verdict.passed, verdict.total) == ("timeout", 2, 3)
@@ -109,3 +109,10 @@ def test_a_job_that_is_none_is_refused_with_the_place(row, where):
         job_from_dict(row, limits=Limits())
     assert caught.value.where == where
     assert caught.value.fix
+
+
+def test_what_a_program_says_can_be_written_to_any_file(verdict_of):
+    raised = verdict_of("def f(x): raise ValueError('\\ud800')", "assert f(1) == 2")
+    printed = verdict_of("import os\nos.write(1, bytes(range(256)))\ndef f(x): os._exit(1)", "assert f(1) == 2")
+    assert (raised.status, printed.status) == ("runtime", "killed")
+    assert (raised.stderr + printed.stderr).encode()

@@ -54,6 +54,14 @@ EXITS = (
         code="def f(x): raise GeneratorExit",
     ),
     Attack(
+        name="ends the loop of the test", tests=("assert all(map(f, [1, 2]))", "assert list(map(f, [1])) == []"),
+        statuses=("runtime",), code="def f(x): raise StopIteration",
+    ),
+    Attack(
+        name="an error text that no file can take", tests=TASK, statuses=("runtime",),
+        code="def f(x): raise ValueError('\\ud800\\x00\\x1b[2J')",
+    ),
+    Attack(
         name="raises where nothing is expected", tests=("assert f('') == ''", "assert f('x') is None"),
         statuses=("runtime",), code="def f(x): raise ValueError",
     ),

@@ -1,7 +1,7 @@
 """Boxes by bubblewrap that start in a few milliseconds: one box waits with Python started, and forks for each program.
 
-Each program gets namespaces of its own inside that box: users, processes, shared memory, and a folder to write to. The
-network and the machine's files were out of reach before.
+Each program gets namespaces of its own inside that box, of users and processes, and a folder to write to.
+The network and the machine's files were out of reach before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The process in a box that waits with Python started, and forks for each program a process in namespaces of its own.
 
 It runs no code of any program. A program cannot see it: it has its own numbers of processes, its own folder to write
-to, its own user namespace, and rights in none.
+to, its own user namespace, and rights in none. Shared memory and message queues are those of the box; the filter of
+system calls lets no program have any.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from sftplay.sandbox.inside.agent import Channel, install_filter, serve, set_capabilities, take_limits
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x08000000, 0x10000000, 0x20000000
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 """Source: linux/sched.h, linux/mount.h, linux/prctl.h."""
@@ -92,7 +93,7 @@ class Server:
         self.orders.close()
         user, group = os.getuid(), os.getgid()
         self.libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc/self belongs to root
-        self.check(self.libc.unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC))
+        self.check(self.libc.unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID))
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as handle:
                 handle.write(text)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sftplay.sandbox.inside.plain import is_same, is_true
-from sftplay.sandbox.verdicts.job import Job, Mode
+from sftplay.sandbox.verdicts.job import Job, Mode, parse
 
 Relation = Literal["equal", "unequal", "true", "false"]
 
@@ -75,7 +75,7 @@ def plan_tests(job: Job) -> Plan:
 
 def _outermost_call(test: str) -> str:
     """`f` of `assert f(1) == 2`; empty where the test is anything else."""
-    for node in ast.walk(ast.parse(test)):
+    for node in ast.walk(parse(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return node.func.id
     return ""
@@ -83,15 +83,15 @@ def _outermost_call(test: str) -> str:
 
 def _is_module(name: str, tests: Sequence[str]) -> bool:
     """True when the tests use the name for its attributes alone."""
-    bases = [node.value for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Attribute)]
-    names = [node for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)]
+    bases = [node.value for test in tests for node in ast.walk(parse(test)) if isinstance(node, ast.Attribute)]
+    names = [node for test in tests for node in ast.walk(parse(test)) if isinstance(node, ast.Name)]
     n_bases = sum(isinstance(node, ast.Name) and node.id == name for node in bases)
     return n_bases == sum(node.id == name for node in names)
 
 
 def read_comparison(test: str, functions: Sequence[str]) -> Comparison | None:
     """The test as a comparison of what one of the functions gives; None where it is anything else."""
-    body = ast.parse(test).body
+    body = parse(test).body
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
         return None
     asserted = body[0].test
@@ -148,7 +148,7 @@ def free_names(sources: Sequence[str]) -> tuple[str, ...]:
     used: set[str] = set()
     defined: set[str] = set()
     for source in sources:
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             if isinstance(node, ast.Name):
                 (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

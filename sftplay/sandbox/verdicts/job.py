@@ -6,7 +6,8 @@ import ast
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from sftplay.errors import DataError, nearest_names
@@ -64,6 +65,12 @@ class Limits:
                 raise DataError(f"{value!r} is no whole number", where=each.name, fix="give one above 0")
 
 
+@lru_cache(maxsize=4_096)
+def parse(source: str) -> ast.Module:
+    """The tree of a trusted source, which nobody changes: the same tests come with many programs."""
+    return ast.parse(source)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A program, and the tests that say whether it does what it should."""
@@ -81,14 +88,14 @@ class Job:
         for number, source in enumerate((self.setup, *self.tests)):
             where = f"tests[{number - 1}]" if number else "setup"
             try:
-                ast.parse(source)
+                parse(source)
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 fix = "mend it, or leave it out; only `code` may be anything"
                 raise DataError(f"is no Python ({error})", where=where, fix=fix) from error
 
     def key(self, executor: str) -> str:
         """Changes with anything that may change the verdict."""
-        parts = json.dumps([asdict(self), executor], sort_keys=True)
+        parts = json.dumps([self.code, self.tests, self.setup, self.entry_point, astuple(self.limits), executor])
         return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

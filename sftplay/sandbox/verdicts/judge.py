@@ -39,8 +39,13 @@ def judge(job: Job, open_box: Callable[[], Box], *, executor: str) -> Verdict:
     return Verdict(
         status=_overall(per_job), per_test=tuple(per_test) if job.tests else (), total=len(job.tests),
         passed=sum(each == "ok" for each in per_test) if job.tests else 0,
-        seconds=time.monotonic() - started, stderr=text, mode=plan.mode, executor=executor,
+        seconds=time.monotonic() - started, stderr=_without_surrogates(text), mode=plan.mode, executor=executor,
     )  # fmt: skip
+
+
+def _without_surrogates(text: str) -> str:
+    """The program's text so that every file can take it."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _overall(per_test: list[Status]) -> Status:
@@ -150,8 +155,8 @@ class _Hearing:
             bound = self._tester.ask(
                 "bind", functions=list(self.plan.functions), setup=self.plan.setup, within_s=SETUP_S
             )
-            if bound["status"] != "ok":
-                raise Lost("infra", f"the setup of the tests: {bound.get('text')}")
+            if bound.get("status") != "ok":
+                raise Lost("infra", f"the setup of the tests: {bound.get('text', 'it calls the program')}")
         asked = time.monotonic()
         try:
             return self._note(self._converse(source, until=asked + min(within_s, self.left_s)))
@@ -176,7 +181,10 @@ class _Hearing:
                 "call", name=answer["name"], args=answer["args"], named=answer["named"], is_encoded=True,
                 within_s=left_s,
             )  # fmt: skip
-            tester.send((_without_surprises(value, len(answer["args"])),), until)
+            try:
+                tester.send((_without_surprises(value, len(answer["args"])),), until)
+            except ValueError as error:  # too deep for marshal
+                raise Lost("tampered", "the answer is nested too deep") from error
 
     def _close(self) -> None:
         for box in (self._candidate, self._tester):
