@@ -30,3 +30,18 @@ VAL, TEST = "data.val_path=v.jsonl", "data.test_path=t.jsonl"
 def test_what_changes_neither_rows_nor_weights_may_differ(load, before, change, refused):
     old, new = (values_that_decide_weights(load("", *overrides)) for overrides in (before, [*before, change]))
     assert [key for key, _, _ in differences(old, new)] == refused
+
+
+@pytest.mark.parametrize(
+    ("missing", "change", "refused"),
+    [
+        ("cpt.cross_document", [], []),
+        ("train.min_lr_ratio", [], []),
+        ("datasets", [], []),
+        ("tuning.lora.rslora", ["tuning.lora.rslora=true"], ["tuning.lora.rslora"]),
+    ],
+)
+def test_a_key_that_a_run_was_begun_without_had_its_default(load, missing, change, refused):
+    old = values_that_decide_weights(load(""))
+    del old[missing]
+    assert [key for key, _, _ in differences(old, values_that_decide_weights(load("", *change)))] == refused

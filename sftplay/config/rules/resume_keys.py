@@ -6,14 +6,17 @@ What may differ between a run and its resume is written here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+from sftplay.config.schema.keys import all_keys, list_keys
 from sftplay.config.schema.run import RunConfig
 
 FREE_TO_CHANGE = (
     "train.resume",
     "logging",
     "eval",
+    "rewards",
     "run_name",
     "output_dir",
     "train.save_total_limit",
@@ -54,15 +57,26 @@ def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Keys in which a resumed run would be another run: (dotted key, before, after).
 
-    Both mappings are those of `values_that_decide_weights`.
+    Both mappings are those of `values_that_decide_weights`. A key that is missing in one of them has its default there:
+    the run was begun before the kit had the key.
     """
     free = () if held_out_decides(after) else OTHER_ROWS
-    return [
-        (key, before.get(key), after.get(key))
+    pairs = [
+        (key, before.get(key, _defaults().get(key)), after.get(key, _defaults().get(key)))
         for key in sorted({*before, *after})
-        if before.get(key) != after.get(key)
-        and not (key in free and (before.get(key) is None) == (after.get(key) is None))
     ]
+    return [
+        (key, old, new)
+        for key, old, new in pairs
+        if old != new and not (key in free and (old is None) == (new is None))
+    ]
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    optional = {key: field for key, field in all_keys().items() if not field.is_required()}
+    found = {key: field.get_default(call_default_factory=True) for key, field in optional.items()}
+    return found | {key: [] for key in list_keys()}
 
 
 def held_out_decides(values: Mapping[str, Any]) -> bool:
