@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sftplay.atomic import examine_object, is_locked, unfinished_folder
 from sftplay.data.cache import SEAL, lock_of
@@ -16,6 +17,7 @@ from sftplay.data.prepare.policies import SIDES
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 
 POLL_S = 0.05
+LOOKS = 20
 ABANDONED_S, STARTS_S = 5.0, 300.0
 """A store that nobody holds for so long, and that is not whole, has lost its filler; or it has none, at the start."""
 
@@ -68,14 +70,31 @@ class FollowedStore(Store):
             self.folder = self._final
             return super().chats()
 
+    def refresh(self) -> None:
+        """As `Store.refresh`: the filler may be further than what has been read."""
+        if seen := self._opened(self.index):
+            self._show(seen)
+
+    def report(self) -> dict[str, Any]:
+        """As `Store.report`: its folder may just get its final name."""
+        for _ in range(LOOKS):
+            try:
+                return super().report()
+            except FileNotFoundError:
+                time.sleep(POLL_S)
+                self.folder = self._final if (self._final / SEAL).exists() else self.folder
+        return super().report()
+
     def _follow(self) -> None:
         """Wait until the index shows more, then show it too."""
-        seen = self._wait_for(self.index)
+        self._show(self._wait_for(self.index))
+        if self.index.is_whole and not self.sides["train"].n_learned:
+            raise nothing_to_learn(self, path=self._path)
+
+    def _show(self, seen: Store) -> None:
         self.folder, self.index = seen.folder, seen.index
         for side in SIDES:
             vars(self.sides[side]).update(vars(seen.sides[side]))
-        if self.index.is_whole and not self.sides["train"].n_learned:
-            raise nothing_to_learn(self, path=self._path)
 
     def _wait_for(self, known: Index | None) -> Store:
         """The store as soon as its index is another than the known one."""

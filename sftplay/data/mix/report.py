@@ -30,6 +30,8 @@ def mixture_report(
 ) -> dict[str, Any]:
     """The content of `data_report.json`; of each source `tokens_read` = tokens + cut_tokens + sum of dropped_tokens,
     and `tokens` = label_tokens + first_of_document + masked_tokens."""
+    for source in sources:
+        source.store.refresh()
     total = sum(source.weight for source in sources)
     is_known = all(source.store.index.is_whole for source in train.sources)
     planned: dict[int, tuple[int | None, float | None]] = {**(train.read_times() if is_known else {})}

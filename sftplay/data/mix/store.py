@@ -81,6 +81,9 @@ class Store:
         entry = self.sides[side].table[document]
         return Source(self.index.paths[int(entry["path"])], int(entry["line"]), int(entry["record"]))
 
+    def refresh(self) -> None:
+        """Show all that is there by now; of a whole store nothing is missing."""
+
     def report(self) -> dict[str, Any]:
         """What the pass that filled it has counted; empty while it is being filled."""
         if not self.index.is_whole:

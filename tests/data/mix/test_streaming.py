@@ -116,9 +116,8 @@ def test_a_reader_gets_rows_of_the_groups_that_are_there_while_the_rest_is_not_t
 def test_a_bad_row_ends_the_stream_with_the_error_that_names_it(tokenizer: Any, mixed: Mixed, domain: dict[str, Any]):
     path = Path(domain["path"])
     path.write_text(path.read_text() + '{"text": 7}\n')
-    rows = load_mixture(mixed([domain], split=0, train={"max_steps": 400}, cpt=STREAMED), tokenizer)
     with pytest.raises(DataError, match=rf"1 row cannot be trained on\n  {path}:121 ") as failure:
-        rows_of(rows)
+        rows_of(load_mixture(mixed([domain], split=0, train={"max_steps": 400}, cpt=STREAMED), tokenizer))
     assert "data.on_bad_row: skip" in failure.value.fix
 
 
