@@ -37,7 +37,6 @@ def mixture_report(
     planned: dict[int, tuple[int | None, float | None]] = {**(train.read_times() if is_known else {})}
     found = {}
     for source, job in zip(sources, jobs, strict=True):
-        counts = source.store.report().get("sources", {})
         n_rows, n_epochs = planned.get(source.number, (None, None) if source.weight and not is_known else (0, 0.0))
         found[source.name] = {
             "path": cfg.sources[source.number].path,
@@ -46,8 +45,7 @@ def mixture_report(
             "planned_share": source.weight / total,
             "planned_rows": n_rows,
             "planned_epochs": n_epochs,
-            **_side(source.store.sides["train"], counts.get("train", {}), cfg=cfg),
-            "held_out": _side(source.store.sides["held_out"], counts.get("held_out", {}), cfg=cfg),
+            **_sides(source, cfg),
             "refused_rows": str(source.store.folder / REFUSED),
             "fingerprint": job.folder.name,
         }
@@ -94,6 +92,12 @@ def mixture_table(report: Mapping[str, Any]) -> str:
     lines.append(f"  blocks         {report['rows']:,} rows of at most {report['block_size']:,} tokens")
     lines += [f"  warning        {warning}" for warning in report["warnings"]]
     return "\n".join([*lines, *(f"  note           {note}" for note in report["notes"])])
+
+
+def _sides(source: MixSource, cfg: RunConfig) -> dict[str, Any]:
+    counts = source.store.report().get("sources", {})
+    train, held_out = (_side(source.store.sides[side], counts.get(side, {}), cfg=cfg) for side in ("train", "held_out"))
+    return {**train, "held_out": held_out}
 
 
 def _side(documents: Documents, counts: Mapping[str, Any], *, cfg: RunConfig) -> dict[str, Any]:
