@@ -110,7 +110,7 @@ def f(x):
         code="""
 import marshal, os, pickle, struct
 class Run:
-    def __reduce__(self): return (os.system, ('touch /tmp/pwned',))
+    def __reduce__(self): return (os.system, (f'touch {FOLDER}/pwned',))
 def f(x):
     for text in (pickle.dumps(Run()), marshal.dumps({'status': 'ok', 'value': 3})):
         for fd in range(3, 64):
