@@ -80,6 +80,8 @@ class RewardCall:
                 self.close()
                 return Scores([None] * n, [f"took longer than {self.deadline_s:g} s"])
             kind, answer = pipe.recv()
+        except TimeoutError as error:
+            return Scores([None] * n, [str(error)])
         except (EOFError, OSError):
             self.close()
             return Scores([None] * n, ["its process died"])

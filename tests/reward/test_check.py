@@ -128,6 +128,21 @@ def test_rows_without_different_answers_are_refused(tmp_path, capsys):
         checked(tmp_path, [{"name": "right", "use": "math"}], capsys, rows=[{"question": "a", "answer": "b"}])
 
 
+def test_rows_that_are_left_out_are_said(tmp_path, capsys):
+    from sftplay.commands.data.rewards import read_cases
+    from sftplay.config.load import load_config
+
+    rows = [
+        {"question": "1", "answer": "2"},
+        {"text": "no answer"},
+        {"question": 7, "answer": "8"},
+        {"question": "2", "answer": "3"},
+    ]
+    cases = read_cases(load_config(config(tmp_path, [{"name": "right", "use": "math"}], rows=rows)), 32)
+    assert [case.gold for case in cases] == ["2", "3"]
+    assert "2 of the first 32 rows cannot be read" in "".join(capsys.readouterr())
+
+
 def test_a_config_without_rewards_is_refused(tmp_path, capsys):
     with pytest.raises(ConfigError, match="has no rewards"):
         checked(tmp_path, [], capsys)

@@ -147,3 +147,11 @@ def test_a_function_that_is_not_there_is_refused_by_name(name, said):
 
 def test_what_is_no_number_is_named():
     assert checked(["'1'", 2.0], 2).reasons == ["returned '1', which is no finite number"]
+
+
+def test_a_function_that_takes_too_long_to_load_is_said_so(tmp_path, monkeypatch):
+    (tmp_path / "late.py").write_text("import time\ntime.sleep(60)\ndef f(completions, **_): return [1.0]\n")
+    monkeypatch.setattr("sftplay.reward.calls.START_S", 0.2)
+    call = RewardCall(f"{tmp_path}/late.py:f", {}, deadline_s=20.0)
+    assert call(["a"]).reasons == ["did not start within 0.2 s"]
+    assert call._process is None

@@ -57,16 +57,18 @@ def read_cases(cfg: RunConfig, n: int) -> list[Case]:
     from sftplay.data.records import Chat, Refused
     from sftplay.reward.check import Case
 
-    cases = []
+    cases, n_left_out = [], 0
     for source, row in islice(read_rows(cfg.rows_path, dialect_of(cfg.data)), n):
-        if isinstance(row, Refused):
-            continue
         try:
-            record = to_record(row, source, reading=reading_of(cfg.data))
+            record = None if isinstance(row, Refused) else to_record(row, source, reading=reading_of(cfg.data))
         except DataError:
-            continue
-        if isinstance(record, Chat):
+            record = None
+        if not isinstance(record, Chat):
+            n_left_out += 1
+        elif isinstance(row, dict):
             cases.append(Case(record.answer, {"answer": record.answer, **row}))
+    if n_left_out:
+        log.say(f"note: {n_left_out:,} of the first {n} rows cannot be read, or have no answer: left out", "reward")
     if len({case.gold for case in cases}) < 2:
         what = f"the first {n} rows hold fewer than two different answers"
         raise DataError(what, where=cfg.rows_path, fix="name rows with a prompt and an answer, or raise N")
