@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from sftplay.data.problems.problem import Problem, called_name
@@ -107,8 +107,3 @@ def columns_of(problems: list[Problem]) -> dict[str, list[Any]]:
         "entry_point": [problem.entry_point for problem in problems],
         "shown": [problem.shown for problem in problems],
     }
-
-
-def batches(problems: list[Problem], size: int) -> Iterator[list[Problem]]:
-    """The problems in lists of at most `size`."""
-    yield from (problems[at : at + size] for at in range(0, len(problems), size))
