@@ -138,7 +138,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_all_that_would_follow(
     kit: Path, home: Path, inputs: Inputs, tmp_path: Path
 ):
     (config,) = configs(tmp_path, inputs, "long.yaml")
-    values = ["train.max_steps=100000", f"output_dir={tmp_path / 'out'}"]
+    values = ["train.max_steps=100000", "train.save_steps=100000", f"output_dir={tmp_path / 'out'}"]
     script = subprocess.Popen(
         [str(kit / "workflows" / "batch_process.sh"), "--name", "b", str(config), str(inputs.train),
          str(inputs.held_out), "--", *values, "data.val_path=null"],
@@ -156,7 +156,8 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_all_that_would_follow(
     assert stopped[:2] == ["stopped", "143"]
     assert int(stopped[2]) >= 1
     assert left[:3] == ["not", "started", "-"]
-    assert len(list((tmp_path / "out").glob("b-*/checkpoints/*/COMPLETE.json"))) == 1
+    (checkpoint,) = (tmp_path / "out").glob("b-*/checkpoints/*/COMPLETE.json")
+    assert checkpoint.parent.name == f"checkpoint-{stopped[2]}"
 
 
 def plain_perplexity(run: Path, kit: Path) -> float:
