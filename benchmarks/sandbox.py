@@ -8,10 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import quantiles
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sftplay.sandbox.choose import SAFE, WARM, problem_of
 from sftplay.sandbox.executors.bootstrap import interpreter
