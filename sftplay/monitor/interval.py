@@ -11,6 +11,8 @@ from typing import Any
 
 PARTS = {
     "data_s": ("data",),
+    "generation_s": ("generation",),
+    "reward_s": ("reward",),
     "forward_backward_s": ("forward", "backward"),
     "optimizer_s": ("optimizer",),
     "communication_s": ("communication",),
