@@ -129,6 +129,7 @@ _NAMES: dict[str, str] = {
         "vllm_max_model_length vllm_max_model_len"
     ),
     "rewards.use": "reward_funcs reward_functions reward_func",
+    "rewards.weight": "reward_weights",
     # the run
     "task_mode": "stage rlhf_type",
     "output_dir": "save_dir",

@@ -70,10 +70,11 @@ def groups_of(effective: int, grpo: GrpoConfig, *, processes: int = 1) -> tuple[
 
 def _rewards(cfg: RunConfig) -> Iterator[Violation]:
     if not cfg.rewards:
-        example = "- {name: tests, use: exact_match}"
-        yield Violation(
-            ("task_mode", "rewards"), "grpo learns from rewards, and there is none", fix=f"add one: {example}"
-        )
+        what, fix = "grpo learns from rewards, and there is none", "add one: - {name: answer, use: exact_match}"
+        yield Violation(("task_mode", "rewards"), what, fix=fix)
+    elif not any(reward.weight for reward in cfg.rewards):
+        what = "every weight is 0, so nothing would be learned"
+        yield Violation(("rewards.0.weight", "rewards"), what, fix="give one reward another weight")
 
 
 def _groups(cfg: RunConfig) -> Iterator[Violation]:

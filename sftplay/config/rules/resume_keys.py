@@ -16,6 +16,7 @@ FREE_TO_CHANGE = (
     "train.resume",
     "logging",
     "eval",
+    "sandbox.executor",
     "run_name",
     "output_dir",
     "train.save_total_limit",
@@ -38,7 +39,7 @@ FREE_TO_CHANGE = (
 )
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 
-OF_REWARDS = ("rewards",)
+OF_REWARDS = ("rewards", "sandbox")
 """Keys that are measured with, and decide no weights unless the model learns from rewards (task mode grpo)."""
 
 OTHER_ROWS = ("data.val_path", "data.test_path")

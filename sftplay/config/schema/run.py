@@ -17,6 +17,7 @@ from sftplay.config.schema.grpo import GrpoConfig as GrpoConfig
 from sftplay.config.schema.mixture import CptConfig as CptConfig
 from sftplay.config.schema.mixture import DatasetConfig as DatasetConfig
 from sftplay.config.schema.reward import RewardConfig as RewardConfig
+from sftplay.config.schema.reward import SandboxConfig as SandboxConfig
 from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share, UserPath
 from sftplay.config.schema.section import Section as Section
 from sftplay.config.schema.train import Optimizer as Optimizer
@@ -195,6 +196,9 @@ class RunConfig(Section):
 
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     """How completions are drawn and learned from (task mode grpo)."""
+
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Where programs of a model run."""
 
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     """What is logged."""
