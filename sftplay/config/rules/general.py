@@ -12,7 +12,6 @@ from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_ke
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.extra import broken_extra_rules
 from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
-from sftplay.config.rules.lists import broken_list_rules
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.texts import broken_text_rules
@@ -232,7 +231,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _schedule,
     broken_extra_rules,
     broken_data_rules,
-    broken_list_rules,
     broken_reward_rules,
     broken_cpt_rules,
     broken_grpo_rules,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import Auto, NotNegative, Positive, PositiveFloat, Section
+from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, Section
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 Generation = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
@@ -128,9 +128,9 @@ class GrpoConfig(Section):
     continuous batching. vllm_colocate: vLLM on the training GPUs. vllm_server: a vLLM server that you start. TRL's
     default is the first."""
 
-    generation_rows: Positive | Auto = "auto"
-    """Completions that a process draws at the same time (generation transformers); the rest follow. auto: as many as
-    fit into memory beside the model. TRL draws all at once."""
+    generation_rows: Positive | None = None
+    """Completions that a process draws at the same time (generation transformers); the rest follow. None means as many
+    as fit into memory beside the model. TRL draws all at once."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     """What vLLM is told."""
