@@ -61,7 +61,9 @@ class Judged:
         groups = [self.paid[at : at + num_generations] for at in range(0, len(self.rows), num_generations)]
         known = [[value for value in group if value is not None] for group in groups]
         everything = [value for group in known for value in group]
-        unknown = sum(None in line for line in zip(*(each.values for each in self.scored.by_name.values()), strict=True))
+        unknown = sum(
+            None in line for line in zip(*(each.values for each in self.scored.by_name.values()), strict=True)
+        )
         figures = {
             "reward": fmean(everything) if everything else None,
             "reward_std": stdev(everything) if len(everything) > 1 else None,

@@ -87,7 +87,7 @@ class Rollouts(Base):
             return super()._generate(prompts)
 
     def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
-        """What each reward says of the completions of all ranks, float [completions, rewards]; NaN where it abstains."""
+        """What each reward says of the completions of all ranks, float [completions, rewards]; NaN: it abstains."""
         self.judged = self.judge.judge(inputs, completions, self.heartbeat)
         return torch.tensor(self.judged.values(), dtype=torch.float32, device=self.accelerator.device)
 
@@ -101,9 +101,7 @@ class Rollouts(Base):
         }
         n_kept = self.cfg.grpo.samples
         advantages = list(self._logs["advantages"])[-len(self.judged.rows) :]
-        write_samples(
-            samples_path(self.run_folder, self.state.global_step + 1), self.judged.lines(advantages)[:n_kept]
-        )
+        write_samples(samples_path(self.run_folder, self.state.global_step + 1), self.judged.lines(advantages)[:n_kept])
         rows = torch.tensor([row["row"] for row in inputs], device=self.accelerator.device)
         return {**drawn, "row": rows}
 

@@ -46,7 +46,9 @@ def load_window(trainer: Any, checkpoint: Path) -> None:
         return
     facts = _facts(window_path(checkpoint))
     now = {"processes": log.world_size(), "micro_batches": trainer.args.steps_per_generation}
-    if changed := [f"{name} {facts.get(name)} then, {value} now" for name, value in now.items() if facts.get(name) != value]:
+    if changed := [
+        f"{name} {facts.get(name)} then, {value} now" for name, value in now.items() if facts.get(name) != value
+    ]:
         raise RunError(
             f"the completions of a drawing are kept for its own sizes: {', '.join(changed)}",
             where=str(checkpoint),
