@@ -51,6 +51,7 @@ from sftplay.launch.supervise.watchdog import timeout_of
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.plan.sizing.size_run import size_run
+from sftplay.reward.reward_set import RewardSet, combined
 from sftplay.signals import StopAtOnce
 from sftplay.tasks import TASKS, worker
 from sftplay.tasks.run.checkpointing import MarkComplete, choose_checkpoint
@@ -781,6 +782,33 @@ MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]]
 }
 """Keys whose effect is a file a run leaves: what must hold of the two measured runs and the batches answered."""
 
+
+def check_weight_of_reward(_: Bench) -> None:
+    rewards = [{"name": "all", "use": "regex", "options": {"pattern": ".*"}, "weight": 0.5}]
+    with RewardSet(RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})) as opened:
+        assert combined(opened.score(["a"], {}), opened.weights) == [0.5]
+
+
+def check_sandbox(_: Bench) -> None:
+    """Three programs, which sleep too long for one test, for all tests, and take too much memory, if limits are low."""
+    programs = [
+        "import time\ndef f(x): time.sleep(0.3); return x",
+        "import time\ndef f(x): time.sleep(0.2); return x",
+        "def f(x): return x + 0 * len(bytearray(200 << 20))",
+    ]
+    tests = {"tests": [["assert f(1) == 1"], ["assert f(1) == 1", "assert f(2) == 2"], ["assert f(1) == 1"]]}
+    low = {"timeout": 0.35, "test_timeout": 0.25, "memory": "128MiB"}
+    for limits, expected in (({}, ["ok", "ok", "ok"]), (low, ["timeout", "timeout", "memory"])):
+        content = {
+            "model": {"name": "builtin:tiny"}, "rewards": [{"name": "code", "use": "code_tests"}],
+            "sandbox": {"executor": "none", **limits},
+        }  # fmt: skip
+        with RewardSet(RunConfig.model_validate(content)) as opened:
+            assert opened.executor == "none"
+            verdicts = opened.score([f"```python\n{program}\n```" for program in programs], tests).verdicts
+        assert [verdict["per_test"][-1] for verdict in verdicts if verdict] == expected
+
+
 TABLE: dict[str, Check] = {
     "task_mode": check_task_mode,
     "run_name": check_place,
@@ -922,6 +950,11 @@ TABLE: dict[str, Check] = {
     "cluster.comm.hook": check_hook,
     "cluster.comm.bucket_cap_mb": check_ddp_keys,
     "cluster.comm.static_graph": check_ddp_keys,
+    "rewards.weight": check_weight_of_reward,
+    "sandbox.executor": check_sandbox,
+    "sandbox.timeout": check_sandbox,
+    "sandbox.test_timeout": check_sandbox,
+    "sandbox.memory": check_sandbox,
     "data.train_path": check_train_path,
     "data.val_path": check_val_path,
     "data.test_path": check_test_path,

@@ -16,6 +16,7 @@ from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_ke
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.lists import broken_list_rules
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
+from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in
@@ -78,6 +79,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield from idle_data_keys(cfg)
     yield from idle_cpt_keys(cfg)
     yield from idle_new_token_keys(cfg)
+    yield from idle_reward_keys(cfg)
 
 
 def _has_one_process(train: TrainConfig) -> bool:
@@ -248,6 +250,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _extra,
     broken_data_rules,
     broken_list_rules,
+    broken_reward_rules,
     broken_cpt_rules,
     broken_new_token_rules,
     broken_cluster_rules,

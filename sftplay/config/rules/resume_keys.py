@@ -17,6 +17,7 @@ FREE_TO_CHANGE = (
     "logging",
     "eval",
     "rewards",
+    "sandbox",
     "run_name",
     "output_dir",
     "train.save_total_limit",

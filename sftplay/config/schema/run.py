@@ -16,6 +16,7 @@ from sftplay.config.schema.data import EvalConfig as EvalConfig
 from sftplay.config.schema.mixture import CptConfig as CptConfig
 from sftplay.config.schema.mixture import DatasetConfig as DatasetConfig
 from sftplay.config.schema.reward import RewardConfig as RewardConfig
+from sftplay.config.schema.reward import SandboxConfig as SandboxConfig
 from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share, UserPath
 from sftplay.config.schema.section import Section as Section
 from sftplay.config.schema.train import Optimizer as Optimizer
@@ -190,6 +191,9 @@ class RunConfig(Section):
 
     rewards: list[RewardConfig] = Field(default_factory=list)
     """Rewards that score answers: `reward-check` tries them, `eval` measures them on the held-out prompts."""
+
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Where programs of a model run."""
 
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     """What is logged."""
