@@ -112,8 +112,7 @@ def figures_of(judged: Sequence[Judged], *, rewards: Sequence[RewardConfig]) -> 
 def write_evaluation(
     path: Path, figures: Mapping[str, Any], judged: Sequence[Judged], *, rewards: Sequence[RewardConfig]
 ) -> None:
-    """Write the figures to `path` (.json) and every answer beside it (.jsonl); the figures last: they say it is whole.
-    """
+    """Write the figures to `path` (.json) and every answer beside it (.jsonl); figures come last."""
     content = content_rewards(rewards)
     lines = (json.dumps(each.as_json(content), ensure_ascii=False, default=str) + "\n" for each in judged)
     write_text(path.with_suffix(".jsonl"), "".join(lines))
