@@ -13,14 +13,14 @@ def test_the_files_are_those_the_generator_writes_and_each_answer_passes_its_tes
     for file, text in load_generator("small_programs").files().items():
         assert (DATA / "small_programs" / file).read_text("utf-8") == text, file
         for row in map(json.loads, text.splitlines()):
-            program = row["answer"].removeprefix("```python\n").removesuffix("\n```")
+            question, answer = (turn["content"] for turn in row["messages"])
+            program = answer.removeprefix("```python\n").removesuffix("\n```")
             names: dict[str, Any] = {}
             exec(program, names)
             assert row["entry_point"] in names
             assert len(row["tests"]) == 3
             for test in row["tests"]:
                 exec(test, names)
-            question = row["prompt"][0]["content"]
             assert [test in question for test in row["tests"]] == [True, False, False]
             n_rows += 1
     assert n_rows == 12

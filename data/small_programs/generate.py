@@ -69,10 +69,12 @@ PROBLEMS = [
 
 
 def as_row(problem: Problem) -> dict[str, Any]:
-    """The question as it is asked, and what the rewards read."""
+    """The question as it is asked with a right answer, and what the rewards read."""
     return {
-        "prompt": [{"role": "user", "content": question_of(problem)}],
-        "answer": f"```python\n{problem.reference}\n```",
+        "messages": [
+            {"role": "user", "content": question_of(problem)},
+            {"role": "assistant", "content": f"```python\n{problem.reference}\n```"},
+        ],
         "tests": list(problem.tests),
         "entry_point": problem.entry_point,
         "shown": problem.shown,
