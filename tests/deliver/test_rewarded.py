@@ -35,8 +35,8 @@ class TwoRewards:
 def judged() -> tuple[TwoRewards, list[Judged]]:
     asked = [Asked(n, f"question {n}", {"answer": "a.", **({"only": 1} if n else {})}) for n in range(4)]
     rewards = TwoRewards()
-    answers = judge_answers(rewards, asked, answers=["a.", "b", "?", "a"], n_tokens=[2, 1, 1, 4])  # type: ignore[arg-type]
-    return rewards, answers
+    texts = ["a.", "b", "?", "a"]
+    return rewards, judge_answers(rewards, asked, answers=texts, n_tokens=[2, 1, 1, 4])  # type: ignore[arg-type]
 
 
 def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes():
@@ -64,7 +64,8 @@ def test_rewards_for_form_alone_let_nothing_pass_or_fail():
 def test_every_answer_stands_beside_the_figures(tmp_path: Path):
     answers = judged()[1]
     path = tmp_path / "step-3.json"
-    write_evaluation(path, {"step": 3, **figures_of(answers, rewards=REWARDS)}, answers, rewards=REWARDS)
+    figures = {"step": 3, **figures_of(answers, rewards=REWARDS)}
+    write_evaluation(path, figures=figures, judged=answers, rewards=REWARDS)
     assert json.loads(path.read_text())["step"] == 3
     lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     assert [line["correct"] for line in lines] == [True, False, None, False]

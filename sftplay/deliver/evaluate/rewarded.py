@@ -110,7 +110,7 @@ def figures_of(judged: Sequence[Judged], *, rewards: Sequence[RewardConfig]) -> 
 
 
 def write_evaluation(
-    path: Path, figures: Mapping[str, Any], judged: Sequence[Judged], *, rewards: Sequence[RewardConfig]
+    path: Path, *, figures: Mapping[str, Any], judged: Sequence[Judged], rewards: Sequence[RewardConfig]
 ) -> None:
     """Write the figures to `path` (.json) and every answer beside it (.jsonl); figures come last."""
     content = content_rewards(rewards)

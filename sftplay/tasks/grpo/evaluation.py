@@ -94,7 +94,7 @@ class EvaluatePrompts(Observer):
         figures = {"step": step, **figures_of(judged, rewards=self.cfg.rewards)}
         figures |= {"generation_seconds": generation_s, "seconds": time.monotonic() - began}
         if log.is_main():
-            write_evaluation(path, figures, judged, rewards=self.cfg.rewards)
+            write_evaluation(path, figures=figures, judged=judged, rewards=self.cfg.rewards)
         means = {key: value for key, value in figures.items() if key == PASS or key.startswith("reward")}
         said = "  ".join(f"{key} {value:.3f}" for key, value in means.items())
         log.say(f"step {step}/{self.trainer.state.max_steps}  held-out {said}  (n {figures['n']})", "eval")
