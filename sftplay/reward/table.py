@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from sftplay.config.schema.reward import CODE_TESTS
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.reward.user_function import is_user_function
@@ -41,6 +42,7 @@ SHIPPED = {
     "exact_match": Shipped("text_rewards", "exact_match", "content", ("answer",), options=("after", "ignore_case")),
     "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",), options=("whole",)),
     "json_schema": Shipped("text_rewards", "fits_schema", "form", needs=("schema",)),
+    CODE_TESTS: Shipped("code_rewards", "passes_tests", "content", ("tests",), options=("mode", "shown_weight")),
     "math": Shipped("math_rewards", "solves", "content", ("answer",), options=("fallback",)),
 }
 """Name in a config -> reward."""

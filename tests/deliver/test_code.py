@@ -6,7 +6,7 @@ from sftplay.data.problems.load import columns_of
 from sftplay.data.problems.problem import Problem
 from sftplay.deliver.evaluate.code import evaluate_code
 from sftplay.errors import RunError
-from sftplay.reward.code_rewards import passes_tests
+from sftplay.reward.code_rewards import passes_tests, try_programs
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Verdict
@@ -32,15 +32,16 @@ def sandbox():
 def test_a_program_is_paid_for_its_tests_and_less_for_those_it_was_shown(sandbox):
     answers = [block(RIGHT), block(BY_HEART), block(CHEAT), "no program", block("def f(x) return")]
     columns = columns_of([PROBLEM] * len(answers))
+    tried = try_programs(answers, sandbox=sandbox, **columns)
     # the shown test counts half: 0.5 of 2.5
-    assert passes_tests(answers, sandbox=sandbox, **columns) == [1.0, 0.2, 0.0, 0.0, 0.0]
-    assert passes_tests(answers, sandbox=sandbox, mode="all", **columns) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert passes_tests(tried, shown=columns["shown"]) == [1.0, 0.2, 0.0, 0.0, 0.0]
+    assert passes_tests(tried, mode="all") == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_sandbox_that_fails_abstains(monkeypatch, sandbox):
-    monkeypatch.setattr(sandbox, "run", lambda jobs: [Verdict(status="infra", total=3) for _ in jobs])
+    monkeypatch.setattr(sandbox, "run", lambda jobs, **_: [Verdict(status="infra", total=3) for _ in jobs])
     columns = columns_of([PROBLEM] * 2)
-    assert passes_tests([block(RIGHT), "no program"], sandbox=sandbox, **columns) == [None, 0.0]
+    assert passes_tests(try_programs([block(RIGHT), "no program"], sandbox=sandbox, **columns)) == [None, 0.0]
     with pytest.raises(RunError, match="the sandbox failed for 2 of 2 programs"):
         evaluate_code([PROBLEM], [block(RIGHT)] * 2, sandbox=sandbox)
 
