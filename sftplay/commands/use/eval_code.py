@@ -88,7 +88,7 @@ def _measure(
     seed = subject.cfg.seed if args.seed is None else args.seed
     with Sandbox(args.executor) as sandbox:  # before the heavy libraries: a box that waits is forked from it
         problems, failed = _problems(args, sandbox, seed=seed)
-        questions = questions_of([question_of(each) for each in problems], subject.cfg, args)
+        questions = questions_of([question_of(each) for each in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")
         begun = time.monotonic()
         answers = answer_by_ranks(subject, questions, scale=scale, has_gpu=has_gpu)

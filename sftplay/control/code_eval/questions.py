@@ -36,7 +36,7 @@ class Questions:
         return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
 
 
-def questions_of(texts: Sequence[str], cfg: RunConfig, args: Namespace) -> Questions:
+def questions_of(texts: Sequence[str], *, cfg: RunConfig, args: Namespace) -> Questions:
     """The questions with what the command line says of the answers, and the config where it says nothing."""
     return Questions(
         tuple(texts), args.n, args.temperature, args.top_p or 1.0, cfg.seed if args.seed is None else args.seed,

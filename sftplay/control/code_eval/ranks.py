@@ -44,7 +44,7 @@ def answer_by_ranks(subject: Subject, questions: Questions, *, scale: Scale, has
         write_text(folder / CONFIG, dump_resolved(subject.cfg))
         write_text(folder / TASK, json.dumps({**task, "questions": asdict(questions)}))
         last_lines = _run(build_ranks(subject, folder, scale=scale, has_gpu=has_gpu))
-        return _in_order(list(_answers(folder, scale.world_size, last_lines)), questions)
+        return _in_order(list(_answers(folder, scale.world_size, last_lines=last_lines)), questions)
 
 
 def build_ranks(subject: Subject, folder: Path, *, scale: Scale, has_gpu: bool) -> Launch:
@@ -81,7 +81,7 @@ def _run(launch: Launch) -> list[str]:
     return list(unmarked)
 
 
-def _answers(folder: Path, world_size: int, last_lines: list[str]) -> Iterator[dict[int, str]]:
+def _answers(folder: Path, world_size: int, *, last_lines: list[str]) -> Iterator[dict[int, str]]:
     """Each rank's answers by their number."""
     notes: list[dict[str, Any]] = []
     for rank in range(world_size):
