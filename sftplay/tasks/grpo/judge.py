@@ -43,7 +43,7 @@ class Judge:
         pairs = zip(self._rewards.names, self._rewards.weights, strict=True)
         return {name: weight for name, weight in pairs if weight}
 
-    def judge(self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], heartbeat: Heartbeat) -> Judged:
+    def judge(self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *, heartbeat: Heartbeat) -> Judged:
         """The completions of all ranks with their rewards; `inputs` are the rows of this rank's.
 
         Raises:

@@ -88,7 +88,7 @@ class Rollouts(Base):
 
     def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
         """What each reward says of the completions of all ranks, float [completions, rewards]; NaN: it abstains."""
-        self.judged = self.judge.judge(inputs, completions, self.heartbeat)
+        self.judged = self.judge.judge(inputs, completions, heartbeat=self.heartbeat)
         return torch.tensor(self.judged.values(), dtype=torch.float32, device=self.accelerator.device)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
