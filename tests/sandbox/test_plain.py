@@ -127,7 +127,7 @@ def test_an_object_goes_back_to_its_process_as_itself_and_an_iterator_as_its_ite
         return id(value)
 
     thing = object()
-    crossed = decode(json.loads(encode([thing, iter("ab")], 0, keep)))
+    crossed = decode(json.loads(encode([thing, iter("ab")], keep)))
     back = decode(json.loads(encode(crossed)), kept)
     assert back[0] is thing
     assert list(back[1]) == ["a", "b"]

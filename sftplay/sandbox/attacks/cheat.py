@@ -212,7 +212,7 @@ def f(x): return x
     ),
     Attack(
         name="encodes every value as the truth", tests=TASK, statuses=("wrong",),
-        code=AGENT + "agent.encode = lambda *a: 'true'\ndef f(x): return x",
+        code=AGENT + "agent.encode = lambda *a, **k: 'true'\ndef f(x): return x",
     ),
     Attack(
         name="says that an argument changed", tests=("y = [3]\nz = f(2)\nassert z == y",),

@@ -136,10 +136,10 @@ def call(place: Place, *, name: str, args: list[Any], named: dict[str, Any], is_
     if is_encoded:
         args = [decode(each, place.kept) for each in args]
         named = {key: decode(value, place.kept) for key, value in named.items()}
-    before = [encode(each, 0, place.keep) for each in args] if is_encoded else []
+    before = [encode(each, place.keep) for each in args] if is_encoded else []
     try:
-        value = encode(place.names[name](*args, **named) if name in place.names else missing(name), 0, place.keep)
-        after = [encode(each, 0, place.keep) for each in args] if is_encoded else []
+        value = encode(place.names[name](*args, **named) if name in place.names else missing(name), place.keep)
+        after = [encode(each, place.keep) for each in args] if is_encoded else []
     except BaseException as error:  # noqa: BLE001  (foreign code)
         return described(error)
     changed = ",".join(text if text != old else "0" for text, old in zip(after, before, strict=True))
@@ -196,7 +196,7 @@ def stand_in(channel: Channel, name: str) -> Any:
 
 def outgoing(value: Any) -> str:
     """An argument's text. What the candidate gave goes back to it; an object of the test's own cannot go."""
-    return encode(value, 0, refuse)
+    return encode(value, refuse)
 
 
 def refuse(value: Any) -> int:

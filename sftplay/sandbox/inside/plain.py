@@ -34,7 +34,7 @@ class NotPlain(Exception):
     """The value is too deep or too long to leave the process."""
 
 
-def encode(value: Any, depth: int = 0, keep: Callable[[Any], int] = lambda value: 0) -> str:
+def encode(value: Any, keep: Callable[[Any], int] = lambda value: 0, *, depth: int = 0) -> str:
     """The JSON text of a value. `keep` gets each object and iterator in it, and gives the number to hand it back by.
 
     Raises:
@@ -50,7 +50,7 @@ def encode(value: Any, depth: int = 0, keep: Callable[[Any], int] = lambda value
         return _int(int.__int__(value))
     if isinstance(value, float):
         return _float(float.__float__(value))
-    return _compound(value, depth + 1, keep)
+    return _compound(value, keep, depth=depth + 1)
 
 
 def _int(value: int) -> str:
@@ -63,13 +63,15 @@ def _float(value: float) -> str:
     return repr(value) if value - value == 0 else "Infinity" if value > 0 else "-Infinity"
 
 
-def _compound(value: Any, depth: int, keep: Callable[[Any], int]) -> str:
+def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
     kinds: tuple[tuple[Any, str], ...] = ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "f"))
     for kind, tag in kinds:
         if isinstance(value, kind):
-            return _tagged(tag, [encode(item, depth, keep) for item in kind.__iter__(value)])
+            return _tagged(tag, [encode(item, keep, depth=depth) for item in kind.__iter__(value)])
     if isinstance(value, dict):
-        pairs = [f"[{encode(key, depth, keep)},{encode(item, depth, keep)}]" for key, item in dict.items(value)]
+        pairs = [
+            f"[{encode(key, keep, depth=depth)},{encode(item, keep, depth=depth)}]" for key, item in dict.items(value)
+        ]
         return _tagged("d", pairs)
     if isinstance(value, (bytes, bytearray)):
         return f'["{"b" if isinstance(value, bytes) else "a"}","{memoryview(value).hex()}"]'
@@ -81,17 +83,17 @@ def _compound(value: Any, depth: int, keep: Callable[[Any], int]) -> str:
     if type(value) is Opaque:
         return f'["h",{value.number}]'
     if type(value) is Yielded:
-        return _tagged("i", [encode(item, depth, keep) for item in value.rest[::-1]])
+        return _tagged("i", [encode(item, keep, depth=depth) for item in value.rest[::-1]])
     number = keep(value)
     if hasattr(value, "__next__") or type(value) in (type({}.keys()), type({}.values()), type({}.items())):
-        return _tagged("i", _yielded(value, depth, keep))
+        return _tagged("i", _yielded(value, keep, depth=depth))
     return f'["?",{"true" if value else "false"},{quoted(type(value).__name__)},{number}]'
 
 
-def _yielded(value: Any, depth: int, keep: Callable[[Any], int]) -> list[str]:
+def _yielded(value: Any, keep: Callable[[Any], int], *, depth: int) -> list[str]:
     items = []
     for item in value:
-        items.append(encode(item, depth, keep))
+        items.append(encode(item, keep, depth=depth))
         if len(items) > MOST_ITEMS:
             raise NotPlain(f"an iterator yields more than {MOST_ITEMS:,} items")
     return items
@@ -109,7 +111,7 @@ class Opaque:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, is_true: bool, kind: str, number: int = 0) -> None:
+    def __init__(self, is_true: bool, kind: str, *, number: int = 0) -> None:
         self.is_true, self.kind, self.number = is_true, kind, number
 
     def __bool__(self) -> bool:
@@ -167,7 +169,7 @@ def _decode_atom(tag: str, items: list[Any]) -> Any:
     if tag == "r":
         return range(*items)
     if tag == "?":
-        return Opaque(items[0] is True, str(items[1]), items[2] if type(items[2]) is int else 0)
+        return Opaque(items[0] is True, str(items[1]), number=items[2] if type(items[2]) is int else 0)
     raise ValueError(f"no tag is called {tag!r}")
 
 
