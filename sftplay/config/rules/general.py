@@ -14,9 +14,8 @@ from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
-from sftplay.config.rules.lists import broken_list_rules
+from sftplay.config.rules.lists import broken_list_rules, broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
-from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in
