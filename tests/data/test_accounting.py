@@ -24,7 +24,7 @@ SOUND = [row(n, " sound") for n in range(100, 108)]
 """Rows beside each awkward file, so that something is left to train on whatever becomes of it."""
 
 FOLDERS_WITH_TRAINING_ROWS = ("alpaca", "glaive-toolcall", "gpteacher-code", "gsm8k", "mbpp", "sgd-dialogues")
-"""All others hold documents, puzzles, problems for testing and questions without answers: nothing there is a row to train on."""
+"""All others hold documents, puzzles, problems for tests, questions without answers: nothing there is to train on."""
 
 FOLDERS_AT_HAND = sorted(path.name for path in SHARED_DATA.iterdir() if path.is_dir()) if SHARED_DATA.is_dir() else []
 

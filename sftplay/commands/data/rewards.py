@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
@@ -15,7 +15,6 @@ from sftplay.control.inputs import load_checked
 from sftplay.errors import ConfigError, DataError, RunError
 
 if TYPE_CHECKING:
-    from sftplay.data.records import Source
     from sftplay.reward.check import Finding
     from sftplay.reward.junk import Case
 
@@ -49,18 +48,22 @@ def read_cases(cfg: RunConfig, n: int) -> list[Case]:
     Raises:
         DataError: fewer than two rows have an answer.
     """
+    from sftplay.data.layouts.convert import reading_of
+    from sftplay.data.prompts.prompt import columns_of, to_prompt
     from sftplay.data.read.sources import dialect_of, read_rows
     from sftplay.data.records import Refused
     from sftplay.reward.junk import Case
 
-    cases, n_left_out = [], 0
-    for source, row in islice(read_rows(cfg.rows_path, dialect_of(cfg.data)), n):
-        try:
-            answer, columns = ("", {}) if isinstance(row, Refused) else _answer_of(row, source, cfg=cfg)
-        except DataError:
-            answer, columns = "", {}
-        if answer:
-            cases.append(Case(answer, {"answer": answer, **columns}))
+    cases, n_left_out, reading = [], 0, reading_of(cfg.data)
+    for number, (source, row) in enumerate(islice(read_rows(cfg.rows_path, dialect_of(cfg.data)), n)):
+        answer, columns = None, {}
+        if not isinstance(row, Refused):
+            with suppress(DataError):
+                prompt = to_prompt(row, source, number=number, reading=reading)
+                columns = columns_of(prompt.row, source, reading=reading)
+                answer = columns.get("answer")
+        if isinstance(answer, str):
+            cases.append(Case(answer, columns))
         else:
             n_left_out += 1
     if n_left_out:
@@ -69,23 +72,6 @@ def read_cases(cfg: RunConfig, n: int) -> list[Case]:
         what = f"the first {n} rows hold fewer than two different answers"
         raise DataError(what, where=cfg.rows_path, fix="name rows with a prompt and an answer, or raise N")
     return cases
-
-
-def _answer_of(row: Mapping[str, Any], source: Source, *, cfg: RunConfig) -> tuple[str, Mapping[str, Any]]:
-    """The right answer of a row and what rewards read of it; the answer is empty where there is none."""
-    from sftplay.data.layouts.convert import read_prompt, reading_of, to_record
-    from sftplay.data.records import Chat
-
-    reading = reading_of(cfg.data)
-    try:
-        record = to_record(row, source, reading=reading)
-    except DataError:
-        read_prompt(row, source, reading=reading)  # a prompt may have its answer in a column
-        answer = row.get("answer")
-        return (answer if isinstance(answer, str) else "", row)
-    if not isinstance(record, Chat):
-        return "", row
-    return record.answer, json.loads(record.columns) if record.columns else row
 
 
 def _show(finding: Finding) -> None:
