@@ -69,7 +69,7 @@ def _gold(call: Call, case: Case) -> str:
     return in_form(case.gold, **call.options) if call.use == "format" else case.gold
 
 
-def check_rewards(rewards: RewardSet, cfg: RunConfig, cases: Sequence[Case]) -> list[Finding]:
+def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) -> list[Finding]:
     """Try each reward of the config on the columns that all cases have.
 
     Raises:
@@ -99,7 +99,7 @@ def check_before_training(cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, 
     if len({case.gold for case in cases}) < 2:
         log.say("note: the rewards are not tried: the rows hold fewer than two different answers", "reward")
         return []
-    findings = check_rewards(rewards, cfg, cases)
+    findings = check_rewards(rewards, cases, cfg=cfg)
     bad = []
     for finding, reward in zip(findings, cfg.rewards, strict=True):
         if finding.verdict == "ok" or reward.weight == 0:

@@ -30,7 +30,7 @@ def reward_check(args: Namespace) -> int:
 
     cases = read_cases(cfg, args.n)
     with RewardSet(cfg) as rewards:
-        findings = check_rewards(rewards, cfg, cases)
+        findings = check_rewards(rewards, cases, cfg=cfg)
     bad = [finding for finding in findings if finding.verdict != "ok"]
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings]))
