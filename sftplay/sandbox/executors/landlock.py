@@ -61,16 +61,8 @@ class Landlock:
         """
         import sandlock
 
-        try:
-            top = Path(tempfile.mkdtemp(prefix=f"sftplay-box-{os.getpid()}-"))
-            work, storage, site = top / "work", top / "storage", top / "site"
-            for folder in (top, work, storage, site):
-                folder.mkdir(exist_ok=True)
-                folder.chmod(0o777 if folder in (work, storage) else 0o755 if folder == site else 0o711)
-            for package in self._packages:
-                (site / package.name).symlink_to(package)
-        except OSError as error:
-            raise Lost("infra", f"no folder for the box: {error}") from error
+        top = self._folders()
+        work, storage, site = top / "work", top / "storage", top / "site"
         user = unused_user()
         box = sandlock.Sandbox(
             fs_readable=[*self._readable(), str(site)], fs_writable=[str(work)], cwd=str(work), workdir=str(work),
@@ -82,10 +74,10 @@ class Landlock:
         piped = sandlock.StdioMode.PIPED
         try:
             process = box.popen(boot_command(str(interpreter()), 0), stdin=piped, stdout=piped, stderr=piped)
+            fds = [os.dup(each.fileno()) for each in (process.stdout, process.stdin, process.stderr)]
         except (RuntimeError, OSError, sandlock.SandlockError) as error:
             shutil.rmtree(top, ignore_errors=True)
             raise Lost("infra", f"the box did not start: {error}") from error
-        fds = [os.dup(each.fileno()) for each in (process.stdout, process.stdin, process.stderr)]
         for each in (process.stdout, process.stdin, process.stderr):
             each.close()
 
@@ -99,6 +91,20 @@ class Landlock:
             limits_processes=user != 0, filter=self._filter,
         )  # fmt: skip
         return start_box(Pipes(*fds), limits=limits, kill=kill, arrival=arrival)
+
+    def _folders(self) -> Path:
+        """A new folder, and in it one to work in, one for what sandlock keeps, and one with links to the packages."""
+        try:
+            top = Path(tempfile.mkdtemp(prefix=f"sftplay-box-{os.getpid()}-"))
+            top.chmod(0o711)
+            for name, mode in (("work", 0o777), ("storage", 0o777), ("site", 0o755)):
+                (top / name).mkdir()
+                (top / name).chmod(mode)
+            for package in self._packages:
+                (top / "site" / package.name).symlink_to(package)
+        except OSError as error:
+            raise Lost("infra", f"no folder for the box: {error}") from error
+        return top
 
     def _readable(self) -> list[str]:
         prefix = [str(interpreter())] if sys.base_prefix == "/usr" else [str(Path(sys.base_prefix).resolve())]
