@@ -1,0 +1,1 @@
+"""The part of a report about a run that learns from rewards."""
