@@ -1,4 +1,4 @@
-"""What a run has learned from rewards, as one table and as charts: sampled while it trained, greedy on held-out prompts.
+"""What a run has learned from rewards, as a table and as charts: sampled while it trained, greedy on held-out prompts.
 
 It reads figures that lie in the run's folder and computes no reward itself.
 """
@@ -41,7 +41,9 @@ def learned_table(run: RunFiles) -> Table | None:
         values = [as_number(figures.get(key)) for _, figures in held_out if key in figures]
         rows.append(_row(name, key, (values[0], values[-1]) if values else (None, None)))
     head = ["Figure", "First", "Last", "Change"]
-    caption = f"Sampled: means of the first {FIRST} and the last {LAST} logged steps. Held-out: first and last measurement"
+    caption = (
+        f"Sampled: means of the first {FIRST} and the last {LAST} logged steps. Held-out: first and last measurement"
+    )
     return Table(head=head, rows=[row for row in rows if row], kinds=" nnn", caption=caption)
 
 
@@ -64,7 +66,11 @@ def reward_charts(run: RunFiles, resumed: Sequence[float]) -> list[Chart]:
     each = [Curve(name, name.removeprefix("reward/"), history.curve(name), colour, trend=history.trend(name))
             for name, colour in zip(named, COLOURS, strict=False)]  # fmt: skip
     passed = [Curve("held_out_pass", "held-out, greedy", _held_out(run, "pass"), "b", dots=True)]
-    all_curves = [("Reward", "reward", [*noisy, *held_out]), ("Rewards by name", "value", each), ("Share that passes", "pass", passed)]
+    all_curves = [
+        ("Reward", "reward", [*noisy, *held_out]),
+        ("Rewards by name", "value", each),
+        ("Share that passes", "pass", passed),
+    ]
     return [
         Chart(title=title, unit=unit, curves=known, last_step=run.step, resumed=resumed, is_wide=unit == "reward")
         for title, unit, curves in all_curves

@@ -43,7 +43,9 @@ def read_samples(run: RunFiles, step: int) -> list[Line]:
 def content_names(run: RunFiles) -> list[str]:
     """Names of the rewards that only a right answer gets in full."""
     rewards = mappings(run.value("rewards"))
-    return [each["name"] for each in rewards if isinstance(each.get("name"), str) and not judges_form(str(each.get("use")))]
+    return [
+        each["name"] for each in rewards if isinstance(each.get("name"), str) and not judges_form(str(each.get("use")))
+    ]
 
 
 def pass_share(run: RunFiles, steps: Sequence[int]) -> float | None:
