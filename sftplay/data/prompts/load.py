@@ -29,6 +29,7 @@ from sftplay.data.prepare.one_pass import Input
 from sftplay.data.prepare.output import REFUSED, REPORT
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
+from sftplay.data.problems.rows import published_test_id
 from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Refused, Source, keys_of
@@ -210,6 +211,7 @@ class _Pass:
         keys = keys_of(record)
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
         outcome.keys = short(keys.content), short(keys.prompt), short(keys.prompt)
+        outcome.tested = published_test_id(prompt.row)
         try:
             ids = prompt.prompt(self._renderer)
         except DataError as error:
