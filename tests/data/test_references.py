@@ -8,7 +8,7 @@ import pytest
 
 from sftplay.data.problems.problem import Problem
 from sftplay.data.problems.references import LIMITS, sound_problems
-from sftplay.errors import DataError, RunError
+from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Verdict
@@ -86,3 +86,11 @@ def test_a_sandbox_that_fails_says_nothing_of_a_solution_and_nothing_is_kept(san
 def test_without_a_sound_problem_there_is_nothing_to_ask(sandbox):
     with pytest.raises(DataError, match="none of 1 reference solutions passes"):
         sound_problems([NO_PYTHON], sandbox)
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable_that_moves_it(sandbox, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SFTPLAY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError) as caught:
+        sound_problems([GOOD], Counting("ok"))
+    assert caught.value.fix == "set the variable SFTPLAY_CACHE to a folder that can be written"

@@ -14,7 +14,7 @@ from sftplay import log
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.problems.problem import Problem
 from sftplay.errors import DataError, RunError
-from sftplay.places import cache_root
+from sftplay.places import CACHE, cache_root
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
 from sftplay.sandbox.verdicts.judge import SETUP_FAILED
@@ -50,7 +50,7 @@ def sound_problems(
         failed = _failures(problems, sandbox, limits=limits)
         (unfinished / FAILED).write_text(json.dumps(failed), encoding="utf-8")
 
-    folder = ensure_folder(cache_root() / "references" / key, make)
+    folder = ensure_folder(cache_root() / "references" / key, make, setting=f"the variable {CACHE}")
     failed = json.loads((folder / FAILED).read_text(encoding="utf-8"))
     for task_id, why in list(failed.items())[:NAMED]:
         log.say(f"problem {task_id} is left out, its own solution does not pass: {why}", "data")
