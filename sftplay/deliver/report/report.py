@@ -21,6 +21,7 @@ from sftplay.deliver.report.page import render_page
 from sftplay.deliver.report.read.history import as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings, read_run_files
 from sftplay.deliver.report.remarks import find_remarks
+from sftplay.deliver.report.rewards.learned import learned_table, reward_charts
 from sftplay.launch.run_folder import RunFolder
 from sftplay.units import format_count, format_seconds
 
@@ -55,6 +56,7 @@ def render(run: RunFiles) -> str:
         remarks=find_remarks(run),
         charts=_charts(run),
         resumed=resumed_steps(run),
+        learned=[table] if (table := learned_table(run)) else [],
         evaluation=sections.evaluation_tables(run),
         bars=sections.evaluation_bars(run),
         sources=mixture_tables(run),
@@ -73,9 +75,9 @@ def render(run: RunFiles) -> str:
 
 
 def _charts(run: RunFiles) -> list[Chart]:
-    """All curves; those of the sources stand behind the loss."""
-    charts = charts_of(run)
-    return [*charts[:1], *source_charts(run, resumed_steps(run)), *charts[1:]]
+    """All curves; those of the sources stand behind the loss, and rewards before it."""
+    charts, resumed = charts_of(run), resumed_steps(run)
+    return [*reward_charts(run, resumed), *charts[:1], *source_charts(run, resumed), *charts[1:]]
 
 
 def _answers(run: RunFiles) -> list[tuple[str, str, Answers]]:

@@ -46,7 +46,7 @@ class EvaluatePrompts(Observer):
         every: int,
         prompt_version: str,
     ) -> None:
-        """`folder` is the run's eval/; `every` the steps between two evaluations; `prompt_version` is its template's."""
+        """`folder` is the run's eval/; `every` the steps between two evaluations."""
         self.cfg, self.questions, self.reward_set = cfg, questions, reward_set
         self.folder, self.every, self.prompt_version = folder, every, prompt_version
 

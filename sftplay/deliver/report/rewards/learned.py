@@ -21,25 +21,20 @@ BESIDE = ("zero_variance_share", "clipped_ratio", "completion_tokens", "entropy"
 COLOURS = "abcd"
 
 
-def is_reward(name: str) -> bool:
-    """Whether a figure of metrics.jsonl is drawn here."""
-    return name in SAMPLED or name.startswith(("reward/", "held_out_"))
-
-
 def learned_table(run: RunFiles) -> Table | None:
     """Each figure at the beginning and at the end; None for a run that has no rewards."""
     if "reward" not in run.history.values:
         return None
     named = [name for name in run.history.values if name.startswith("reward/")]
-    rows = [_row(name_of(key), key, _ends(run, key)) for key in (*SAMPLED, *named)]
+    rows = [_row(name_of(key), key=key, ends=_ends(run, key)) for key in (*SAMPLED, *named)]
     steps = sampled_steps(run)
     shares = (pass_share(run, steps[:FIRST]), pass_share(run, steps[-LAST:]))
-    rows.append(_row("pass@1, sampled", "pass", shares))
-    rows += [_row(name_of(key), key, _ends(run, key)) for key in BESIDE]
+    rows.append(_row("pass@1, sampled", key="pass", ends=shares))
+    rows += [_row(name_of(key), key=key, ends=_ends(run, key)) for key in BESIDE]
     held_out = sorted(by_step(run.evals), key=lambda pair: pair[0])
     for key, name in (("reward", "reward of held-out prompts, greedy"), ("pass", "pass@1 of held-out prompts, greedy")):
         values = [as_number(figures.get(key)) for _, figures in held_out if key in figures]
-        rows.append(_row(name, key, (values[0], values[-1]) if values else (None, None)))
+        rows.append(_row(name, key=key, ends=(values[0], values[-1]) if values else (None, None)))
     head = ["Figure", "First", "Last", "Change"]
     caption = (
         f"Sampled: means of the first {FIRST} and the last {LAST} logged steps. Held-out: first and last measurement"
@@ -88,7 +83,7 @@ def _ends(run: RunFiles, key: str) -> tuple[float | None, float | None]:
     return (fmean(values[:FIRST]), fmean(values[-LAST:])) if values else (None, None)
 
 
-def _row(name: str, key: str, ends: tuple[float | None, float | None]) -> list[str]:
+def _row(name: str, *, key: str, ends: tuple[float | None, float | None]) -> list[str]:
     first, last = ends
     if first is None and last is None:
         return []
