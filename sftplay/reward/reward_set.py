@@ -120,13 +120,12 @@ def _code_tests(reward: RewardConfig, *, cfg: RunConfig, sandbox: Sandbox) -> Co
     return CodeTests(reward.options, sandbox=sandbox, limits=limits_of(cfg.sandbox), deadline_s=reward.deadline)
 
 
-def aligned(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def aligned(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
     """Rows as columns; None where a row does not have one.
 
-    >>> aligned([{"answer": "4"}, {"answer": "5", "level": 2}])
+    >>> aligned([{"answer": "4"}, {"answer": "5", "level": 2}], ["answer", "level"])
     {'answer': ['4', '5'], 'level': [None, 2]}
     """
-    names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 

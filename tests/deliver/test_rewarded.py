@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sftplay.config.schema.run import RewardConfig
-from sftplay.data.prompts.load import Question
+from sftplay.data.prompts.questions import Question
 from sftplay.deliver.evaluate.rewarded import Rewarded, figures_of, reward_answers, write_evaluation
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import Scored
@@ -37,7 +37,7 @@ def answered() -> tuple[TwoRewards, list[Rewarded]]:
     asked = [Question(n, [n], f"question {n}", {"answer": "a.", **({"only": 1} if n else {})}) for n in range(4)]
     rewards = TwoRewards()
     texts = ["a.", "b", "?", "a"]
-    return rewards, reward_answers(rewards, asked, answers=texts, n_tokens=[2, 1, 1, 4])  # type: ignore[arg-type]
+    return rewards, reward_answers(rewards, asked, columns=["answer", "only"], answers=texts, n_tokens=[2, 1, 1, 4])  # type: ignore[arg-type]
 
 
 def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes():

@@ -13,7 +13,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RewardConfig, RunConfig
-from sftplay.data.prompts.load import Question
+from sftplay.data.prompts.questions import Question
 from sftplay.deliver.evaluate.evaluate import ready_to_answer
 from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.reward.reward_set import RewardSet, aligned, combined
@@ -62,10 +62,18 @@ def content_rewards(rewards: Sequence[RewardConfig]) -> list[str]:
 
 
 def reward_answers(
-    reward_set: RewardSet, asked: Sequence[Question], *, answers: Sequence[str], n_tokens: Sequence[int]
+    reward_set: RewardSet,
+    asked: Sequence[Question],
+    *,
+    columns: Sequence[str],
+    answers: Sequence[str],
+    n_tokens: Sequence[int],
 ) -> list[Rewarded]:
-    """What the rewards say of each answer; `answers` and their lengths in tokens are aligned with `asked`."""
-    scored = reward_set.score(list(answers), aligned([question.columns for question in asked]))
+    """What the rewards say of each answer; `answers` and their lengths in tokens are aligned with `asked`.
+
+    `columns` are those that any row has.
+    """
+    scored = reward_set.score(list(answers), aligned([question.columns for question in asked], columns))
     by_answer = zip(*(scores.values for scores in scored.by_name.values()), strict=True)
     values = [dict(zip(scored.by_name, each, strict=True)) for each in by_answer]
     sums = combined(scored, reward_set.weights)
@@ -104,7 +112,7 @@ def write_evaluation(
 
 
 def evaluate_questions(
-    generator: Generator, questions: Sequence[Question], *, cfg: RunConfig, path: Path
+    generator: Generator, questions: Sequence[Question], *, columns: Sequence[str], cfg: RunConfig, path: Path
 ) -> dict[str, Any]:
     """Have a model answer the questions greedily, and reward the answers; write `path` and return its figures."""
     tag = path.stem
@@ -118,7 +126,7 @@ def evaluate_questions(
         )
     lengths = [len(generator.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     with RewardSet(cfg) as reward_set:
-        answers = reward_answers(reward_set, questions, answers=texts, n_tokens=lengths)
+        answers = reward_answers(reward_set, questions, columns=columns, answers=texts, n_tokens=lengths)
     figures = figures_of(answers, rewards=cfg.rewards)
     write_evaluation(path, figures=figures, answers=answers, rewards=cfg.rewards)
     log.say(f"{tag}: {said_of(figures)}", "eval")

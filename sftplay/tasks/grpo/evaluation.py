@@ -16,11 +16,11 @@ from typing import Any
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.prompts.load import Question
+from sftplay.data.prompts.questions import Question
 from sftplay.deliver.evaluate.rewarded import PASS, Rewarded, figures_of, reward_answers, said_of, write_evaluation
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
-from sftplay.reward.reward_set import RewardSet
+from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 
 GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
@@ -41,13 +41,13 @@ class EvaluatePrompts(Observer):
         cfg: RunConfig,
         questions: Sequence[Question],
         *,
-        reward_set: RewardSet,
+        judge: Judge,
         folder: Path,
         every: int,
         prompt_version: str,
     ) -> None:
         """`folder` is the run's eval/; `every` the steps between two evaluations."""
-        self.cfg, self.questions, self.reward_set = cfg, questions, reward_set
+        self.cfg, self.questions, self.judge = cfg, questions, judge
         self.folder, self.every, self.prompt_version = folder, every, prompt_version
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -70,7 +70,7 @@ class EvaluatePrompts(Observer):
         by_row = {each.asked.row: each for share in shares for each in share}
         answers = [by_row[row] for row in sorted(by_row)]
         figures = {"step": step, **figures_of(answers, rewards=self.cfg.rewards)}
-        figures |= {"prompt_version": self.prompt_version, "executor": self.reward_set.executor}
+        figures |= {"prompt_version": self.prompt_version, "executor": self.judge.rewards.executor}
         figures["seconds"] = round(time.monotonic() - began, 3)
         if log.is_main():
             write_evaluation(path, figures=figures, answers=answers, rewards=self.cfg.rewards)
@@ -86,22 +86,25 @@ class EvaluatePrompts(Observer):
         n, world = len(self.questions), log.world_size()
         numbers = range(log.rank(), ceil(n / world) * world, world)
         share = sorted((self.questions[number % n] for number in numbers), key=lambda question: len(question.ids))
-        tokens = list(self._answers(share))
-        texts = self.trainer.processing_class.batch_decode(tokens, skip_special_tokens=True)
-        return reward_answers(self.reward_set, share, answers=texts, n_tokens=[len(ids) for ids in tokens])
+        tokens = self._answers([question.ids for question in share])
+        return reward_answers(
+            self.judge.rewards,
+            share,
+            columns=self.judge.columns,
+            answers=self.trainer.processing_class.batch_decode(tokens, skip_special_tokens=True),
+            n_tokens=[len(ids) for ids in tokens],
+        )
 
-    def _answers(self, questions: Sequence[Question]) -> Iterator[list[int]]:
-        """Tokens of the greedy answers, in order."""
-        trainer, size = self.trainer, self.cfg.eval.batch_size
+    def _answers(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Tokens of the greedy answers."""
+        trainer = self.trainer
         trainer.model_wrapped.eval()
         try:
             with greedy(trainer), trainer.accelerator.autocast():
-                for first in range(0, len(questions), size):
-                    trainer.heartbeat.enter("evaluation")  # a beat for each batch: only a single one can take too long
-                    batch = [question.ids for question in questions[first : first + size]]
-                    yield from trainer._generate_single_turn(batch, None, {}, 1)[0]
+                answers: list[list[int]] = trainer._generate_single_turn(prompts, None, {}, 1)[0]
         finally:
             trainer.model_wrapped.train()
+        return answers
 
 
 @contextmanager
