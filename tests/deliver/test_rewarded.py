@@ -36,8 +36,9 @@ class TwoRewards:
 def answered() -> tuple[TwoRewards, list[Rewarded]]:
     asked = [Question(n, [n], f"question {n}", {"answer": "a.", **({"only": 1} if n else {})}) for n in range(4)]
     rewards = TwoRewards()
-    texts = ["a.", "b", "?", "a"]
-    return rewards, reward_answers(rewards, asked, columns=["answer", "only"], answers=texts, n_tokens=[2, 1, 1, 4])  # type: ignore[arg-type]
+    texts, columns = ["a.", "b", "?", "a"], ["answer", "only"]
+    given: Any = rewards
+    return rewards, reward_answers(given, asked, columns=columns, answers=texts, n_tokens=[2, 1, 1, 4])
 
 
 def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes():

@@ -14,9 +14,9 @@ from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
 def report(args: Namespace) -> int:
     """`report`: write report.html of a run in any state, and print its path; and what was learned from rewards."""
     folder = find_run(load_config(args.config, args.overrides), args.config, run=args.run)
+    from sftplay.deliver.report.learned import learned_table, learned_text
     from sftplay.deliver.report.read.run_files import read_run_files
     from sftplay.deliver.report.report import NAME, write_report
-    from sftplay.deliver.report.rewards.learned import learned_table, learned_text
 
     try:
         path = write_report(folder)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from sftplay.deliver.report.figures import format_figure
-from sftplay.deliver.report.page import cut
+from sftplay.deliver.report.drawing.figures import format_figure
+from sftplay.deliver.report.drawing.page import cut
 from sftplay.deliver.report.read.run_files import RunFiles, answer_rows
 from sftplay.deliver.report.sections import Table
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sftplay.deliver.report.charts import Chart, Curve
-from sftplay.deliver.report.figures import capitalized, name_of
+from sftplay.deliver.report.drawing.charts import Chart, Curve
+from sftplay.deliver.report.drawing.figures import capitalized, name_of
 from sftplay.deliver.report.read.history import Point, as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping
 
@@ -19,7 +19,7 @@ MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *SEEN, *MEMORY)
 """Figures with a chart of their own, or with none on purpose."""
 
 REWARDS = ("reward", "true_reward", "held_out_reward", "held_out_pass")
-"""Figures that `rewards.learned` draws, beside one for each reward."""
+"""Figures that `learned` draws, beside one for each reward."""
 
 AMONG_PROCESSES = ("exposed_communication_share", "communication_max_s")
 """Figures that say nothing of a single process."""
@@ -28,7 +28,7 @@ MOST_OTHERS = 8
 
 
 def is_reward(name: str) -> bool:
-    """Whether `rewards.learned` draws this figure of metrics.jsonl."""
+    """Whether `learned` draws this figure of metrics.jsonl."""
     return name in REWARDS or name.startswith("reward/")
 
 

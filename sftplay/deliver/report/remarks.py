@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from sftplay.deliver.report.course import memory_of
-from sftplay.deliver.report.figures import capitalized, format_figure, is_better, name_of
+from sftplay.deliver.report.drawing.figures import capitalized, format_figure, is_better, name_of
 from sftplay.deliver.report.read.history import as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes

@@ -13,15 +13,15 @@ from sftplay import __version__
 from sftplay.atomic import write_text
 from sftplay.deliver.report import sections
 from sftplay.deliver.report.answers import Answers, answers_of
-from sftplay.deliver.report.charts import Chart
 from sftplay.deliver.report.course import charts_of, memory_of, resumed_steps
-from sftplay.deliver.report.figures import capitalized, format_figure, is_share, name_of
+from sftplay.deliver.report.drawing.charts import Chart
+from sftplay.deliver.report.drawing.figures import capitalized, format_figure, is_share, name_of
+from sftplay.deliver.report.drawing.page import render_page
+from sftplay.deliver.report.learned import learned_table, reward_charts
 from sftplay.deliver.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
-from sftplay.deliver.report.page import render_page
 from sftplay.deliver.report.read.history import as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings, read_run_files
 from sftplay.deliver.report.remarks import find_remarks
-from sftplay.deliver.report.rewards.learned import learned_table, reward_charts
 from sftplay.launch.run_folder import RunFolder
 from sftplay.units import format_count, format_seconds
 

@@ -1,1 +1,0 @@
-"""The part of a report about a run that learns from rewards."""
