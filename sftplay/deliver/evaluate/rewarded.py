@@ -58,7 +58,7 @@ class Rewarded:
 
 def content_rewards(rewards: Sequence[RewardConfig]) -> list[str]:
     """Names of the rewards that only a right answer gets in full."""
-    return [reward.name for reward in rewards if not judges_form(reward.use)]
+    return [reward.name for reward in rewards if not judges_form(reward)]
 
 
 def reward_answers(
