@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import ValidationError
+
+from sftplay.config.schema.run import RewardConfig
 from sftplay.deliver.report.read.history import as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings
 from sftplay.reward.table import judges_form
@@ -42,10 +46,12 @@ def read_samples(run: RunFiles, step: int) -> list[Line]:
 
 def content_names(run: RunFiles) -> list[str]:
     """Names of the rewards that only a right answer gets in full."""
-    rewards = mappings(run.value("rewards"))
-    return [
-        each["name"] for each in rewards if isinstance(each.get("name"), str) and not judges_form(str(each.get("use")))
-    ]
+    names = []
+    for each in mappings(run.value("rewards")):
+        with suppress(ValidationError):  # a config that was spoilt by hand
+            reward = RewardConfig.model_validate(each)
+            names += [] if judges_form(reward) else [reward.name]
+    return names
 
 
 def pass_share(run: RunFiles, steps: Sequence[int]) -> float | None:
