@@ -77,6 +77,11 @@ def test_a_solution_that_was_too_slow_beside_others_is_tried_alone(sandbox):
     assert box.alone == 1
 
 
+def test_a_solution_that_is_too_slow_on_a_busy_machine_is_not_lost_for_good(sandbox):
+    assert sound_problems([GOOD, WRONG], Counting("ok", "timeout", "timeout"))[0] == [GOOD]
+    assert sound_problems([GOOD, WRONG], Counting("ok", "ok"))[0] == [GOOD, WRONG]
+
+
 def test_a_sandbox_that_fails_says_nothing_of_a_solution_and_nothing_is_kept(sandbox):
     with pytest.raises(RunError, match=r"the sandbox failed \(no box\)"):
         sound_problems([GOOD], Counting("infra", "infra"))

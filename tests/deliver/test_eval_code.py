@@ -176,6 +176,7 @@ def test_two_processes_give_the_answers_of_one(
 def test_a_model_that_knows_exactly_100_answers_scores_exactly_that_on_mbpp(
     write_config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    patient = ("sandbox.timeout=120", "sandbox.test_timeout=60")  # whatever else runs on this machine
     problems = load_problems(str(MBPP), "test")
     known = problems[5 : 5 + KNOWN]
     program = {question_of(each): f"Here:\n```python\n{each.reference}\n```" for each in known}
@@ -185,7 +186,7 @@ def test_a_model_that_knows_exactly_100_answers_scores_exactly_that_on_mbpp(
         return {number: program.get(text, wrong) for number, text in enumerate(questions.texts)}
 
     monkeypatch.setattr(ranks, "answer_share", scripted)
-    figures = asked(capsys, "--config", write_config(), "--data", MBPP)
+    figures = asked(capsys, "--config", write_config(), "--data", MBPP, *patient)
     assert (figures["n"], figures["left_out"]) == (len(problems), {})
     assert figures["pass@1"] == KNOWN / len(problems)
     assert figures["statuses"]["ok"] == KNOWN
