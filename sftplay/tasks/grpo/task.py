@@ -13,8 +13,11 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.report import prompts_table
+from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
+from sftplay.deliver.infer.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
+from sftplay.tasks.grpo.evaluation import EvaluatePrompts
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.prompts import PromptRows, run_order
 from sftplay.tasks.grpo.rollouts import Rollouts
@@ -55,6 +58,11 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Greedy answers to the held-out prompts, scored by the rewards of the run."""
+    renderer = rows.source.renderer
+    generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
+    evaluate_questions(
+        generator, spread(rows.source.held_out, cfg.eval.limit), columns=rows.report["columns"], cfg=cfg, path=path
+    )
 
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
@@ -81,7 +89,23 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
         callbacks=parts.callbacks,
     )
     trainer.train_dataset = parts.train
+    if parts.rows.held_out is not None:
+        trainer.add_callback(evaluation_of(parts, judge))
     return trainer
+
+
+def evaluation_of(parts: TrainerParts, judge: Judge) -> EvaluatePrompts:
+    """What answers the held-out prompts while the run trains."""
+    cfg, rows = parts.cfg, parts.rows
+    assert rows.order is not None
+    return EvaluatePrompts(
+        cfg,
+        spread(rows.source.held_out, cfg.eval.limit),
+        judge=judge,
+        folder=parts.folder.eval,
+        every=cfg.train.eval_steps or rows.order.steps_per_epoch,
+        prompt_version=rows.source.renderer.template_hash,
+    )
 
 
 def stop_at(model: Any, end_token_ids: Sequence[int]) -> None:
