@@ -1,4 +1,4 @@
-"""What a second engine (vLLM) is sent of a model with an adapter: copies of single weights, merged outside of the model.
+"""What a second engine (vLLM) is sent of a model with an adapter: copies of weights, merged outside of the model.
 
 TRL 1.16 merges the adapter into the base itself, sends it, and takes it out again. In 16 bits that rounds the base anew
 at each step. Here a layer is copied, the copy is merged and sent, and the base is only read.
@@ -37,7 +37,7 @@ def send_copies(generation: Any) -> None:
 
 
 def merged_copies(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a PEFT model under the names of its base, each with its adapter merged in; `model` is only read."""
+    """The weights of a PEFT model by the names of its base, each with its adapter merged in; `model` is only read."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = model.get_base_model()

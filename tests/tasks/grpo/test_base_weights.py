@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from grpo_toy import letter_tokenizer, tiny_llama
+from peft import LoraConfig, get_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 from sftplay.errors import ConfigError, RunError

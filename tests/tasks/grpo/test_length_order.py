@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
 
 from sftplay.tasks.grpo.length_order import (
     depends_on_cut,
@@ -14,7 +15,6 @@ from sftplay.tasks.grpo.length_order import (
     padded_tokens,
     share_of_padding,
 )
-from grpo_toy import grpo_trainer, letter_tokenizer, tiny_llama
 
 ROWS, ACCUM = 4, 4
 
