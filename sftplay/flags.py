@@ -64,6 +64,10 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part.strip()) for part in text.split(","))
+
+
 def _seconds(text: str) -> float:
     return _parsed(parse_seconds, text)
 
@@ -187,12 +191,18 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
         "eval-full": run,
         "eval-code": {
             **run,
-            "--data": {"required": True, "help": "a file of MBPP or HumanEval, or its hub name"},
+            "--base": {"action": "store_true", "help": "what the run started from"},
+            "--data": {
+                "default": "mbpp",
+                "help": "a file of MBPP or HumanEval; or mbpp, mbpp-sanitized, humaneval: in data/, else from the hub",
+            },
             "--split": {"choices": ["test", "validation", "train", "prompt", "all"], "default": "test"},
             "--n": {"type": _positive, "default": 1, "help": "answers to each problem"},
-            "--limit": {"type": _positive, "default": None, "help": "only so many problems, the first ones"},
+            "--k": {"type": _counts, "default": (), "help": "the k of pass@k, with commas; else 1, and 10 if n allows"},
+            "--limit": {"type": _positive, "default": None, "help": "only so many problems, drawn by the seed"},
             "--executor": {"default": "auto", "help": "as for the verb sandbox"},
             **choice,
+            **{flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         },
         "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
         "infer-batch": {**run, **_FILES, **choice},

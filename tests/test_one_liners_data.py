@@ -12,7 +12,9 @@ FOLDER = DATA / "one_liners"
 
 
 def rows(file: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (FOLDER / f"{file}.jsonl").read_text("utf-8").splitlines()]
+    """The rows with `question` and `answer`, the texts of their two turns."""
+    found = [json.loads(line) for line in (FOLDER / f"{file}.jsonl").read_text("utf-8").splitlines()]
+    return [row | dict(zip(("question", "answer"), (turn["content"] for turn in row["messages"]))) for row in found]
 
 
 def n_passed(program: str, tests: list[str]) -> int:
@@ -46,17 +48,16 @@ def test_the_right_line_passes_all_tests_and_any_other_one_at_most():
 
 
 def test_no_question_is_both_trained_on_and_held_out():
-    train, held_out = ([row["prompt"][0]["content"] for row in rows(file)] for file in ("train", "held_out"))
+    train, held_out = ([row["question"] for row in rows(file)] for file in ("train", "held_out"))
     assert (len(train), len(held_out)) == (27, 9)
     assert len(set(train + held_out)) == 36
 
 
 def test_the_noise_leaves_the_right_answer_the_likeliest_and_about_one_in_four_right():
-    problems = {row["prompt"][0]["content"]: row for row in [*rows("train"), *rows("held_out")]}
+    problems = {row["question"]: row for row in [*rows("train"), *rows("held_out")]}
     answers: dict[str, list[str]] = {}
     for row in rows("noisy"):
-        question, answer = (turn["content"] for turn in row["messages"])
-        answers.setdefault(question, []).append(answer)
+        answers.setdefault(row["question"], []).append(row["answer"])
     assert set(answers) == set(problems)
     right = sum(answer == problems[question]["answer"] for question, each in answers.items() for answer in each)
     # Operator right 0.4 + 0.6 / 3, number right 0.4 + 0.6 / 12, spelling right 0.9: 0.243.

@@ -60,23 +60,26 @@ def user(word: str, number: int) -> dict[str, str]:
     return {"role": "user", "content": f"{word} {number}"}
 
 
+def assistant(answer: str) -> dict[str, str]:
+    """An answer as a turn of a chat."""
+    return {"role": "assistant", "content": answer}
+
+
 def solutions() -> Iterator[dict[str, Any]]:
     """Chats with a noisy answer, in random order."""
     rng = random.Random(SEED)
     questions = [(word, number) for word in OPERATORS for number in EVERY_NUMBER] * SOLUTIONS
     rng.shuffle(questions)
     for word, number in questions:
-        answer = {"role": "assistant", "content": noisy_program(rng, word, number)}
-        yield {"messages": [user(word, number), answer]}
+        yield {"messages": [user(word, number), assistant(noisy_program(rng, word, number))]}
 
 
 def problems(numbers: range) -> Iterator[dict[str, Any]]:
-    """Questions with what the rewards read: tests, the name that they call, and a right answer."""
+    """Questions with their right answers, and what the rewards read: tests, and the name that they call."""
     for word in OPERATORS:
         for number in numbers:
             yield {
-                "prompt": [user(word, number)],
-                "answer": program(word, number),
+                "messages": [user(word, number), assistant(program(word, number))],
                 "tests": [f"assert f({x}) == {apply(word, x, number)}" for x in ARGUMENTS],
                 "entry_point": "f",
             }

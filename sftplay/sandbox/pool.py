@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from sftplay import log
-from sftplay.sandbox.choose import choose_executor
+from sftplay.sandbox.choose import choose_executor, version_of
 from sftplay.sandbox.executors.executor import Executor
 from sftplay.sandbox.verdicts.job import Job, Verdict
 from sftplay.sandbox.verdicts.judge import judge
@@ -64,6 +64,16 @@ class Sandbox:
         for key in list(islice(self._kept, max(0, len(self._kept) - MOST_KEPT))):
             del self._kept[key]
         return verdicts
+
+    def run_again(self, job: Job) -> Verdict:
+        """The verdict of one job that runs alone, whatever is known of it; it replaces what is known."""
+        self._kept.pop(job.key(self.executor), None)
+        return self.run([job])[0]
+
+    @property
+    def version(self) -> str:
+        """Changes with anything of the machinery that may change a verdict."""
+        return version_of(self.executor)
 
     def _judge(self, job: Job) -> Verdict:
         with self._borrowed() as executor:

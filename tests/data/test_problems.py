@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
-from sftplay.data.problems.load import load_problems, refuse_test_problems, split_of
+from sftplay.data.problems.load import draw_subset, load_problems, refuse_test_problems, split_of
 from sftplay.data.problems.problem import question_of
 from sftplay.errors import DataError
 
@@ -103,6 +104,54 @@ def test_a_row_that_is_no_problem_is_named(tmp_path, row, said):
     with pytest.raises(DataError, match=said) as caught:
         load_problems(written(tmp_path, WHOLE, row))
     assert caught.value.where.endswith("problems.jsonl:2")
+
+
+def test_a_data_set_is_asked_for_by_name_and_its_local_file_comes_before_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    splits = {"prompt": [], "test": [SANITIZED], "validation": [], "train": [{**SANITIZED, "task_id": 601}]}
+
+    def load_dataset(name, subset, *, split):
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list([{**row, "prompt": f"{split}: halve."} for row in splits[split]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [each.task_id for each in load_problems("mbpp-sanitized")] == ["11", "601"]
+    assert asked == [("google-research-datasets/mbpp", "sanitized", split) for split in splits]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sanitized-mbpp.json").write_text(json.dumps([{**SANITIZED, "task_id": 700}]))
+    assert [each.task_id for each in load_problems("mbpp-sanitized")] == ["700"]
+    assert len(asked) == 4
+
+
+def test_without_file_and_connection_a_data_set_says_what_to_put_where(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def load_dataset(*_, **__):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="offline") as caught:
+        load_problems("humaneval")
+    assert caught.value.where == "humaneval (openai/openai_humaneval on the hub)"
+    assert caught.value.fix == "put HumanEval.jsonl into data/, or name a file: DATA=path/HumanEval.jsonl"
+    (tmp_path / "sanitized-mbpp.json").write_text(json.dumps([SANITIZED]))
+    with pytest.raises(DataError) as caught:
+        load_problems("mbpp")
+    assert caught.value.fix.endswith("sanitized-mbpp.json is there: DATA=mbpp-sanitized")
+    with pytest.raises(DataError) as caught:
+        load_problems("humanevl")
+    assert caught.value.fix == "did you mean humaneval?"
+
+
+def test_a_subset_is_drawn_by_its_seed_in_the_order_of_the_problems(tmp_path):
+    problems = load_problems(written(tmp_path, *({**WHOLE, "task_id": n, "text": f"No. {n}"} for n in range(601, 641))))
+    drawn = draw_subset(problems, 10, seed=1)
+    assert drawn == draw_subset(problems, 10, seed=1) != draw_subset(problems, 10, seed=2)
+    assert len(drawn) == len({each.task_id for each in drawn}) == 10
+    assert [each.task_id for each in drawn] == sorted(each.task_id for each in drawn)
+    assert drawn != problems[:10]
+    assert draw_subset(problems, None, seed=1) == draw_subset(problems, 99, seed=1) == problems
 
 
 def test_a_split_without_problems_is_refused(tmp_path):

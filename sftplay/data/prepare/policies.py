@@ -32,8 +32,11 @@ NAMED_COLUMNS, OTHERS = 100, "(others)"
 class RowPolicies:
     """Decides for each outcome what is kept, and counts it once."""
 
-    def __init__(self, data: DataConfig, max_tokens: int | None) -> None:
-        self._data, self._max_tokens = data, max_tokens
+    def __init__(
+        self, data: DataConfig, max_tokens: int | None, *, limit: str = "max_seq_len", fix_long: str = FIX_LONG
+    ) -> None:
+        """`limit` names `max_tokens` where a row is too long; `fix_long` is what to do about that."""
+        self._data, self._max_tokens, self._limit, self._fix_long = data, max_tokens, limit, fix_long
         self.counts: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
         self.n_bad = 0
         self._bad: list[str] = []
@@ -136,8 +139,8 @@ class RowPolicies:
             return "duplicate"
         if outcome.dropped == "too_long" and self._data.too_long == "error":
             n_tokens = max(outcome.lengths)
-            what = f"{outcome.source} has {n_tokens:,} tokens; max_seq_len is {self._max_tokens:,}"
-            self._add_bad(what, fix=FIX_LONG)
+            what = f"{outcome.source} has {n_tokens:,} tokens; {self._limit} is {self._max_tokens:,}"
+            self._add_bad(what, fix=self._fix_long)
         elif not outcome.examples and outcome.dropped != "too_long":
             is_cut = outcome.dropped == CUT_AWAY
             after = f" in its first {self._max_tokens:,} of {max(outcome.lengths):,} tokens" if is_cut else ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from random import Random
 from typing import Any, Literal
 
 from sftplay.data.problems.problem import Problem, called_name
-from sftplay.data.read.sources import read_rows
+from sftplay.data.problems.published import problem_rows
 from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
@@ -25,14 +26,14 @@ SHOWN_TESTS = 1
 
 
 def load_problems(path: str, split: Split = "all") -> list[Problem]:
-    """The problems of a file, in its order, without those whose text stands there twice.
+    """The problems of a file or of a data set of `published`, in order, without those whose text stands there twice.
 
     Raises:
         DataError: the file cannot be read, a row is no problem, or nothing of the split is there.
     """
     problems: list[Problem] = []
     seen: set[str] = set()
-    for source, row in read_rows(path):
+    for source, row in problem_rows(path):
         if isinstance(row, Refused):
             raise DataError(row.reason, where=str(source), fix="mend the row, or remove it")
         problem = read_problem(row, source)
@@ -43,6 +44,13 @@ def load_problems(path: str, split: Split = "all") -> list[Problem]:
     if not problems:
         raise DataError(f"has no problem of the split {split!r}", where=path, fix="name another split, or another file")
     return problems
+
+
+def draw_subset(problems: Sequence[Problem], limit: int | None, *, seed: int) -> list[Problem]:
+    """At most `limit` of the problems, drawn by `seed`, in their order; the first ones would be like each other."""
+    if limit is None or limit >= len(problems):
+        return list(problems)
+    return [problems[at] for at in sorted(Random(seed).sample(range(len(problems)), limit))]
 
 
 def read_problem(row: Mapping[str, Any], source: Source) -> Problem:

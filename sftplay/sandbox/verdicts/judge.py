@@ -17,6 +17,9 @@ SETUP_S = 10.0
 MOST_LOST = 3
 """Boxes that one job may lose. The tests after that end as the last one did, without being run."""
 
+SETUP_FAILED = "the setup of the job"
+"""With this begins what an `infra` verdict says where the job's own statements are at fault, and not the machine."""
+
 STATUSES = ("ok", "wrong", "runtime", "syntax", "memory", "output")
 """What the program's box may say once the program has run. It would say `infra` to be spared a 0, and `objects` to be
 judged more weakly. `timeout`, `killed` and `tampered` are seen from outside."""
@@ -125,7 +128,7 @@ class _Hearing:
         if self.job.setup:
             prepared = self._candidate.ask("prepare", setup=self.job.setup, within_s=SETUP_S)
         if prepared["status"] == "infra":
-            raise Lost("infra", f"the setup of the job: {prepared.get('text')}")
+            raise Lost("infra", f"{SETUP_FAILED}: {prepared.get('text')}")
         late_setup = self.job.setup if prepared["status"] == "later" else ""
         return self._ask(self._candidate, "load", code=self.job.code, late_setup=late_setup, within_s=self.left_s)
 

@@ -1,0 +1,87 @@
+"""Asks the rewards of a run about completions, the same way on every rank, and keeps what they were paid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.schema.run import RunConfig
+from sftplay.heartbeat import Heartbeat
+from sftplay.monitor.metrics import gather_objects
+from sftplay.reward.reward_set import Abstentions, RewardSet
+from sftplay.tasks.grpo.judged import Drawn, Judged, together
+
+CONTROL = "control"
+"""Name of the reward that a control pays."""
+
+
+class Judge:
+    """The rewards of a run on one rank; a context manager, which ends their processes."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self._rewards = RewardSet(cfg)
+        self._control = cfg.grpo.control
+        self._abstentions = Abstentions()
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rewards.close()
+
+    @property
+    def learned(self) -> dict[str, float]:
+        """Name -> weight of the rewards that the model learns from."""
+        if self._control is not None:
+            return {CONTROL: 1.0}
+        pairs = zip(self._rewards.names, self._rewards.weights, strict=True)
+        return {name: weight for name, weight in pairs if weight}
+
+    def judge(self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *, heartbeat: Heartbeat) -> Judged:
+        """The completions of all ranks with their rewards; `inputs` are the rows of this rank's.
+
+        Raises:
+            RunError: on every rank, where a reward abstains too often.
+        """
+        with heartbeat.within("reward"):
+            scored = self._rewards.score(completions, aligned([row["columns"] for row in inputs]))
+            rows = [row["row"] for row in inputs]
+            own = Drawn(rows=rows, completions=list(completions), scored=scored, control=self._paid(len(completions)))
+            ranks = gather_objects(own, heartbeat)
+        judged = together(ranks, names=self._rewards.names, weights=self._rewards.weights)
+        self._abstentions.add(judged.scored)
+        return judged
+
+    def _paid(self, n: int) -> list[float] | None:
+        """What a control pays; random numbers come from torch, whose state a checkpoint keeps."""
+        if self._control is None:
+            return None
+        return [1.0] * n if self._control == "constant" else torch.rand(n).tolist()
+
+
+def aligned(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows as columns; None where a row does not have one.
+
+    >>> aligned([{"answer": "4"}, {"answer": "5", "level": 2}])
+    {'answer': ['4', '5'], 'level': [None, 2]}
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def samples_path(folder: Path, step: int) -> Path:
+    """Where the completions of a step are kept, below a run's folder."""
+    return folder / "samples" / f"step-{step}.jsonl"
+
+
+def write_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Keep completions with what they were paid; on the main rank."""
+    if log.is_main() and lines:
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -1,0 +1,81 @@
+"""Reinforcement learning from rewards (GRPO): the model draws completions of prompts and learns from their rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.prompts.load import load_prompts, prompts_table
+from sftplay.launch.run_folder import RunFolder
+from sftplay.tasks.grpo.arguments import grpo_arguments
+from sftplay.tasks.grpo.judge import Judge
+from sftplay.tasks.grpo.prompts import PromptRows, run_order
+from sftplay.tasks.grpo.rollouts import Rollouts
+from sftplay.tasks.run.fingerprint import recipe_of
+from sftplay.tasks.run.task import Rows, TrainerParts
+
+
+class PromptTrainer(Rollouts, GRPOTrainer):
+    """TRL's trainer with the kit's prompts and rewards."""
+
+
+def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
+    """The prompts in `cfg.data`. Gives the tokenizer the chat template that asks them.
+
+    Raises:
+        DataError: no prompt is left.
+    """
+    log.status(f"preparing the prompts of {cfg.rows_path}", "data")
+    prompts = load_prompts(cfg, tokenizer, max_tokens=cfg.prompt_tokens)
+    if prompts.renderer.template is not None:
+        tokenizer.chat_template = prompts.renderer.template
+    order, known = run_order(cfg, prompts)
+    return Rows(
+        train=PromptRows(prompts.train, order),
+        held_out=PromptRows(prompts.held_out) if len(prompts.held_out) else None,
+        report=prompts.report,
+        recipe=recipe_of(prompts.renderer),
+        source=prompts,
+        order=known,
+        trainer_evaluates=False,
+    )
+
+
+def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
+    """Show the table of the data report."""
+    log.show(prompts_table(rows.report))
+
+
+def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
+    """Greedy answers to the held-out prompts, scored by the rewards of the run."""
+
+
+def build_trainer(parts: TrainerParts) -> PromptTrainer:
+    """A trainer that draws completions of the prompts in their order."""
+    cfg, judge = parts.cfg, Judge(parts.cfg)
+    config = GRPOConfig(
+        **{
+            **parts.arguments,
+            **grpo_arguments(cfg),
+            "reward_weights": list(judge.learned.values()),
+        }
+    )
+    trainer = PromptTrainer(
+        parts.step,
+        cfg=cfg,
+        run_folder=parts.folder.path,
+        judge=judge,
+        model=parts.model,
+        processing_class=parts.tokenizer,
+        args=config,
+        # TRL takes a `datasets.Dataset` only. Columns of any kind would not survive in one.
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        callbacks=parts.callbacks,
+    )
+    trainer.train_dataset = parts.train
+    return trainer
