@@ -78,7 +78,7 @@ class Sandbox:
     def _judge(self, job: Job) -> Verdict:
         with self._borrowed() as executor:
             verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
-            if executor.renew():  # once: a program that can bring it down again is at fault
+            if executor.renew():  # the second boxes need nothing that could die
                 verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
             return verdict
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sftplay.sandbox.inside import agent, plain
+from sftplay.sandbox.inside import agent, plain, rights
 from sftplay.sandbox.verdicts.job import Limits
 
 BOOT = """
@@ -81,7 +81,7 @@ def is_closed_to_others() -> bool:
 def _modules(last: ModuleType) -> tuple[tuple[str, Any], ...]:
     parents = [(name, None) for name in ("sftplay", "sftplay.sandbox", "sftplay.sandbox.inside")]
     loaded = []
-    for module in dict.fromkeys((plain, agent, last)):
+    for module in dict.fromkeys((plain, rights, agent, last)):
         path = Path(str(module.__file__))
         loaded.append((module.__name__, compile(path.read_text(encoding="utf-8"), path.name, "exec")))
     return (*parents, *loaded)

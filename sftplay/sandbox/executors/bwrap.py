@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -24,9 +24,9 @@ from sftplay.sandbox.executors.bootstrap import (
     library_path,
     unused_user,
 )  # fmt: skip
-from sftplay.sandbox.executors.executor import start_box
+from sftplay.sandbox.executors.executor import new_pipes, start_box
 from sftplay.sandbox.executors.seccomp import build_filter
-from sftplay.sandbox.verdicts.box import Box, Pipes
+from sftplay.sandbox.verdicts.box import Box
 from sftplay.sandbox.verdicts.job import Limits
 
 WORK, PREFIX = "/w", "/py"
@@ -60,30 +60,27 @@ class Bwrap:
         Raises:
             Lost: `infra`, the box did not start.
         """
-        ours, theirs = socket.socketpair()
-        reading, writing = os.pipe()
-        code, code_end = os.pipe()
-        os.write(code_end, self._filter)
-        os.close(code_end)
         user = unused_user()
-        argv = [
-            self._program, *box_arguments(limits, is_root=user != 0), "--seccomp", str(code), "--",
-            *boot_command(inner_interpreter(), theirs.fileno()),
-        ]  # fmt: skip
-        process = subprocess.Popen(
-            argv, env=inner_environment(), stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, cwd="/",
-            pass_fds=(theirs.fileno(), code), start_new_session=True,
-        )  # fmt: skip
-        for each in (writing, code):
-            os.close(each)
-        theirs.close()
+        with new_pipes() as (pipes, theirs, writing), open(os.memfd_create("filter"), "w+b") as code:
+            code.write(self._filter)
+            code.seek(0)
+            argv = [
+                self._program, *box_arguments(limits, is_root=user != 0), "--seccomp", str(code.fileno()), "--",
+                *boot_command(inner_interpreter(), theirs.fileno()),
+            ]  # fmt: skip
+            process = subprocess.Popen(
+                argv, env=inner_environment(), stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, cwd="/",
+                pass_fds=(theirs.fileno(), code.fileno()), start_new_session=True,
+            )  # fmt: skip
 
         def kill() -> None:
             process.kill()
             process.wait()
 
-        pipes = Pipes(ours.detach(), None, reading)
-        return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=WORK, user=user))
+        def is_cut() -> bool:
+            return process.poll() == -signal.SIGKILL  # no program sees bubblewrap: another did it
+
+        return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=WORK, user=user), is_cut=is_cut)
 
     def renew(self) -> bool:
         """Nothing runs between boxes that could die."""

@@ -47,7 +47,7 @@ class Landlock:
         has, needs = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
         if has < needs:
             raise MachineError(f"the kernel's landlock is version {has} of {needs}", where="sandbox", fix="use bwrap")
-        self._filter = build_filter()
+        self._filter = build_filter(keeps_marks=os.getuid() != 0)
 
     def open(self, limits: Limits) -> Box:
         """A box that stands.
@@ -57,11 +57,14 @@ class Landlock:
         """
         import sandlock
 
-        top = Path(tempfile.mkdtemp(prefix="sftplay-box-"))
-        work, storage = top / "work", top / "storage"
-        for folder in (top, work, storage):
-            folder.mkdir(exist_ok=True)
-            folder.chmod(0o711 if folder == top else 0o777)
+        try:
+            top = Path(tempfile.mkdtemp(prefix=f"sftplay-box-{os.getpid()}-"))
+            work, storage = top / "work", top / "storage"
+            for folder in (top, work, storage):
+                folder.mkdir(exist_ok=True)
+                folder.chmod(0o711 if folder == top else 0o777)
+        except OSError as error:
+            raise Lost("infra", f"no folder for the box: {error}") from error
         user = unused_user()
         box = sandlock.Sandbox(
             fs_readable=self._readable(), fs_writable=[str(work)], cwd=str(work), workdir=str(work),

@@ -89,9 +89,9 @@ class _Hearing:
     def _status_of(self, number: int) -> Status:
         try:
             loaded = self._loaded()
-            if loaded["status"] != "ok":
+            if (status := self._note(loaded)) != "ok":
                 self._n_lost = MOST_LOST  # it would not load another time either
-                return self._note(loaded)
+                return status
             if not self.job.tests:
                 return "ok"
             comparison = self.plan.comparisons[number]
@@ -108,7 +108,8 @@ class _Hearing:
         if status not in STATUSES:
             raise Lost("tampered", "the answer has no proper status")
         if status != "ok":
-            self.text = self.text or str(answer.get("text", ""))[-2_000:]
+            text = answer.get("text")
+            self.text = self.text or (text[-2_000:] if isinstance(text, str) else "")
         return status
 
     def _ask(self, box: Box, order: str, *, within_s: float, **parts: Any) -> dict[str, Any]:
