@@ -6,18 +6,19 @@ It stands before `Rollouts`: `class PromptTrainer(Drawing, Rollouts, GRPOTrainer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from sftplay.data.prompts.load import Questions
 from sftplay.monitor.metrics import gather_objects
 from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_places, order_by_length
-from sftplay.tasks.grpo.redraws import Redraws, Share, silent_groups
+from sftplay.tasks.grpo.prompts import PromptRows
+from sftplay.tasks.grpo.redraws import Redraws, Share
 from sftplay.tasks.grpo.rollouts import Rollouts
-from sftplay.tasks.grpo.sampler_gauge import SAMPLED, SCORED, SamplerGauge, recorded
+from sftplay.tasks.grpo.sampler.gauge import SAMPLED, SCORED, SamplerGauge, recorded
 from sftplay.tasks.run.preflight import has_sharded_weights
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     class Base(Rollouts):
         """The trainer that comes after the mixin."""
 
+        processing_class: Any
         use_vllm: bool
         use_transformers_continuous_batching: bool
 
@@ -35,50 +37,59 @@ else:
 
 
 class Drawing(Base):
-    """What happens between a drawing and its losses. `prompts` are all those of the training, by their number."""
+    """What happens between a drawing and its losses. `questions` are all those of the training."""
 
-    def __init__(self, *given: Any, prompts: Any, **named: Any) -> None:
+    def __init__(self, *given: Any, questions: Questions, **named: Any) -> None:
         super().__init__(*given, **named)
-        grpo, model = self.cfg.grpo, self.model
+        grpo = self.cfg.grpo
         self.redraws = Redraws(
-            prompts, rounds=grpo.redraws, num_generations=grpo.num_generations, seed=self.cfg.seed,
+            PromptRows(questions),
+            rows=questions.row_numbers,
+            rounds=grpo.redraws,
+            num_generations=grpo.num_generations,
+            seed=self.cfg.seed,
             together=has_sharded_weights(self) or self.use_vllm,
-        )  # fmt: skip
+        )
+        self.drawn = {"generated_tokens": 0, "redrawn_groups": 0, "passed_turns": 0}
+        """Since the run's first step, on all ranks together; tokens that were thrown away are among them."""
+
         self.gauge = SamplerGauge(grpo.gauge_steps)
         self.keeps_cut = depends_on_cut(self)
         """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""
 
-        self._trims_prompts = has_relative_places(model)
+        self._trims_prompts = has_relative_places(self.model)
         self._inputs: list[dict[str, Any]] | None = None
         self._judged_ahead: Judged | None = None
-        self._drawn_tokens = 0
+        self._generated_tokens = 0
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
         if self.redraws.rounds:
-            rows = gather_objects([row["row"] for row in inputs], self.heartbeat)
-            self.redraws.give_turns(inputs, [row for rank in rows for row in rank])
-        self._inputs = inputs
+            ranks = gather_objects([row["row"] for row in inputs], self.heartbeat)
+            self.drawn["passed_turns"] += self.redraws.give_turns(inputs, [row for rank in ranks for row in rank])
+        self._inputs, self._generated_tokens = inputs, 0
         try:
             drawn = super()._generate_and_score_completions(inputs)
         finally:
             self._inputs = self._judged_ahead = None
-        self.drawing["generated_tokens"] = sum(gather_objects(self._drawn_tokens, self.heartbeat))
+        self.drawn["generated_tokens"] += sum(gather_objects(self._generated_tokens, self.heartbeat))
+        self.drawing.update(self.redraws.first_draw)
         return drawn
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
-        if self._inputs is None:  # the evaluation
+        inputs = self._inputs
+        if inputs is None:  # the evaluation
             return super()._generate_single_turn(prompt_ids, *given, **named)
 
         def generate(prompts: list[list[int]]) -> Any:
-            return self._draw(prompts, *given, **named)
+            completion_ids, logps = self._draw(prompts, *given, **named)
+            self._generated_tokens += sum(map(len, completion_ids))
+            return completion_ids, logps
 
-        completion_ids, logps = generate(prompt_ids)
-        share = Share(self._inputs, prompt_ids, completion_ids, logps, sum(map(len, completion_ids)))
+        share = Share(inputs, prompt_ids, *generate(prompt_ids))
         if self.redraws.rounds:
-            first = self._judge(self._inputs, completion_ids)
-            self._judged_ahead = self.redraws.run(share, first, generate=generate, judge=self._judge)
-            self._first = first
-        self._drawn_tokens = share.generated_tokens
+            first = self._judge(inputs, share.completion_ids)
+            self._judged_ahead, redrawn = self.redraws.run(share, first, generate=generate, judge=self._judge)
+            self.drawn["redrawn_groups"] += redrawn
         return share.completion_ids, share.logps
 
     def _draw(self, prompts: list[list[int]], *given: Any, **named: Any) -> Any:
@@ -98,7 +109,7 @@ class Drawing(Base):
         if self._judged_ahead is None:
             return super()._calculate_rewards(inputs, prompts, completions, ids)
         self.judged = self._judged_ahead
-        return self.rewards_tensor()
+        return self.as_tensor(self.judged)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         before = self._buffered_inputs
@@ -123,7 +134,8 @@ class Drawing(Base):
         for inputs in micro_batches:
             if "old_per_token_logps" not in inputs:
                 ids, mask = (
-                    torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1) for part in ("ids", "mask")
+                    torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1)
+                    for part in ("ids", "mask")
                 )
                 inputs[SCORED] = super()._get_per_token_logps_and_entropies(
                     self.model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True
@@ -144,4 +156,5 @@ class Drawing(Base):
         return loss
 
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super().take_figures(logs), **self.gauge.take(self.heartbeat)}
+        """With what was drawn since the first step, and how far the sampler was from the model that learns."""
+        return {**super().take_figures(logs), **self.drawn, **self.gauge.take(self.heartbeat)}

@@ -9,11 +9,14 @@ the training. Everything follows from rewards that all ranks know, so they choos
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from transformers.trainer_callback import ExportableState
 
 from sftplay import log
 from sftplay.data.order import training_order
+from sftplay.monitor.observer import Observer
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import Scored
 from sftplay.tasks.grpo.judged import Judged
@@ -25,6 +28,13 @@ RESERVE_SEED = 0x5EED
 """Added to the run's seed, so that the reserve is another order than that of the training."""
 
 Tokens = list[int]
+
+
+class Prompts(Protocol):
+    """Rows as TRL gets them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -39,31 +49,31 @@ class Share:
     logps: list[list[float]] | None
     """What the sampler says of each token, where it says it."""
 
-    generated_tokens: int = 0
-    """Of everything drawn, also of what was thrown away."""
-
     def put(self, places: Sequence[int], drawn: tuple[list[Tokens], list[list[float]] | None]) -> None:
-        """Take the completions that were drawn for these places, and count all."""
+        """Take the completions that were drawn for these places."""
         completion_ids, logps = drawn
-        self.generated_tokens += sum(map(len, completion_ids))
         for n, place in enumerate(places):  # there may be more: those that only keep ranks together
             self.completion_ids[place] = completion_ids[n]
             if self.logps is not None and logps is not None:
                 self.logps[place] = logps[n]
 
 
-@dataclass
 class Reserve:
-    """The prompts that take the places of others, in their order, and which of them are silent at present."""
+    """The prompts that take the places of others, in their order, and which of them are silent at present.
 
-    n_prompts: int
-    seed: int
-    position: int = 0
-    silent: dict[int, int] = field(default_factory=dict)
-    """Prompt -> groups in a row whose rewards were all equal."""
+    `rows` are the numbers of the prompts, as the data has them.
+    """
 
-    passes: dict[int, int] = field(default_factory=dict)
-    """Prompt -> turns that it passes from now on."""
+    def __init__(self, rows: Sequence[int], *, seed: int) -> None:
+        self.rows, self.seed = rows, seed + RESERVE_SEED
+        self.position = 0
+        self.silent: dict[int, int] = {}
+        """Prompt -> groups in a row whose rewards were all equal."""
+
+        self.passes: dict[int, int] = {}
+        """Prompt -> turns that it passes from now on."""
+
+        self._orders: dict[int, list[int]] = {}
 
     def note(self, prompt: int, *, is_silent: bool) -> None:
         """Remember what a prompt's group has shown."""
@@ -83,16 +93,19 @@ class Reserve:
 
     def take(self, taken: Collection[int]) -> int:
         """The next prompt that is neither among `taken` nor silent at present; failing that, one that is not taken."""
-        ahead = [self._at(self.position + n) for n in range(self.n_prompts)]
-        free = [n for n, prompt in enumerate(ahead) if prompt not in taken]
-        lively = [n for n in free if ahead[n] not in self.silent]
-        chosen = next(iter(lively or free), 0)
-        self.position += chosen + 1
-        return ahead[chosen]
+        ahead = (self._at(self.position + n) for n in range(len(self.rows)))
+        free = [(n, prompt) for n, prompt in enumerate(ahead) if prompt not in taken]
+        lively = (each for each in free if each[1] not in self.silent)
+        step, prompt = next(lively, free[0] if free else (0, self._at(self.position)))
+        self.position += step + 1
+        return prompt
 
     def _at(self, position: int) -> int:
-        epoch, place = divmod(position, self.n_prompts)
-        return training_order(self.n_prompts, self.n_prompts, seed=self.seed + RESERVE_SEED + epoch)[place]
+        epoch, place = divmod(position, len(self.rows))
+        if epoch not in self._orders:
+            self._orders = {each: order for each, order in self._orders.items() if each == epoch - 1}
+            self._orders[epoch] = training_order(len(self.rows), len(self.rows), seed=self.seed + epoch)
+        return self.rows[self._orders[epoch][place]]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps; numbers and lists only."""
@@ -105,23 +118,28 @@ class Reserve:
 
 
 class Redraws:
-    """Draws again, the same on every rank. `prompts` are all those of the training, by their number."""
+    """Draws again, the same on every rank."""
 
     def __init__(
-        self, prompts: Sequence[dict[str, Any]], *, rounds: int, num_generations: int, seed: int, together: bool
+        self, prompts: Prompts, *, rows: Sequence[int], rounds: int, num_generations: int, seed: int, together: bool
     ) -> None:
-        """`together`: whether all ranks must generate equally many completions at the same time."""
-        self.prompts, self.rounds, self.group, self.together = prompts, rounds, num_generations, together
-        self.reserve = Reserve(len(prompts), seed)
-        self.redrawn_groups = self.passed_turns = 0
-        """Of the last drawing."""
+        """`prompts` are all those of the training, as TRL gets them; `rows` are their numbers in the data, aligned.
 
-    def give_turns(self, inputs: list[dict[str, Any]], rows: Sequence[int]) -> None:
-        """Replace the prompts that pass their turn, in place; `rows` are the prompts of all ranks' `inputs`."""
+        `together`: whether all ranks must generate equally many completions at the same time.
+        """
+        self.prompts, self.rounds, self.group, self.together = prompts, rounds, num_generations, together
+        self.reserve = Reserve(rows, seed=seed)
+        self._places = {row: place for place, row in enumerate(rows)}
+        self.first_draw: dict[str, float | None] = {}
+        """Reward and silent share of the last drawing before anything was drawn again. The completions that are kept
+        say less about the model: silent groups are missing among them."""
+
+    def give_turns(self, inputs: list[dict[str, Any]], rows: Sequence[int]) -> int:
+        """Replace the prompts that pass their turn, in place, and count them; `rows` are those of all ranks."""
         now = list(rows[:: self.group])
         passing = [group for group, prompt in enumerate(now) if self.reserve.passes_turn(prompt)]
-        self.passed_turns = len(passing)
         self._replace(inputs, self._chosen(passing, now))
+        return len(passing)
 
     def run(
         self,
@@ -130,19 +148,20 @@ class Redraws:
         *,
         generate: Callable[[list[Tokens]], tuple[list[Tokens], list[list[float]] | None]],
         judge: Callable[[list[dict[str, Any]], list[Tokens]], Judged],
-    ) -> Judged:
-        """Draw silent groups again within the bound; what the completions that are kept were paid.
+    ) -> tuple[Judged, int]:
+        """Draw silent groups again within the bound; what the kept completions were paid, and groups drawn again.
 
         `judged` is that of the first draw. `generate` draws for a list of prompts, `judge` asks about a rank's
         completions and answers for those of all ranks, in rank order.
         """
-        self.redrawn_groups = 0
+        figures, redrawn = judged.figures(self.group), 0
+        self.first_draw = {f"first_{name}": figures[name] for name in ("reward", "zero_variance_share")}
         self._note(judged, range(len(judged.rows) // self.group))
         for _ in range(self.rounds):
             silent = silent_groups(judged.paid, self.group)
             if not silent:
                 break
-            self.redrawn_groups += len(silent)
+            redrawn += len(silent)
             chosen = self._chosen(silent, judged.rows[:: self.group])
             places = self._replace(share.inputs, chosen)
             for place in places:
@@ -153,7 +172,7 @@ class Redraws:
             part = judge([share.inputs[n] for n in places], [share.completion_ids[n] for n in places])
             judged = spliced(judged, part, [group * self.group + n for group in silent for n in range(self.group)])
             self._note(judged, silent)
-        return judged
+        return judged, redrawn
 
     def _note(self, judged: Judged, groups: Collection[int]) -> None:
         silent = set(silent_groups(judged.paid, self.group))
@@ -174,13 +193,32 @@ class Redraws:
         first = log.rank() * len(inputs)
         places = [n for n in range(len(inputs)) if (first + n) // self.group in chosen]
         for place in places:
-            inputs[place] = self.prompts[chosen[(first + place) // self.group]]
+            inputs[place] = self.prompts[self._places[chosen[(first + place) // self.group]]]
         return places
 
     def _most_places(self, groups: Sequence[int], share: int) -> int:
         """The most rows that a rank has in these groups, where each rank has `share` rows."""
         ranks = [(group * self.group + n) // share for group in groups for n in range(self.group)]
         return max(ranks.count(rank) for rank in set(ranks))
+
+
+class KeepDraws(Observer, ExportableState):
+    """Keeps the reserve and the totals of what was drawn in the Trainer's checkpoints."""
+
+    trainer: Any
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes")
+        if saved:
+            self.trainer.redraws.reserve.restore(saved["reserve"])
+            self.trainer.drawn.update(saved["drawn"])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        if not hasattr(self, "trainer"):  # the Trainer asks as soon as it is built
+            return {"args": {}, "attributes": {}}
+        kept = {"reserve": self.trainer.redraws.reserve.state(), "drawn": self.trainer.drawn}
+        return {"args": {}, "attributes": kept}
 
 
 def silent_groups(paid: Sequence[float | None], group: int) -> list[int]:

@@ -22,6 +22,7 @@ from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
 from sftplay.tasks.grpo.judge import Judge, samples_path, write_samples
+from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
@@ -89,7 +90,11 @@ class Rollouts(Base):
     def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
         """What each reward says of the completions of all ranks, float [completions, rewards]; NaN: it abstains."""
         self.judged = self.judge.judge(inputs, completions, heartbeat=self.heartbeat)
-        return torch.tensor(self.judged.values(), dtype=torch.float32, device=self.accelerator.device)
+        return self.as_tensor(self.judged)
+
+    def as_tensor(self, judged: Judged) -> Tensor:
+        """What TRL learns from."""
+        return torch.tensor(judged.values(), dtype=torch.float32, device=self.accelerator.device)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
         drawn = super()._generate_and_score_completions(inputs)
