@@ -218,6 +218,7 @@ def _sandbox_flags() -> Flags:
         "--executor": {"default": "auto", "help": "auto takes the best one that holds here; none isolates nothing"},
         "--timeout": {"type": _seconds, "default": 5.0, "help": "seconds for a program with all its tests"},
         "--workers": {"type": _processes, "default": None, "help": "boxes at the same time; else one per core"},
+        "--packages": {"default": "", "help": "what programs may import beside Python's own: numpy,sympy"},
         "--fresh": {"action": "store_true", "help": "a new box for each program, in place of a fork in one that waits"},
         "--in": {"type": PATH, "dest": "input", "default": "", "help": "a jsonl file of jobs; else standard input"},
         "--out": {"type": PATH, "default": None, "help": "the file for verdicts; else standard output"},

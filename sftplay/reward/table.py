@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,15 @@ SHIPPED = {
 def judges_form(use: str) -> bool:
     """True for a reward that scores any answer of the right shape; a user's function is taken to judge the content."""
     return use in SHIPPED and SHIPPED[use].judges == "form"
+
+
+def missing_column(reward: RewardConfig, columns: Collection[str]) -> str:
+    """A column that a shipped reward reads and that is neither among these nor in its options; empty if there is none.
+
+    What a function of the user's reads is not known.
+    """
+    wanted = SHIPPED[reward.use].columns if reward.use in SHIPPED else ()
+    return next((name for name in wanted if name not in columns and name not in reward.options), "")
 
 
 def reward_problems(cfg: RunConfig) -> Iterator[ConfigError]:

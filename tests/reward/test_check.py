@@ -7,7 +7,8 @@ import pytest
 
 from sftplay.errors import ConfigError, DataError
 from sftplay.reward.calls import RewardCall
-from sftplay.reward.check import Case, check_reward
+from sftplay.reward.check import check_reward
+from sftplay.reward.junk import Case
 
 CASES = [Case(f"#### {n}", {"answer": f"#### {n}"}) for n in (3, 14, 159, 26)]
 

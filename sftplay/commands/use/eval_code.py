@@ -31,6 +31,9 @@ SHOWN_STATUSES = 6
 USUAL_KS = (1, 10)
 """The k of pass@k where the command line names none and there are so many answers."""
 
+ROOMY_TOKENS = 512
+"""The longest solution of MBPP has 906 characters; that of HumanEval 1,993, with the docstring of its question."""
+
 FEW_PROBLEMS = 100
 """With fewer the standard error is up to five points and more."""
 
@@ -89,12 +92,14 @@ def _measure(
 
     limits = measuring_limits(subject.cfg.sandbox)
     seed = subject.cfg.seed if args.seed is None else args.seed
-    with Sandbox(
-        args.executor or subject.cfg.sandbox.executor
-    ) as sandbox:  # before the heavy libraries: a box that waits is forked from it
+    executor = args.executor or subject.cfg.sandbox.executor
+    with Sandbox(executor) as sandbox:  # before the heavy libraries: a box that waits is forked from it
         problems, failed = _problems(args, sandbox, seed=seed, limits=limits)
         questions = questions_of([question_of(each) for each in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")
+        if questions.max_new_tokens < ROOMY_TOKENS:
+            note = f"note: answers end at {questions.max_new_tokens} tokens, which cuts long programs off"
+            log.say(f"{note}; MAX_NEW_TOKENS={ROOMY_TOKENS} leaves them room", "eval")
         begun = time.monotonic()
         answers = answer_by_ranks(subject, questions, scale=scale, has_gpu=has_gpu)
         answered = time.monotonic()

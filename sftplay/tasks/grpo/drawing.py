@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sftplay.data.prompts.load import Questions
+from sftplay.data.prompts.questions import Questions
 from sftplay.monitor.metrics import gather_objects
+from sftplay.tasks.grpo.completions.length_order import depends_on_cut, has_relative_places, order_by_length
+from sftplay.tasks.grpo.completions.sampler_gauge import SAMPLED, SCORED, SamplerGauge, recorded
 from sftplay.tasks.grpo.judged import Judged
-from sftplay.tasks.grpo.length_order import depends_on_cut, has_relative_places, order_by_length
 from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.redraws import Redraws, Share
 from sftplay.tasks.grpo.rollouts import Rollouts
-from sftplay.tasks.grpo.sampler.gauge import SAMPLED, SCORED, SamplerGauge, recorded
 from sftplay.tasks.run.preflight import has_sharded_weights
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ class Drawing(Base):
         plain = not self.use_vllm and not self.use_transformers_continuous_batching
         if not plain or not self.gauge.is_due(self.state.global_step):
             return super()._generate_single_turn(prompts, *given, **named)
-        with recorded(self.accelerator.unwrap_model(self.model_wrapped)) as record:
+        with recorded(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
             completion_ids, _ = super()._generate_single_turn(prompts, *given, **named)
-        return completion_ids, record.of(completion_ids)
+        return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
 
     def _judge(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> Judged:
         texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)

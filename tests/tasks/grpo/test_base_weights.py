@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from sftplay.errors import ConfigError, RunError
 from sftplay.heartbeat import Heartbeat
 from sftplay.launch.run_folder import RunFolder
-from sftplay.tasks.grpo.sampler.copies import merged_copies, send_copies
+from sftplay.tasks.grpo.completions.sampler_copies import merged_copies, send_copies
 from sftplay.tasks.grpo.watch.base_weights import CHUNK_WORDS, WatchBaseWeights, digest_of, frozen_digests
 
 

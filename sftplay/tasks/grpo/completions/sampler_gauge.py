@@ -38,13 +38,10 @@ class TokenRecord:
         self._open = scores.float().log_softmax(-1)
         return scores
 
-    def of(self, completion_ids: list[list[int]]) -> list[list[float]]:
-        """The numbers of the tokens that were drawn; `completion_ids` end where a row ended."""
-        last = len(self._settled)
-        drawn_last = [ids[last] if len(ids) > last else 0 for ids in completion_ids]
-        self._settle(torch.tensor(drawn_last, device=self._open.device if self._open is not None else None))
-        rows = torch.stack(self._settled, dim=1).tolist()
-        return [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
+    def of(self, drawn: Tensor) -> list[list[float]]:
+        """The numbers of the tokens that were drawn, int64 [rows, tokens]; those behind a row's end mean nothing."""
+        self._settle(drawn[:, -1])
+        return [list(row) for row in torch.stack(self._settled, dim=1).tolist()]
 
     def _settle(self, tokens: Tensor) -> None:
         if self._open is not None:
@@ -52,21 +49,29 @@ class TokenRecord:
 
 
 @contextmanager
-def recorded(model: Any) -> Iterator[TokenRecord]:
-    """Meanwhile `model.generate` notes what it draws from. TRL passes no processors of its own to it."""
+def recorded(model: Any) -> Iterator[list[list[float]]]:
+    """Meanwhile each row that `model.generate` draws adds a list. TRL passes no processors of its own to it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    record, processors = TokenRecord(), base._get_logits_processor
+    rows: list[list[float]] = []
+    records: list[TokenRecord] = []
+    generate, processors = model.generate, base._get_logits_processor
 
     def with_record(*given: Any, **named: Any) -> Any:
         chosen = processors(*given, **named)
-        chosen.append(record)
+        chosen.append(records[-1])
         return chosen
 
-    base._get_logits_processor = with_record
+    def noted(*given: Any, **named: Any) -> Any:
+        records.append(TokenRecord())
+        drawn = generate(*given, **named)  # where memory runs out, it is called again for fewer rows
+        rows.extend(records[-1].of(drawn[:, named["input_ids"].size(1) :]))
+        return drawn
+
+    model.generate, base._get_logits_processor = noted, with_record
     try:
-        yield record
+        yield rows
     finally:
-        del base._get_logits_processor
+        del model.generate, base._get_logits_processor
 
 
 class SamplerGauge:
