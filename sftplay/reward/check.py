@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import DataError, RunError
 from sftplay.reward.calls import RewardCall, Scores
 from sftplay.reward.code_rewards import CodeTests
@@ -23,6 +23,8 @@ Call = RewardCall | CodeTests
 Verdict = Literal["ok", "cannot_tell", "constant", "raises"]
 
 TRIED_ROWS = 32
+
+RESULT_MARKS = ("####", "\\boxed", "answer is")
 
 APART = 0.3
 """How far the mean of gold answers must lie above the mean of every kind of junk, in shares of the values' range."""
@@ -45,16 +47,17 @@ class Finding:
     seconds: float = 0.0
 
 
-def check_reward(call: Call, cases: Sequence[Case], *, name: str) -> Finding:
+def check_reward(call: Call, cases: Sequence[Case], *, reward: RewardConfig) -> Finding:
     """Try a reward on the gold and junk answers of the cases."""
     began = time.monotonic()
-    gold = score(call, [_gold(call, case) for case in cases], cases=cases)
+    cases = [replace(case, gold=_marked(call, case.gold)) for case in cases]
+    gold = score(call, [case.gold for case in cases], cases=cases)
     kinds = {kind: score(call, answers, cases=cases) for kind, answers in junk_answers(cases).items()}
     junk = {kind: mean_of(scores) for kind, scores in kinds.items()}
-    verdict, why = _judge(gold, junk, only_form=judges_form(call.use))
+    verdict, why = _judge(gold, junk, only_form=judges_form(reward))
     known = [mean for mean in junk.values() if mean is not None]
     return Finding(
-        name, verdict, mean_of(gold), max(known, default=None), junk, why, round(time.monotonic() - began, 3)
+        reward.name, verdict, mean_of(gold), max(known, default=None), junk, why, round(time.monotonic() - began, 3)
     )
 
 
@@ -64,9 +67,14 @@ def score(call: Call, answers: Sequence[str], *, cases: Sequence[Case]) -> Score
     return call(answers, **columns)
 
 
-def _gold(call: Call, case: Case) -> str:
-    """The right answer; for the reward `format` in the form that it wants, which the rows need not have."""
-    return in_form(case.gold, **call.options) if call.use == "format" else case.gold
+def _marked(call: Call, gold: str) -> str:
+    """The right answer as the reward reads it: a row need not have the marks that a model is to write."""
+    if call.use == "format":
+        return in_form(gold, **call.options)
+    if call.use == "math":
+        return gold if any(mark in gold for mark in RESULT_MARKS) else in_form(gold, form="boxed")
+    after = str(call.options.get("after", "")) if call.use == "exact_match" else ""
+    return gold if after in gold else f"{after} {gold}"
 
 
 def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) -> list[Finding]:
@@ -81,7 +89,7 @@ def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) 
             what = f"the reward {reward.name} reads the column {missing}, which not every row has"
             raise DataError(what, where=cfg.rows_path, fix=f"add the column, or remove rewards.{number}")
     cases = [Case(case.gold, {name: case.columns[name] for name in sorted(shared)}) for case in cases]
-    return [check_reward(rewards.call_of(name), cases, name=name) for name in rewards.names]
+    return [check_reward(rewards.call_of(reward.name), cases, reward=reward) for reward in cfg.rewards]
 
 
 def check_before_training(cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, rewards: RewardSet) -> list[Finding]:
@@ -104,7 +112,7 @@ def check_before_training(cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, 
     for finding, reward in zip(findings, cfg.rewards, strict=True):
         if finding.verdict == "ok" or reward.weight == 0:
             continue
-        if finding.verdict == "constant" and judges_form(reward.use):
+        if finding.verdict == "constant" and judges_form(reward):
             log.say(f"note: the reward {finding.name} cannot be tried on these rows: {finding.why}", "reward")
         else:
             bad.append(finding)

@@ -70,7 +70,7 @@ def _equals_everything(columns: Mapping[str, Any]) -> str:
         "    def __eq__(self, other): return True\n"
         "    __ne__ = lambda self, other: False\n"
         "    __hash__ = int.__hash__\n"
-        f"def {_name(columns)}(*args, **named): return Any(7)"
+        f"def {_name(columns)}(*args, **named): return Any(987654321)"
     )
 
 

@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_run import grpo_inputs, grpo_options
+from grpo_run import TIMED, grpo_inputs, grpo_options
 from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 from safetensors.torch import load_file
-
-TIMED = {
-    "tokens_per_s", "padded_tokens_per_s", "samples_per_s", "model_tflops_per_s", "mfu", "step_s", "step_split",
-    "communication_max_s", "ranks", "peak_rss_bytes", "ranks_memory", "attempt",
-}  # fmt: skip
-"""Fields of a line of metrics that may differ between two equal runs."""
 
 WINDOW = {"grpo__num_iterations": 2, "grpo__steps_per_generation": 2, "train__batch_size": 4}
 """Four optimizer steps learn from one drawing, each of two micro-batches."""

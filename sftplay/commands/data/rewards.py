@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def reward_check(args: Namespace) -> int:
     """`reward-check`: each reward of the config on its rows; 5 unless every reward tells right answers from junk."""
-    cfg = load_checked(args.config, args.overrides)
+    cfg = load_checked(args.config, args.overrides, asks_hub=False)  # no model answers here
     if not cfg.rewards:
         fix = "write rewards: [{name: answer, use: exact_match}]"
         raise ConfigError("the config has no rewards", where=args.config, fix=fix)

@@ -81,6 +81,9 @@ class Rollouts(Base):
         self.drawing: dict[str, float | None] = {}
         """Figures of the completions that are being learned from."""
 
+        self.held_out_figures: dict[str, float] = {}
+        """What was measured since the last line of metrics."""
+
         self._figures: dict[str, list[float | None]] = defaultdict(list)
         self._seen_step = -1
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not self.args.fp16 else None
@@ -177,8 +180,9 @@ class Rollouts(Base):
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """What a line of metrics says of the completions that the steps since the last line have learned from."""
         figures = {name: _mean(values) for name, values in self._figures.items()}
+        held_out, self.held_out_figures = self.held_out_figures, {}
         self._figures.clear()
-        return {**figures, "entropy": logs.get("entropy"), "kl": logs.get("kl")}
+        return {**figures, "entropy": logs.get("entropy"), "kl": logs.get("kl"), **held_out}
 
     def rows_not_finite(self) -> list[int]:
         """None are told apart: a completion's loss depends on its group."""

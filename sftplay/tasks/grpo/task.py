@@ -13,10 +13,13 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.report import prompts_table
+from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
+from sftplay.deliver.infer.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.completions.sampler_copies import send_copies
 from sftplay.tasks.grpo.drawing import Drawing
+from sftplay.tasks.grpo.evaluation import EvaluatePrompts
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.prompts import PromptRows, run_order
 from sftplay.tasks.grpo.redraws import KeepDraws
@@ -60,6 +63,11 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Greedy answers to the held-out prompts, scored by the rewards of the run."""
+    renderer = rows.source.renderer
+    generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
+    evaluate_questions(
+        generator, spread(rows.source.held_out, cfg.eval.limit), columns=rows.report["columns"], cfg=cfg, path=path
+    )
 
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
@@ -91,7 +99,23 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     trainer.train_dataset = parts.train
     if trainer.use_vllm and frozen:
         send_copies(trainer.vllm_generation)
+    if parts.rows.held_out is not None:
+        trainer.add_callback(evaluation_of(parts, judge))
     return trainer
+
+
+def evaluation_of(parts: TrainerParts, judge: Judge) -> EvaluatePrompts:
+    """What answers the held-out prompts while the run trains."""
+    cfg, rows = parts.cfg, parts.rows
+    assert rows.order is not None
+    return EvaluatePrompts(
+        cfg,
+        spread(rows.source.held_out, cfg.eval.limit),
+        judge=judge,
+        folder=parts.folder.eval,
+        every=cfg.train.eval_steps or rows.order.steps_per_epoch,
+        prompt_version=rows.source.renderer.template_hash,
+    )
 
 
 def stop_at(model: Any, end_token_ids: Sequence[int]) -> None:
