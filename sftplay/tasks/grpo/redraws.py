@@ -170,7 +170,8 @@ class Redraws:
                 asked = [share.prompt_ids[place] for place in places] + [share.prompt_ids[0]] * (n_drawn - len(places))
                 share.put(places, generate(asked))
             part = judge([share.inputs[n] for n in places], [share.completion_ids[n] for n in places])
-            judged = spliced(judged, part, [group * self.group + n for group in silent for n in range(self.group)])
+            everywhere = [group * self.group + n for group in silent for n in range(self.group)]
+            judged = spliced(judged, part, places=everywhere)
             self._note(judged, silent)
         return judged, redrawn
 
@@ -231,7 +232,7 @@ def silent_groups(paid: Sequence[float | None], group: int) -> list[int]:
     return [number for number, values in enumerate(groups) if len({*values} - {None}) < 2]
 
 
-def spliced(judged: Judged, part: Judged, places: Sequence[int]) -> Judged:
+def spliced(judged: Judged, part: Judged, *, places: Sequence[int]) -> Judged:
     """`judged` with the completions of `part` at `places`."""
 
     def put(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:

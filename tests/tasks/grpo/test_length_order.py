@@ -145,8 +145,8 @@ def test_rows_stay_in_their_optimizer_step_and_all_their_columns_move_together()
 
 def test_padding_of_two_short_and_two_long_rows_in_micro_batches_of_two():
     # by hand: 2 x (3 + 9) where long and short rows meet, 2 x (3 + 9) + 2 x (3 + 1) where they do not
-    assert padded_tokens([3] * 4, [9, 1, 1, 9], 2) == 48
-    assert padded_tokens([3] * 4, [9, 9, 1, 1], 2) == 32
+    assert padded_tokens([3] * 4, [9, 1, 1, 9], rows=2) == 48
+    assert padded_tokens([3] * 4, [9, 9, 1, 1], rows=2) == 32
 
 
 def test_what_is_not_known_is_left_as_it_is():

@@ -84,7 +84,7 @@ def has_relative_places(model: Any) -> bool:
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
 
-def padded_tokens(prompts: Sequence[int], completions: Sequence[int], rows: int) -> int:
+def padded_tokens(prompts: Sequence[int], completions: Sequence[int], *, rows: int) -> int:
     """Tokens of the micro-batches of `rows` rows each, in this order, after `trim_padding`."""
     return sum(
         rows * (max(prompts[at : at + rows]) + max(completions[at : at + rows])) for at in range(0, len(prompts), rows)
@@ -105,7 +105,7 @@ def _order_step(batches: Sequence[Batch]) -> list[Batch]:
     numbers = range(len(prompts))
     orders = [list(numbers), *(sorted(numbers, key=key) for key in keys)]
     best = min(
-        orders, key=lambda order: padded_tokens([prompts[n] for n in order], [completions[n] for n in order], rows)
+        orders, key=lambda order: padded_tokens([prompts[n] for n in order], [completions[n] for n in order], rows=rows)
     )
     parts = torch.tensor(best, device=whole["advantages"].device).split(rows)
     return [{key: _chosen(value, part) for key, value in whole.items()} for part in parts]
