@@ -1,0 +1,1 @@
+"""What episodes are worth and what is learned from them: tensors in, tensors out; no model is loaded here."""

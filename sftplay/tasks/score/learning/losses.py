@@ -1,0 +1,50 @@
+"""The losses of sampled actions: policy gradient and the distance (KL) to a frozen model.
+
+An action is the tokens that a model generated, its end token among them. `mask` [episodes, tokens] is 1 on them and 0 on
+padding. Log-probabilities are of the sampled tokens, [episodes, tokens], at the temperature that they were drawn with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def action_log_prob(log_probs: Tensor, mask: Tensor, *, longest: int) -> Tensor:
+    """Sum over the action's tokens, divided by the constant `longest`: its own length would reward long ones."""
+    return (log_probs * mask).sum(1) / longest
+
+
+def policy_loss(log_probs: Tensor, mask: Tensor, *, advantage: Tensor, longest: int, n_episodes: int) -> Tensor:
+    """-sum(A * lp) / n_episodes, the share of these episodes in the mean of a batch of `n_episodes` (REINFORCE)."""
+    return -(advantage.detach() * action_log_prob(log_probs, mask, longest=longest)).sum() / n_episodes
+
+
+def full_kl(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """KL(policy || reference) at each position, over the whole vocabulary: [..., vocabulary] -> [...]."""
+    return (log_probs.exp() * (log_probs - reference)).sum(-1)
+
+
+def k3_kl(log_probs: Tensor, reference: Tensor, sampled: Tensor) -> Tensor:
+    """An estimate of the same by the sampled tokens alone: ratio * (exp(d) - d - 1), d = reference - policy.
+
+    `sampled` are the log-probabilities with which the tokens were drawn. The ratio policy / sampled is 1 at first; its
+    gradient makes that of the estimate right (Schulman, "Approximating KL divergence"; DeepSeek-V3.2, section 3.1).
+    """
+    difference = reference - log_probs
+    return (log_probs - sampled.detach()).exp() * (difference.exp() - difference - 1)
+
+
+def masked_mean(values: Tensor, mask: Tensor, *, n_tokens: float) -> Tensor:
+    """The share of these tokens in the mean over a batch of `n_tokens` action tokens."""
+    return (values * mask).sum() / max(n_tokens, 1)
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """Of each position, in nats: [..., vocabulary] -> [...]."""
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def chosen(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    """Those of the tokens: [..., vocabulary], int64 [...] -> [...]."""
+    return torch.gather(log_probs, -1, tokens.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,104 @@
+"""How far the gradient of the value goes, and the critic's slow copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sftplay.tasks.score.learning.critic import (
+    Critic,
+    Tokens,
+    Visits,
+    critic_advantage,
+    critic_loss,
+    slow_copy,
+    soft_update,
+)
+from sftplay.tasks.score.learning.value import ValueHead, straight_through, value_loss
+
+TARGET = torch.tensor([0.0, 1.0, 1.0])
+
+
+@pytest.fixture
+def trunk():
+    torch.manual_seed(1)
+    return nn.Linear(4, 6), ValueHead(6), torch.randn(3, 4)
+
+
+def gradient_of_trunk(trunk, *, flow, value_coef):
+    layer, head, inputs = trunk
+    layer.zero_grad()
+    loss = value_loss(head, layer(inputs), target=TARGET, flow=flow, value_coef=value_coef, n_episodes=3)
+    if loss is not None and loss.requires_grad:
+        loss.backward()
+    return torch.zeros(6, 4) if layer.weight.grad is None else layer.weight.grad.clone()
+
+
+def test_the_guides_gradient_of_the_value_loss_is_proportional_to_the_coefficient(trunk):
+    one = gradient_of_trunk(trunk, flow="shared_trunk", value_coef=1.0)
+    assert one.norm() > 1e-3
+    for value_coef in (0.1, 0.01, 0.001):
+        torch.testing.assert_close(
+            gradient_of_trunk(trunk, flow="shared_trunk", value_coef=value_coef), one * value_coef
+        )
+
+
+@pytest.mark.parametrize(("flow", "value_coef"), [("stop", 0.1), ("straight_through", 0.1), ("shared_trunk", 0.0)])
+def test_the_value_loss_leaves_the_guide_alone(trunk, flow, value_coef):
+    assert gradient_of_trunk(trunk, flow=flow, value_coef=value_coef).norm() == 0
+
+
+def test_stop_teaches_the_head_whatever_the_coefficient(trunk):
+    layer, head, inputs = trunk
+    loss = value_loss(head, layer(inputs), target=TARGET, flow="stop", value_coef=0.001, n_episodes=3)
+    by_hand = (torch.sigmoid(head.linear(layer(inputs)))[:, 0] - TARGET).square().mean()
+    torch.testing.assert_close(loss, by_hand)
+
+
+def test_straight_through_embeds_the_tokens_and_learns_by_the_mixture():
+    torch.manual_seed(2)
+    logits, embedding = torch.randn(2, 5, requires_grad=True), torch.randn(5, 3)
+    tokens, weights = torch.tensor([1, 4]), torch.randn(3)
+    embedded = straight_through(logits.log_softmax(-1), tokens, embedding)
+    torch.testing.assert_close(embedded, embedding[tokens])
+    (mine,) = torch.autograd.grad((embedded @ weights).sum(), logits)
+    (mixture,) = torch.autograd.grad((logits.softmax(-1) @ embedding @ weights).sum(), logits)
+    torch.testing.assert_close(mine, mixture)
+
+
+def tokens(*rows):
+    return Tokens(torch.tensor(rows), torch.tensor([len(row) for row in rows]))
+
+
+def test_a_slow_copy_comes_nearer_by_the_same_share_each_time():
+    torch.manual_seed(3)
+    critic, start = Critic(7, 8), Critic(7, 8)
+    slow = slow_copy(start)
+    assert not any(p.requires_grad for p in slow.parameters())
+    for _ in range(5):
+        soft_update(slow, critic, tau=0.1)
+    for mine, its, began in zip(slow.parameters(), critic.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close((mine - its).abs(), (began - its).abs() * 0.9**5, rtol=1e-4, atol=1e-6)
+
+
+def test_the_critic_learns_the_returns_and_what_lies_ahead():
+    torch.manual_seed(4)
+    critic = Critic(7, 8)
+    slow = slow_copy(critic)
+    first = Visits(tokens([1, 2], [1, 2]), tokens([3], [4]), tokens([4], [3]))
+    second = Visits(tokens([1, 3], [1, 4]), tokens([5], [6]), tokens([6], [5]))
+    returns = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
+    losses = critic_loss(critic, slow, (first, second), returns=returns, discount=0.5)
+    ahead = slow.v_values(second.state).min(0).values
+    q1 = critic.q_values(first.state, first.answer)
+    by_hand = sum((q1[twin] - (returns[0] + 0.5 * ahead)).square().mean() for twin in range(2)) / 2
+    torch.testing.assert_close(losses["q1"], by_hand)
+    optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        sum(critic_loss(critic, slow, (first, second), returns=returns, discount=0.0).values()).backward()
+        optimizer.step()
+        soft_update(slow, critic, tau=0.1)
+    assert critic.q_values(second.state, second.answer).min(0).values.tolist() == pytest.approx([1, 0], abs=0.1)
+    assert critic_advantage(critic, second)[0] > critic_advantage(critic, second)[1]
