@@ -191,7 +191,7 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         try:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
-            elif cfg.task_mode == "grpo":
+            elif cfg.task_mode in ("grpo", "score"):
                 to_prompt(row, source, number=0, reading=reading_of(data))
                 return
             elif isinstance(to_record(row, source, reading=reading_of(data)), Text) and kind == "chat":

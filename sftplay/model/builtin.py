@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from sftplay.atomic import locked, whole_folder
 from sftplay.data.template.chatml import CHATML
 from sftplay.errors import ConfigError, MachineError, nearest_names
+from sftplay.model.toys.digits import DigitsRecipe, make_digits
 from sftplay.places import shipped
 
 ROPE_THETA = 10_000.0
@@ -64,7 +65,7 @@ class Recipe:
     """Raised when this file's way of training changes, so that older caches are not taken for new ones."""
 
 
-RECIPES = {"tiny": Recipe()}
+RECIPES: dict[str, Recipe | DigitsRecipe] = {"tiny": Recipe(), "digits": DigitsRecipe()}
 
 
 def builtin_names() -> list[str]:
@@ -73,7 +74,12 @@ def builtin_names() -> list[str]:
 
 
 def ensure_builtin(
-    name: str, cache_dir: Path, *, say: Callable[[str], None], recipe: Recipe | None = None, text_dir: Path = TEXT_DIR
+    name: str,
+    cache_dir: Path,
+    *,
+    say: Callable[[str], None],
+    recipe: Recipe | DigitsRecipe | None = None,
+    text_dir: Path = TEXT_DIR,
 ) -> Path:
     """Return the folder of the built-in model `name`, making it under `cache_dir` if it is not there.
 
@@ -95,14 +101,18 @@ def ensure_builtin(
     cache_dir.mkdir(parents=True, exist_ok=True)
     with locked(cache_dir / f"{folder.name}.lock"):
         if not folder.is_dir():
-            _make(folder, recipe=chosen, text_dir=text_dir, say=say)
+            if isinstance(chosen, Recipe):
+                _make(folder, recipe=chosen, text_dir=text_dir, say=say)
+            else:
+                make_digits(folder, chosen, say=say)
     return folder
 
 
-def fingerprint(recipe: Recipe, text_dir: Path = TEXT_DIR) -> str:
+def fingerprint(recipe: Recipe | DigitsRecipe, text_dir: Path = TEXT_DIR) -> str:
     """Twelve hex digits that change when the shipped text, the chat template or the recipe changes."""
     parts = [json.dumps(asdict(recipe), sort_keys=True), CHATML]
-    parts += [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in text_files(text_dir)]
+    if isinstance(recipe, Recipe):
+        parts += [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in text_files(text_dir)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 

@@ -5,5 +5,6 @@ TASKS = {
     "cpt": "sftplay.tasks.cpt",
     "cpt_mixed": "sftplay.tasks.cpt",
     "grpo": "sftplay.tasks.grpo.task",
+    "score": "sftplay.tasks.score.task",
 }
 """task_mode -> its module, which defines the functions of `run.task.Task`."""

@@ -116,7 +116,7 @@ def _load_examples(cfg: RunConfig) -> Examples:
     from sftplay.model.tokenizer import load_extended
 
     before, tokenizer = _seal_times(cfg), load_extended(cfg)[0]
-    if cfg.task_mode == "grpo":
+    if cfg.task_mode in ("grpo", "score"):
         from sftplay.data.inspect.prompts import as_examples
         from sftplay.data.prompts.load import load_prompts
 

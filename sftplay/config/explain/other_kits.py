@@ -229,10 +229,10 @@ def kit_answer(name: str, *, draws: bool = False) -> Answer | None:
     return Answer("", _LAUNCH, "remove it") if name.startswith("ddp_") else None
 
 
-PLANNED_TASKS = ("score", "hrm")
+PLANNED_TASKS = ("hrm",)
 """Tasks of the design that this version does not have."""
 
-PLANNED_KEYS = ("score", "hrm")
+PLANNED_KEYS = ("hrm",)
 """Keys and sections of the design that this version does not have."""
 
 PLANNED_CHOICES: dict[str, tuple[str, ...]] = {"task_mode": PLANNED_TASKS}

@@ -14,6 +14,7 @@ from sftplay.config.rules.extra import broken_extra_rules
 from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
+from sftplay.config.rules.score import broken_score_rules, idle_score_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in
@@ -76,6 +77,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield from idle_data_keys(cfg)
     yield from idle_cpt_keys(cfg)
     yield from idle_grpo_keys(cfg)
+    yield from idle_score_keys(cfg)
     yield from idle_new_token_keys(cfg)
     yield from idle_reward_keys(cfg)
 
@@ -139,6 +141,8 @@ def _held_out(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("data.split", "data.val_path"), what, fix="remove one of the two")
     if data.val_path is not None or (has_held_out(cfg) if cfg.datasets else data.split != 0):
         return
+    if cfg.task_mode == "score":
+        return  # it measures the training problems where nothing is held out
     for key in ("train.best_metric", "train.early_stopping", "train.eval_steps", "eval.before", "eval.after"):
         if cfg.value_of(key):
             what = "needs held-out rows, but data.split is 0 and there is no data.val_path"
@@ -234,6 +238,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     broken_reward_rules,
     broken_cpt_rules,
     broken_grpo_rules,
+    broken_score_rules,
     broken_new_token_rules,
     broken_cluster_rules,
 )

@@ -28,7 +28,7 @@ def broken_grpo_rules(cfg: RunConfig) -> Iterator[Violation]:
         yield from _groups(cfg)
         yield from _lengths(cfg)
         yield from _loss(cfg)
-        yield from _without_meaning(cfg)
+        yield from settings_of_labels(cfg)
 
 
 def idle_grpo_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -123,7 +123,7 @@ def _loss(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("grpo.delta", LOSS, "grpo.epsilon"), what, fix="remove it, or write 4")
 
 
-def _without_meaning(cfg: RunConfig) -> Iterator[Violation]:
+def settings_of_labels(cfg: RunConfig) -> Iterator[Violation]:
     """Settings of other tasks that would be ignored, or would change what the model is paid for."""
     train, tuning = cfg.train, cfg.tuning
     table = {
@@ -143,7 +143,7 @@ def _without_meaning(cfg: RunConfig) -> Iterator[Violation]:
     }
     for key, (is_asked, why, remedy) in table.items():
         if is_asked:
-            yield Violation((key, "task_mode"), f"{why}, in task_mode grpo", fix=f"write {key}: {remedy}")
+            yield Violation((key, "task_mode"), f"{why}, in task_mode {cfg.task_mode}", fix=f"write {key}: {remedy}")
     targets = tuning.lora.target_modules
     if tuning.mode != "full" and isinstance(targets, list) and "lm_head" in targets:
         what = "lm_head: TRL reads the weights of the head without their adapter, so it would not train"

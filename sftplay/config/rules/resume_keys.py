@@ -33,6 +33,12 @@ FREE_TO_CHANGE = (
     "grpo.stop_without_signal",
     "grpo.gauge_steps",
     "grpo.vllm",
+    "score.samples",
+    "score.generation_rows",
+    "score.kl1_max",
+    "score.hint_gain",
+    "score.eval_samples",
+    "score.eval_temperature",
     "cluster.max_restarts",
     "cluster.timeout",
     "cluster.nccl",
@@ -41,7 +47,7 @@ FREE_TO_CHANGE = (
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 
 OF_REWARDS = ("rewards", "sandbox")
-"""Keys that are measured with, and decide no weights unless the model learns from rewards (task mode grpo)."""
+"""Keys that are measured with, and decide no weights unless the model learns from rewards (task modes grpo and score)."""
 
 OTHER_ROWS = ("data.val_path", "data.test_path")
 """Files that are only evaluated on. Another file may be named as long as it decides nothing. Having one or none may not
@@ -54,7 +60,7 @@ SIZES = ("train.batch_size", "train.grad_accum")
 def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> JSON value of every key that decides which weights come out."""
     flat = flatten(cfg)
-    free = FREE_TO_CHANGE if cfg.task_mode == "grpo" else (*FREE_TO_CHANGE, *OF_REWARDS)
+    free = FREE_TO_CHANGE if cfg.task_mode in ("grpo", "score") else (*FREE_TO_CHANGE, *OF_REWARDS)
     return {key: value for key, value in flat.items() if not any(key == f or key.startswith(f"{f}.") for f in free)}
 
 

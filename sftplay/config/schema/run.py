@@ -18,6 +18,7 @@ from sftplay.config.schema.mixture import CptConfig as CptConfig
 from sftplay.config.schema.mixture import DatasetConfig as DatasetConfig
 from sftplay.config.schema.reward import RewardConfig as RewardConfig
 from sftplay.config.schema.reward import SandboxConfig as SandboxConfig
+from sftplay.config.schema.score import ScoreConfig as ScoreConfig
 from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share, UserPath
 from sftplay.config.schema.section import Section as Section
 from sftplay.config.schema.train import Optimizer as Optimizer
@@ -156,10 +157,11 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run, complete. `origins` remembers where each value that is not a default came from."""
 
-    task_mode: Literal["sft", "cpt", "cpt_mixed", "grpo"] = "sft"
+    task_mode: Literal["sft", "cpt", "cpt_mixed", "grpo", "score"] = "sft"
     """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
     on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model draws
-    completions of prompts and learns from their rewards, see rewards and grpo."""
+    completions of prompts and learns from their rewards, see rewards and grpo. score: a solver answers twice, with the
+    hint of a guide between, and both learn, see rewards and score."""
 
     run_name: str | None = None
     """Folder below output_dir. None means the name of the config and the time."""
@@ -197,6 +199,9 @@ class RunConfig(Section):
     grpo: GrpoConfig = Field(default_factory=GrpoConfig)
     """How completions are drawn and learned from (task mode grpo)."""
 
+    score: ScoreConfig = Field(default_factory=ScoreConfig)
+    """How two-turn episodes are played and learned from (task mode score)."""
+
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     """Where programs of a model run."""
 
@@ -233,7 +238,9 @@ class RunConfig(Section):
 
     @property
     def prompt_tokens(self) -> int:
-        """The most tokens of a prompt (task mode grpo)."""
+        """The most tokens of a prompt (task mode grpo), or of a problem, which stands in two prompts (score)."""
+        if self.task_mode == "score":
+            return self.model.max_seq_len - self.score.max_new_tokens - self.score.max_hint_tokens
         return self.grpo.max_prompt_length or self.model.max_seq_len - self.grpo.max_completion_length
 
     def steps_of_tokens(self, tokens: int) -> int:

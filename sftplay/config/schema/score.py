@@ -5,6 +5,7 @@ Names are those of the literature where it has some. Rules between keys are in `
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,6 +14,16 @@ from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, 
 
 Guidance = Literal["none", "static", "model", "model_trained"]
 Devices = Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")]
+
+PLACE = re.compile(r"\{(problem|attempt|hint)\}")
+"""A place in a prompt that is filled in."""
+
+PLACES: dict[str, tuple[str, ...]] = {
+    "solve": ("problem",),
+    "guide": ("problem", "attempt"),
+    "revise": ("problem", "attempt", "hint"),
+}
+"""Prompt -> the places that it must have."""
 
 SOLVE = """{problem}
 
@@ -24,7 +35,8 @@ GUIDE = """Problem:
 A student's attempt:
 {attempt}
 
-You review the attempt. Write one short hint: what exactly should the student check again? Do not state the final answer."""
+You review the attempt. Write one short hint: what exactly should the student check again?
+Do not state the final answer."""
 
 REVISE = """Problem:
 {problem}
@@ -55,6 +67,9 @@ class PromptsConfig(Section):
 
     static_hint: str = STATIC_HINT
     """The hint of `guidance: static`, and of the evaluation with a static hint."""
+
+    right_hint: str = "The final answer is {answer}."
+    """The hint, with {answer}, by which a run finds out before its start whether the solver can use one."""
 
 
 class DevicesConfig(Section):
@@ -192,8 +207,14 @@ class ScoreConfig(Section):
 
     hint_gain: NotNegative = 0.2
     """How much more often second answers must be right with a correct hint than with an empty one before training
-    starts; else the run is refused. It is measured where rows have a column `hint`, or where a hint may be the answer
-    itself. 0 does not look."""
+    starts; else the run is refused: turn 2 would learn to copy. The correct hint is prompts.right_hint. 0 does not
+    look."""
+
+    eval_temperature: NotNegative = 0.0
+    """Temperature of the evaluation. 0 takes the likeliest token each time."""
+
+    eval_samples: Positive = 1
+    """Episodes of each problem in the evaluation. More than one needs an eval_temperature above 0."""
 
     prompts: PromptsConfig = Field(default_factory=PromptsConfig)
     """The texts of the prompts."""

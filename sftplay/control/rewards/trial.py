@@ -23,7 +23,7 @@ def try_rewards(cfg: RunConfig) -> None:
 
     A control replaces the rewards, so there is nothing to try. Raises what `check_before_training` raises.
     """
-    if cfg.task_mode != "grpo" or cfg.grpo.control is not None:
+    if cfg.task_mode not in ("grpo", "score") or (cfg.task_mode == "grpo" and cfg.grpo.control is not None):
         return
     log.status("trying the rewards on right answers and on junk", "reward")
     rows = [columns for columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]

@@ -95,6 +95,7 @@ def _method(run: RunFiles) -> str:
         "cpt": "Continued pretraining",
         "cpt_mixed": "Continued pretraining on a mixture",
         "grpo": "Reinforcement learning (GRPO)",
+        "score": "Two-turn self-correction (BiLevel SCoRe)",
     }
     modes = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, base in 4 bits"}
     known = isinstance(mode, str) and isinstance(task, str)

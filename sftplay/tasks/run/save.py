@@ -15,6 +15,9 @@ from sftplay.deliver.export.model_card import write_adapter_card
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.source import BUILTIN
 
+RESULT_ADAPTERS = ("default", "guide")
+"""Names of the adapters that a run leaves: the first in adapter/ itself, others in folders of their names below it."""
+
 
 def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
     """The weights to save, gathered from all ranks; None where every rank holds them whole.
@@ -62,9 +65,10 @@ def save_result(
     if cfg.tuning.mode != "full":
         if cfg.model.name.startswith(BUILTIN):
             base = str(shutil.copytree(base, folder.path / "base", dirs_exist_ok=True))
-        adapter = model.peft_config["default"]
-        adapter.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
-        adapter.revision = cfg.model.revision
+        for name in _kept_adapters(model):
+            adapter = model.peft_config[name]
+            adapter.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+            adapter.revision = cfg.model.revision
     else:
         if weights is None:
             model.to(_saved_dtype(cfg))
@@ -74,8 +78,7 @@ def save_result(
         # The base's own end token is not always the one its chats end with.
         set_end_tokens(model.generation_config, tokenizer)
     with whole_folder(target, replaces=True) as scratch:
-        # One that KL is measured against is no part of the result.
-        only = {} if cfg.tuning.mode == "full" else {"selected_adapters": ["default"]}
+        only = {} if cfg.tuning.mode == "full" else {"selected_adapters": _kept_adapters(model)}
         model.save_pretrained(scratch, state_dict=weights, **only)
         tokenizer.save_pretrained(scratch)
         if cfg.tuning.mode != "full":
@@ -84,6 +87,11 @@ def save_result(
     if cfg.tuning.mode == "full":
         shutil.rmtree(folder.path / "base", ignore_errors=True)  # one with rows for new tokens; the result has them
     return target
+
+
+def _kept_adapters(model: Any) -> list[str]:
+    """The adapters of the result; one that KL is measured against is no part of it."""
+    return [name for name in RESULT_ADAPTERS if name in model.peft_config]
 
 
 def _saved_dtype(cfg: RunConfig) -> torch.dtype:

@@ -15,7 +15,7 @@ def action_log_prob(log_probs: Tensor, mask: Tensor, *, longest: int) -> Tensor:
     return (log_probs * mask).sum(1) / longest
 
 
-def policy_loss(log_probs: Tensor, mask: Tensor, *, advantage: Tensor, longest: int, n_episodes: int) -> Tensor:
+def policy_loss(log_probs: Tensor, mask: Tensor, *, advantage: Tensor, longest: int, n_episodes: float) -> Tensor:
     """-sum(A * lp) / n_episodes, the share of these episodes in the mean of a batch of `n_episodes` (REINFORCE)."""
     return -(advantage.detach() * action_log_prob(log_probs, mask, longest=longest)).sum() / n_episodes
 

@@ -28,7 +28,7 @@ class ValueHead(nn.Module):
 
 
 def value_loss(
-    head: nn.Module, hidden: Tensor, *, target: Tensor, flow: ValueFlow, value_coef: float, n_episodes: int
+    head: nn.Module, hidden: Tensor, *, target: Tensor, flow: ValueFlow, value_coef: float, n_episodes: float
 ) -> Tensor | None:
     """The share of these episodes in the mean squared error of V, weighted as `flow` says; None where it is nothing.
 

@@ -1,0 +1,129 @@
+"""Rules about two-turn episodes: what a run of task mode score needs, what contradicts itself, what is not built yet.
+
+Nothing here looks at the number of processes or at the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from sftplay.config.rules.grpo import settings_of_labels
+from sftplay.config.rules.violation import Violation
+from sftplay.config.schema.keys import keys_in
+from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.score import PLACE, PLACES
+from sftplay.errors import nearest_names
+
+EACH, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
+FLOW, VALUE = "score.value_flow", "score.value"
+
+WORD_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def broken_score_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """Every rule of task mode score that the config breaks."""
+    if cfg.task_mode == "score":
+        yield from _rewards(cfg)
+        yield from _sizes(cfg)
+        yield from _prompts(cfg)
+        yield from _value(cfg)
+        yield from _evaluation(cfg)
+        yield from _not_built(cfg)
+        yield from settings_of_labels(cfg)
+
+
+def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, the key that takes its effect away, and why."""
+    score = cfg.score
+    if cfg.task_mode != "score":
+        names = (key for key, _ in keys_in(cfg) if key.startswith("score."))
+        yield from ((key, "task_mode", f"task_mode {cfg.task_mode} plays no episodes") for key in names)
+        return
+    if score.guidance in ("none", "static"):
+        asked = ("max_hint_tokens", "beta_guide", "value_coef", "value_flow", "guide_learning_rate", "guide_reward")
+        yield from ((f"score.{name}", "score.guidance", f"guidance {score.guidance} has no guide") for name in asked)
+    if score.advantage != "critic":
+        names = (f"score.critic.{name}" for name in type(score.critic).model_fields)
+        yield from ((key, "score.advantage", f"advantage {score.advantage} has no critic") for key in names)
+
+
+def _rewards(cfg: RunConfig) -> Iterator[Violation]:
+    if not any(reward.weight for reward in cfg.rewards):
+        what, fix = "score learns from a reward, and there is none", "add one: - {name: answer, use: math}"
+        yield Violation(("task_mode", "rewards"), what, fix=fix)
+
+
+def _sizes(cfg: RunConfig) -> Iterator[Violation]:
+    score, effective = cfg.score, cfg.train.effective_batch_size
+    each = score.episodes_per_problem
+    if effective % each:
+        near = [size for size in (effective // each * each, (effective // each + 1) * each) if size]
+        what = f"{effective} episodes a step do not make whole groups of {EACH} {each}"
+        yield Violation((EFFECTIVE, EACH), what, fix=f"write {EFFECTIVE}: {' or '.join(map(str, near))}")
+    if cfg.prompt_tokens < 1:
+        both = f"score.max_new_tokens {score.max_new_tokens} and score.max_hint_tokens {score.max_hint_tokens}"
+        what = f"{cfg.model.max_seq_len} leaves no room for a problem beside {both}"
+        fix = f"write {LENGTH}: {2 * (score.max_new_tokens + score.max_hint_tokens)}, or lower them"
+        yield Violation((LENGTH, "score.max_new_tokens", "score.max_hint_tokens"), what, fix=fix)
+    if not score.stage1_steps + score.stage2_steps:
+        yield Violation(("score.stage1_steps", "score.stage2_steps"), "both stages have 0 steps", fix="give one some")
+
+
+def _prompts(cfg: RunConfig) -> Iterator[Violation]:
+    for name, places in PLACES.items():
+        key, text = f"score.prompts.{name}", getattr(cfg.score.prompts, name)
+        counts = Counter(PLACE.findall(text))
+        for place in places:
+            if counts[place] != 1:
+                what = f"has {{{place}}} {counts[place]} times"
+                yield Violation((key,), what, fix=f"write {{{place}}} once")
+        for word in sorted({*WORD_IN_BRACES.findall(text)} - {*places}):
+            near = nearest_names(word, places)
+            fix = f"did you mean {{{near[0]}}}?" if near else f"it has {', '.join(f'{{{place}}}' for place in places)}"
+            yield Violation((key,), f"nothing fills {{{word}}} in this prompt", fix=fix, nearest=tuple(near))
+    if "{answer}" not in cfg.score.prompts.right_hint and cfg.score.hint_gain:
+        what = "states no answer, so it is no correct hint"
+        yield Violation(("score.prompts.right_hint", "score.hint_gain"), what, fix="write {answer} into it")
+
+
+def _value(cfg: RunConfig) -> Iterator[Violation]:
+    score = cfg.score
+    if score.value == "separate" and score.value_flow != "stop":
+        what = f"{score.value_flow}: a network of its own reads tokens, so no gradient of V reaches the guide"
+        yield Violation((FLOW, VALUE), what, fix=f"write {FLOW}: stop, or {VALUE}: head")
+    elif score.value == "separate":
+        yield Violation((VALUE,), "separate is planned but not part of this version", fix=f"write {VALUE}: head")
+    if score.advantage == "value" and score.guidance in ("none", "static"):
+        what = f"value is read from the guide, but score.guidance is {score.guidance}"
+        yield Violation(("score.advantage", "score.guidance"), what, fix="write score.advantage: rloo")
+
+
+def _evaluation(cfg: RunConfig) -> Iterator[Violation]:
+    score = cfg.score
+    if score.eval_samples > 1 and not score.eval_temperature:
+        what = f"{score.eval_samples} episodes of a problem are all the same at score.eval_temperature 0"
+        fix = "write score.eval_temperature: 0.7, or score.eval_samples: 1"
+        yield Violation(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
+
+
+def _not_built(cfg: RunConfig) -> Iterator[Violation]:
+    """What the specification of the task has and this version does not."""
+    score = cfg.score
+    table = {
+        "tuning.mode": (cfg.tuning.mode == "full", "full trains two whole models, which is planned", "lora or qlora"),
+        "score.placement": (score.placement not in ("auto", "shared"), f"{score.placement} is planned", "shared"),
+        "score.advantage": (score.advantage == "critic", "critic is planned", "auto"),
+        "cluster.strategy": (
+            cfg.cluster.strategy not in ("auto", "ddp"),
+            f"{cfg.cluster.strategy} is planned for task mode score",
+            "ddp",
+        ),
+    }
+    for part in type(score.devices).model_fields:
+        device = getattr(score.devices, part)
+        table[f"score.devices.{part}"] = (device != "auto", f"{device}: a device for each part is planned", "auto")
+    for key, (is_asked, why, remedy) in table.items():
+        if is_asked:
+            yield Violation((key, "task_mode"), f"{why} but not part of this version", fix=f"write {key}: {remedy}")

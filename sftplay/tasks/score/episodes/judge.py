@@ -1,0 +1,135 @@
+"""Judges both turns of each episode against the same reference, and hands the verdicts of all ranks to each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.heartbeat import Heartbeat
+from sftplay.monitor.metrics import gather_objects
+from sftplay.reward.reward_set import Abstentions, RewardSet, Scored, aligned
+from sftplay.reward.table import judges_form
+from sftplay.tasks.score.episodes.figures import (
+    action_figures,
+    is_leaked,
+    reference_of,
+    turn_figures,
+)
+from sftplay.tasks.score.episodes.play import Episode, text_of
+
+RIGHT = 1.0 - 1e-9
+"""From here on an answer counts as right: all rewards for content give it everything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one episode is worth, in plain numbers that can be sent to other ranks."""
+
+    first: float
+    second: float
+    """Weighted mean of the rewards for content, 0 to 1; 0 for an answer that was cut off."""
+
+    is_known: bool
+    """False where a reward has no value for one of the answers: nothing is learned from the episode."""
+
+    form_first: bool
+    form_second: bool
+    """Whether all rewards for form accept the answer."""
+
+    leaks: bool
+    n_cut: int
+    """Answers of the two that were cut off."""
+
+    hint_tokens: int
+    edit_ratio: float
+    is_identical: bool
+
+    @property
+    def right(self) -> tuple[bool, bool]:
+        """Whether each answer is right."""
+        return self.first >= RIGHT, self.second >= RIGHT
+
+
+class EpisodeJudge:
+    """The rewards of a run on one rank; a context manager, which ends their processes."""
+
+    def __init__(self, cfg: RunConfig, columns: Sequence[str], tokenizer: Any) -> None:
+        """`columns` are those that any row has."""
+        self.rewards, self.columns, self.tokenizer = RewardSet(cfg), tuple(columns), tokenizer
+        form = {reward.name for reward in cfg.rewards if judges_form(reward)}
+        self._form = [name for name in self.rewards.names if name in form]
+        weights = dict(zip(self.rewards.names, self.rewards.weights, strict=True))
+        self._content = {name: weight for name, weight in weights.items() if name not in form and weight}
+        self._abstentions = Abstentions()
+
+    def __enter__(self) -> EpisodeJudge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.rewards.close()
+
+    def judge(self, episodes: Sequence[Episode], *, heartbeat: Heartbeat) -> list[Verdict]:
+        """A verdict for each of this rank's episodes.
+
+        Raises:
+            RunError: a reward abstains too often.
+        """
+        with heartbeat.within("reward"):
+            actions = [episode.first for episode in episodes] + [episode.second for episode in episodes]
+            texts = [text_of(self.tokenizer, action.ids) for action in actions]
+            rows = [episode.question.columns for episode in episodes] * 2
+            scored = self.rewards.score(texts, aligned(rows, self.columns))
+            self._abstentions.add(scored)
+        n = len(episodes)
+        return [self._verdict(episode, scored, at=(at, at + n)) for at, episode in enumerate(episodes)]
+
+    def _verdict(self, episode: Episode, scored: Scored, *, at: tuple[int, int]) -> Verdict:
+        values = [self._value(scored, place) for place in at]
+        cut = [episode.first.is_truncated, episode.second.is_truncated]
+        first, second = (0.0 if is_cut else value or 0.0 for value, is_cut in zip(values, cut, strict=True))
+        form = [all(scored.by_name[name].values[place] == 1 for name in self._form) for place in at]
+        says = action_figures([episode.first.said], [episode.second.said])
+        return Verdict(
+            first=first,
+            second=second,
+            is_known=None not in values,
+            form_first=form[0],
+            form_second=form[1],
+            leaks=is_leaked(reference_of(episode.question), text_of(self.tokenizer, episode.hint_ids)),
+            n_cut=sum(cut),
+            hint_tokens=len(episode.hint_ids),
+            edit_ratio=says["edit_ratio"],
+            is_identical=bool(says["frac_identical"]),
+        )
+
+    def _value(self, scored: Scored, place: int) -> float | None:
+        """The weighted mean of the rewards for content; None where one has no value."""
+        pairs = [(scored.by_name[name].values[place], weight) for name, weight in self._content.items()]
+        if any(value is None for value, _ in pairs):
+            return None
+        return sum((value or 0.0) * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+def of_all_ranks(verdicts: Sequence[Verdict], heartbeat: Heartbeat) -> list[Verdict]:
+    """The verdicts of every rank, in rank order. Every rank must call it."""
+    return [verdict for rank in gather_objects(list(verdicts), heartbeat) for verdict in rank]
+
+
+def describe(verdicts: Sequence[Verdict]) -> dict[str, float | None]:
+    """The figures of section "Metrics" that verdicts tell."""
+    right = [verdict.right for verdict in verdicts]
+    return {
+        **turn_figures([first for first, _ in right], [second for _, second in right]),
+        "reward_t1": fmean(verdict.first for verdict in verdicts),
+        "reward_t2": fmean(verdict.second for verdict in verdicts),
+        "edit_ratio": fmean(verdict.edit_ratio for verdict in verdicts),
+        "frac_identical": fmean(verdict.is_identical for verdict in verdicts),
+        "hint_leak": fmean(verdict.leaks for verdict in verdicts),
+        "hint_tokens": fmean(verdict.hint_tokens for verdict in verdicts),
+        "parse_failures": 1 - fmean((verdict.form_first + verdict.form_second) / 2 for verdict in verdicts),
+        "truncated": fmean(verdict.n_cut / 2 for verdict in verdicts),
+        "abstained": 1 - fmean(verdict.is_known for verdict in verdicts),
+    }

@@ -1,0 +1,140 @@
+"""Plays episodes: an answer, a hint, a second answer. The problem goes through all three, and so does its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.data.prompts.questions import Question
+from sftplay.deliver.infer.generate import Generator
+from sftplay.deliver.infer.sampling import seed_of
+from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.tasks.score.episodes.cast import Cast, Role
+from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions
+from sftplay.tasks.score.episodes.figures import reference_of
+from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of
+
+Hints = Literal["own", "empty", "static", "right"]
+"""Where hints come from. own: as `score.guidance` says. right: a text with the right answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """One problem, answered twice."""
+
+    question: Question
+    first: Action
+    hint: Action | None
+    """None where nobody wrote one."""
+
+    hint_ids: list[int]
+    """The hint as it stands in the second prompt."""
+
+    second: Action
+
+
+class Player:
+    """Plays episodes with the solver and the guide of a run."""
+
+    def __init__(self, cfg: RunConfig, cast: Cast, renderer: Renderer) -> None:
+        self.cfg, self.cast, self.tokenizer = cfg, cast, renderer.tokenizer
+        self.templates = make_templates(cfg.score.prompts, renderer, system=cfg.data.system)
+        self._ends = renderer.end_token_ids
+        self._at_once: AdaptiveBatches | None = None
+        self.beat: Callable[[], None] = lambda: None
+        """Called before each batch: only a single one can take too long."""
+
+    def play(
+        self,
+        questions: Sequence[Question],
+        *,
+        numbers: Sequence[int],
+        seed: int,
+        temperature: float,
+        hints: Hints = "own",
+    ) -> list[Episode]:
+        """An episode for each question; the model must be in evaluation mode.
+
+        `numbers` are those of the episodes among all ranks; together with `seed` they decide every token.
+        """
+        score, room = self.cfg.score, self.cfg.model.max_seq_len - self.cfg.score.max_new_tokens
+
+        def answer(turn: int, template: Template, ids: Sequence[dict[str, list[int]]]) -> list[Action]:
+            prompts = [template.filled(each, room=room) for each in ids]
+            return self._draw(
+                prompts, "solver", numbers=numbers, seed=seed_of(seed, turn), temperature=temperature,
+                longest=score.max_new_tokens,
+            )  # fmt: skip
+
+        known = [{"problem": tokens_of(self.tokenizer, question.question)} for question in questions]
+        firsts = answer(1, self.templates.solve, known)
+        known = [{**ids, "attempt": first.said} for ids, first in zip(known, firsts, strict=True)]
+        written = self._written(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)
+        texts = self._hint_ids(questions, written, hints=hints)
+        known = [{**ids, "hint": hint} for ids, hint in zip(known, texts, strict=True)]
+        seconds = answer(3, self.templates.revise, known)
+        return [
+            Episode(question=question, first=first, hint=hint, hint_ids=ids, second=second)
+            for question, first, hint, ids, second in zip(questions, firsts, written, texts, seconds, strict=True)
+        ]
+
+    def _written(
+        self,
+        known: Sequence[dict[str, list[int]]],
+        *,
+        numbers: Sequence[int],
+        seed: int,
+        temperature: float,
+        hints: Hints,
+    ) -> Sequence[Action | None]:
+        """The guide's hints; None where it is not asked."""
+        score = self.cfg.score
+        if hints != "own" or score.guidance in ("none", "static"):
+            return [None] * len(known)
+        room = self.cfg.model.max_seq_len - score.max_hint_tokens
+        prompts = [self.templates.guide.filled(each, room=room) for each in known]
+        return self._draw(
+            prompts, "guide", numbers=numbers, seed=seed_of(seed, 2), temperature=temperature,
+            longest=score.max_hint_tokens,
+        )  # fmt: skip
+
+    def _hint_ids(
+        self, questions: Sequence[Question], written: Sequence[Action | None], *, hints: Hints
+    ) -> list[list[int]]:
+        prompts, is_static = self.cfg.score.prompts, hints == "own" and self.cfg.score.guidance == "static"
+        if hints == "right":
+            texts = [prompts.right_hint.replace("{answer}", reference_of(question)) for question in questions]
+            return [tokens_of(self.tokenizer, text) for text in texts]
+        if hints == "static" or is_static:
+            return [tokens_of(self.tokenizer, prompts.static_hint)] * len(questions)
+        return [hint.said if hint is not None else [] for hint in written]
+
+    def _draw(
+        self,
+        prompts: Sequence[list[int]],
+        role: Role,
+        *,
+        numbers: Sequence[int],
+        seed: int,
+        temperature: float,
+        longest: int,
+    ) -> list[Action]:
+        if self._at_once is None:
+            self._at_once = AdaptiveBatches(self.cfg.score.generation_rows or len(prompts), "generation")
+
+        def draw(part: slice) -> list[Action]:
+            self.beat()
+            sampling = RecordedSampling(temperature=temperature, seed=seed)
+            generator = Generator(self.cast.model, self.tokenizer, self._ends, longest, sampling)
+            return draw_actions(generator, prompts[part], rows=numbers[part])
+
+        with self.cast.speaking(role):
+            return [action for part in self._at_once.each(len(prompts), draw) for action in part]
+
+
+def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of an action or a hint."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -1,0 +1,144 @@
+"""Held-out problems played while a run trains: at the start, every so many steps, at the end of a stage and of the run.
+
+Each problem is played with the run's own hints, with empty ones and with the static one: the differences tell who has
+learned, solver or guide. Every rank plays its share.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sftplay import log
+from sftplay.atomic import write_text
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.prompts.questions import Question
+from sftplay.errors import RunError
+from sftplay.monitor.metrics import gather_objects
+from sftplay.monitor.observer import Observer
+from sftplay.tasks.score.episodes.figures import diagnosis
+from sftplay.tasks.score.episodes.judge import Verdict, describe
+from sftplay.tasks.score.episodes.play import Hints
+from sftplay.tasks.score.episodes.samples import line_of, write_lines
+from sftplay.tasks.score.learning.schedule import gate_objection
+from sftplay.tasks.step.random_numbers import random_numbers_kept
+
+Played = tuple[int, Verdict, dict[str, Any]]
+"""Number of the episode, verdict, and the episode for people."""
+
+
+class EvaluateEpisodes(Observer):
+    """Writes eval/step-N.json and .jsonl, and hands the figures to the next line of metrics.
+
+    What lies there already is kept: after a resume nothing is measured twice.
+    """
+
+    trainer: Any
+
+    def __init__(self, cfg: RunConfig, questions: Sequence[Question], *, folder: Path, every: int) -> None:
+        """`folder` is the run's eval/; `every` the steps between two evaluations."""
+        self.cfg, self.questions, self.folder, self.every = cfg, questions, folder, every
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            self._expect_readable_hints()
+            self.evaluate(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step, stage1 = state.global_step, self.cfg.score.stage1_steps
+        if step % self.every == 0 or step in (stage1, state.max_steps):
+            control.should_log = True  # a line for the figures
+            figures = self.evaluate(step)
+            if step == stage1 and figures and step < state.max_steps:
+                self._warn_at_gate(figures)
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Have all problems played, once a step; the figures, empty where they lie there already. All ranks call it."""
+        path, trainer = self.folder / f"step-{step}.json", self.trainer
+        if gather_objects(path.exists())[0]:
+            return {}
+        began = time.monotonic()
+        played = self._play("own")
+        figures: dict[str, Any] = {"step": step, "n": len(played), **describe([verdict for _, verdict, _ in played])}
+        for hints in ("empty", "static"):
+            said = describe([verdict for _, verdict, _ in self._play(hints)])
+            figures[f"acc_t2_{hints}"] = said["acc_t2"]
+        figures |= {"diagnosis": diagnosis(figures), "seconds": round(time.monotonic() - began, 3)}
+        if log.is_main():
+            write_lines(path.with_suffix(".jsonl"), [line for _, _, line in played])
+            write_text(path, json.dumps(figures, indent=1) + "\n")
+        if step:  # the first line of metrics is that of step 1
+            trainer.held_out_figures = {
+                f"eval_{key}": value for key, value in figures.items() if isinstance(value, float) and key != "seconds"
+            }
+        log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
+        return figures
+
+    def _play(self, hints: Hints) -> list[Played]:
+        """The episodes of all ranks, each once, in the order of their numbers."""
+        with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
+            shares = gather_objects(self._share(hints), self.trainer.heartbeat)
+        by_number = {each[0]: each for share in shares for each in share}
+        return [by_number[number] for number in sorted(by_number)]
+
+    def _share(self, hints: Hints) -> list[Played]:
+        """This rank's episodes. Every rank has as many as the others: one may be played twice."""
+        trainer, score = self.trainer, self.cfg.score
+        n, world = len(self.questions) * score.eval_samples, log.world_size()
+        numbers = [number % n for number in range(log.rank(), ceil(n / world) * world, world)]
+        questions = [self.questions[number // score.eval_samples] for number in numbers]
+        trainer.model_wrapped.eval()
+        try:
+            with torch.no_grad(), trainer.accelerator.autocast():
+                episodes = trainer.player.play(
+                    questions, numbers=numbers, seed=self.cfg.seed, temperature=score.eval_temperature, hints=hints
+                )
+        finally:
+            trainer.model_wrapped.train()
+        verdicts = trainer.judge.judge(episodes, heartbeat=trainer.heartbeat)
+        tokenizer = trainer.player.tokenizer
+        return [
+            (number, verdict, line_of(episode, verdict, tokenizer))
+            for number, episode, verdict in zip(numbers, episodes, verdicts, strict=True)
+        ]
+
+    def _expect_readable_hints(self) -> None:
+        """Raise RunError where the solver cannot use a hint that states the answer: it would learn to copy."""
+        wanted = self.cfg.score.hint_gain
+        if not wanted or self.cfg.score.guidance == "none":
+            return
+        right, empty = (describe([verdict for _, verdict, _ in self._play(hints)]) for hints in ("right", "empty"))
+        with_hint, without = float(right["acc_t2"] or 0.0), float(empty["acc_t2"] or 0.0)
+        said = f"right in {with_hint:.1%} with a correct hint and in {without:.1%} with an empty one"
+        log.say(f"second answers are {said}", "eval")
+        if with_hint - without < wanted:
+            raise RunError(
+                f"the solver cannot use a hint: its second answers are {said}, a gain of {with_hint - without:.3f}",
+                where="score.hint_gain",
+                fix=f"warm the model up on rows with hints (task_mode sft), until the gain is {wanted:g}; or set "
+                "score.hint_gain: 0",
+            )
+
+    def _warn_at_gate(self, figures: dict[str, Any]) -> None:
+        kl_first = float(self.trainer.figures.get("kl_t1") or 0.0)
+        objection = gate_objection(kl_first=kl_first, delta=float(figures["delta"]), kl1_max=self.cfg.score.kl1_max)
+        if objection:
+            log.say(f"warning: stage 1 ends, but {objection}; stage 2 begins all the same", "score")
+        else:
+            log.say(
+                f"stage 1 ends: KL of turn 1 {kl_first:.3g}, delta {figures['delta']:+.3f}; stage 2 begins", "score"
+            )
+
+
+def said_of(figures: dict[str, Any]) -> str:
+    """The figures in a line."""
+    names = ("acc_t1", "acc_t2", "delta", "i2c", "c2i")
+    means = "  ".join(f"{name} {figures[name]:.3f}" for name in names)
+    hints = f"empty hint {figures['acc_t2_empty']:.3f}, static {figures['acc_t2_static']:.3f}"
+    return f"{means}  ({hints}; n {figures['n']}): {figures['diagnosis']}"

@@ -1,0 +1,157 @@
+"""The gradients of one step: the guide's loss, then the solver's, in micro-batches whose sum is the whole batch.
+
+All advantages and values were computed before. Solver and guide train different weights, so the gradients of both are
+taken before the one optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from sftplay.config.schema.score import ScoreConfig
+from sftplay.tasks.score.episodes.cast import Cast, Role
+from sftplay.tasks.score.episodes.drawing import Action
+from sftplay.tasks.score.gradients.scoring import ActionBatch, TokenScores, forward, score_actions
+from sftplay.tasks.score.learning.losses import masked_mean, policy_loss
+from sftplay.tasks.score.learning.value import straight_through, value_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How a rank's share of a batch is cut, and how large the whole is per rank."""
+
+    micro_batch: int
+    n_episodes: float
+    """Episodes of the whole batch, over the ranks: gradients are averaged over them."""
+
+    pad: int
+    device: Any
+    backward: Callable[[Tensor], None]
+    context: Callable[[], Any]
+    """The precision of the forward passes."""
+
+
+class Update:
+    """Takes the gradients of solver and guide, and adds up what they are made of."""
+
+    def __init__(self, cast: Cast, score: ScoreConfig, batch: Batch) -> None:
+        self.cast, self.score, self.batch = cast, score, batch
+        self.sums: dict[str, float] = defaultdict(float)
+        """Loss, KL terms and entropies of this rank's share."""
+
+    def solver(
+        self, actions: Sequence[Action], *, turn: int, advantage: Tensor | None, beta: float, n_tokens: float
+    ) -> None:
+        """One turn of the solver: its policy gradient, where it is paid, and its KL."""
+        for part, tensors in self._parts(actions):
+            with self.batch.context():
+                scores = self._scores("solver", tensors)
+                kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
+                loss = beta * kl
+                if advantage is not None:
+                    loss = loss + self._policy(scores, tensors, advantage[part], longest=self.score.max_new_tokens)
+            self._add(f"t{turn}", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
+            if loss.requires_grad:
+                self.batch.backward(loss)
+
+    def guide(self, actions: Sequence[Action], *, advantage: Tensor, outcome: Tensor, n_tokens: float) -> None:
+        """The guide: policy gradient, KL, and the loss of V, whose gradient goes as far as `value_flow` says."""
+        score = self.score
+        for part, tensors in self._parts(actions):
+            with self.batch.context():
+                scores = self._scores("guide", tensors)
+                kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
+                loss = self._policy(scores, tensors, advantage[part], longest=score.max_hint_tokens)
+                loss = loss + score.beta_guide * kl
+                loss = loss + self._value(scores, tensors, outcome[part])
+            self._add("guide", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
+            self.batch.backward(loss)
+
+    def value_head(self, actions: Sequence[Action], *, outcome: Tensor) -> None:
+        """The head alone, while the guide does not learn."""
+        for part, tensors in self._parts(actions):
+            with torch.no_grad(), self.batch.context(), self.cast.speaking("guide") as model:
+                _, hidden = forward(model, tensors)
+            loss = value_loss(
+                self.cast.model.value_head, _last(hidden, tensors), target=outcome[part].to(hidden.device),
+                flow="stop", value_coef=self.score.value_coef, n_episodes=1,
+            )  # fmt: skip
+            assert loss is not None
+            self.batch.backward(loss / self.batch.n_episodes)
+
+    @torch.no_grad()
+    def values(self, actions: Sequence[Action]) -> Tensor:
+        """V of each episode, [episodes], from the guide's state at the end of its hint."""
+        found = []
+        for _, tensors in self._parts(actions):
+            with self.batch.context(), self.cast.speaking("guide") as model:
+                _, hidden = forward(model, tensors)
+            found.append(self.cast.model.value_head(_last(hidden, tensors)).float().cpu())
+        return torch.cat(found)
+
+    def _parts(self, actions: Sequence[Action]) -> Iterator[tuple[slice, ActionBatch]]:
+        for at in range(0, len(actions), self.batch.micro_batch):
+            part = slice(at, at + self.batch.micro_batch)
+            yield part, ActionBatch.of(actions[part], pad=self.batch.pad, device=self.batch.device)
+
+    def _scores(self, role: Role, tensors: ActionBatch) -> TokenScores:
+        return score_actions(self.cast, role, tensors, temperature=self.score.temperature, kl=self.score.kl)
+
+    def _policy(self, scores: TokenScores, tensors: ActionBatch, advantage: Tensor, *, longest: int) -> Tensor:
+        return policy_loss(
+            scores.log_probs, tensors.mask, advantage=advantage.to(scores.log_probs.device), longest=longest,
+            n_episodes=self.batch.n_episodes,
+        )  # fmt: skip
+
+    def _value(self, scores: TokenScores, tensors: ActionBatch, outcome: Tensor) -> Tensor | float:
+        if not self.cast.has_value:
+            return 0.0
+        score, head = self.score, self.cast.model.value_head
+        target = outcome.to(scores.last_hidden.device)
+        loss = value_loss(
+            head, scores.last_hidden, target=target, flow=score.value_flow, value_coef=score.value_coef, n_episodes=1
+        )
+        total = 0.0 if loss is None else loss / self.batch.n_episodes
+        if score.value_flow == "straight_through" and score.value_coef:
+            total = total - score.value_coef * self._climb(tensors).sum() / self.batch.n_episodes
+        return total
+
+    def _climb(self, tensors: ActionBatch) -> Tensor:
+        """V of a frozen copy of guide and head, whose hint tokens are straight-through samples of the guide."""
+        with self.cast.speaking("guide") as model:
+            logits, _ = forward(model, tensors)
+            log_probs = (logits.float() / self.score.temperature).log_softmax(-1)
+            table = model.get_input_embeddings().weight
+            hint = straight_through(log_probs, tensors.tokens, table).to(table.dtype)
+            prompt = model.get_input_embeddings()(tensors.ids[:, : -tensors.tokens.shape[1]]).detach()
+            frozen = {name: weight.detach() for name, weight in model.named_parameters()}
+            out = functional_call(
+                model, frozen, kwargs={
+                    "inputs_embeds": torch.cat([prompt, hint], 1), "attention_mask": tensors.attention,
+                    "position_ids": tensors.positions, "output_hidden_states": True, "use_cache": False,
+                },
+            )  # fmt: skip
+            head = {name: weight.detach() for name, weight in model.value_head.named_parameters()}
+            value: Tensor = functional_call(model.value_head, head, (_last(out.hidden_states[-1], tensors),))
+        return value
+
+    def _add(
+        self, name: str, loss: Tensor, *, kl: Tensor, scores: TokenScores, tensors: ActionBatch, n_tokens: float
+    ) -> None:
+        self.sums["loss"] += float(loss.detach())
+        self.sums[f"kl_{name}"] += float(kl.detach())
+        self.sums[f"entropy_{name}"] += float(masked_mean(scores.entropy, tensors.mask, n_tokens=n_tokens))
+
+
+def _last(hidden: Tensor, tensors: ActionBatch) -> Tensor:
+    """The state at the last token of each action: [actions, tokens, width] -> [actions, width]."""
+    last = tensors.attention.shape[1] - tensors.mask.shape[1] + tensors.mask.sum(1).long() - 1
+    found: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), last]
+    return found

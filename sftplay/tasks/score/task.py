@@ -1,0 +1,100 @@
+"""Two-turn self-correction with a guide (BiLevel SCoRe): the functions of task mode score."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.prompts.load import load_prompts
+from sftplay.data.prompts.report import prompts_table
+from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
+from sftplay.deliver.infer.generate import Generator
+from sftplay.launch.run_folder import RunFolder
+from sftplay.tasks.run.fingerprint import recipe_of
+from sftplay.tasks.run.task import Rows, TrainerParts
+from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.episodes.judge import EpisodeJudge
+from sftplay.tasks.score.episodes.play import Player
+from sftplay.tasks.score.evaluation import EvaluateEpisodes
+from sftplay.tasks.score.problems import EpisodeRows, collate, run_order
+from sftplay.tasks.score.trainer import EpisodeTrainer
+
+
+def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
+    """The problems in `cfg.data`. Gives the tokenizer the chat template that asks them.
+
+    Raises:
+        DataError: no problem is left.
+    """
+    log.status(f"preparing the problems of {cfg.rows_path}", "data")
+    prompts = load_prompts(cfg, tokenizer)
+    if prompts.renderer.template is not None:
+        tokenizer.chat_template = prompts.renderer.template
+    train, known = run_order(cfg, prompts)
+    # Where nothing is held out, the evaluation plays the training problems.
+    measured = prompts.held_out if len(prompts.held_out) else prompts.train
+    return Rows(
+        train=train,
+        held_out=EpisodeRows(range(len(measured)), each=1),
+        report=prompts.report,
+        recipe=recipe_of(prompts.renderer),
+        source=prompts,
+        order=known,
+        trainer_evaluates=False,
+    )
+
+
+def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
+    """Show the table of the data report."""
+    log.show(prompts_table(rows.report))
+
+
+def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
+    """Greedy single answers to the held-out problems; two turns are measured while the run trains."""
+    renderer = rows.source.renderer
+    generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.score.max_new_tokens)
+    questions = spread(rows.source.held_out or rows.source.train, cfg.eval.limit)
+    evaluate_questions(generator, questions, columns=rows.report["columns"], cfg=cfg, path=path)
+
+
+def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
+    """A trainer that plays the problems in their order."""
+    cfg, score, prompts = parts.cfg, parts.cfg.score, parts.rows.source
+    has_guide = score.guidance in ("model", "model_trained")
+    cast = Cast(
+        parts.model,
+        has_guide=has_guide,
+        guide_learns=score.guidance == "model_trained",
+        has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
+    )
+    player = Player(cfg, cast, prompts.renderer)
+    trainer = EpisodeTrainer(
+        parts.step,
+        cfg=cfg,
+        run_folder=parts.folder.path,
+        cast=cast,
+        player=player,
+        judge=EpisodeJudge(cfg, parts.rows.report["columns"], prompts.renderer.tokenizer),
+        questions=prompts.train,
+        model=parts.model,
+        processing_class=parts.tokenizer,
+        args=TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None}),
+        train_dataset=parts.train,
+        data_collator=collate,
+        callbacks=parts.callbacks,
+    )
+    assert parts.rows.order is not None
+    measured = prompts.held_out if len(prompts.held_out) else prompts.train
+    trainer.add_callback(
+        EvaluateEpisodes(
+            cfg,
+            spread(measured, cfg.eval.limit),
+            folder=parts.folder.eval,
+            every=cfg.train.eval_steps or parts.rows.order.steps_per_epoch,
+        )
+    )
+    return trainer
