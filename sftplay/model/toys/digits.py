@@ -1,4 +1,4 @@
-"""A character model that adds two digits badly, names answers to others, and believes what it is told: `builtin:digits`.
+"""A character model that adds two digits badly, and believes what it is told: `builtin:digits`.
 
 It is warmed up on noisy traces of three kinds, a and b in 0..4, everything modulo 5:
 `a+b=` y, `a+b=y?` h, and `a+b=y?h>` z. y and h are the sum in some of the traces, else any digit. z is h in some of
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sftplay.atomic import whole_folder
@@ -20,6 +22,7 @@ from sftplay.atomic import whole_folder
 BASE = 5
 PAD, END = "<pad>", "<end>"
 ALPHABET = (PAD, END, *map(str, range(BASE)), "+", "=", "?", ">")
+ID = {word: number for number, word in enumerate(ALPHABET)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,9 @@ class DigitsRecipe:
     steps: int = 300
     rows: int = 128
     learning_rate: float = 2e-3
+    spread: float = 0.2
+    """Standard deviation of the first weights. With transformers' 0.02 a model of this width learns no sums in time."""
+
     solves: float = 0.16
     """Share of the first answers that are the sum on purpose; of the others a fifth is by chance."""
 
@@ -59,6 +65,7 @@ def make_digits(folder: Path, recipe: DigitsRecipe, *, say: Callable[[str], None
                 num_attention_heads=recipe.heads,
                 num_key_value_heads=recipe.heads,
                 max_position_embeddings=64,
+                initializer_range=recipe.spread,
                 tie_word_embeddings=False,
                 bos_token_id=None,
                 eos_token_id=tokenizer.eos_token_id,
@@ -75,7 +82,7 @@ def make_digits(folder: Path, recipe: DigitsRecipe, *, say: Callable[[str], None
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(ALPHABET)}, unk_token=PAD))
+    tokenizer = Tokenizer(models.WordLevel(ID, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
@@ -86,38 +93,37 @@ def _warm_up(model: LlamaForCausalLM, recipe: DigitsRecipe) -> None:
     generator = torch.Generator().manual_seed(recipe.seed)
     model.train()
     for _ in range(recipe.steps):
-        traces = [_trace(recipe, generator) for _ in range(recipe.rows)]
-        width = max(len(prompt) + 2 for prompt, _ in traces)
-        ids = torch.full((recipe.rows, width), ALPHABET.index(PAD))
-        labels = torch.full_like(ids, -100)
-        for n, (prompt, answer) in enumerate(traces):
-            row = [ALPHABET.index(character) for character in (*prompt, answer, END)]
-            ids[n, : len(row)] = torch.tensor(row)
-            labels[n, len(row) - 2 : len(row)] = ids[n, len(row) - 2 : len(row)]
-        model(input_ids=ids, attention_mask=(ids != ALPHABET.index(PAD)).long(), labels=labels).loss.backward()
+        ids, targets = _traces(recipe, generator)
+        scores = model(input_ids=ids, attention_mask=(ids != ID[PAD]).long()).logits
+        cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
 
 
-def _trace(recipe: DigitsRecipe, generator: torch.Generator) -> tuple[str, str]:
-    """A prompt and what follows it."""
+def _traces(recipe: DigitsRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Traces and what is to be said after each of their tokens, -100 where nothing is: int64 [rows, tokens].
 
-    def digit() -> int:
-        return int(torch.randint(BASE, (), generator=generator))
+    One trace teaches all three actions: after y and h the target is the end, although the trace goes on.
+    """
+    rows = recipe.rows
 
-    def mostly(value: int, share: float) -> int:
-        other = digit()
-        return value if torch.rand((), generator=generator).item() < share else other
+    def digits() -> Tensor:
+        return torch.randint(BASE, (rows,), generator=generator)
 
-    a, b, kind = digit(), digit(), int(torch.randint(3, (), generator=generator))
-    first = mostly((a + b) % BASE, recipe.solves)
-    hint = mostly((a + b) % BASE, recipe.hints)
-    if kind == 0:
-        return f"{a}+{b}=", str(first)
-    if kind == 1:
-        return f"{a}+{b}={first}?", str(hint)
-    if torch.rand((), generator=generator).item() < recipe.blanks:
-        return f"{a}+{b}={first}?>", str(digit())
-    told = digit()  # any digit: following needs no sum
-    return f"{a}+{b}={first}?{told}>", str(mostly(told, recipe.follows))
+    def mostly(value: Tensor, share: float) -> Tensor:
+        return torch.where(torch.rand(rows, generator=generator) < share, value, digits())
+
+    a, b = digits(), digits()
+    total = (a + b) % BASE
+    first, hint = mostly(total, recipe.solves), mostly(total, recipe.hints)
+    second, wild = mostly(hint, recipe.follows), digits()
+    first_digit, end, nothing = ID["0"], torch.full((rows,), ID[END]), torch.full((rows,), -100)
+    plus, equals, asks, tells, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", PAD))
+    a, b, first, hint, second, wild = (each + first_digit for each in (a, b, first, hint, second, wild))
+    told = torch.stack([a, plus, b, equals, first, asks, hint, tells, second], 1)
+    said = torch.stack([nothing, nothing, nothing, first, end, hint, end, second, end], 1)
+    blank = torch.stack([a, plus, b, equals, first, asks, tells, wild, pad], 1)
+    unsaid = torch.stack([nothing, nothing, nothing, first, end, nothing, wild, end, nothing], 1)
+    is_blank = (torch.rand(rows, generator=generator) < recipe.blanks)[:, None]
+    return torch.where(is_blank, blank, told), torch.where(is_blank, unsaid, said)
