@@ -47,10 +47,10 @@ def edit_ratio(before: Sequence[int], after: Sequence[int]) -> float:
     longer = max(len(before), len(after))
     if not longer:
         return 0.0
-    target, places = np.asarray(after), np.arange(len(after) + 1)
+    target, places = np.asarray(list(after)), np.arange(len(after) + 1)
     row = places.copy()
     for n, token in enumerate(before, 1):
-        changed = np.minimum(row[1:] + 1, row[:-1] + (target != token))
+        changed = np.minimum(row[1:] + 1, row[:-1] + (target != token).astype(int))
         # An insertion costs one more than its left neighbour.
         row = np.minimum.accumulate(np.concatenate([[n], changed]) - places) + places
     return float(row[-1]) / longer

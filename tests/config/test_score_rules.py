@@ -1,0 +1,55 @@
+"""What a run of two-turn episodes needs, what contradicts itself, and what is not part of this version."""
+
+import pytest
+
+from sftplay.config.rules.general import notes
+
+SCORE = "task_mode: score\nrewards: [{name: answer, use: exact_match}]\n"
+
+
+def test_the_defaults_are_a_run(load):
+    cfg = load(SCORE)
+    assert cfg.score.alpha == 10
+    assert cfg.prompt_tokens == 2048 - 512 - 128
+
+
+def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
+    (problem,) = refusals("task_mode: score\n")
+    assert problem.what == "score learns from a reward, and there is none"
+
+
+def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
+    (problem,) = refusals(f"{SCORE}score: {{value: separate}}\n")
+    assert "no gradient of V reaches the guide" in problem.what
+    assert "score.value_flow: stop" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "fix"),
+    [
+        ("train: {effective_batch_size: 30}", "train.effective_batch_size", "28 or 32"),
+        ("score: {max_new_tokens: 2000}", "score.max_new_tokens", "model.max_seq_len"),
+        ("score: {stage1_steps: 0, stage2_steps: 0}", "score.stage1_steps", "give one some"),
+        ('score: {prompts: {solve: "no place"}}', "score.prompts.solve", "write {problem} once"),
+        ('score: {prompts: {guide: "{problem} {atempt} {attempt}"}}', "score.prompts.guide", "{attempt}"),
+        ('score: {prompts: {revise: "{problem}{attempt}{attempt}{hint}"}}', "score.prompts.revise", "{attempt} once"),
+        ("score: {eval_samples: 4}", "score.eval_samples", "score.eval_temperature: 0.7"),
+        ("score: {advantage: value, guidance: static}", "score.advantage", "rloo"),
+        ("score: {advantage: critic}", "score.advantage", "auto"),
+        ("score: {placement: roles}", "score.placement", "shared"),
+        ('score: {devices: {guide: "cuda:1"}}', "score.devices.guide", "auto"),
+        ("tuning: {mode: full}", "tuning.mode", "lora"),
+        ("cluster: {strategy: fsdp}", "cluster.strategy", "ddp"),
+        ("train: {packing: true}", "train.packing", "false"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
+    (problem,) = refusals(f"{SCORE}{text}\n")
+    assert problem.where.endswith(key)
+    assert fix in problem.fix
+
+
+def test_keys_without_effect_are_named(load):
+    assert len(notes(load("score: {alpha: 3.0}\n"))) == 1
+    (note,) = notes(load(f"{SCORE}score: {{guidance: static, value_coef: 0.5}}\n"))
+    assert "score.value_coef has no effect" in note

@@ -1,0 +1,120 @@
+"""How episodes are put together: prompts out of ids, draws that do not depend on neighbours, and what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sftplay.config.schema.score import PromptsConfig
+from sftplay.data.encode.render import Renderer
+from sftplay.data.prompts.questions import Question
+from sftplay.deliver.infer.generate import Generator
+from sftplay.errors import RunError
+from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.tasks.score.episodes.drawing import RecordedSampling, draw_actions
+from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, is_leaked, reference_of, turn_figures
+from sftplay.tasks.score.episodes.templates import Template, make_templates, without_middle
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's model and tokenizer, hardly trained."""
+    folder = tmp_path_factory.mktemp("digits") / "model"
+    make_digits(folder, DigitsRecipe(steps=3), say=print)
+    return folder
+
+
+def ids(text: str) -> list[int]:
+    return [ID[character] for character in text]
+
+
+def test_a_prompt_holds_the_sampled_ids_as_they_are(digits: Path):
+    renderer = Renderer.prove(AutoTokenizer.from_pretrained(digits), None, samples=[])
+    prompts = PromptsConfig(solve="{problem}", guide="{problem}{attempt}?", revise="{problem}{attempt}?{hint}>")
+    templates = make_templates(prompts, renderer, system=None)
+    known = {"problem": ids("1+3="), "attempt": ids("2"), "hint": ids("4")}
+    assert templates.revise.filled(known, room=30) == ids("1+3=2?4>")
+    assert templates.guide.filled(known, room=30) == ids("1+3=2?")
+    # Ids that no text has: a retokenised text could not bring them back.
+    assert templates.guide.filled({**known, "attempt": [0, 0]}, room=30) == [*ids("1+3="), 0, 0, *ids("?")]
+
+
+def test_the_middle_of_the_attempt_is_cut_and_problem_and_hint_survive():
+    template = Template(("problem", (90,), "attempt", (91,), "hint"))
+    known = {"problem": [1, 2], "attempt": [3, 4, 5, 6, 7], "hint": [8]}
+    assert template.filled(known, room=8) == [1, 2, 90, 3, 4, 7, 91, 8][:8]
+    assert template.filled(known, room=5) == [1, 2, 90, 91, 8]
+    with pytest.raises(RunError, match="1 tokens more than the 4"):
+        template.filled(known, room=4)
+    assert without_middle(range(6), 4) == [0, 1, 4, 5]
+
+
+def test_a_draw_depends_on_its_number_alone_and_its_probability_is_the_models(digits: Path):
+    model = AutoModelForCausalLM.from_pretrained(digits).eval()
+    tokenizer = AutoTokenizer.from_pretrained(digits)
+    prompts = [ids("1+3="), ids("0+1=2?"), ids("4+4=1?3>")]
+
+    def draw(numbers, temperature=0.7):
+        sampling = RecordedSampling(temperature=temperature, seed=5)
+        generator = Generator(model, tokenizer, [ID["<end>"]], 4, sampling)
+        return draw_actions(generator, [prompts[number] for number in numbers], rows=numbers)
+
+    together, alone = draw([0, 1, 2]), [draw([number])[0] for number in range(3)]
+    assert [action.ids for action in together] == [action.ids for action in alone]
+    for action in together:
+        whole = torch.tensor([action.prompt + action.ids])
+        scores = (model(whole).logits[0, len(action.prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        expected = scores.gather(-1, torch.tensor(action.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(action.log_probs), expected, atol=1e-4, rtol=1e-4)
+        assert action.is_truncated == (action.ids[-1] != ID["<end>"])
+        assert action.said == (action.ids if action.is_truncated else action.ids[:-1])
+    assert [action.log_probs for action in draw([0, 1, 2], temperature=0.0)] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [([0, 0, 1, 1], [0, 1, 0, 1]), ([1, 1, 1], [1, 1, 1]), ([0, 1, 0, 0, 1], [1, 1, 1, 0, 0])]
+)
+def test_what_was_fixed_less_what_was_broken_is_the_gain(first, second):
+    figures = turn_figures([bool(each) for each in first], [bool(each) for each in second])
+    assert figures["delta"] == pytest.approx(figures["i2c"] - figures["c2i"])
+    assert figures["delta"] == pytest.approx(figures["acc_t2"] - figures["acc_t1"])
+
+
+def test_conditional_rates_are_over_the_answers_they_are_about():
+    figures = turn_figures([False, False, False, True], [True, False, False, False])
+    assert figures["fix_rate"] == pytest.approx(1 / 3)
+    assert figures["break_rate"] == 1
+    assert turn_figures([True], [True])["fix_rate"] is None
+
+
+def test_the_edit_ratio_is_levenshteins_distance_over_the_longer_length():
+    assert edit_ratio("kitten", "sitting") == pytest.approx(3 / 7)
+    assert edit_ratio([], [1, 2]) == 1
+    assert edit_ratio([], []) == 0
+    assert edit_ratio([1, 2, 3], [1, 2, 3]) == 0
+
+
+@pytest.mark.parametrize(
+    ("hint", "leaks"),
+    [("It is 42.", True), ("check 142", False), ("42.5 is wrong", False), ("add 4 and 2", False), ("(42)", True)],
+)
+def test_a_hint_leaks_where_it_states_the_answer_as_a_number_of_its_own(hint, leaks):
+    question = Question(0, [], "", {"answer": "6 x 7 = 42\n#### 42"})
+    assert is_leaked(reference_of(question), hint) is leaks
+
+
+def test_a_whole_solution_is_no_leak():
+    assert not is_leaked("x" * 200, "x" * 200)
+    assert not is_leaked(reference_of(Question(0, [], "", {})), "anything")
+
+
+def test_copying_is_told_from_correcting():
+    # Toy A of the specification at the end of stage 1, and toy B.
+    copies = SimpleNamespace(**turn_figures([True] * 585 + [False] * 415, [True] * 577 + [False] * 423))
+    assert diagnosis({**vars(copies), "frac_identical": 0.98}).startswith("turn 2 copies the first answer")
+    corrects = turn_figures([True] * 300 + [False] * 700, [True] * 292 + [False] * 8 + [True] * 673 + [False] * 27)
+    assert diagnosis({**corrects, "frac_identical": 0.3}) == "turn 2 corrects the first answer"
