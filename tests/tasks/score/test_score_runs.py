@@ -1,0 +1,112 @@
+"""Runs of task score in this process: resumed ones, one without a value, and ones that are refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from grpo_run import TIMED
+from in_process import Finished, StopAfter, new_run, train, train_in
+from peft import PeftModel
+from safetensors.torch import load_file
+from score_run import score_inputs, score_options
+from small_run import Inputs
+from transformers import AutoModelForCausalLM
+
+from sftplay.errors import RunError
+from sftplay.tasks.score.episodes.cast import Cast
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return score_inputs(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return train(tmp_path_factory.mktemp("whole"), inputs, **score_options())
+
+
+def weights(run: Finished) -> dict[str, torch.Tensor]:
+    assert run.folder.result is not None
+    found = {}
+    for path in sorted(run.folder.result.rglob("*.safetensors")):
+        found |= {f"{path.parent.name}/{name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def course(run: Finished) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in run.metrics]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3], ids=["in stage 1", "between the stages", "in stage 2"])
+def test_a_resumed_run_is_the_same_bit_for_bit(step: int, whole: Finished, inputs: Inputs, tmp_path: Path):
+    cfg, folder = new_run(tmp_path, inputs, **score_options())
+    assert train_in(cfg, folder, StopAfter(step)).outcome.stop_signal == signal.SIGTERM
+    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    assert course(resumed) == course(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_every_line_says_what_turn_2_did_and_the_gain_is_what_was_fixed_less_what_was_broken(whole: Finished):
+    assert [line["stage"] for line in whole.metrics] == [1, 1, 2, 2]
+    evaluations = [json.loads(path.read_text()) for path in sorted(whole.folder.eval.glob("step-*.json"))]
+    assert len(evaluations) == 3  # start, end of stage 1, end
+    for line in [*whole.metrics, *evaluations]:
+        assert line["delta"] == pytest.approx(line["i2c"] - line["c2i"])
+    wanted = {"kl_t1", "kl_t2", "kl_guide", "edit_ratio", "hint_leak", "explained_variance", "grad_norm/guide"}
+    assert wanted <= set(whole.metrics[0])
+    assert {"acc_t2_empty", "acc_t2_static", "diagnosis"} <= set(evaluations[0])
+    assert whole.metrics[-1]["eval_acc_t1"] == evaluations[-1]["acc_t1"]
+
+
+def test_both_adapters_load_in_plain_peft(whole: Finished, inputs: Inputs):
+    result = whole.folder.result
+    assert result is not None
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs.model), str(result))
+    model.load_adapter(str(result / "guide"), "guide")
+    trained = whole.trainer.cast.model.eval()
+    ids = torch.tensor([[2, 7, 3, 8]])
+    for role, name in (("solver", "default"), ("guide", "guide")):
+        model.set_adapter(name)
+        with whole.trainer.cast.speaking(role):
+            torch.testing.assert_close(model(ids).logits, trained(ids).logits)
+
+
+def test_a_value_coefficient_of_0_is_learning_without_a_value_bit_for_bit(inputs: Inputs, tmp_path: Path):
+    options = score_options(score__value_coef=0.0, score__advantage="rloo")
+    plain = train(tmp_path / "plain", inputs, **options)
+    assert "value" not in plain.trainer.cast.parts
+    real = Cast.__init__
+
+    def with_head(self: Cast, model: Any, **given: Any) -> None:
+        real(self, model, **{**given, "has_value": True})
+
+    with patch.object(Cast, "__init__", with_head):
+        valued = train(tmp_path / "valued", inputs, **options)
+    assert "value" in valued.trainer.cast.parts
+    assert weights(plain).keys() == weights(valued).keys()
+    for name, tensor in weights(plain).items():
+        assert torch.equal(tensor, weights(valued)[name]), name
+
+
+def test_a_model_that_cannot_use_a_right_hint_is_refused_with_the_gain(inputs: Inputs, tmp_path: Path):
+    with pytest.raises(RunError, match=r"cannot use a hint: .* a gain of 0\.\d+|a gain of -0\.\d+"):
+        train(tmp_path, inputs, **score_options(score__hint_gain=0.9))
+
+
+@pytest.mark.parametrize("guidance", ["none", "static", "model"])
+def test_other_kinds_of_guidance_train_the_solver_alone(guidance: str, inputs: Inputs, tmp_path: Path):
+    run = train(tmp_path, inputs, **score_options(score__guidance=guidance, train__max_steps=2))
+    assert set(run.trainer.cast.parts) == {"solver"} | ({"value"} if guidance == "model" else set())
+    assert not any("kl_guide" in line for line in run.metrics)
+    leaks = [line["hint_tokens"] for line in run.metrics]
+    assert all(tokens == {"none": 0, "static": 1}.get(guidance, tokens) for tokens in leaks)

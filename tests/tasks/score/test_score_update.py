@@ -1,0 +1,135 @@
+"""The gradients of a step on a real model: what reaches the guide, what reaches the solver, and what nothing reaches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from sftplay.config.schema.score import ScoreConfig
+from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.episodes.drawing import Action
+from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
+from sftplay.tasks.score.gradients.update import Batch, Update
+
+ACTIONS = [
+    Action(prompt=[ID[c] for c in prompt], ids=[ID[answer], ID["<end>"]], log_probs=[-1.0, -0.1], is_truncated=False)
+    for prompt, answer in (("1+3=2?", "4"), ("0+0=", "0"), ("4+4=3?3>", "3"))
+]
+N = len(ACTIONS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("digits") / "model"
+    make_digits(path, DigitsRecipe(steps=3), say=print)
+    return path
+
+
+@pytest.fixture
+def cast(folder: Path) -> Cast:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    cast = Cast(model, has_guide=True, guide_learns=True, has_value=True)
+    for role in ("solver", "guide"):  # as after some steps: both halves of a pair are there
+        for parameter in cast.parts[role]:
+            parameter.data.normal_(0, 0.05)
+    return cast
+
+
+def update(cast: Cast, **changes) -> Update:
+    score = ScoreConfig(max_new_tokens=2, max_hint_tokens=2, **changes)
+    batch = Batch(
+        micro_batch=2, n_episodes=N, pad=ID["<pad>"], device="cpu", backward=lambda loss: loss.backward(),
+        context=nullcontext,
+    )  # fmt: skip
+    return Update(cast, score, batch)
+
+
+def gradients(cast: Cast, part: str) -> torch.Tensor:
+    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in cast.parts[part]]
+    flat = torch.cat([piece.flatten() for piece in pieces]).clone()
+    cast.model.zero_grad()
+    return flat
+
+
+def of_the_value_loss(cast: Cast, **changes) -> torch.Tensor:
+    """The guide's gradient where nothing else is learned."""
+    step = update(cast, beta_guide=0.0, **changes)
+    step.guide(ACTIONS, advantage=torch.zeros(N), outcome=torch.tensor([1.0, 0.0, 1.0]), n_tokens=6)
+    return gradients(cast, "guide")
+
+
+def test_the_guide_gets_the_value_losss_gradient_in_shared_trunk_alone_and_in_proportion(cast: Cast):
+    one = of_the_value_loss(cast, value_flow="shared_trunk", value_coef=1.0)
+    assert one.norm() > 1e-4
+    for value_coef in (0.1, 0.01, 0.001):
+        mine = of_the_value_loss(cast, value_flow="shared_trunk", value_coef=value_coef)
+        torch.testing.assert_close(mine, one * value_coef, rtol=1e-4, atol=1e-9)
+    stopped = of_the_value_loss(cast, value_flow="stop", value_coef=1.0)
+    assert stopped.norm() == 0
+
+
+def test_straight_through_moves_the_guide_and_leaves_the_head_to_its_own_loss(cast: Cast):
+    mine = of_the_value_loss(cast, value_flow="straight_through", value_coef=0.1)
+    assert mine.norm() > 1e-6
+    twice = of_the_value_loss(cast, value_flow="straight_through", value_coef=0.2)
+    torch.testing.assert_close(twice, 2 * mine, rtol=1e-4, atol=1e-9)
+
+
+def test_each_role_trains_its_own_weights(cast: Cast):
+    step = update(cast, value_flow="stop")
+    step.solver(ACTIONS, turn=1, advantage=torch.ones(N), beta=0.1, n_tokens=6)
+    assert gradients(cast, "guide").norm() == 0
+    step.solver(ACTIONS, turn=2, advantage=torch.ones(N), beta=0.1, n_tokens=6)
+    assert gradients(cast, "solver").norm() > 1e-4
+    step.guide(ACTIONS, advantage=torch.ones(N), outcome=torch.ones(N), n_tokens=6)
+    assert gradients(cast, "solver").norm() == 0
+
+
+def test_scores_are_those_of_a_plain_forward_pass_and_micro_batches_change_nothing(cast: Cast):
+    whole = ActionBatch.of(ACTIONS, pad=ID["<pad>"], device="cpu")
+    scores = score_actions(cast, "solver", whole, temperature=0.7, kl="full")
+    for number, action in enumerate(ACTIONS):
+        ids = torch.tensor([action.prompt + action.ids])
+        place = len(action.prompt) - 1
+        mine = (cast.model(ids).logits[0, place:-1] / 0.7).log_softmax(-1)
+        with cast.reference():
+            frozen = (cast.model(ids).logits[0, place:-1] / 0.7).log_softmax(-1)
+        kl = torch.nn.functional.kl_div(frozen, mine, log_target=True, reduction="none").sum(-1)
+        chosen = mine.gather(-1, torch.tensor(action.ids)[:, None])[:, 0]
+        torch.testing.assert_close(scores.log_probs[number], chosen, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(scores.kl[number], kl, atol=1e-5, rtol=1e-4)
+    found = []
+    for micro_batch in (1, 3):
+        step = update(cast)
+        object.__setattr__(step.batch, "micro_batch", micro_batch)
+        step.solver(ACTIONS, turn=2, advantage=torch.tensor([1.0, -2.0, 0.5]), beta=0.1, n_tokens=6)
+        found.append(gradients(cast, "solver"))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+def test_kl_pulls_both_models_back_and_its_gradient_is_not_nothing(cast: Cast):
+    for kl in ("full", "k3"):
+        step = update(cast, kl=kl)
+        step.solver(ACTIONS, turn=1, advantage=None, beta=1.0, n_tokens=6)
+        assert gradients(cast, "solver").norm() > 1e-4
+        assert step.sums["kl_t1"] > 0
+
+
+def test_the_reference_is_the_base_and_holds_no_weights(cast: Cast, folder: Path):
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([ACTIONS[0].prompt])
+    with cast.reference() as model:
+        torch.testing.assert_close(model(ids).logits, base(ids).logits)
+    assert all(parameter.requires_grad for part in cast.parts.values() for parameter in part)
+    assert {name.split(".lora_")[1].split(".")[1] for name, _ in cast.model.named_parameters() if "lora_" in name} == {
+        "default",
+        "guide",
+    }
