@@ -47,7 +47,7 @@ FREE_TO_CHANGE = (
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 
 OF_REWARDS = ("rewards", "sandbox")
-"""Keys that are measured with, and decide no weights unless the model learns from rewards (task modes grpo and score)."""
+"""Keys that are measured with. They decide weights only where the model learns from rewards (grpo and score)."""
 
 OTHER_ROWS = ("data.val_path", "data.test_path")
 """Files that are only evaluated on. Another file may be named as long as it decides nothing. Having one or none may not

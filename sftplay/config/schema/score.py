@@ -135,8 +135,8 @@ class ScoreConfig(Section):
     """The gate at the end of stage 1: a larger KL of turn 1, or second answers that are no better, gives a warning."""
 
     alpha: NotNegative = 10.0
-    """Bonus of turn 2 in stage 2 for each change of the reward: (wrong, right) pays 1 + alpha, (right, wrong) -alpha. 10
-    is the published value."""
+    """Bonus of turn 2 in stage 2 for each change of the reward: (wrong, right) pays 1 + alpha, (right, wrong) -alpha.
+    10 is the published value."""
 
     turn_discount: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of turn 2's return that is paid to turn 1. Above 1 / alpha, turn 1 is punished for being right."""
@@ -145,7 +145,8 @@ class ScoreConfig(Section):
     """Weight of KL for turn 2, and in stage 2 for both turns. The published value."""
 
     beta2: NotNegative = 0.1
-    """Weight of KL for turn 1 in stage 1. It pins the first answer: 0.1 was published for mathematics, 0.25 for code."""
+    """Weight of KL for turn 1 in stage 1. It pins the first answer: 0.1 was published for mathematics, 0.25 for
+    code."""
 
     beta_guide: NotNegative = 0.05
     """Weight of KL for the guide. It keeps hints in plain language."""

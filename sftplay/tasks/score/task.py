@@ -13,6 +13,7 @@ from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.report import prompts_table
 from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
 from sftplay.deliver.infer.generate import Generator
+from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.run.fingerprint import recipe_of
 from sftplay.tasks.run.task import Rows, TrainerParts
@@ -22,6 +23,26 @@ from sftplay.tasks.score.episodes.play import Player
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.problems import EpisodeRows, collate, run_order
 from sftplay.tasks.score.trainer import EpisodeTrainer
+
+
+def check_share(cfg: RunConfig) -> None:
+    """Raise the ConfigError of a launch that this task cannot share among its processes."""
+    share, rest = divmod(cfg.train.effective_batch_size, log.world_size())
+    each = cfg.score.episodes_per_problem
+    if rest or share % each:
+        unit = log.world_size() * each
+        size = max(1, round(cfg.train.effective_batch_size / unit)) * unit
+        raise ConfigError(
+            f"{cfg.train.effective_batch_size} episodes over {log.world_size()} processes are no whole groups of {each}",
+            where="train.effective_batch_size",
+            fix=f"write train.effective_batch_size: {size}",
+        )
+    if log.world_size() > 1 and cfg.cluster.strategy != "ddp":
+        raise ConfigError(
+            f"task mode score trains with ddp alone, and the plan has chosen {cfg.cluster.strategy}",
+            where="cluster.strategy",
+            fix="write cluster.strategy: ddp, with tuning.mode qlora if the model does not fit",
+        )
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
@@ -62,8 +83,15 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 
 def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
-    """A trainer that plays the problems in their order."""
+    """A trainer that plays the problems in their order.
+
+    Raises:
+        ConfigError: a process's share of a step is no whole number of groups, or ranks would hold shards.
+    """
     cfg, score, prompts = parts.cfg, parts.cfg.score, parts.rows.source
+    check_share(cfg)
+    if score.alpha * score.turn_discount > 1:
+        log.say("warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right", "score")
     has_guide = score.guidance in ("model", "model_trained")
     cast = Cast(
         parts.model,

@@ -1,7 +1,8 @@
-"""transformers' Trainer over episodes: a batch is a rank's problems of one optimizer step, each as often as it is played.
+"""transformers' Trainer over episodes: a batch is a rank's problems of one step, each as often as it is played.
 
 Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
-`_clip_grad_norm`, `_save_checkpoint` and `_load_from_checkpoint`, and provides what `monitor.observer.StepTrainer` asks for.
+`_clip_grad_norm`, `_save_checkpoint` and `_load_from_checkpoint`, and provides what `monitor.observer.StepTrainer` asks
+for.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from sftplay.tasks.step.window import StepSetup
 WEIGHTS = "score.safetensors"
 """File of a checkpoint with everything that trains: both adapters and the value head, exact to the bit."""
 
-NO_RATE_SCALE = 0.2
+GUIDE_RATE = 0.2
 """Rate of the guide over that of the solver, where nothing is said."""
 
 
@@ -221,7 +222,7 @@ class EpisodeTrainer(Trainer):
             solver = score.solver_learning_rate or peak
             rates = {
                 "solver": solver,
-                "guide": score.guide_learning_rate or NO_RATE_SCALE * solver,
+                "guide": score.guide_learning_rate or GUIDE_RATE * solver,
                 "value": score.value_learning_rate,
             }
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)

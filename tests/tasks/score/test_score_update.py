@@ -1,4 +1,4 @@
-"""The gradients of a step on a real model: what reaches the guide, what reaches the solver, and what nothing reaches."""
+"""The gradients of a step on a real model: what reaches the guide, and what the solver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who speaks: solver, guide, or the frozen reference, which is the base with its adapters switched off, never a copy."""
+"""Who speaks: solver, guide, or the frozen reference, which is the base with its adapters off, never a copy."""
 
 from __future__ import annotations
 

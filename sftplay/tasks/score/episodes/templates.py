@@ -1,5 +1,7 @@
-"""Prompts put together from token ids: the text around the places is tokenised once, what was sampled is never tokenised
-again."""
+"""Prompts put together from token ids.
+
+The text around the places is tokenised once; what was sampled is never tokenised again.
+"""
 
 from __future__ import annotations
 

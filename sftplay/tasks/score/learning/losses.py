@@ -1,7 +1,7 @@
 """The losses of sampled actions: policy gradient and the distance (KL) to a frozen model.
 
-An action is the tokens that a model generated, its end token among them. `mask` [episodes, tokens] is 1 on them and 0 on
-padding. Log-probabilities are of the sampled tokens, [episodes, tokens], at the temperature that they were drawn with.
+An action is the tokens that a model generated, its end token among them. `mask` [episodes, tokens] is 1 on them and 0
+on padding. Log-probabilities are of the sampled tokens, [episodes, tokens], at the temperature of the draw.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""Runs of task score through the real launcher: on two processes, and killed in each phase and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from grpo_run import TIMED
+from safetensors.torch import load_file
+from score_run import score_inputs, score_options
+from small_run import Inputs, write_small_run
+
+ROOT = Path(__file__).resolve().parents[3]
+Verb = Callable[..., CompletedProcess[str]]
+
+pytestmark = pytest.mark.slow
+
+HOOK = """
+import json, os, signal, sys
+wanted = json.loads(os.environ.get("KILL_IN", "null"))
+if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
+    from sftplay.heartbeat import Heartbeat
+    real = Heartbeat.enter
+    def enter(self, phase, *, step=None):
+        real(self, phase, step=step)
+        if [phase, self.step] == wanted:
+            os.kill(os.getpid(), signal.SIGKILL)
+    Heartbeat.enter = enter
+"""
+
+KILLS = {"generation": 3, "reward": 3, "backward": 4, "save": 4}
+"""Phase -> the step in which the worker is killed there; every second one is saved."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return score_inputs(tmp_path_factory.mktemp("digits"))
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
+
+
+def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path: Path, sftplay: Verb):
+    config = write_small_run(tmp_path, inputs, **score_options(train__batch_size=4, train__learning_rate=1e-3))
+    for processes in (1, 2):
+        done = sftplay("train", "--config", config, f"run_name=run-{processes}", "--nproc", processes)
+        assert done.returncode == 0, done.stderr
+    one, two = (tmp_path / "outputs" / f"run-{processes}" for processes in (1, 2))
+    for mine, its in zip(lines_of(two), lines_of(one), strict=True):
+        for name in ("acc_t1", "acc_t2", "i2c", "c2i", "kl_t1", "kl_t2", "kl_guide", "value_loss", "advantage_t2_std"):
+            assert mine[name] == pytest.approx(its[name], abs=1e-6), name
+    for path in sorted((one / "adapter").rglob("*.safetensors")):
+        its = load_file(two / path.relative_to(one))
+        for name, tensor in load_file(path).items():
+            assert (tensor - its[name]).abs().max() < 1e-6, name
+    evaluated = [json.loads((each / "eval" / "step-4.json").read_text()) for each in (one, two)]
+    assert evaluated[0]["acc_t2"] == pytest.approx(evaluated[1]["acc_t2"])
+    assert evaluated[0]["n"] == evaluated[1]["n"] == 5
+
+
+def test_a_run_killed_in_each_phase_ends_as_if_nothing_had_been(inputs: Inputs, tmp_path: Path, sftplay: Verb):
+    config = write_small_run(tmp_path, inputs, **score_options(train__max_steps=6, train__save_steps=2))
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+    assert sftplay("train", "--config", config, "run_name=whole").returncode == 0
+    verb = "train"
+    for phase, step in KILLS.items():
+        env = {"KILL_IN": json.dumps([phase, step]), "PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{ROOT}"}
+        done = sftplay(verb, "--config", config, "run_name=killed", env=env)
+        assert done.returncode == 5, done.stderr
+        verb = "resume"
+    done = sftplay("resume", "--config", config, "run_name=killed")
+    assert done.returncode == 0, done.stderr
+    whole, killed = tmp_path / "outputs" / "whole", tmp_path / "outputs" / "killed"
+    assert lines_of(killed) == lines_of(whole)
+    for path in sorted((whole / "adapter").rglob("*.safetensors")):
+        assert (killed / path.relative_to(whole)).read_bytes() == path.read_bytes()
