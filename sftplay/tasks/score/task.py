@@ -27,13 +27,12 @@ from sftplay.tasks.score.trainer import EpisodeTrainer
 
 def check_share(cfg: RunConfig) -> None:
     """Raise the ConfigError of a launch that this task cannot share among its processes."""
-    share, rest = divmod(cfg.train.effective_batch_size, log.world_size())
-    each = cfg.score.episodes_per_problem
-    if rest or share % each:
-        unit = log.world_size() * each
-        size = max(1, round(cfg.train.effective_batch_size / unit)) * unit
+    episodes, each = cfg.train.effective_batch_size, cfg.score.episodes_per_problem
+    unit = log.world_size() * each
+    if episodes % unit:
+        size = max(1, round(episodes / unit)) * unit
         raise ConfigError(
-            f"{cfg.train.effective_batch_size} episodes over {log.world_size()} processes are no whole groups of {each}",
+            f"{episodes} episodes over {log.world_size()} processes are no whole groups of {each}",
             where="train.effective_batch_size",
             fix=f"write train.effective_batch_size: {size}",
         )

@@ -86,6 +86,7 @@ class EpisodeTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Mapping[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Episodes of this rank's problems, their verdicts, and the gradients of both models; the loss."""
         step = self.state.global_step + 1
+        self._forget_moments(step)
         places = [int(place) for place in inputs["place"]]
         score, n = self.cfg.score, len(places)
         questions = [self.questions[int(row)] for row in inputs["row"]]
@@ -110,6 +111,11 @@ class EpisodeTrainer(Trainer):
                 average_gradients(self.model_wrapped)
                 self._drop_idle(step)
         return self._finish(update, episodes, verdicts, credit=credit, step=step)
+
+    def _forget_moments(self, step: int) -> None:
+        """Begin stage 2 with an optimizer that has seen nothing, where the config asks for it."""
+        if self.cfg.score.reset_adam and step == self.cfg.score.stage1_steps + 1:
+            getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
 
     def _batch(self, n_episodes: int) -> Batch:
         assert self.micro_batcher is not None
