@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,11 @@ from sftplay.tasks.score.learning.credit import Outcome, credit_of
 from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
 
 Check = Callable[[Any], None]
+
+
+class Enough(Exception):
+    """What was asked for has been seen."""
+
 
 CHANGES = {
     "score__guidance_warmup": 3,
@@ -115,17 +120,15 @@ def sizes_of_draws(run: Finished) -> list[int]:
     found: list[int] = []
     run.trainer.player._at_once = None
     with patch.object(type(run.trainer.player.cast.model), "generate", side_effect=lambda **given: _stop(given, found)):
-        try:
+        with suppress(Enough):
             episodes(run)
-        except StopIteration:
-            pass
     run.trainer.player._at_once = None
     return found
 
 
 def _stop(given: dict[str, Any], found: list[int]) -> None:
     found.append(len(given["input_ids"]))
-    raise StopIteration
+    raise Enough
 
 
 def log_prob(run: Finished) -> float:
@@ -195,14 +198,11 @@ def check_evaluation(bench: Any) -> None:
 
         def play(questions: Any, *, found: dict[str, Any] = found, **given: Any) -> list[Any]:
             found.update(n=len(questions), temperature=given["temperature"])
-            return []
+            raise Enough
 
         callback = EvaluateEpisodes(run.cfg, [run.trainer.questions[0]] * 3, folder=bench.home, every=1)
         callback.attach(run.trainer)
-        with (
-            patch.object(run.trainer.player, "play", play),
-            patch.object(run.trainer.judge, "judge", lambda *_, **__: []),
-        ):
+        with patch.object(run.trainer.player, "play", play), suppress(Enough):
             callback._share("own")
         asked.append(found)
     assert asked == [{"n": 3, "temperature": 0.0}, {"n": 6, "temperature": 0.5}]
