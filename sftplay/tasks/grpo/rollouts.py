@@ -23,6 +23,7 @@ from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
 from sftplay.monitor.out_of_memory import AdaptiveBatches
 from sftplay.tasks.grpo.judge import Judge
+from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
 from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
 from sftplay.tasks.grpo.window_state import load_window, save_window
@@ -118,7 +119,11 @@ class Rollouts(Base):
     def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
         """What each reward says of the completions of all ranks, float [completions, rewards]; NaN: it abstains."""
         self.judged = self.judge.judge(inputs, completions, heartbeat=self.heartbeat)
-        return torch.tensor(self.judged.values(), dtype=torch.float32, device=self.accelerator.device)
+        return self.as_tensor(self.judged)
+
+    def as_tensor(self, judged: Judged) -> Tensor:
+        """What TRL learns from."""
+        return torch.tensor(judged.values(), dtype=torch.float32, device=self.accelerator.device)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
         drawn = super()._generate_and_score_completions(inputs)
