@@ -11,7 +11,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules.resume_keys import SIZES, differences, values_that_decide_weights
+from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, values_that_decide_weights
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
@@ -58,7 +58,8 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
     resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
     sizes = {key: sized.cfg.value_of(key) for key in SIZES} if starts_anew else {}
-    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder=folder)
+    parts = {DRAWN: sized.cfg.value_of(DRAWN)} if starts_anew else {}
+    _refuse_changes(stored.with_values({**sizes, **parts}, "resume"), sized.cfg, folder=folder)
     command = build_command(sized.cfg, folder, scale=scale, machine=machine)
     if args.dry_run:
         return print_command(command, args)
@@ -88,7 +89,8 @@ def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None) 
         train = stored.train
         world_size = train.effective_batch_size // (int(train.batch_size) * int(train.grad_accum))
         last = sizes_of(stored, smaller_rows, world_size=world_size)
-    return {key: last[key] for key in SIZES if cfg.value_of(key) == "auto"}
+    last[DRAWN] = stored.value_of(DRAWN)
+    return {key: value for key, value in last.items() if cfg.value_of(key) in ("auto", None)}
 
 
 def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
