@@ -32,7 +32,7 @@ from sftplay.commands.use import evaluate
 from sftplay.config.load import load_config
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.keys import all_keys
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.control import memory_probe
 from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
@@ -55,6 +55,7 @@ from sftplay.machine.releases import recomputation_arguments
 from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.reward.reward_set import RewardSet, combined
+from sftplay.reward.table import judges_form
 from sftplay.signals import StopAtOnce
 from sftplay.tasks import TASKS, worker
 from sftplay.tasks.grpo.arguments import grpo_arguments
@@ -874,6 +875,12 @@ def check_weight_of_reward(_: Bench) -> None:
         assert combined(opened.score(["a"], {}), opened.weights) == [0.5]
 
 
+def check_judges(_: Bench) -> None:
+    values = (None, "content", "form")
+    rewards = [RewardConfig(name="own", use=use, judges=each) for use in ("own.py:f", "regex") for each in values]
+    assert [judges_form(reward) for reward in rewards] == [False, False, True, True, False, True]
+
+
 def check_sandbox(_: Bench) -> None:
     """Three programs, which sleep too long for one test, for all tests, and take too much memory, if limits are low."""
     programs = [
@@ -1037,6 +1044,7 @@ TABLE: dict[str, Check] = {
     "cluster.comm.bucket_cap_mb": check_ddp_keys,
     "cluster.comm.static_graph": check_ddp_keys,
     "rewards.weight": check_weight_of_reward,
+    "rewards.judges": check_judges,
     "sandbox.executor": check_sandbox,
     "sandbox.timeout": check_sandbox,
     "sandbox.test_timeout": check_sandbox,

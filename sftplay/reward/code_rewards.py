@@ -54,7 +54,7 @@ def try_programs(
     completions: Sequence[Completion],
     *,
     sandbox: Sandbox,
-    tests: Sequence[Sequence[str]],
+    tests: Sequence[Sequence[str] | None],
     setup: Sequence[str | None] | None = None,
     entry_point: Sequence[str | None] | None = None,
     limits: Limits | None = None,
@@ -74,7 +74,13 @@ def try_programs(
     points, before = entry_point or [None] * n, setup or [None] * n
     found = [find_code(each, point or "") for each, point in zip(completions, points, strict=True)]
     jobs = [
-        Job(code=each.code, tests=tuple(row), setup=first or "", entry_point=point or None, limits=limits or Limits())
+        Job(
+            code=each.code,
+            tests=tuple(row or ()),
+            setup=first or "",
+            entry_point=point or None,
+            limits=limits or Limits(),
+        )
         for each, row, first, point in zip(found, tests, before, points, strict=True)
         if each.code.strip()
     ]
@@ -92,7 +98,7 @@ def passes_tests(
     """The share of its row's tests that each program passes; with `mode: all` 1 for all of them, else 0.
 
     The first `shown` tests of a row stood in its prompt and count `shown_weight` each, the others 1. A completion
-    without a program gets 0. None where the sandbox failed.
+    without a program gets 0. None where the sandbox failed, or where there are no tests.
 
     >>> ok = Verdict(status="wrong", per_test=("ok", "wrong", "ok"), passed=2, total=3)
     >>> passes_tests([Tried(CodeAnswer("...", "labelled"), ok)], shown=[1])
@@ -106,10 +112,10 @@ def passes_tests(
 
 
 def _score(verdict: Verdict, *, shown: int, mode: str, shown_weight: float) -> float | None:
-    if verdict.status == MACHINERY:
+    if verdict.status == MACHINERY or not verdict.total:
         return None
     if mode == "all":
-        return float(verdict.total > 0 and verdict.passed == verdict.total)
+        return float(verdict.passed == verdict.total)
     weights = [shown_weight if at < shown else 1.0 for at in range(len(verdict.per_test))]
     passed = sum(weight for weight, status in zip(weights, verdict.per_test, strict=True) if status == "ok")
     return passed / sum(weights) if sum(weights) else 0.0
@@ -144,7 +150,8 @@ class CodeTests:
             )
         except DataError as error:
             return Scores([None] * len(completions), [str(error)]), [{"status": MACHINERY} for _ in completions]
-        failed = [each.verdict.stderr for each in tried if each.verdict and each.status == MACHINERY]
+        verdicts = [each.verdict for each in tried if each.verdict]
         values = passes_tests(tried, shown=columns.get("shown"), **self.options)
-        reasons = [f"the sandbox failed: {text}" for text in dict.fromkeys(failed)]
-        return Scores(values, reasons), [each.as_json() for each in tried]
+        reasons = [f"the sandbox failed: {each.stderr}" for each in verdicts if each.status == MACHINERY]
+        reasons += ["a row has no tests" for each in verdicts if each.status != MACHINERY and not each.total]
+        return Scores(values, list(dict.fromkeys(reasons))), [each.as_json() for each in tried]

@@ -21,15 +21,17 @@ from sftplay.sandbox.executors.warm import WarmBwrap
 
 NAMES = ("auto", "bwrap", "landlock", "none")
 
-SAFE: dict[str, Callable[[], Executor]] = {"bwrap": Bwrap, "landlock": Landlock}
+SAFE: dict[str, Callable[..., Executor]] = {"bwrap": Bwrap, "landlock": Landlock}
 """The executors that isolate, the best first."""
 
-WARM: dict[str, Callable[[], Executor]] = {"bwrap": WarmBwrap}
+WARM: dict[str, Callable[..., Executor]] = {"bwrap": WarmBwrap}
 """The same kinds of boxes out of a process that waits, where there is such a way."""
 
 
-def choose_executor(name: str, *, is_warm: bool) -> Callable[[], Executor]:
-    """What makes executors of that name; `auto` takes the best one that holds on this machine.
+def choose_executor(name: str, *, is_warm: bool) -> Callable[..., Executor]:
+    """What makes executors of that name, from the packages that programs may import.
+
+    `auto` takes the best one that holds on this machine.
 
     Raises:
         ConfigError: no executor is called so.

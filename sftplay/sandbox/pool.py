@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from importlib.metadata import packages_distributions, version
 from itertools import islice
 
 from sftplay import log
@@ -36,10 +37,24 @@ class Sandbox:
     Use it as a context manager: its end closes what runs.
     """
 
-    def __init__(self, executor: str = "auto", *, workers: int | None = None, is_warm: bool = True) -> None:
+    def __init__(
+        self,
+        executor: str = "auto",
+        *,
+        workers: int | None = None,
+        is_warm: bool = True,
+        packages: Sequence[str] = (),
+    ) -> None:
+        """`packages`, such as numpy, are those that programs may import beside Python's own.
+
+        Raises:
+            ConfigError: there is no such executor or package.
+            MachineError: nothing here can box a program.
+        """
         make = choose_executor(executor, is_warm=is_warm)
+        self._packages = packages
         self._executors: queue.SimpleQueue[Executor] = queue.SimpleQueue()
-        self._all = [make() for _ in range(workers or count_workers())]
+        self._all = [make(packages) for _ in range(workers or count_workers())]
         for each in self._all:
             self._executors.put(each)
         self.workers = len(self._all)
@@ -73,7 +88,9 @@ class Sandbox:
     @property
     def version(self) -> str:
         """Changes with anything of the machinery that may change a verdict."""
-        return version_of(self.executor)
+        names = packages_distributions() if self._packages else {}
+        packages = (f"{name} {version(each)}" for name in self._packages for each in names.get(name, ()))
+        return ", ".join([version_of(self.executor), *packages])
 
     def _judge(self, job: Job) -> Verdict:
         with self._borrowed() as executor:

@@ -6,8 +6,12 @@ from pathlib import Path
 import datasets
 import pytest
 
-from sftplay.data.problems.load import draw_subset, load_problems, refuse_test_problems, split_of
+from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
+from sftplay.data.pipeline import load_examples
+from sftplay.data.problems.load import draw_subset, load_problems
 from sftplay.data.problems.problem import question_of
+from sftplay.data.problems.rows import published_test_id, split_of
+from sftplay.data.records import Source, chat_from_json
 from sftplay.errors import DataError
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -77,12 +81,59 @@ def test_splits_are_those_of_the_paper(tmp_path, task_id, split):
     assert split_of(problem) == split
 
 
-def test_problems_that_are_tested_are_not_trained_on(tmp_path):
-    train, test, human = load_problems(written(tmp_path, WHOLE, SANITIZED, HUMAN))
-    refuse_test_problems([train])
-    for problem in (test, human):
-        with pytest.raises(DataError, match="1 problems of a test split"):
-            refuse_test_problems([train, problem])
+@pytest.mark.parametrize(
+    ("row", "tested"),
+    [
+        (WHOLE, ""),
+        (SANITIZED, "11"),
+        ({**SANITIZED, "task_id": "510"}, "510"),
+        ({**SANITIZED, "task_id": 511}, ""),
+        ({**SANITIZED, "task_id": "mine/11"}, ""),
+        (HUMAN, "HumanEval/0"),
+        ({**HUMAN, "task_id": "mine/0"}, ""),
+        ({"task_id": 11, "prompt": "no problem", "completion": "a"}, ""),
+    ],
+)
+def test_rows_that_must_not_be_learned_are_known_by_their_published_ids(row, tested):
+    assert published_test_id(row) == tested
+
+
+def test_a_problem_is_a_chat_whose_answer_is_the_reference_with_what_rewards_read(tmp_path):
+    record = to_record(WHOLE, Source("rows.jsonl", 1))
+    assert [message.role for message in record.messages] == ["user", "assistant"]
+    assert "assert double(2) == 4" in record.messages[0].content
+    assert record.answer == f"```python\n{WHOLE['code']}\n```"
+    columns = json.loads(record.columns)
+    assert (columns["tests"], columns["entry_point"], columns["shown"]) == (WHOLE["test_list"], "double", 1)
+    assert (columns["setup"], columns["task_id"], columns["answer"]) == ("import math", "601", record.answer)
+    assert chat_from_json(record.as_json()) == record
+    assert read_prompt(HUMAN, Source("rows.jsonl", 1))[0][0].content.startswith("def one():")
+    assert unused_columns({**WHOLE, "mine": 1}) == ("mine",)
+
+
+def test_own_columns_of_a_problem_s_file_are_read_as_named():
+    reading = Reading(columns=(("question", "prompt"), ("answer", "code")))
+    record = to_record(SANITIZED, Source("rows.jsonl", 1), reading=reading)
+    assert (record.messages[0].content, record.answer) == ("Halve a number.", SANITIZED["code"])
+    assert record.columns == ""
+
+
+def test_problems_that_models_are_tested_by_stop_a_run_that_would_learn_them(tmp_path, config, tokenizer):
+    mixed = written(tmp_path, WHOLE, SANITIZED, HUMAN)
+    with pytest.raises(DataError, match="2 rows cannot be trained on") as refusal:
+        load_examples(config(mixed, max_seq_len=512, split=0.0), tokenizer)
+    assert "problems.jsonl:2 is problem 11 of a published test split" in refusal.value.what
+    assert "problem HumanEval/0" in refusal.value.what
+    assert "data.leaks: drop" in refusal.value.fix
+    left = load_examples(config(mixed, max_seq_len=512, split=0.0, leaks="drop"), tokenizer)
+    assert (left.report["dropped"], len(left.train)) == ({"leak": 2}, 1)
+
+
+def test_problems_that_models_are_tested_by_may_be_held_out(tmp_path, config, tokenizer):
+    (tmp_path / "train").mkdir()
+    train = written(tmp_path / "train", WHOLE)
+    examples = load_examples(config(train, max_seq_len=512, val_path=written(tmp_path, SANITIZED, HUMAN)), tokenizer)
+    assert [json.loads(chat.columns)["task_id"] for chat in examples.held_out_chats] == ["11", "HumanEval/0"]
 
 
 def test_a_problem_that_stands_twice_counts_once(tmp_path):

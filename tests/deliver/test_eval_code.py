@@ -16,6 +16,7 @@ from sftplay.control.code_eval import ranks
 from sftplay.control.code_eval.questions import Questions
 from sftplay.data.problems.load import load_problems
 from sftplay.data.problems.problem import question_of
+from sftplay.errors import MachineError, RunError
 from sftplay.sandbox.choose import SAFE, problem_of
 
 MBPP = Path(__file__).resolve().parents[3] / "shared" / "data" / "mbpp" / "sanitized-mbpp.json"
@@ -132,6 +133,21 @@ def test_shares_cover_every_answer_once_and_keep_those_of_a_problem_together():
     assert shares[1] == [3, 4, 5, 9, 10, 11]  # questions b and d
 
 
+def test_what_a_rank_could_not_do_is_the_error_of_the_command(tmp_path: Path):
+    refused = MachineError("there is no memory", where="rank 1", fix="take a smaller model")
+    (tmp_path / "rank0.json").write_text(json.dumps({"answers": {"0": "a", "2": "c"}}))
+    (tmp_path / "rank1.json").write_text(json.dumps({"error": refused.as_json()}))
+    with pytest.raises(MachineError, match="there is no memory") as caught:
+        ranks.gather(tmp_path, 2, last_lines=[])
+    assert caught.value.fix == "take a smaller model"
+    (tmp_path / "rank1.json").unlink()
+    with pytest.raises(RunError, match="ended without its answers") as lost:
+        ranks.gather(tmp_path, 2, last_lines=["Killed"])
+    assert lost.value.where == "rank 1"
+    (tmp_path / "rank1.json").write_text(json.dumps({"answers": {"1": "b"}}))
+    assert ranks.gather(tmp_path, 2, last_lines=[]) == {0: "a", 1: "b", 2: "c"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "drawing"),
@@ -160,6 +176,7 @@ def test_two_processes_give_the_answers_of_one(
 def test_a_model_that_knows_exactly_100_answers_scores_exactly_that_on_mbpp(
     write_config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    patient = ("sandbox.timeout=120", "sandbox.test_timeout=60")  # whatever else runs on this machine
     problems = load_problems(str(MBPP), "test")
     known = problems[5 : 5 + KNOWN]
     program = {question_of(each): f"Here:\n```python\n{each.reference}\n```" for each in known}
@@ -169,7 +186,7 @@ def test_a_model_that_knows_exactly_100_answers_scores_exactly_that_on_mbpp(
         return {number: program.get(text, wrong) for number, text in enumerate(questions.texts)}
 
     monkeypatch.setattr(ranks, "answer_share", scripted)
-    figures = asked(capsys, "--config", write_config(), "--data", MBPP)
+    figures = asked(capsys, "--config", write_config(), "--data", MBPP, *patient)
     assert (figures["n"], figures["left_out"]) == (len(problems), {})
     assert figures["pass@1"] == KNOWN / len(problems)
     assert figures["statuses"]["ok"] == KNOWN

@@ -184,3 +184,26 @@ def test_a_disk_without_room_is_no_wrong_answer(monkeypatch):
     with pytest.raises(Lost, match="No space left") as lost:
         Landlock().open(Limits())
     assert lost.value.status == "infra"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_warm"), [("bwrap", True), ("bwrap", False), pytest.param("landlock", False, marks=pytest.mark.slow)]
+)
+def test_a_program_imports_the_packages_that_are_named_and_no_others(name, is_warm):
+    pytest.importorskip("numpy")
+    if problem := problem_of(name, is_warm=is_warm):
+        pytest.skip(f"needs {name}: {problem}")
+    code = "import numpy\ndef f(x): return numpy.arange(x).sum()\ndef g(): import yaml"
+    tests = ("assert f(4) == 6", "assert f(4) + 1 == 7", "assert f(5) == 6", "assert g() is None")
+    job = Job(code=code, tests=tests, limits=Limits(memory_bytes=1 << 30, timeout_s=30, test_timeout_s=30))
+    with Sandbox(name, workers=1, is_warm=is_warm, packages=["numpy"]) as sandbox:
+        verdict = sandbox.run([job])[0]
+        assert verdict.per_test == ("ok", "ok", "wrong", "runtime")
+        assert ", numpy " in sandbox.version
+    with Sandbox(name, workers=1, is_warm=is_warm) as sandbox:
+        assert sandbox.run([job])[0].status == "runtime"
+
+
+def test_a_package_that_is_not_here_is_refused():
+    with pytest.raises(ConfigError, match="no package is called 'nunpy'"):
+        Sandbox(packages=["nunpy"])

@@ -88,7 +88,7 @@ def test_each_failure_has_its_own_status_and_says_where(verdict_of):
 
 def test_one_test_that_loops_costs_only_itself(verdict_of):
     code = "def f(x):\n    while x == 2: pass\n    return x"
-    limits = Limits(timeout_s=20, test_timeout_s=2)
+    limits = Limits(timeout_s=20, test_timeout_s=1)
     verdict = verdict_of(code, "assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3", limits=limits)
     assert verdict.per_test == ("ok", "timeout", "ok")
     assert (verdict.status, verdict.passed, verdict.total) == ("timeout", 2, 3)

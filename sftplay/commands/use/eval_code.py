@@ -24,11 +24,15 @@ from sftplay.machine.probe import probe
 if TYPE_CHECKING:
     from sftplay.data.problems.problem import Problem
     from sftplay.sandbox.pool import Sandbox
+    from sftplay.sandbox.verdicts.job import Limits
 
 SHOWN_STATUSES = 6
 
 USUAL_KS = (1, 10)
 """The k of pass@k where the command line names none and there are so many answers."""
+
+ROOMY_TOKENS = 512
+"""The longest solution of MBPP has 906 characters; that of HumanEval 1,993, with the docstring of its question."""
 
 FEW_PROBLEMS = 100
 """With fewer the standard error is up to five points and more."""
@@ -83,19 +87,23 @@ def _measure(
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures, and a line for each answer."""
     from sftplay.data.problems.problem import question_of
+    from sftplay.deliver.evaluate.code import evaluate_code, measuring_limits
     from sftplay.sandbox.pool import Sandbox
 
+    limits = measuring_limits(subject.cfg.sandbox)
     seed = subject.cfg.seed if args.seed is None else args.seed
-    with Sandbox(args.executor) as sandbox:  # before the heavy libraries: a box that waits is forked from it
-        problems, failed = _problems(args, sandbox, seed=seed)
+    executor = args.executor or subject.cfg.sandbox.executor
+    with Sandbox(executor) as sandbox:  # before the heavy libraries: a box that waits is forked from it
+        problems, failed = _problems(args, sandbox, seed=seed, limits=limits)
         questions = questions_of([question_of(each) for each in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")
+        if questions.max_new_tokens < ROOMY_TOKENS:
+            note = f"note: answers end at {questions.max_new_tokens} tokens, which cuts long programs off"
+            log.say(f"{note}; MAX_NEW_TOKENS={ROOMY_TOKENS} leaves them room", "eval")
         begun = time.monotonic()
         answers = answer_by_ranks(subject, questions, scale=scale, has_gpu=has_gpu)
         answered = time.monotonic()
-        from sftplay.deliver.evaluate.code import evaluate_code
-
-        figures, graded = evaluate_code(problems, answers, ks=ks, sandbox=sandbox)
+        figures, graded = evaluate_code(problems, answers, ks=ks, sandbox=sandbox, limits=limits)
     seconds = {"answering": round(answered - begun, 2), "grading": round(time.monotonic() - answered, 2)}
     drawn = {"temperature": questions.temperature, "top_p": questions.top_p, "seed": seed}
     figures = {
@@ -106,12 +114,12 @@ def _measure(
     return figures, [json.dumps(each.as_json()) for each in graded]
 
 
-def _problems(args: Namespace, sandbox: Sandbox, *, seed: int) -> tuple[list[Problem], dict[str, str]]:
+def _problems(args: Namespace, sandbox: Sandbox, *, seed: int, limits: Limits) -> tuple[list[Problem], dict[str, str]]:
     """The problems to ask, and why others are left out."""
     from sftplay.data.problems.load import draw_subset, load_problems
     from sftplay.data.problems.references import sound_problems
 
-    sound, failed = sound_problems(load_problems(args.data, args.split), sandbox)
+    sound, failed = sound_problems(load_problems(args.data, args.split), sandbox, limits=limits)
     problems = draw_subset(sound, args.limit, seed=seed)
     if len(problems) < len(sound):
         log.say(f"{len(problems):,} of {len(sound):,} problems, drawn by seed {seed}", "eval")

@@ -33,6 +33,11 @@ class RewardConfig(Section):
     weight: float = 1.0
     """What its value is multiplied by in the sum that a model learns from. 0 means that it is measured only."""
 
+    judges: Literal["content", "form"] | None = None
+    """content: only a right answer gets its full value. form: any answer of the right shape does. `reward-check` and
+    the share of answers that pass go by it. None takes a function of yours to judge the content; what shipped rewards
+    judge is known."""
+
     deadline: PositiveFloat = 10.0
     """Seconds that it may take: a shipped reward for each completion, a function of yours for each batch. Then nothing
     is known of these completions: they count as None, never as 0."""

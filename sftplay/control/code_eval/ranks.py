@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,15 +35,20 @@ def answer_by_ranks(subject: Subject, questions: Questions, *, scale: Scale, has
         SftplayError: what a rank has raised.
         RunError: a rank has died.
     """
-    if scale.world_size == 1:
-        return _in_order([answer_share(subject, questions)], questions)
+    one = scale.world_size == 1
+    answers = answer_share(subject, questions) if one else _shared(subject, questions, scale=scale, has_gpu=has_gpu)
+    return [answers[number] for number in range(len(questions.texts) * questions.samples)]
+
+
+def _shared(subject: Subject, questions: Questions, *, scale: Scale, has_gpu: bool) -> dict[int, str]:
+    """The answers of several processes by their number."""
     with TemporaryDirectory(prefix="eval-code-") as name:
         folder = Path(name)
         task = {"folder": str(subject.folder.path), "run": subject.run, "base": subject.base}
         write_text(folder / CONFIG, dump_resolved(subject.cfg))
         write_text(folder / TASK, json.dumps({**task, "questions": asdict(questions)}))
         last_lines = _run(build_ranks(subject, folder, scale=scale, has_gpu=has_gpu))
-        return _in_order(list(_answers(folder, scale.world_size, last_lines=last_lines)), questions)
+        return gather(folder, scale.world_size, last_lines=last_lines)
 
 
 def build_ranks(subject: Subject, folder: Path, *, scale: Scale, has_gpu: bool) -> Launch:
@@ -81,8 +85,13 @@ def _run(launch: Launch) -> list[str]:
     return list(unmarked)
 
 
-def _answers(folder: Path, world_size: int, *, last_lines: list[str]) -> Iterator[dict[int, str]]:
-    """Each rank's answers by their number."""
+def gather(folder: Path, world_size: int, *, last_lines: list[str]) -> dict[int, str]:
+    """The answers of all ranks by their number; `last_lines` are the launcher's.
+
+    Raises:
+        SftplayError: what a rank has raised.
+        RunError: a rank has died.
+    """
     notes: list[dict[str, Any]] = []
     for rank in range(world_size):
         path = folder / note_of(rank)
@@ -95,11 +104,4 @@ def _answers(folder: Path, world_size: int, *, last_lines: list[str]) -> Iterato
         log.show_error("\n".join(last_lines))
         fix = "look at the lines above; `make doctor` looks at this machine"
         raise RunError("ended without its answers", where=f"rank {', '.join(missing)}", fix=fix)
-    for note in notes:
-        yield {int(number): answer for number, answer in note["answers"].items()}
-
-
-def _in_order(shares: list[dict[int, str]], questions: Questions) -> list[str]:
-    """All answers in the order of the questions, each number once."""
-    merged = {number: answer for share in shares for number, answer in share.items()}
-    return [merged[number] for number in range(len(questions.texts) * questions.samples)]
+    return {int(number): answer for note in notes for number, answer in note["answers"].items()}

@@ -85,7 +85,8 @@ def find_subject(args: Namespace) -> Subject:
     except ConfigError as error:
         fix = f"{error.fix}; what it started from is measured with ARGS=--base"
         raise ConfigError(error.what, where=error.where, fix=fix) from error
-    cfg = cfg.with_values({"cluster.launcher": given.cluster.launcher}, "command line")
+    own = {"cluster.launcher": given.cluster.launcher, "sandbox": given.sandbox.model_dump()}
+    cfg = cfg.with_values(own, "command line")
     return Subject(cfg, folder, run=True, base=args.base)
 
 

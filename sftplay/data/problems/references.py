@@ -14,9 +14,9 @@ from sftplay import log
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.problems.problem import Problem
 from sftplay.errors import DataError, RunError
-from sftplay.places import cache_root
+from sftplay.places import CACHE, cache_root
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
+from sftplay.sandbox.verdicts.job import Job, Limits, Status, Verdict
 from sftplay.sandbox.verdicts.judge import SETUP_FAILED
 
 LIMITS = Limits(timeout_s=20.0, test_timeout_s=5.0)
@@ -24,8 +24,18 @@ LIMITS = Limits(timeout_s=20.0, test_timeout_s=5.0)
 
 FAILED = "failed.json"
 
+TIMEOUT: Status = "timeout"
+
 NAMED = 5
 """Problems of which a log line says why they are left out."""
+
+
+class _TooSlowNow(Exception):
+    """Carries verdicts that must not be kept."""
+
+    def __init__(self, failed: dict[str, str]) -> None:
+        super().__init__()
+        self.failed = failed
 
 
 def sound_problems(
@@ -33,7 +43,8 @@ def sound_problems(
 ) -> tuple[list[Problem], dict[str, str]]:
     """The problems whose reference passes every test, and of each other the status of its reference, by task id.
 
-    What is left out is said. References run once for the same problems, limits and executor; the verdicts are cached.
+    What is left out is said. References run once for the same problems, limits and executor; the verdicts are cached,
+    unless one of them is that a reference takes too long: the machine may have been busy.
 
     Raises:
         RunError: the sandbox failed, so that nothing is known of a reference.
@@ -48,10 +59,15 @@ def sound_problems(
     def make(unfinished: Path) -> None:
         log.status(f"running {len(problems):,} reference solutions", "data")
         failed = _failures(problems, sandbox, limits=limits)
+        if any(why.startswith(TIMEOUT) for why in failed.values()):
+            raise _TooSlowNow(failed)
         (unfinished / FAILED).write_text(json.dumps(failed), encoding="utf-8")
 
-    folder = ensure_folder(cache_root() / "references" / key, make)
-    failed = json.loads((folder / FAILED).read_text(encoding="utf-8"))
+    try:
+        folder = ensure_folder(cache_root() / "references" / key, make, setting=f"the variable {CACHE}")
+        failed = json.loads((folder / FAILED).read_text(encoding="utf-8"))
+    except _TooSlowNow as slow:
+        failed = slow.failed
     for task_id, why in list(failed.items())[:NAMED]:
         log.say(f"problem {task_id} is left out, its own solution does not pass: {why}", "data")
     if failed:

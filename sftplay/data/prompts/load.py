@@ -29,63 +29,15 @@ from sftplay.data.prepare.one_pass import Input
 from sftplay.data.prepare.output import REFUSED, REPORT
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
+from sftplay.data.problems.rows import published_test_id
 from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
+from sftplay.data.prompts.questions import SCHEMA, Questions
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
-from sftplay.data.records import Refused, Source, keys_of
+from sftplay.data.records import Refused, keys_of
 from sftplay.data.template.templates import resolve_template
 from sftplay.errors import DataError
 
-SCHEMA = pa.schema(
-    [
-        ("row", pa.int64()),
-        ("input_ids", pa.list_(pa.int64())),
-        ("content", pa.string()),
-        ("path", pa.string()),
-        ("line", pa.int64()),
-        ("record", pa.int64()),
-    ]
-)
-"""`content` is JSON text: in Arrow's own columns each object would get the keys of all the others."""
-
-
 ROOM = "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt that is ready to be asked."""
-
-    row: int
-    """The row's number in its file, from 0."""
-
-    ids: list[int]
-    """The tokens that ask it."""
-
-    question: str
-    """The words of its last turn, or the beginning of a plain text."""
-
-    columns: dict[str, Any]
-    """What rewards read, by name."""
-
-
-class Questions:
-    """Prompts by their number, read from disk as they are needed."""
-
-    def __init__(self, rows: Dataset) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> Question:
-        row = self.rows[number]
-        content = json.loads(row["content"])
-        return Question(row["row"], row["input_ids"], content["question"], content["columns"])
-
-    def place_of(self, number: int) -> str:
-        """Where the row stands, as `Source` prints it."""
-        row = self.rows[number]
-        return str(Source(row["path"], row["line"], row["record"]))
 
 
 @dataclass(frozen=True)
@@ -104,22 +56,23 @@ class Prompts:
     """Changes with any prompt or column, held out or not."""
 
 
-def load_prompts(cfg: RunConfig, tokenizer: Any, *, max_tokens: int) -> Prompts:
+def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Prompts:
     """The prompts of `data.train_path`, and those that `data.val_path` or `data.split` holds out.
 
-    A prompt of more than `max_tokens` tokens is left out, or ends the run where `data.too_long` says error: a question
-    is not cut. Several processes may call this at once; one reads and the others wait.
+    `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model. A
+    prompt of more than `cfg.prompt_tokens` tokens is left out, or ends the run where `data.too_long` says error: a
+    question is not cut. Several processes may call this at once; one reads and the others wait.
 
     Raises:
         DataError: a file cannot be read, a row has no question and the config says error, or no prompt is left.
     """
-    data = cfg.data
+    data, max_tokens = cfg.data, cfg.prompt_tokens
     inputs = [Input(cfg.rows_path, DEFAULT_SPLIT if data.split is None else data.split)]
     if data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
     guarded = [data.test_path] if data.test_path else []
     digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
-    renderer = renderer_for(cfg, tokenizer, path=inputs[0].path)
+    renderer = renderer_for(cfg, tokenizer, path=inputs[0].path, template=renderer_template)
     parts = {
         "kind": "prompts",
         "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
@@ -148,12 +101,13 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, max_tokens: int) -> Prompts:
     return Prompts(train, held_out, renderer, report, folder.name)
 
 
-def renderer_for(cfg: RunConfig, tokenizer: Any, *, path: str) -> Renderer:
+def renderer_for(cfg: RunConfig, tokenizer: Any, *, path: str, template: str | None = None) -> Renderer:
     """What asks the questions of a file: by the chat template, or without one where its rows are plain texts."""
     reading, dialect = reading_of(cfg.data), dialect_of(cfg.data)
     _, first = next(iter(read_rows(path, dialect)), (None, {}))
     is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=reading))
-    template = None if is_plain and not tokenizer.chat_template else resolve_template(cfg.data.template, tokenizer)
+    if template is None and not (is_plain and not tokenizer.chat_template):
+        template = resolve_template(cfg.data.template, tokenizer)
     return Renderer.prove(tokenizer, template, samples=sample_records(cfg.data, path))
 
 
@@ -164,6 +118,7 @@ class _Pass:
         self._renderer, self._max_tokens = renderer, max_tokens
         self._reading: Reading = reading_of(cfg.data)
         self._dialect = dialect_of(cfg.data)
+        self._columns: dict[str, None] = {}
         self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=ROOM)
 
     def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
@@ -210,6 +165,7 @@ class _Pass:
         keys = keys_of(record)
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
         outcome.keys = short(keys.content), short(keys.prompt), short(keys.prompt)
+        outcome.tested = published_test_id(prompt.row)
         try:
             ids = prompt.prompt(self._renderer)
         except DataError as error:
@@ -222,6 +178,7 @@ class _Pass:
         # Nothing of a prompt is learned; what the report needs of an example is the number of its tokens.
         outcome.examples = [Example(bytes(4 * len(ids)), b"", 0, is_cut=False, ends_learned=False)]
         columns = columns_of(prompt.row, source, reading=self._reading)
+        self._columns |= dict.fromkeys(columns)
         content = json.dumps({"question": prompt.question, "columns": columns}, default=str)
         place = {"path": source.path, "line": source.line, "record": source.record}
         return outcome, {"row": prompt.number, "input_ids": ids, "content": content, **place}
@@ -238,6 +195,7 @@ class _Pass:
             "mask_method": self._renderer.method,
             "template_hash": self._renderer.template_hash,
             "max_prompt_tokens": self._max_tokens,
+            "columns": list(self._columns),
             "sources": {side: {"path": paths[side], **counts[side].as_json()} for side in used},
             "warnings": self._warnings(),
             "notes": notes,
@@ -252,27 +210,6 @@ class _Pass:
             f"{n_long:,} of {counts.read:,} prompts have more than {self._max_tokens:,} tokens and are left out; the"
             f" longest has {counts.longest:,}"
         ]
-
-
-def prompts_table(report: Mapping[str, Any]) -> str:
-    """The report for people."""
-    lines = [
-        f"data report      {report['read']:,} read = {report['kept']:,} kept"
-        f" + {sum(report['dropped'].values()):,} dropped + {report['refused']:,} refused"
-    ]
-    for name, source in report["sources"].items():
-        mean = source["tokens"] / max(1, source["examples"])
-        lines.append(f"  {name:<14} {source['examples']:,} prompts of {mean:,.0f} tokens   {source['path']}")
-    lines += [f"  dropped        {count:,}: {reason.replace('_', ' ')}" for reason, count in report["dropped"].items()]
-    if report["refused"]:
-        lines.append(f"  refused        reasons with file and line in {report['refused_rows']}")
-    if repeated := report["duplicates"] + report["near_duplicates"]:
-        fate = "left out" if "duplicate" in report["dropped"] else "kept"
-        lines.append(f"  duplicates     {repeated:,} prompts repeat an earlier one; {fate}")
-    lines.append(f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_prompt_tokens']:,}")
-    lines += [f"  warning        {warning}" for warning in report["warnings"]]
-    lines += [f"  note           {note}" for note in report["notes"]]
-    return "\n".join(lines)
 
 
 def _key(prompt: Prompt) -> int:

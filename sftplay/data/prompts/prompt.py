@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +68,16 @@ def to_prompt(row: Row, source: Source, *, number: int, reading: Reading) -> Pro
 
 
 def columns_of(row: Row, source: Source, *, reading: Reading) -> dict[str, Any]:
-    """What rewards read of a row: its columns, by their own names and by those of `data.columns`, and `answer`."""
+    """What rewards read of a row: its columns, by their own names and by those of `data.columns`, and `answer`; of a
+    published problem also its tests, see `data.problems`."""
     mapped = {field: row[column] for field, column in reading.columns if column in row}
     columns: dict[str, Any] = {**row, **mapped}
-    if columns.get(ANSWER) is None and (answer := answer_of(row, source, reading=reading)) is not None:
-        columns[ANSWER] = answer
-    return columns
-
-
-def answer_of(row: Mapping[str, Any], source: Source, *, reading: Reading) -> str | None:
-    """What the assistant says last in a row that is a chat; None in any other row."""
     try:
         record = to_record(row, source, reading=reading)
-    except DataError:
-        return None
-    return record.answer if isinstance(record, Chat) else None
+    except DataError:  # a prompt need not have an answer
+        return columns
+    if isinstance(record, Chat):
+        if columns.get(ANSWER) is None:
+            columns[ANSWER] = record.answer
+        columns |= json.loads(record.columns) if record.columns else {}
+    return columns

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from sftplay.config.schema.reward import SandboxConfig
 from sftplay.data.problems.problem import PROMPT_VERSION, Problem
 from sftplay.data.problems.references import LIMITS
 from sftplay.deliver.evaluate.pass_at_k import mean_pass_at_k
 from sftplay.errors import RunError
 from sftplay.reward.code_answer import find_code
+from sftplay.reward.code_rewards import limits_of
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Job, Verdict
+from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
 
 NO_CODE = "no_code"
 """The status of an answer in which no program was found."""
@@ -58,7 +60,20 @@ class Graded:
         }
 
 
-def grade(problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandbox) -> list[Graded]:
+def measuring_limits(config: SandboxConfig) -> Limits:
+    """The limits of what is measured: LIMITS, or those of the config where it gives a program more."""
+    own = limits_of(config)
+    return replace(
+        LIMITS,
+        timeout_s=max(LIMITS.timeout_s, own.timeout_s),
+        test_timeout_s=max(LIMITS.test_timeout_s, own.test_timeout_s),
+        memory_bytes=max(LIMITS.memory_bytes, own.memory_bytes),
+    )
+
+
+def grade(
+    problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandbox, limits: Limits = LIMITS
+) -> list[Graded]:
     """Each answer with what its program does in the sandbox; `answers` are aligned with `problems`."""
     found = [find_code(answer, problem.entry_point) for problem, answer in zip(problems, answers, strict=True)]
     jobs = [
@@ -67,7 +82,7 @@ def grade(problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandb
             tests=problem.tests,
             setup=problem.setup,
             entry_point=problem.entry_point,
-            limits=LIMITS,
+            limits=limits,
         )
         for problem, each in zip(problems, found, strict=True)
         if each.code.strip()
@@ -80,7 +95,12 @@ def grade(problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandb
 
 
 def evaluate_code(
-    problems: Sequence[Problem], answers: Sequence[str], *, ks: Sequence[int] = (1,), sandbox: Sandbox
+    problems: Sequence[Problem],
+    answers: Sequence[str],
+    *,
+    ks: Sequence[int] = (1,),
+    sandbox: Sandbox,
+    limits: Limits = LIMITS,
 ) -> tuple[dict[str, Any], list[Graded]]:
     """Grade the answers, which stand beside each other for each problem: the figures, and every answer graded.
 
@@ -91,7 +111,7 @@ def evaluate_code(
         RunError: the sandbox failed for too many answers.
     """
     n = len(answers) // len(problems)
-    graded = grade([problem for problem in problems for _ in range(n)], answers, sandbox=sandbox)
+    graded = grade([problem for problem in problems for _ in range(n)], answers, sandbox=sandbox, limits=limits)
     statuses = Counter(each.status for each in graded)
     if statuses["infra"] > MOST_UNKNOWN * len(graded):
         raise RunError(
@@ -104,4 +124,4 @@ def evaluate_code(
     for k in ks:
         figures[f"pass@{k}"], figures["stderr" if k == ks[0] else f"stderr@{k}"] = mean_pass_at_k(right, n=n, k=k)
     figures |= {"statuses": dict(sorted(statuses.items())), "found": dict(Counter(each.how for each in graded))}
-    return figures | {"executor": sandbox.version, "prompt_version": PROMPT_VERSION}, graded
+    return figures | {"executor": sandbox.version, "limits": asdict(limits), "prompt_version": PROMPT_VERSION}, graded

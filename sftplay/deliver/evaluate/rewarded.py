@@ -66,7 +66,7 @@ class Judged:
 
 def content_rewards(rewards: Sequence[RewardConfig]) -> list[str]:
     """Names of the rewards that only a right answer gets in full."""
-    return [reward.name for reward in rewards if not judges_form(reward.use)]
+    return [reward.name for reward in rewards if not judges_form(reward)]
 
 
 def judge_answers(

@@ -46,11 +46,11 @@ NO_ANSWERS = (
     Attack(name="answers an int of 9,999 digits", tests=TASK, statuses=("tampered",),
            code=ANSWERS.format(status=OK, parts="'value': '9' * 9999")),
     Attack(name="answers keys with one hash, in the test's box", tests=("y = f(2)\nassert y == 3",),
-           limits={"timeout_s": 2, "test_timeout_s": 1}, statuses=("timeout", "wrong", "runtime"),
+           limits={"timeout_s": 1, "test_timeout_s": 0.5}, statuses=("timeout", "wrong", "runtime"),
            code=ANSWERS.format(status=OK, parts="'value': '[\"d\",' + ','.join('[%d,1]' % (i * (2**61 - 1)) for i in "
                                "range(20_000)) + ']', 'args': '[0]', 'changed': '[false]'")),
     Attack(name="answers a range of a year, in the test's box", tests=("assert len(list(f(2))) == 3",),
-           limits={"timeout_s": 2, "test_timeout_s": 1}, statuses=("memory", "timeout"),
+           limits={"timeout_s": 1, "test_timeout_s": 0.5}, statuses=("memory", "timeout"),
            code="def f(x): return range(10**15)"),
 )  # fmt: skip
 

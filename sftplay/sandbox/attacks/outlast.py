@@ -8,7 +8,7 @@ from __future__ import annotations
 from sftplay.sandbox.attacks.attack import Attack
 from sftplay.sandbox.attacks.cheat import TASK
 
-SHORT = {"timeout_s": 2, "test_timeout_s": 0.5}
+SHORT = {"timeout_s": 1, "test_timeout_s": 0.25}
 
 LONG = {"timeout_s": 10, "test_timeout_s": 10}
 

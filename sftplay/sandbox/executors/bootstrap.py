@@ -11,12 +11,15 @@ import random
 import resource
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sftplay.errors import ConfigError
 from sftplay.sandbox.inside import agent, plain, rights
 from sftplay.sandbox.verdicts.job import Limits
 
@@ -46,9 +49,27 @@ PYTHON_FLAGS = ("-s", "-S", "-B", "-P")
 PYTHONHASHSEED, and a program that prints a set would be judged by chance."""
 
 
-def environment(folder: str) -> dict[str, str]:
-    """All the variables of a program in the box."""
+def package_folders(packages: Sequence[str]) -> tuple[Path, ...]:
+    """Where packages lie that programs may import, and the shared libraries that came with them.
+
+    Raises:
+        ConfigError: one is not installed here, or is a single file.
+    """
+    folders = []
+    for name in packages:
+        found = find_spec(name) if name.isidentifier() else None
+        if found is None or not found.submodule_search_locations:
+            fix = "install it, or leave it out; give names as `import` takes them"
+            raise ConfigError(f"no package is called {name!r} here", where="packages", fix=fix)
+        folder = Path(next(iter(found.submodule_search_locations)))
+        folders += [each for each in (folder, folder.with_name(f"{name}.libs")) if each.is_dir()]
+    return tuple(folders)
+
+
+def environment(folder: str, *, site: str = "") -> dict[str, str]:
+    """All the variables of a program in the box; `site` holds the packages that it may import."""
     return {
+        **({"PYTHONPATH": site} if site else {}),
         "PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
         "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", OWNER: str(os.getpid()),
     }  # fmt: skip

@@ -10,6 +10,7 @@ import marshal
 import select
 import socket
 import subprocess
+from collections.abc import Sequence
 from itertools import count
 
 from sftplay.sandbox.executors.bootstrap import (
@@ -19,7 +20,7 @@ from sftplay.sandbox.executors.bootstrap import (
     hello_for,
     unused_user,
 )  # fmt: skip
-from sftplay.sandbox.executors.bwrap import WORK, Bwrap, box_arguments, inner_environment, inner_interpreter
+from sftplay.sandbox.executors.bwrap import WORK, Bwrap, box_arguments, inner_interpreter
 from sftplay.sandbox.executors.executor import new_pipes, wait_for_box
 from sftplay.sandbox.inside import server
 from sftplay.sandbox.verdicts.box import START_S, Box, Lost
@@ -31,8 +32,8 @@ GONE_S = 5.0
 class WarmBwrap(Bwrap):
     """Forks a box for each program out of one that is kept."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, packages: Sequence[str] = ()) -> None:
+        super().__init__(packages)
         self._numbers = count()
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -80,7 +81,7 @@ class WarmBwrap(Bwrap):
         orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         user = unused_user()
         argv = [
-            self._program, *box_arguments(Limits(), is_root=user != 0, has_proc=True), "--",
+            self._program, *box_arguments(Limits(), self._packages, is_root=user != 0, has_proc=True), "--",
             *boot_command(inner_interpreter(), theirs.fileno()),
         ]  # fmt: skip
         self._orders = orders
@@ -88,7 +89,7 @@ class WarmBwrap(Bwrap):
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    argv, env=inner_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL, cwd="/", pass_fds=(theirs.fileno(),), start_new_session=True,
                 )  # fmt: skip
             orders.sendall(first_message(hello, program=server))

@@ -80,6 +80,8 @@ def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
         return f'["c",{_float(value.real)},{_float(value.imag)}]'
     if type(value) is range:
         return _tagged("r", [_int(value.start), _int(value.stop), _int(value.step)])
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:  # a number of an array equals a plain one
+        return encode(value.item(), keep, depth=depth)
     if type(value) is Opaque:
         return f'["h",{value.number}]'
     if type(value) is Yielded:

@@ -1,16 +1,12 @@
-"""Asks the rewards of a run about completions, the same way on every rank, and keeps what they were paid."""
+"""Asks the rewards of a run about completions, the same way on every rank."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sftplay import log
-from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects
@@ -24,8 +20,9 @@ CONTROL = "control"
 class Judge:
     """The rewards of a run on one rank; a context manager, which ends their processes."""
 
-    def __init__(self, cfg: RunConfig) -> None:
-        self._rewards = RewardSet(cfg)
+    def __init__(self, cfg: RunConfig, columns: Sequence[str]) -> None:
+        """`columns` are those that any row has."""
+        self._rewards, self._columns = RewardSet(cfg), tuple(columns)
         self._control = cfg.grpo.control
         self._abstentions = Abstentions()
 
@@ -50,7 +47,7 @@ class Judge:
             RunError: on every rank, where a reward abstains too often.
         """
         with heartbeat.within("reward"):
-            scored = self._rewards.score(completions, aligned([row["columns"] for row in inputs]))
+            scored = self._rewards.score(completions, aligned([row["columns"] for row in inputs], self._columns))
             rows = [row["row"] for row in inputs]
             own = Drawn(rows=rows, completions=list(completions), scored=scored, control=self._paid(len(completions)))
             ranks = gather_objects(own, heartbeat)
@@ -65,23 +62,10 @@ class Judge:
         return [1.0] * n if self._control == "constant" else torch.rand(n).tolist()
 
 
-def aligned(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def aligned(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
     """Rows as columns; None where a row does not have one.
 
-    >>> aligned([{"answer": "4"}, {"answer": "5", "level": 2}])
+    >>> aligned([{"answer": "4"}, {"answer": "5", "level": 2}], ["answer", "level"])
     {'answer': ['4', '5'], 'level': [None, 2]}
     """
-    names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
-
-
-def samples_path(folder: Path, step: int) -> Path:
-    """Where the completions of a step are kept, below a run's folder."""
-    return folder / "samples" / f"step-{step}.jsonl"
-
-
-def write_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Keep completions with what they were paid; on the main rank."""
-    if log.is_main() and lines:
-        path.parent.mkdir(exist_ok=True)
-        write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -9,7 +9,8 @@ from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
-from sftplay.data.prompts.load import Prompts, Question, Questions
+from sftplay.data.prompts.load import Prompts
+from sftplay.data.prompts.questions import Question, Questions
 from sftplay.tasks.run.task import RowOrder
 
 

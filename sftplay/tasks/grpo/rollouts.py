@@ -1,8 +1,8 @@
 """The mixin over TRL's GRPOTrainer: the kit's prompts, rewards, counts and checkpoints. Its loss is TRL's own.
 
-It overrides `_tokenize_prompts`, `_generate`, `_calculate_rewards`, `_generate_and_score_completions`,
-`_prepare_inputs`, `compute_loss`, `_save_checkpoint` and `train`; and provides what `monitor.observer.StepTrainer`
-asks for.
+It overrides `_tokenize_prompts`, `_generate`, `_generate_single_turn`, `_calculate_rewards`,
+`_generate_and_score_completions`, `_prepare_inputs`, `compute_loss`, `_save_checkpoint` and `train`; and provides what
+`monitor.observer.StepTrainer` asks for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
-from sftplay.tasks.grpo.judge import Judge, samples_path, write_samples
+from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.tasks.grpo.judge import Judge
+from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
+from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
 from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
         num_generations: int
         num_iterations: int
+        beta: float
         _step: int
         _buffered_inputs: Any
         _metrics: Any
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
         def __init__(self, **named: Any) -> None: ...
         def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any: ...
         def _generate(self, prompts: list[Any]) -> Any: ...
+        def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any: ...
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]: ...
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]: ...
         def compute_loss(self, model: nn.Module, inputs: Any, *given: Any, **named: Any) -> Any: ...
@@ -52,11 +57,19 @@ else:
 class Rollouts(Base):
     """Mixed in before TRL's trainer: `class PromptTrainer(Rollouts, GRPOTrainer)`."""
 
-    def __init__(self, step: StepSetup, *, cfg: RunConfig, run_folder: Path, judge: Judge, model: Any, **named: Any):
+    def __init__(
+        self, step: StepSetup, *, cfg: RunConfig, run_folder: Path, judge: Judge, model: Any, args: Any, **named: Any
+    ) -> None:
+        has_adapter = hasattr(model, "get_base_model")
         # TRL makes the adapter of a 4-bit base bf16.
-        with trained_weights_kept(model) if hasattr(model, "get_base_model") else nullcontext():
-            super().__init__(model=model, reward_funcs=[_named(name) for name in judge.learned], **named)
+        with trained_weights_kept(model) if has_adapter else nullcontext(), no_copy_by_trl(model, args):
+            named["reward_funcs"] = [_named(name) for name in judge.learned]
+            super().__init__(model=model, args=args, **named)
+        self.beta = args.beta
+        if has_adapter and args.beta and cfg.model.adapter:
+            keep_reference(model)
         self.cfg, self.run_folder, self.judge, self.heartbeat = cfg, run_folder, judge, step.heartbeat
+        self._at_once = AdaptiveBatches(_rows_at_once(cfg, args), "generation")
         self.micro_batcher = self.replay = None
         self.source_names: tuple[str, ...] = ()
         self.held_out_sources: dict[str, dict[str, float]] = {}
@@ -76,10 +89,23 @@ class Rollouts(Base):
         with self.judge:
             if resume_from_checkpoint:
                 load_window(self, Path(resume_from_checkpoint))
+            cut_samples(self.run_folder, after_step=self._step // self.args.gradient_accumulation_steps)
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **named)
 
     def _tokenize_prompts(self, prompts: list[list[int]]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return prompts, None, {}
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
+        """As TRL's; transformers draws so many completions at a time as memory has room for."""
+        if self.cfg.grpo.generation != "transformers":
+            return super()._generate_single_turn(prompt_ids, *given, **named)
+
+        def draw(part: slice) -> list[list[int]]:
+            self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long
+            ids, _ = super(Rollouts, self)._generate_single_turn(prompt_ids[part], *given, **named)
+            return list(ids)
+
+        return [ids for part in self._at_once.each(len(prompt_ids), draw) for ids in part], None
 
     def _generate(self, prompts: list[list[int]]) -> Any:
         # Drawn with the precision with which their probabilities are computed later.
@@ -152,6 +178,12 @@ class Rollouts(Base):
     def rows_not_finite(self) -> list[int]:
         """None are told apart: a completion's loss depends on its group."""
         return []
+
+
+def _rows_at_once(cfg: RunConfig, args: Any) -> int:
+    """Completions that this rank draws at a time; all of a drawing where nothing is said."""
+    rows = cfg.grpo.generation_rows
+    return rows if isinstance(rows, int) else int(args.per_device_train_batch_size * args.steps_per_generation)
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.prompts.load import load_prompts, prompts_table
+from sftplay.data.prompts.load import load_prompts
+from sftplay.data.prompts.report import prompts_table
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.judge import Judge
@@ -31,7 +33,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
         DataError: no prompt is left.
     """
     log.status(f"preparing the prompts of {cfg.rows_path}", "data")
-    prompts = load_prompts(cfg, tokenizer, max_tokens=cfg.prompt_tokens)
+    prompts = load_prompts(cfg, tokenizer)
     if prompts.renderer.template is not None:
         tokenizer.chat_template = prompts.renderer.template
     order, known = run_order(cfg, prompts)
@@ -57,7 +59,8 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
     """A trainer that draws completions of the prompts in their order."""
-    cfg, judge = parts.cfg, Judge(parts.cfg)
+    cfg, judge = parts.cfg, Judge(parts.cfg, parts.rows.report["columns"])
+    stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
     config = GRPOConfig(
         **{
             **parts.arguments,
@@ -79,3 +82,10 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
     )
     trainer.train_dataset = parts.train
     return trainer
+
+
+def stop_at(model: Any, end_token_ids: Sequence[int]) -> None:
+    """Let completions also end where the chat template ends a turn, as answers do; TRL reads the model's own end."""
+    shipped = model.generation_config.eos_token_id or []
+    ends = {*end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
+    model.generation_config.eos_token_id = sorted(ends)

@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from trl.trainer.utils import split_tensor_dict
 
 from sftplay import log
 from sftplay.errors import RunError
@@ -30,35 +32,41 @@ def save_window(trainer: Any, checkpoint: Path) -> None:
         for name, value in micro_batch.items()
         if value is not None
     }
-    facts = {"processes": log.world_size(), "micro_batches": len(trainer._buffered_inputs), "drawing": trainer.drawing}
+    facts = {
+        "processes": log.world_size(),
+        "micro_batches": len(trainer._buffered_inputs),
+        "rows": len(trainer._buffered_inputs[0]["row"]),
+        "drawing": trainer.drawing,
+    }
     save_file(tensors, window_path(checkpoint), metadata={"facts": json.dumps(facts)})
 
 
 def load_window(trainer: Any, checkpoint: Path) -> None:
-    """Let the trainer go on where the checkpoint was written.
+    """Let the trainer go on where the checkpoint was written. Smaller micro-batches are parts of the kept ones.
 
     Raises:
-        RunError: the drawing was made by another number of processes, or in other micro-batches.
+        RunError: the drawing was made by another number of processes, or its micro-batches cannot be split evenly.
     """
     step = int(checkpoint.name.rpartition("-")[2])
     trainer._step = step * trainer.args.gradient_accumulation_steps
     if not _is_inside(trainer, step):
         return
     facts = _facts(window_path(checkpoint))
-    now = {"processes": log.world_size(), "micro_batches": trainer.args.steps_per_generation}
-    if changed := [
-        f"{name} {facts.get(name)} then, {value} now" for name, value in now.items() if facts.get(name) != value
-    ]:
+    kept = facts.get("micro_batches", 0)
+    parts, rest = divmod(trainer.args.steps_per_generation, kept) if kept else (0, 0)
+    if facts.get("processes") != log.world_size() or not parts or rest or facts["rows"] % parts:
         raise RunError(
-            f"the completions of a drawing are kept for its own sizes: {', '.join(changed)}",
+            f"the checkpoint lies inside a drawing of {facts.get('processes', 'unknown')} processes with {kept}"
+            f" micro-batches each; now there are {log.world_size()} with {trainer.args.steps_per_generation}",
             where=str(checkpoint),
             fix="continue with the sizes of the first start (NPROC=, train.batch_size)",
         )
-    micro_batches: list[dict[str, Any]] = [{} for _ in range(now["micro_batches"])]
+    micro_batches: list[dict[str, Any]] = [{} for _ in range(kept)]
     for key, tensor in load_file(window_path(checkpoint), device=str(trainer.accelerator.device)).items():
         number, _, name = key.partition("/")
         micro_batches[int(number)][name] = tensor
-    trainer._buffered_inputs, trainer.drawing = micro_batches, facts["drawing"]
+    trainer._buffered_inputs = [part for each in micro_batches for part in split_tensor_dict(each, parts)]
+    trainer.drawing = facts["drawing"]
 
 
 def _is_inside(trainer: Any, step: int) -> bool:
@@ -68,8 +76,6 @@ def _is_inside(trainer: Any, step: int) -> bool:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    from safetensors import safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             facts: dict[str, Any] = json.loads(file.metadata()["facts"])
