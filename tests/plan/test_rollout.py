@@ -150,12 +150,13 @@ def test_many_long_completions_move_the_peak_to_drawing():
 
 
 @pytest.mark.parametrize("phase", [DRAW, "head", "layer", "step"])
-def test_a_reference_adds_frozen_weights_when_all_trains_and_a_second_adapter_otherwise(phase):
-    for execution, part in ((FULL, "weights"), (LORA, "adapters")):
+def test_a_reference_is_a_second_copy_of_what_the_run_began_with_and_nothing_for_a_fresh_adapter(phase):
+    for execution, continues, part in ((FULL, False, "weights"), (LORA, True, "adapters"), (LORA, False, "mask")):
         without = estimate_rollout(LLAMA, execution, rollout=SHORT).phases[phase]
-        reference = estimate_rollout(LLAMA, execution, rollout=replace(SHORT, has_reference=True)).phases[phase]
-        assert reference[REFERENCE] == without[part]
-        assert sum(reference.values()) - sum(without.values()) == pytest.approx(without[part])
+        compares = replace(SHORT, has_reference=True, continues_adapter=continues)
+        reference = estimate_rollout(LLAMA, execution, rollout=compares).phases[phase]
+        assert reference[REFERENCE] == without.get(part, 0.0)
+        assert sum(reference.values()) - sum(without.values()) == pytest.approx(without.get(part, 0.0))
 
 
 def test_a_process_that_shares_the_weights_gathers_all_of_them_to_draw():

@@ -64,6 +64,9 @@ class Rollout:
     has_reference: bool = False
     """True where the loss compares with frozen weights (beta > 0)."""
 
+    continues_adapter: bool = False
+    """True where these weights are those of an adapter. A fresh one is switched off in place of a copy."""
+
     scores_first: bool = False
     """True where probabilities under older or frozen weights are computed before the update."""
 
@@ -97,6 +100,7 @@ def rollout_of(cfg: RunConfig, *, device_bytes: int, completions: int = 1, micro
         completion_tokens=grpo.max_completion_length,
         micro_batch=micro_batch,
         has_reference=grpo.beta > 0,
+        continues_adapter=cfg.model.adapter is not None,
         scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
         limits_probability=grpo.top_p < 1,
         engine=grpo.generation,
@@ -132,7 +136,9 @@ def estimate_rollout(
         labelled=rollout.micro_batch * (rollout.completion_tokens if execution.folds_tiles else rollout.tokens),
         accumulates=accumulates,
     )
-    reference = _reference(shape, execution, strategy=strategy, world_size=world_size) if rollout.has_reference else 0.0
+    reference = 0.0
+    if rollout.has_reference and (execution.trains_all or rollout.continues_adapter):
+        reference = _reference(shape, execution, strategy=strategy, world_size=world_size)
     resident = {
         "weights": share.standing.weights,
         "adapters": share.standing.adapters,
@@ -211,8 +217,7 @@ def _rounded(shape: ModelShape, execution: Execution) -> float:
 
 
 def _reference(shape: ModelShape, execution: Execution, *, strategy: Strategy, world_size: int) -> float:
-    """The frozen model: a second copy of all weights, or of the adapter that the run began with (trl 1.16,
-    `GRPOTrainer.__init__`)."""
+    """The frozen model: a second copy of all weights, or of the adapter that the run began with."""
     standing = standing_bytes(shape, execution)
     if not execution.trains_all:
         return standing.adapters
