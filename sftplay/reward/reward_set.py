@@ -120,6 +120,15 @@ def _code_tests(reward: RewardConfig, *, cfg: RunConfig, sandbox: Sandbox) -> Co
     return CodeTests(reward.options, sandbox=sandbox, limits=limits_of(cfg.sandbox), deadline_s=reward.deadline)
 
 
+def aligned(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Rows as columns; None where a row does not have one.
+
+    >>> aligned([{"answer": "4"}, {"answer": "5", "level": 2}], ["answer", "level"])
+    {'answer': ['4', '5'], 'level': [None, 2]}
+    """
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
 def combined(scored: Scored, weights: Sequence[float]) -> list[float | None]:
     """The weighted sum of the rewards that know a value, for each completion; None where none of them does.
 

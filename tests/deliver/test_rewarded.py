@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sftplay.config.schema.run import RewardConfig
-from sftplay.deliver.evaluate.rewarded import Asked, Judged, figures_of, judge_answers, write_evaluation
+from sftplay.data.prompts.questions import Question
+from sftplay.deliver.evaluate.rewarded import Rewarded, figures_of, reward_answers, write_evaluation
 from sftplay.reward.calls import Scores
 from sftplay.reward.reward_set import Scored
 
@@ -32,15 +33,16 @@ class TwoRewards:
         return Scored({"right": Scores(right), "shape": Scores(shape)}, verdicts)
 
 
-def judged() -> tuple[TwoRewards, list[Judged]]:
-    asked = [Asked(n, f"question {n}", {"answer": "a.", **({"only": 1} if n else {})}) for n in range(4)]
+def answered() -> tuple[TwoRewards, list[Rewarded]]:
+    asked = [Question(n, [n], f"question {n}", {"answer": "a.", **({"only": 1} if n else {})}) for n in range(4)]
     rewards = TwoRewards()
-    texts = ["a.", "b", "?", "a"]
-    return rewards, judge_answers(rewards, asked, answers=texts, n_tokens=[2, 1, 1, 4])  # type: ignore[arg-type]
+    texts, columns = ["a.", "b", "?", "a"], ["answer", "only"]
+    given: Any = rewards
+    return rewards, reward_answers(given, asked, columns=columns, answers=texts, n_tokens=[2, 1, 1, 4])
 
 
 def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes():
-    figures = figures_of(judged()[1], rewards=REWARDS)
+    figures = figures_of(answered()[1], rewards=REWARDS)
     assert figures["n"] == 4
     assert figures["reward/right"] == pytest.approx(1 / 3)
     assert figures["reward/shape"] == pytest.approx(1 / 4)
@@ -51,21 +53,21 @@ def test_means_leave_out_what_is_not_known_and_form_does_not_decide_what_passes(
     assert figures["statuses"] == {"infra": 1, "ok": 1, "wrong": 1}
 
 
-def test_rewards_get_the_columns_that_every_row_has():
-    rewards, _ = judged()
-    assert set(rewards.columns) == {"answer"}
+def test_rewards_get_the_columns_of_all_rows_aligned():
+    rewards, _ = answered()
+    assert rewards.columns == {"answer": ["a."] * 4, "only": [None, 1, 1, 1]}
 
 
 def test_rewards_for_form_alone_let_nothing_pass_or_fail():
-    figures = figures_of(judged()[1], rewards=REWARDS[1:])
+    figures = figures_of(answered()[1], rewards=REWARDS[1:])
     assert "pass" not in figures
 
 
 def test_every_answer_stands_beside_the_figures(tmp_path: Path):
-    answers = judged()[1]
+    answers = answered()[1]
     path = tmp_path / "step-3.json"
     figures = {"step": 3, **figures_of(answers, rewards=REWARDS)}
-    write_evaluation(path, figures=figures, judged=answers, rewards=REWARDS)
+    write_evaluation(path, figures=figures, answers=answers, rewards=REWARDS)
     assert json.loads(path.read_text())["step"] == 3
     lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     assert [line["correct"] for line in lines] == [True, False, None, False]

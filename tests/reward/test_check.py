@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.cli import main
 from sftplay.commands.data.rewards import reward_check
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RewardConfig, RunConfig
@@ -180,6 +181,16 @@ def before_training(rewards, rows=ROWS):
         return check_before_training(cfg, rows, rewards=opened)
 
 
+def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user, capsys):
+    bad = {"name": "hack", "use": f"{user}:has_mark"}
+    path, out = config(tmp_path, [bad]), tmp_path / "out"
+    small = ["task_mode=grpo", f"output_dir={out}", "train.effective_batch_size=8"]
+    assert main(["train", "--config", path, *small]) == 5
+    assert "hack: cannot tell" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["train", "--config", path, *small, "--dry-run"]) == 0
+
+
 def test_rewards_that_can_tell_let_a_run_begin(user):
     rewards = [{"name": "right", "use": "math"}, {"name": "form", "use": "format", "options": {"form": "reasoning"}}]
     assert [finding.verdict for finding in before_training(rewards)] == ["ok", "ok"]
@@ -216,7 +227,7 @@ def test_rows_without_different_answers_are_refused(tmp_path, capsys):
 
 
 def test_rows_that_are_left_out_are_said(tmp_path, capsys):
-    from sftplay.commands.data.rewards import read_cases
+    from sftplay.control.rewards.trial import read_cases
 
     rows = [
         {"question": "1", "answer": "2"},

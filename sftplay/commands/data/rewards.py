@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from contextlib import suppress
 from dataclasses import asdict
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from sftplay import log
-from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import load_checked
-from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from sftplay.reward.check import Finding
-    from sftplay.reward.junk import Case
 
 
 def reward_check(args: Namespace) -> int:
@@ -25,6 +21,7 @@ def reward_check(args: Namespace) -> int:
     if not cfg.rewards:
         fix = "write rewards: [{name: answer, use: exact_match}]"
         raise ConfigError("the config has no rewards", where=args.config, fix=fix)
+    from sftplay.control.rewards.trial import read_cases
     from sftplay.reward.check import check_rewards, refusal_of
     from sftplay.reward.reward_set import RewardSet
 
@@ -40,38 +37,6 @@ def reward_check(args: Namespace) -> int:
     if bad:
         raise refusal_of(bad)
     return 0
-
-
-def read_cases(cfg: RunConfig, n: int) -> list[Case]:
-    """The first `n` rows that can be read, each with its right answer and its columns.
-
-    Raises:
-        DataError: fewer than two rows have an answer.
-    """
-    from sftplay.data.layouts.convert import reading_of
-    from sftplay.data.prompts.prompt import columns_of, to_prompt
-    from sftplay.data.read.sources import dialect_of, read_rows
-    from sftplay.data.records import Refused
-    from sftplay.reward.junk import Case
-
-    cases, n_left_out, reading = [], 0, reading_of(cfg.data)
-    for number, (source, row) in enumerate(islice(read_rows(cfg.rows_path, dialect_of(cfg.data)), n)):
-        answer, columns = None, {}
-        if not isinstance(row, Refused):
-            with suppress(DataError):
-                prompt = to_prompt(row, source, number=number, reading=reading)
-                columns = columns_of(prompt.row, source, reading=reading)
-                answer = columns.get("answer")
-        if isinstance(answer, str):
-            cases.append(Case(answer, columns))
-        else:
-            n_left_out += 1
-    if n_left_out:
-        log.say(f"note: {n_left_out:,} of the first {n} rows cannot be read, or have no answer: left out", "reward")
-    if len({case.gold for case in cases}) < 2:
-        what = f"the first {n} rows hold fewer than two different answers"
-        raise DataError(what, where=cfg.rows_path, fix="name rows with a prompt and an answer, or raise N")
-    return cases
 
 
 def _show(finding: Finding) -> None:

@@ -31,6 +31,7 @@ FREE_TO_CHANGE = (
     "cpt.streaming",
     "grpo.samples",
     "grpo.stop_without_signal",
+    "grpo.gauge_steps",
     "grpo.vllm",
     "cluster.max_restarts",
     "cluster.timeout",

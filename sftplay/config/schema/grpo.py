@@ -137,8 +137,13 @@ class GrpoConfig(Section):
     """What vLLM is told."""
 
     redraws: Annotated[int, Field(ge=0)] = 0
-    """Times that completions are drawn again for prompts whose group has equal rewards, which teaches nothing (dynamic
-    sampling, DAPO). 0 draws once, as TRL does."""
+    """Most times in a drawing that groups with equal rewards, which teach nothing, are drawn again, each with another
+    prompt (dynamic sampling, DAPO). Above 0, prompts whose last groups were such also pass their next turns. 0 draws
+    once, as TRL does."""
+
+    gauge_steps: Annotated[int, Field(ge=0)] = 10
+    """Every so many steps the sampler is compared with the model that learns (sampler_gap and sampler_kl in the
+    metrics). Such a step computes one more forward pass. 0 never compares."""
 
     stop_without_signal: Annotated[int, Field(ge=0)] = 20
     """Stop the run after this many steps in which all groups had equal rewards, so that nothing was learned. 0 never

@@ -55,6 +55,11 @@ class Questions:
         content = json.loads(row["content"])
         return Question(row["row"], row["input_ids"], content["question"], content["columns"])
 
+    @property
+    def row_numbers(self) -> list[int]:
+        """Those of all prompts, in their order."""
+        return list(self.rows["row"])
+
     def place_of(self, number: int) -> str:
         """Where the row stands, as `Source` prints it."""
         row = self.rows[number]

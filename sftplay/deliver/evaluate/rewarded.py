@@ -1,7 +1,4 @@
-"""Answers to prompts, and what the rewards of a config say of them: the figures of an evaluation, and every answer.
-
-It asks no model: whoever has the answers has them judged here.
-"""
+"""Answers to prompts, and what the rewards of a config say of them: the figures of an evaluation, and every answer."""
 
 from __future__ import annotations
 
@@ -13,9 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from sftplay import log
 from sftplay.atomic import write_text
-from sftplay.config.schema.run import RewardConfig
-from sftplay.reward.reward_set import RewardSet, combined
+from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.data.prompts.questions import Question
+from sftplay.deliver.evaluate.evaluate import ready_to_answer
+from sftplay.deliver.infer.generate import Generator, answer_all
+from sftplay.reward.reward_set import RewardSet, aligned, combined
 from sftplay.reward.table import judges_form
 
 PASS = "pass"
@@ -23,19 +24,10 @@ PASS = "pass"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A held-out prompt: its number among those that are asked, its words, and the columns that rewards read."""
-
-    row: int
-    question: str
-    columns: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Rewarded:
     """One answer, and what the rewards say of it."""
 
-    asked: Asked
+    asked: Question
     answer: str
     n_tokens: int
     rewards: dict[str, float | None]
@@ -69,51 +61,85 @@ def content_rewards(rewards: Sequence[RewardConfig]) -> list[str]:
     return [reward.name for reward in rewards if not judges_form(reward)]
 
 
-def judge_answers(
-    reward_set: RewardSet, asked: Sequence[Asked], *, answers: Sequence[str], n_tokens: Sequence[int]
-) -> list[Judged]:
-    """What the rewards say of each answer; `answers` and their lengths in tokens are aligned with `asked`."""
-    if not asked:
-        return []
-    shared = set.intersection(*(set(each.columns) for each in asked))
-    columns = {name: [each.columns[name] for each in asked] for name in sorted(shared)}
-    scored = reward_set.score(list(answers), columns)
+def reward_answers(
+    reward_set: RewardSet,
+    asked: Sequence[Question],
+    *,
+    columns: Sequence[str],
+    answers: Sequence[str],
+    n_tokens: Sequence[int],
+) -> list[Rewarded]:
+    """What the rewards say of each answer; `answers` and their lengths in tokens are aligned with `asked`.
+
+    `columns` are those that any row has.
+    """
+    scored = reward_set.score(list(answers), aligned([question.columns for question in asked], columns))
     by_answer = zip(*(scores.values for scores in scored.by_name.values()), strict=True)
-    together = zip(
-        asked, answers, n_tokens, by_answer, combined(scored, reward_set.weights), scored.verdicts, strict=True
-    )
-    return [
-        Judged(prompt, answer, length, dict(zip(scored.by_name, values, strict=True)), reward, verdict)
-        for prompt, answer, length, values, reward, verdict in together
-    ]
+    values = [dict(zip(scored.by_name, each, strict=True)) for each in by_answer]
+    sums = combined(scored, reward_set.weights)
+    return [Rewarded(*each) for each in zip(asked, answers, n_tokens, values, sums, scored.verdicts, strict=True)]
 
 
-def figures_of(judged: Sequence[Judged], *, rewards: Sequence[RewardConfig]) -> dict[str, Any]:
+def figures_of(answers: Sequence[Rewarded], *, rewards: Sequence[RewardConfig]) -> dict[str, Any]:
     """`n`, `reward` and `reward/NAME` (means of what is known), `pass`, counts by status, and what is not known."""
     content = content_rewards(rewards)
-    named = {f"reward/{reward.name}": [each.rewards[reward.name] for each in judged] for reward in rewards}
+    named = {f"reward/{reward.name}": [each.rewards[reward.name] for each in answers] for reward in rewards}
     measures: dict[str, list[Any]] = {
-        "reward": [each.reward for each in judged],
+        "reward": [each.reward for each in answers],
         **named,
-        PASS: [each.passes(content) for each in judged],
+        PASS: [each.passes(content) for each in answers],
     }
     means = {key: fmean(known) for key, values in measures.items() if (known := [v for v in values if v is not None])}
     abstained = {reward.name: named[f"reward/{reward.name}"].count(None) for reward in rewards}
-    statuses = Counter(each.verdict["status"] for each in judged if each.verdict)
+    statuses = Counter(each.verdict["status"] for each in answers if each.verdict)
     return {
-        "n": len(judged),
+        "n": len(answers),
         **means,
-        "completion_tokens": fmean(each.n_tokens for each in judged),
+        "completion_tokens": fmean(each.n_tokens for each in answers),
         "abstained": {name: count for name, count in abstained.items() if count},
         **({"statuses": dict(sorted(statuses.items()))} if statuses else {}),
     }
 
 
 def write_evaluation(
-    path: Path, *, figures: Mapping[str, Any], judged: Sequence[Judged], rewards: Sequence[RewardConfig]
+    path: Path, *, figures: Mapping[str, Any], answers: Sequence[Rewarded], rewards: Sequence[RewardConfig]
 ) -> None:
     """Write the figures to `path` (.json) and every answer beside it (.jsonl); figures come last."""
     content = content_rewards(rewards)
-    lines = (json.dumps(each.as_json(content), ensure_ascii=False, default=str) + "\n" for each in judged)
+    lines = (json.dumps(each.as_json(content), ensure_ascii=False, default=str) + "\n" for each in answers)
     write_text(path.with_suffix(".jsonl"), "".join(lines))
     write_text(path, json.dumps(figures, indent=1) + "\n")
+
+
+def evaluate_questions(
+    generator: Generator, questions: Sequence[Question], *, columns: Sequence[str], cfg: RunConfig, path: Path
+) -> dict[str, Any]:
+    """Have a model answer the questions greedily, and reward the answers; write `path` and return its figures."""
+    tag = path.stem
+    log.say(f"measuring the model ({tag}) on {len(questions):,} held-out prompts", "eval")
+    with ready_to_answer(generator.model):
+        texts = answer_all(
+            generator,
+            [question.ids for question in questions],
+            batch_size=cfg.eval.batch_size,
+            progress=lambda done: log.progress(done, len(questions), what="answered", tag="eval"),
+        )
+    lengths = [len(generator.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    with RewardSet(cfg) as reward_set:
+        answers = reward_answers(reward_set, questions, columns=columns, answers=texts, n_tokens=lengths)
+    figures = figures_of(answers, rewards=cfg.rewards)
+    write_evaluation(path, figures=figures, answers=answers, rewards=cfg.rewards)
+    log.say(f"{tag}: {said_of(figures)}", "eval")
+    return figures
+
+
+def said_of(figures: Mapping[str, Any]) -> str:
+    """The figures in a line."""
+    means = {key: value for key, value in figures.items() if key == PASS or key.startswith("reward")}
+    return "  ".join(f"{key} {value:.3f}" for key, value in means.items()) + f"  (n {figures['n']})"
+
+
+def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
+    """At most `limit` of the questions, evenly spread over them."""
+    count = len(questions) if limit is None else min(limit, len(questions))
+    return [questions[at * len(questions) // count] for at in range(count)]

@@ -105,13 +105,26 @@ def f():
         code="""
 import ctypes, platform
 def f():
-    number = 206 if platform.machine() == 'x86_64' else 0
-    return 'held' if ctypes.CDLL(None).syscall(number, 60_000, ctypes.byref(ctypes.c_ulong())) else 'escaped'
+    libc, is_x86 = ctypes.CDLL(None), platform.machine() == 'x86_64'
+    reads = libc.syscall(206 if is_x86 else 0, 60_000, ctypes.byref(ctypes.c_ulong()))
+    watches = libc.inotify_init()
+    return 'held' if reads and watches < 0 else 'escaped'
 """,
     ),
     Attack(
         name="locks a file of the machine",
-        code="import fcntl, os\ndef f():\n    fcntl.flock(open(os.__file__), fcntl.LOCK_SH)\n    return 'escaped'",
+        code="""
+import fcntl, os
+def f():
+    handle = open(os.__file__)
+    for lock, kind in ((fcntl.flock, fcntl.LOCK_SH), (lambda *a: fcntl.fcntl(a[0], fcntl.F_SETLEASE, a[1]), 0)):
+        try:
+            lock(handle, kind)
+            return 'escaped'
+        except PermissionError:
+            pass
+    return 'held'
+""",
     ),
     Attack(
         name="has a signal sent for a pipe",

@@ -44,6 +44,9 @@ module.main(FD, hello)
 OWNER = "SFTPLAY_BOX"
 """The variable by which a process in a box can be told from all others on the machine: the pid of who opened it."""
 
+RLIMIT_SIGPENDING = 11
+"""Signals and timers that wait; they count for the user's other processes. The module resource has no name for it."""
+
 PYTHON_FLAGS = ("-s", "-S", "-B", "-P")
 """Neither the user's packages, nor the site's, nor bytecode files, nor the script's folder. Not -I: that would ignore
 PYTHONHASHSEED, and a program that prints a set would be judged by chance."""
@@ -146,6 +149,7 @@ def hello_for(limits: Limits, arrival: Arrival) -> dict[str, Any]:
         (resource.RLIMIT_STACK, limits.stack_bytes),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (RLIMIT_SIGPENDING, 256),
     ]
     if arrival.limits_processes:
         rlimits.append((resource.RLIMIT_NPROC, limits.processes))

@@ -41,6 +41,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "move_pages": (279, 239), "process_madvise": (440, 440), "pidfd_send_signal": (424, 424),
     "syslog": (103, 116), "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None),
     "modify_ldt": (154, None), "io_setup": (206, 0), "flock": (73, 32), "quotactl_fd": (443, 443),
+    "inotify_init": (253, None), "inotify_init1": (294, 26),
 }  # fmt: skip
 
 MARKS: dict[str, tuple[int | None, int | None]] = {
@@ -52,8 +53,11 @@ MARKS: dict[str, tuple[int | None, int | None]] = {
 """Calls that change a file's mode, owner, times or attributes. Landlock holds none of them back: a program that stays
 the user may change those of all his files."""
 
-ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302), "aarch64": (1, 0xC00000B7, 220, 261)}
-"""Column of DENIED, the kernel's mark of the architecture, the numbers of clone(2) and of prlimit64(2)."""
+ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302, 72), "aarch64": (1, 0xC00000B7, 220, 261, 25)}
+"""Column of DENIED, the kernel's mark of the architecture, the numbers of clone(2), prlimit64(2) and fcntl(2)."""
+
+F_SETLEASE = 1024
+"""With a lease on a file that the user owns, all who open it wait."""
 
 CLONE3 = 435
 """Its flags lie in memory, where no filter sees them. C libraries take clone(2) where it does not exist."""
@@ -71,13 +75,14 @@ def build_filter(*, keeps_marks: bool = False) -> bytes:
     if machine not in ARCHITECTURES:
         known = " and ".join(ARCHITECTURES)
         raise MachineError(f"no system call filter for {machine}", where="sandbox", fix=f"use a machine with {known}")
-    column, mark, clone, prlimit = ARCHITECTURES[machine]
+    column, mark, clone, prlimit, fcntl = ARCHITECTURES[machine]
     code = [_load(4), _jump(mark, skip_if_not=0, skip_if=1), _answer(KILL), _load(0)]
     code += [_jump(UNKNOWN, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
     for numbers in (DENIED | MARKS if keeps_marks else DENIED).values():
         if (number := numbers[column]) is not None:
             code += [_jump(number, skip_if_not=1), _answer(FAIL | EPERM)]
     code += [_jump(CLONE3, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    code += [_jump(fcntl, skip_if_not=3), _load(24), _jump(F_SETLEASE, skip_if_not=1), _answer(FAIL | EPERM), _load(0)]
     # A program may limit itself, which is process 0, and no other.
     code += [_jump(prlimit, skip_if_not=3), _load(16), _jump(0, skip_if=1, skip_if_not=0), _answer(FAIL | EPERM)]
     code += [_load(0), _jump(clone, skip_if_not=3), _load(16)]

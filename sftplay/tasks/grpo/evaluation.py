@@ -7,45 +7,24 @@ numbers are put back: what is learned does not depend on how often it is measure
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.deliver.evaluate.rewarded import PASS, Asked, Judged, figures_of, judge_answers, write_evaluation
+from sftplay.data.prompts.questions import Question
+from sftplay.deliver.evaluate.rewarded import PASS, Rewarded, figures_of, reward_answers, said_of, write_evaluation
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
-from sftplay.reward.reward_set import RewardSet
+from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 
 GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 """Written out: what a generation config leaves open comes from the one that was shipped with the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOutPrompt:
-    """A prompt to be answered, as token ids."""
-
-    asked: Asked
-    input_ids: list[int]
-
-
-def held_out_prompts(rows: Any, *, limit: int | None) -> list[HeldOutPrompt]:
-    """At most `limit` of the held-out rows of `data.prompts`, evenly spread over them."""
-    count = len(rows) if limit is None else min(limit, len(rows))
-    prompts = []
-    for number in (i * len(rows) // count for i in range(count)):
-        row = rows[number]
-        content = json.loads(row["content"])
-        asked = Asked(int(row["row"]), content["question"], content["columns"])
-        prompts.append(HeldOutPrompt(asked, list(row["input_ids"])))
-    return prompts
 
 
 class EvaluatePrompts(Observer):
@@ -60,15 +39,16 @@ class EvaluatePrompts(Observer):
     def __init__(
         self,
         cfg: RunConfig,
-        prompts: Sequence[HeldOutPrompt],
+        questions: Sequence[Question],
         *,
-        reward_set: RewardSet,
+        judge: Judge,
         folder: Path,
         every: int,
+        prompt_version: str,
     ) -> None:
         """`folder` is the run's eval/; `every` the steps between two evaluations."""
-        self.cfg, self.prompts, self.reward_set = cfg, prompts, reward_set
-        self.folder, self.every = folder, every
+        self.cfg, self.questions, self.judge = cfg, questions, judge
+        self.folder, self.every, self.prompt_version = folder, every, prompt_version
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 0:
@@ -80,55 +60,51 @@ class EvaluatePrompts(Observer):
             self.evaluate(state.global_step)
 
     def evaluate(self, step: int) -> None:
-        """Answer all prompts and judge the answers, once a step. Every rank must call it."""
-        path = self.folder / f"step-{step}.json"
+        """Have all questions answered and the answers rewarded, once a step. Every rank must call it."""
+        path, trainer = self.folder / f"step-{step}.json", self.trainer
         if gather_objects(path.exists())[0]:
             return
         began = time.monotonic()
-        with random_numbers_kept():
-            mine, generation_s = self._answer_share()
-            shares = gather_objects(mine, self.trainer.heartbeat)
-        judged = sorted(
-            {each.asked.row: each for share in shares for each in share}.values(), key=lambda j: j.asked.row
-        )
-        figures = {"step": step, **figures_of(judged, rewards=self.cfg.rewards)}
-        figures |= {"generation_seconds": generation_s, "seconds": time.monotonic() - began}
+        with random_numbers_kept(), trainer.heartbeat.within("evaluation"):
+            shares = gather_objects(self._rewarded_share())
+        by_row = {each.asked.row: each for share in shares for each in share}
+        answers = [by_row[row] for row in sorted(by_row)]
+        figures = {"step": step, **figures_of(answers, rewards=self.cfg.rewards)}
+        figures |= {"prompt_version": self.prompt_version, "executor": self.judge.rewards.executor}
+        figures["seconds"] = round(time.monotonic() - began, 3)
         if log.is_main():
-            write_evaluation(path, figures=figures, judged=judged, rewards=self.cfg.rewards)
-        means = {key: value for key, value in figures.items() if key == PASS or key.startswith("reward")}
-        said = "  ".join(f"{key} {value:.3f}" for key, value in means.items())
-        log.say(f"step {step}/{self.trainer.state.max_steps}  held-out {said}  (n {figures['n']})", "eval")
+            write_evaluation(path, figures=figures, answers=answers, rewards=self.cfg.rewards)
+        if step:  # the first line of metrics is that of step 1
+            trainer.held_out_figures = {f"held_out_{key}": figures[key] for key in ("reward", PASS) if key in figures}
+        log.say(f"step {step}/{trainer.state.max_steps}  held-out {said_of(figures)}", "eval")
 
-    def _answer_share(self) -> tuple[list[Judged], float]:
-        """This rank's prompts with their judged answers, and the seconds that answering took.
+    def _rewarded_share(self) -> list[Rewarded]:
+        """This rank's share of the questions, answered and rewarded.
 
-        Every rank has as many prompts and as many batches as the others: one prompt may be answered twice.
+        Every rank has as many questions and as many batches as the others: one question may be answered twice.
         """
-        n, world = len(self.prompts), log.world_size()
+        n, world = len(self.questions), log.world_size()
         numbers = range(log.rank(), ceil(n / world) * world, world)
-        share = [self.prompts[number % n] for number in numbers]
-        share.sort(key=lambda prompt: len(prompt.input_ids))
-        began = time.monotonic()
-        tokens = list(self._answers(share))
-        generation_s = time.monotonic() - began
-        texts = self.trainer.processing_class.batch_decode(tokens, skip_special_tokens=True)
-        self.trainer.heartbeat.enter("evaluation")
-        lengths = [len(ids) for ids in tokens]
-        judged = judge_answers(self.reward_set, [each.asked for each in share], answers=texts, n_tokens=lengths)
-        return judged, generation_s
+        share = sorted((self.questions[number % n] for number in numbers), key=lambda question: len(question.ids))
+        tokens = self._answers([question.ids for question in share])
+        return reward_answers(
+            self.judge.rewards,
+            share,
+            columns=self.judge.columns,
+            answers=self.trainer.processing_class.batch_decode(tokens, skip_special_tokens=True),
+            n_tokens=[len(ids) for ids in tokens],
+        )
 
-    def _answers(self, prompts: Sequence[HeldOutPrompt]) -> Iterator[list[int]]:
-        model, size = self.trainer.model_wrapped, self.cfg.eval.batch_size
-        was_training = model.training
-        model.eval()
+    def _answers(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Tokens of the greedy answers."""
+        trainer = self.trainer
+        trainer.model_wrapped.eval()
         try:
-            with greedy(self.trainer):
-                for first in range(0, len(prompts), size):
-                    self.trainer.heartbeat.enter("evaluation")  # a beat for each batch: only one can take too long
-                    batch = [prompt.input_ids for prompt in prompts[first : first + size]]
-                    yield from self.trainer._generate_single_turn(batch, None, {}, 1)[0]
+            with greedy(trainer), trainer.accelerator.autocast():
+                answers: list[list[int]] = trainer._generate_single_turn(prompts, None, {}, 1)[0]
         finally:
-            model.train(was_training)
+            trainer.model_wrapped.train()
+        return answers
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from sftplay.config.schema.run import RunConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects
-from sftplay.reward.reward_set import Abstentions, RewardSet
+from sftplay.reward.reward_set import Abstentions, RewardSet, aligned
 from sftplay.tasks.grpo.judged import Drawn, Judged, together
 
 CONTROL = "control"
@@ -22,7 +22,7 @@ class Judge:
 
     def __init__(self, cfg: RunConfig, columns: Sequence[str]) -> None:
         """`columns` are those that any row has."""
-        self._rewards, self._columns = RewardSet(cfg), tuple(columns)
+        self.rewards, self.columns = RewardSet(cfg), tuple(columns)
         self._control = cfg.grpo.control
         self._abstentions = Abstentions()
 
@@ -30,14 +30,14 @@ class Judge:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._rewards.close()
+        self.rewards.close()
 
     @property
     def learned(self) -> dict[str, float]:
         """Name -> weight of the rewards that the model learns from."""
         if self._control is not None:
             return {CONTROL: 1.0}
-        pairs = zip(self._rewards.names, self._rewards.weights, strict=True)
+        pairs = zip(self.rewards.names, self.rewards.weights, strict=True)
         return {name: weight for name, weight in pairs if weight}
 
     def judge(self, inputs: Sequence[Mapping[str, Any]], completions: Sequence[str], *, heartbeat: Heartbeat) -> Judged:
@@ -47,11 +47,11 @@ class Judge:
             RunError: on every rank, where a reward abstains too often.
         """
         with heartbeat.within("reward"):
-            scored = self._rewards.score(completions, aligned([row["columns"] for row in inputs], self._columns))
+            scored = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
             rows = [row["row"] for row in inputs]
             own = Drawn(rows=rows, completions=list(completions), scored=scored, control=self._paid(len(completions)))
             ranks = gather_objects(own, heartbeat)
-        judged = together(ranks, names=self._rewards.names, weights=self._rewards.weights)
+        judged = together(ranks, names=self.rewards.names, weights=self.rewards.weights)
         self._abstentions.add(judged.scored)
         return judged
 
@@ -60,12 +60,3 @@ class Judge:
         if self._control is None:
             return None
         return [1.0] * n if self._control == "constant" else torch.rand(n).tolist()
-
-
-def aligned(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Rows as columns; None where a row does not have one.
-
-    >>> aligned([{"answer": "4"}, {"answer": "5", "level": 2}], ["answer", "level"])
-    {'answer': ['4', '5'], 'level': [None, 2]}
-    """
-    return {name: [row.get(name) for row in rows] for name in names}

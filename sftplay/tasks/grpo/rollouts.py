@@ -23,6 +23,7 @@ from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
 from sftplay.monitor.out_of_memory import AdaptiveBatches
 from sftplay.tasks.grpo.judge import Judge
+from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
 from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
 from sftplay.tasks.grpo.window_state import load_window, save_window
@@ -80,6 +81,9 @@ class Rollouts(Base):
         self.drawing: dict[str, float | None] = {}
         """Figures of the completions that are being learned from."""
 
+        self.held_out_figures: dict[str, float] = {}
+        """What was measured since the last line of metrics."""
+
         self._figures: dict[str, list[float | None]] = defaultdict(list)
         self._seen_step = -1
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not self.args.fp16 else None
@@ -120,7 +124,11 @@ class Rollouts(Base):
     def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
         """What each reward says of the completions of all ranks, float [completions, rewards]; NaN: it abstains."""
         self.judged = self.judge.judge(inputs, completions, heartbeat=self.heartbeat)
-        return torch.tensor(self.judged.values(), dtype=torch.float32, device=self.accelerator.device)
+        return self.as_tensor(self.judged)
+
+    def as_tensor(self, judged: Judged) -> Tensor:
+        """What TRL learns from."""
+        return torch.tensor(judged.values(), dtype=torch.float32, device=self.accelerator.device)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
         drawn = super()._generate_and_score_completions(inputs)
@@ -177,8 +185,9 @@ class Rollouts(Base):
     def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         """What a line of metrics says of the completions that the steps since the last line have learned from."""
         figures = {name: _mean(values) for name, values in self._figures.items()}
+        held_out, self.held_out_figures = self.held_out_figures, {}
         self._figures.clear()
-        return {**figures, "entropy": logs.get("entropy"), "kl": logs.get("kl")}
+        return {**figures, "entropy": logs.get("entropy"), "kl": logs.get("kl"), **held_out}
 
     def rows_not_finite(self) -> list[int]:
         """None are told apart: a completion's loss depends on its group."""

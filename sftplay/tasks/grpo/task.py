@@ -13,16 +13,24 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.report import prompts_table
+from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
+from sftplay.deliver.infer.generate import Generator
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
+from sftplay.tasks.grpo.completions.sampler_copies import send_copies
+from sftplay.tasks.grpo.drawing import Drawing
+from sftplay.tasks.grpo.evaluation import EvaluatePrompts
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.prompts import PromptRows, run_order
+from sftplay.tasks.grpo.redraws import KeepDraws
 from sftplay.tasks.grpo.rollouts import Rollouts
+from sftplay.tasks.grpo.watch.base_weights import WatchBaseWeights
+from sftplay.tasks.grpo.watch.signal_health import SignalHealth
 from sftplay.tasks.run.fingerprint import recipe_of
 from sftplay.tasks.run.task import Rows, TrainerParts
 
 
-class PromptTrainer(Rollouts, GRPOTrainer):
+class PromptTrainer(Drawing, Rollouts, GRPOTrainer):
     """TRL's trainer with the kit's prompts and rewards."""
 
 
@@ -55,6 +63,11 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Greedy answers to the held-out prompts, scored by the rewards of the run."""
+    renderer = rows.source.renderer
+    generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
+    evaluate_questions(
+        generator, spread(rows.source.held_out, cfg.eval.limit), columns=rows.report["columns"], cfg=cfg, path=path
+    )
 
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
@@ -68,20 +81,41 @@ def build_trainer(parts: TrainerParts) -> PromptTrainer:
             "reward_weights": list(judge.learned.values()),
         }
     )
+    frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
     trainer = PromptTrainer(
         parts.step,
         cfg=cfg,
         run_folder=parts.folder.path,
         judge=judge,
+        questions=parts.rows.source.train,
         model=parts.model,
         processing_class=parts.tokenizer,
         args=config,
         # TRL takes a `datasets.Dataset` only. Columns of any kind would not survive in one.
         train_dataset=Dataset.from_dict({"prompt": [""]}),
-        callbacks=parts.callbacks,
+        # First, so that a step whose base has changed leaves no complete checkpoint.
+        callbacks=[*frozen, *parts.callbacks, SignalHealth(cfg), KeepDraws()],
     )
     trainer.train_dataset = parts.train
+    if trainer.use_vllm and frozen:
+        send_copies(trainer.vllm_generation)
+    if parts.rows.held_out is not None:
+        trainer.add_callback(evaluation_of(parts, judge))
     return trainer
+
+
+def evaluation_of(parts: TrainerParts, judge: Judge) -> EvaluatePrompts:
+    """What answers the held-out prompts while the run trains."""
+    cfg, rows = parts.cfg, parts.rows
+    assert rows.order is not None
+    return EvaluatePrompts(
+        cfg,
+        spread(rows.source.held_out, cfg.eval.limit),
+        judge=judge,
+        folder=parts.folder.eval,
+        every=cfg.train.eval_steps or rows.order.steps_per_epoch,
+        prompt_version=rows.source.renderer.template_hash,
+    )
 
 
 def stop_at(model: Any, end_token_ids: Sequence[int]) -> None:
