@@ -57,9 +57,8 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         _say_moved(before, sized)
     resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
-    sizes = {key: sized.cfg.value_of(key) for key in SIZES} if starts_anew else {}
-    parts = {DRAWN: sized.cfg.value_of(DRAWN)} if starts_anew else {}
-    _refuse_changes(stored.with_values({**sizes, **parts}, "resume"), sized.cfg, folder=folder)
+    sizes = {key: sized.cfg.value_of(key) for key in (*SIZES, DRAWN)} if starts_anew else {}
+    _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder=folder)
     command = build_command(sized.cfg, folder, scale=scale, machine=machine)
     if args.dry_run:
         return print_command(command, args)
@@ -69,8 +68,13 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         if starts_anew or "world_size" not in folder.read_json("plan.json"):
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
         if resized:
-            folder.add_event(RESIZED, world_size=sized.world_size, **{k.split(".")[1]: v for k, v in sizes.items()})
+            folder.add_event(RESIZED, world_size=sized.world_size, **_named(sizes))
         return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
+
+
+def _named(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by the last part of their keys; those that the task does not have are left out."""
+    return {key.rpartition(".")[2]: value for key, value in sizes.items() if value is not None}
 
 
 def _rows_after_shortage(folder: RunFolder) -> int | None:

@@ -113,7 +113,7 @@ def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> N
         )
 
 
-def refuse_small_engine(cfg: RunConfig, shape: ModelShape, execution: Execution, *, device_bytes: int) -> None:
+def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: Execution, device_bytes: int) -> None:
     """Check that vLLM's share of a GPU holds the model and one completion.
 
     Raises:

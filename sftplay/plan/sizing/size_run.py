@@ -117,8 +117,7 @@ def size_run(
     rest = decide_numerics(decided, machine, shape=shape)
     decided = _fill(decided, rest)
     row_tokens = planned_tokens(decided, lengths)
-    vocab_size = shape.vocab if shape else vocab_size
-    rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=vocab_size)
+    rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=shape.vocab if shape else vocab_size)
     first[STRATEGY] = choose_strategy(_fill(decided, rest), shape, place=place)
     rest |= _decide_rows_drawn(_fill(decided, {**first, **rest}), shape, place=place)
     decided = _fill(decided, {**first, **rest})
@@ -159,7 +158,7 @@ def _decide_rows_drawn(cfg: RunConfig, shape: ModelShape | None, *, place: Place
     if cfg.task_mode != "grpo":
         return {}
     if shape is not None:
-        refuse_small_engine(cfg, shape, execution_of(cfg), device_bytes=place.device.total_bytes)
+        refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)
     look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
     return {GENERATION_ROWS: decide_drawing(cfg, place.world_size, look=look)}
 
