@@ -31,8 +31,14 @@ def dump_given(cfg: RunConfig) -> str:
     def is_given(key: str) -> bool:
         return not key or any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in cfg.origins)
 
-    lines = [line + _comment(cfg.origins.get(key)) for key, line in _lines(cfg, "") if is_given(key)]
-    return "\n".join([_GIVEN, *lines]) + "\n"
+    def indent(line: str) -> int:
+        return len(line) - len(line.lstrip())
+
+    kept: list[str] = []
+    for key, line in reversed([each for each in _lines(cfg, "") if is_given(each[0])]):
+        if key or (kept and indent(kept[-1]) > indent(line)):  # a section of which nothing was set is left out
+            kept.append(line + _comment(cfg.origins.get(key)))
+    return "\n".join([_GIVEN, *reversed(kept)]) + "\n"
 
 
 def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:

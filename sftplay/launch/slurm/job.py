@@ -142,7 +142,7 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = ()) -> int:
     names = [signal.Signals(number).name for number in forwarder.received]
     from_step, to_step = steps_of_life(folder, attempts_before=attempts)
     job.add_life(
-        start=begun, end=_now(), seconds=round(time.monotonic() - began_s, 1), from_step=from_step, to_step=to_step,
+        start=begun, end=_now(), seconds=round(time.monotonic() - began_s, 3), from_step=from_step, to_step=to_step,
         exit_code=code, signals=names,
     )  # fmt: skip
     write_summary(job, processes=nproc, exit_code=code)
