@@ -182,7 +182,6 @@ def flags_of(verb: str) -> Flags:
         "setup-accelerate": ACCELERATE,
         "gpu-check": GPU_CHECK,
         "sandbox": _sandbox_flags(),
-        "submit": SUBMIT,
         **_job_flags(run),
         "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
     }
@@ -191,6 +190,7 @@ def flags_of(verb: str) -> Flags:
 
 def _job_flags(run: Flags) -> dict[str, Flags]:
     return {
+        "submit": SUBMIT,
         "status": run,
         "logs": {
             **run,

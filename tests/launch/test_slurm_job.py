@@ -26,7 +26,7 @@ from sftplay.control.first_step import free_name
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm.aliases import ALIASES, in_our_names
-from sftplay.launch.slurm.job import Allocation, trainer_command
+from sftplay.launch.slurm.job import Allocation, others_command, trainer_command
 from sftplay.launch.slurm.job_file import job_file
 from sftplay.launch.slurm.records import JobFolder, newest_job
 from sftplay.launch.slurm.request import JobRequest, gpus_in, limit_seconds
@@ -266,8 +266,8 @@ import json, os, signal, sys, time
 from pathlib import Path
 if sys.orig_argv[1:4] == ["-m", "sftplay", "train"]:
     wanted = json.loads(os.environ["TRAINER"])
-    run = Path(sys.orig_argv[5]).parent
-    print("trainer", *sys.orig_argv[6:], flush=True)
+    run = Path(sys.orig_argv[7]).parent
+    print("trainer", *sys.orig_argv[8:], flush=True)
     attempt = {"from_step": wanted.get("from", 0), "to_step": wanted.get("to", 4), "cause": "x"}
     status = json.loads((run / "status.json").read_text()) if (run / "status.json").exists() else {"attempts": []}
     status |= {"state": "stopped", "step": attempt["to_step"], "attempts": [*status["attempts"], attempt]}
@@ -398,14 +398,18 @@ def sleeping() -> set[int]:
     return found
 
 
-def test_several_nodes_are_started_by_srun_each_with_its_number(tmp_path: Path):
-    environment = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8"}
+def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_path: Path):
+    environment = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "8"}
     allocation = Allocation.of({**environment, "MASTER_ADDR": "head", "MASTER_PORT": "4000"})
-    argv = trainer_command(Path("/run"), allocation, nproc=2, launcher_args=["--max-restarts", "1"])
+    options = ["--max-restarts", "1"]
+    words = "--config /run/slurm.yaml --nproc 2 --nnodes 3 --master-addr head --master-port 4000 -- --max-restarts 1"
+    own = trainer_command(Path("/run"), allocation, nproc=2, launcher_args=options)
+    assert own == [sys.executable, "-m", "sftplay", "train", "--node-rank", "0", *words.split()]
+    argv = others_command(Path("/run"), allocation, nproc=2, launcher_args=options)
     shell = argv.index("bash")
     assert argv[:shell] == [
-        "srun", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1",
-        "--cpus-per-task=8",
+        "srun", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0", "--relative=1", "--nodes=2", "--ntasks=2",
+        "--ntasks-per-node=1", "--cpus-per-task=8",
     ]  # fmt: skip
     (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "python").chmod(0o755)
@@ -413,8 +417,8 @@ def test_several_nodes_are_started_by_srun_each_with_its_number(tmp_path: Path):
     started = subprocess.run(
         argv[shell:], env={**os.environ, "SLURM_NODEID": "1"}, capture_output=True, text=True, check=True
     )
-    words = "-m sftplay train --node-rank 1 --config /run/slurm.yaml --nproc 2 --nnodes 2 --master-addr head"
-    assert started.stdout.split() == f"{words} --master-port 4000 -- --max-restarts 1".split()
+    assert started.stdout.split() == f"-m sftplay train --node-rank 2 {words}".split()
+    assert not others_command(Path("/run"), Allocation.of({"SLURM_JOB_ID": "5"}), nproc=2)
 
 
 def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.MonkeyPatch):

@@ -34,6 +34,9 @@ STOP_CODES = tuple(128 + number for number in STOP_SIGNALS)
 LOCK_WAIT_S = 180.0
 """How long a job that was queued again waits for the processes of its former life, perhaps on another node."""
 
+OTHERS_S = 30.0
+"""How long the trainers of the other nodes may take to end behind this node's."""
+
 IDLE_LIVES = 3
 """A job that has made no step in so many lives, one after the other, is not queued again."""
 
@@ -63,23 +66,36 @@ class Allocation:
 
 
 def trainer_command(run: Path, allocation: Allocation, *, nproc: int, launcher_args: Sequence[str] = ()) -> list[str]:
-    """The command of the trainer: the kit itself on one node, one kit on each of several nodes by srun."""
-    behind = ["--", *launcher_args] if launcher_args else []
-    words = ["train", "--config", str(run / CONFIG), "--nproc", str(nproc)]
-    if allocation.restarts:
-        words.append("train.resume=auto")
-    if allocation.nodes == 1:
-        return [sys.executable, "-m", "sftplay", *words, *behind]
-    words += ["--nnodes", str(allocation.nodes), "--master-addr", allocation.master_addr]
-    words += ["--master-port", str(allocation.master_port)]
-    nodes = str(allocation.nodes)
-    srun = ["srun", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0", f"--nodes={nodes}", f"--ntasks={nodes}"]
-    srun += ["--ntasks-per-node=1"]
+    """The command of the trainer on this node."""
+    own = [sys.executable, "-m", "sftplay", "train", "--node-rank", "0"]
+    return [*own, *_words(run, allocation, nproc=nproc, launcher_args=launcher_args)]
+
+
+def others_command(run: Path, allocation: Allocation, *, nproc: int, launcher_args: Sequence[str] = ()) -> list[str]:
+    """The command that starts the trainers of all nodes but this one; empty where there are none.
+
+    This node's trainer is no task of srun: a signal to it alone then stops the run, because the ranks agree. What srun
+    forwards may reach every process of a task, and torchrun dies of it.
+    """
+    nodes = str(allocation.nodes - 1)
+    if nodes == "0":
+        return []
+    srun = ["srun", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0", "--relative=1", f"--nodes={nodes}"]
+    srun += [f"--ntasks={nodes}", "--ntasks-per-node=1"]
     if allocation.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
         srun.append(f"--cpus-per-task={allocation.cpus_per_task}")
-    # The first words of the shell's list are the verb and its config; the number of the node comes behind the verb.
-    shell = 'exec "$0" -m sftplay "$1" --node-rank "$SLURM_NODEID" "${@:2}"'
-    return [*srun, "bash", "-c", shell, sys.executable, *words, *behind]
+    shell = 'exec "$0" -m sftplay train --node-rank "$((SLURM_NODEID + 1))" "$@"'
+    words = _words(run, allocation, nproc=nproc, launcher_args=launcher_args)
+    return [*srun, "bash", "-c", shell, sys.executable, *words]
+
+
+def _words(run: Path, allocation: Allocation, *, nproc: int, launcher_args: Sequence[str]) -> list[str]:
+    words = ["--config", str(run / CONFIG), "--nproc", str(nproc)]
+    if allocation.nodes > 1:
+        words += ["--nnodes", str(allocation.nodes), "--master-addr", allocation.master_addr]
+        words += ["--master-port", str(allocation.master_port)]
+    words += ["train.resume=auto"] if allocation.restarts else []
+    return [*words, "--", *launcher_args] if launcher_args else words
 
 
 class Forwarder:
@@ -87,24 +103,23 @@ class Forwarder:
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self.process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def attach(self, process: subprocess.Popen[bytes], *, is_srun: bool) -> None:
+    def attach(self, process: subprocess.Popen[bytes]) -> None:
         """Forward to this process from now on, and also what came before it started."""
-        self.process, self._is_srun = process, is_srun
+        self._process = process
         if self.received:
             self._forward(self.received[0])
 
     def on_signal(self, number: int, _frame: Any) -> None:
         self.received.append(number)
-        if len(self.received) == 1 and self.process:
+        if len(self.received) == 1:
             self._forward(number)
 
     def _forward(self, number: int) -> None:
-        assert self.process is not None
-        say(f"{signal.Signals(number).name}: the run stops with a checkpoint")
-        # srun forwards SIGUSR1 to all nodes. A SIGTERM it takes for itself (slurm, srun_job.c).
-        self.process.send_signal(signal.SIGUSR1 if self._is_srun else number)
+        if self._process:
+            say(f"{signal.Signals(number).name}: the run stops with a checkpoint")
+            self._process.send_signal(number)
 
 
 def main(arguments: list[str]) -> int:
@@ -132,12 +147,17 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = ()) -> int:
         _await_former_life(folder)
     begun, began_s, attempts = _now(), time.monotonic(), len(folder.read_json("status.json").get("attempts", []))
     write_summary(job, processes=nproc, exit_code=None)
-    argv = trainer_command(run, allocation, nproc=nproc, launcher_args=launcher_args)
-    where = f"job {job.job}, life {allocation.restarts + 1}: {allocation.nodes} node(s), {nproc} process(es) on each"
-    code = _train(job, argv, where=where, forwarder=forwarder)
+    what = f"job {job.job}, life {allocation.restarts + 1}: {allocation.nodes} node(s), {nproc} process(es) on each"
+    say(f"{what}; {job.log} has its lines")
+    with job.log.open("a") as log:
+        log.write(f"[job] {begun} {what}\n")
+    own, others = (
+        build(run, allocation, nproc=nproc, launcher_args=launcher_args) for build in (trainer_command, others_command)
+    )
+    code = _train(job, own, others=others, forwarder=forwarder)
     for pid in children_of(os.getpid()):  # the trainer has ended; what it has left would keep the node busy
         end_launch(pid)
-    if signal.SIGTERM in forwarder.received and code in STOP_CODES:
+    if signal.SIGTERM in forwarder.received and code in STOP_CODES:  # it may have come behind the notice
         code = 128 + signal.SIGTERM
     names = [signal.Signals(number).name for number in forwarder.received]
     from_step, to_step = steps_of_life(folder, attempts_before=attempts)
@@ -167,18 +187,30 @@ def steps_of_life(folder: RunFolder, *, attempts_before: int) -> tuple[int, int]
     return int(attempts[0].get("from_step") or 0), int(step if last is None else last)
 
 
-def _train(job: JobFolder, argv: Sequence[str], *, where: str, forwarder: Forwarder) -> int:
+def _train(job: JobFolder, own: Sequence[str], *, others: Sequence[str], forwarder: Forwarder) -> int:
     with job.log.open("ab", buffering=0) as log:
-        log.write(f"[job] {_now()} {where}\n".encode())
-        say(f"{where}; {job.log} has its lines")
+        elsewhere = None
         try:
-            process = popen_tied(argv, output=log)
+            elsewhere = popen_tied(others, output=log) if others else None
         except FileNotFoundError as error:
-            log.write(f"[job] {error}\n".encode())
+            say(f"{error}: the other nodes cannot be started")
             return MachineError.exit_code
-        forwarder.attach(process, is_srun=argv[0] == "srun")
+        process = popen_tied(own, output=log)
+        forwarder.attach(process)
         code = process.wait()
+        if elsewhere:
+            _await_others(elsewhere)
     return code if code >= 0 else 128 - code
+
+
+def _await_others(srun: subprocess.Popen[bytes]) -> None:
+    """Wait for the trainers of the other nodes, which end by themselves when this node's has ended."""
+    for limit_s, end in ((OTHERS_S, srun.terminate), (OTHERS_S, srun.kill)):
+        try:
+            srun.wait(limit_s)
+            return
+        except subprocess.TimeoutExpired:
+            end()
 
 
 def _requeue(job: JobFolder, *, nproc: int, code: int) -> None:
