@@ -182,7 +182,7 @@ def test_two_nodes_that_are_told_of_their_end_come_back_and_end_as_an_undisturbe
 def test_trainers_exit_code_is_the_jobs_and_its_gpus_are_those_asked_for(project: Project):
     job = project.submit("seven", "GRES=gpu:volta:2", TRAINER_ENDS_WITH="7")
     refused = project.make("submit", "GRES=gpu:a100:1", "ARGS=run_name=other")
-    too_many = project.make("submit", "GRES=gpu:volta:3", "ARGS=run_name=other")
+    too_many = project.make("submit", "GRES=gpu:volta:3", "NPROC=2", "ARGS=run_name=other")
     for done in (refused, too_many):
         assert done.returncode == 2  # make's own code for every failure
         assert "Requested node configuration is not available" in done.stderr
