@@ -20,9 +20,19 @@ MODULES = {
 
 FLOORS = {
     0: ["errors", "log", "terminal", "places", "units", "heartbeat", "signals", "atomic", "install", "startup"],
-    1: ["config", "machine", "data.records", "data.json_text", "data.order", "data.cache", "sandbox"],
+    1: [
+        "config",
+        "machine",
+        "data.records",
+        "data.json_text",
+        "data.order",
+        "data.cache",
+        "sandbox",
+        "data.problems.problem",
+        "data.problems.rows",
+    ],
     2: ["plan", "launch", "monitor", "reward", "data"],
-    3: ["data.pipeline", "data.inspect", "data.mix", "model"],
+    3: ["data.pipeline", "data.inspect", "data.mix", "data.prompts.load", "model"],
     4: ["deliver"],
     5: ["tasks", "control"],
     6: ["commands", "flags", "cli", "__main__"],

@@ -64,6 +64,10 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part.strip()) for part in text.split(","))
+
+
 def _seconds(text: str) -> float:
     return _parsed(parse_seconds, text)
 
@@ -218,12 +222,22 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
         "eval-full": run,
         "eval-code": {
             **run,
-            "--data": {"required": True, "help": "a file of MBPP or HumanEval, or its hub name"},
+            "--base": {"action": "store_true", "help": "what the run started from"},
+            "--data": {
+                "default": "mbpp",
+                "help": "a file of MBPP or HumanEval; or mbpp, mbpp-sanitized, humaneval: in data/, else from the hub",
+            },
             "--split": {"choices": ["test", "validation", "train", "prompt", "all"], "default": "test"},
             "--n": {"type": _positive, "default": 1, "help": "answers to each problem"},
-            "--limit": {"type": _positive, "default": None, "help": "only so many problems, the first ones"},
-            "--executor": {"default": "auto", "help": "as for the verb sandbox"},
+            "--k": {
+                "type": _counts,
+                "default": (),
+                "help": "answers that a figure allows, with commas; else 1, and 10 if n is as many",
+            },
+            "--limit": {"type": _positive, "default": None, "help": "only so many problems, drawn by the seed"},
+            "--executor": {"default": None, "help": "as for the verb sandbox; else sandbox.executor of the config"},
             **choice,
+            **{flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         },
         "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
         "infer-batch": {**run, **_FILES, **choice},
@@ -235,6 +249,7 @@ def _sandbox_flags() -> Flags:
         "--executor": {"default": "auto", "help": "auto takes the best one that holds here; none isolates nothing"},
         "--timeout": {"type": _seconds, "default": 5.0, "help": "seconds for a program with all its tests"},
         "--workers": {"type": _processes, "default": None, "help": "boxes at the same time; else one per core"},
+        "--packages": {"default": "", "help": "what programs may import beside Python's own: numpy,sympy"},
         "--fresh": {"action": "store_true", "help": "a new box for each program, in place of a fork in one that waits"},
         "--in": {"type": PATH, "dest": "input", "default": "", "help": "a jsonl file of jobs; else standard input"},
         "--out": {"type": PATH, "default": None, "help": "the file for verdicts; else standard output"},

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = ("idle", "data", "forward", "backward", "communication", "optimizer", "evaluation", "save")
+PHASES = (
+    "idle", "data", "generation", "reward", "forward", "backward", "communication", "optimizer", "evaluation", "save",
+)  # fmt: skip
 """In the order of a step. A rank is `idle` before its first step and after its last; nobody waits for it then."""
 
 _LAYOUT = struct.Struct("=qqqd")

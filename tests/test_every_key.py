@@ -25,12 +25,14 @@ from accelerate.utils import DistributedDataParallelKwargs
 from domain import write_texts
 from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig
 from unsloth_stand_in import FastLanguageModel, as_module
 
 from sftplay.commands.use import evaluate
 from sftplay.config.load import load_config
+from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.keys import all_keys
-from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.control import memory_probe
 from sftplay.control import start as launching
 from sftplay.control.model_shape import known_shape
@@ -49,10 +51,14 @@ from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
 from sftplay.machine.probe import Gpu, Machine, probe
+from sftplay.machine.releases import recomputation_arguments
 from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.plan.sizing.size_run import size_run
+from sftplay.reward.reward_set import RewardSet, combined
+from sftplay.reward.table import judges_form
 from sftplay.signals import StopAtOnce
 from sftplay.tasks import TASKS, worker
+from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.run.checkpointing import MarkComplete, choose_checkpoint
 from sftplay.tasks.run.setup import make_setup
 from sftplay.tasks.step.replay import Replay
@@ -781,7 +787,123 @@ MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]]
 }
 """Keys whose effect is a file a run leaves: what must hold of the two measured runs and the batches answered."""
 
+
+def of_trl(name: str, expected: dict[Any, Any], **others: Any) -> Check:
+    """The field `name` of TRL's GRPOConfig, for each value of the key `grpo.KEY` given as `others["key"]`."""
+    key = others.pop("key", name)
+
+    def check(bench: Bench) -> None:
+        for value, seen in expected.items():
+            values = {f"grpo.{key}": value, **{f"grpo.{other}": to for other, to in others.items()}}
+            cfg = bench.plain.cfg.with_values(values, "test")
+            usual = {"use_cpu": True, "bf16": False, **recomputation_arguments(recomputes=False)}
+            config = GRPOConfig(str(bench.home), report_to="none", **usual, **grpo_arguments(cfg))
+            assert getattr(config, name) == seen, value
+
+    return check
+
+
+def decides(key: str, value: Any, *, weights: bool) -> Check:
+    """Whether a resume with another value is another run."""
+
+    def check(bench: Bench) -> None:
+        before = bench.plain.cfg.with_values({"task_mode": "grpo"}, "test")
+        after = before.with_values({key: value}, "test")
+        changed = differences(values_that_decide_weights(before), values_that_decide_weights(after))
+        assert [name for name, *_ in changed] == ([key] if weights else [])
+
+    return check
+
+
+OF_GRPO: dict[str, Check] = {
+    "num_generations": of_trl("num_generations", {2: 2, 4: 4}),
+    "max_completion_length": of_trl("max_completion_length", {512: 512, 9: 9}),
+    "max_prompt_length": of_trl(
+        "vllm_max_model_length",
+        {30: 50, 12: 32},
+        key="max_prompt_length",
+        generation="vllm_colocate",
+        max_completion_length=20,
+    ),
+    "steps_per_generation": of_trl("generation_batch_size", {1: 8, 3: 24}, key="steps_per_generation"),
+    "num_iterations": of_trl("num_iterations", {1: 1, 2: 2}),
+    "loss_type": of_trl("loss_type", {"dapo": "dapo", "dr_grpo": "dr_grpo"}),
+    "importance_sampling_level": of_trl("importance_sampling_level", {"token": "token", "sequence": "sequence"}),
+    "epsilon": of_trl("epsilon", {0.2: 0.2, 0.1: 0.1}),
+    "epsilon_high": of_trl("epsilon_high", {None: None, 0.28: 0.28}),
+    "delta": of_trl("delta", {None: None, 4.0: 4.0}),
+    "beta": of_trl("beta", {0.0: 0.0, 0.04: 0.04}),
+    "scale_rewards": of_trl("scale_rewards", {"group": "group", "none": "none"}),
+    "aggregation": of_trl(
+        "multi_objective_aggregation",
+        {"sum_then_normalize": "sum_then_normalize", "normalize_then_sum": "normalize_then_sum"},
+        key="aggregation",
+    ),
+    "mask_truncated_completions": of_trl("mask_truncated_completions", {False: False, True: True}),
+    "top_entropy_quantile": of_trl("top_entropy_quantile", {1.0: 1.0, 0.2: 0.2}),
+    "entropy_coef": of_trl("entropy_coef", {0.0: 0.0, 0.01: 0.01}),
+    "off_policy_mask_threshold": of_trl("off_policy_mask_threshold", {None: None, 0.5: 0.5}),
+    "temperature": of_trl("temperature", {1.0: 1.0, 0.7: 0.7}),
+    "top_p": of_trl("top_p", {1.0: 1.0, 0.9: 0.9}),
+    "top_k": of_trl("top_k", {0: 0, 20: 20}),
+    "min_p": of_trl("min_p", {None: None, 0.1: 0.1}),
+    "repetition_penalty": of_trl("repetition_penalty", {1.0: 1.0, 1.2: 1.2}),
+    "generation": of_trl("vllm_mode", {"vllm_server": "server", "vllm_colocate": "colocate"}, key="generation"),
+    "generation_rows": decides("grpo.generation_rows", 2, weights=True),
+    "vllm.memory_share": of_trl(
+        "vllm_gpu_memory_utilization", {0.3: 0.3, 0.5: 0.5}, key="vllm.memory_share", generation="vllm_colocate"
+    ),
+    "vllm.sleep": of_trl(
+        "vllm_enable_sleep_mode", {True: True, False: False}, key="vllm.sleep", generation="vllm_colocate"
+    ),
+    "vllm.tensor_parallel": of_trl(
+        "vllm_tensor_parallel_size", {1: 1, 2: 2}, key="vllm.tensor_parallel", generation="vllm_colocate"
+    ),
+    "vllm.url": of_trl("vllm_server_base_url", {"http://a:1": "http://a:1"}, key="vllm.url", generation="vllm_server"),
+    "vllm.timeout": of_trl("vllm_server_timeout", {240: 240.0, 7: 7.0}, key="vllm.timeout", generation="vllm_server"),
+    "redraws": decides("grpo.redraws", 2, weights=True),
+    "gauge_steps": decides("grpo.gauge_steps", 3, weights=False),
+    "stop_without_signal": decides("grpo.stop_without_signal", 5, weights=False),
+    "samples": decides("grpo.samples", 4, weights=False),
+    "control": decides("grpo.control", "random", weights=True),
+    "extra": of_trl("sapo_temperature_neg", {1.1: 1.1}, key="extra.sapo_temperature_neg"),
+}
+
+
+def check_weight_of_reward(_: Bench) -> None:
+    rewards = [{"name": "all", "use": "regex", "options": {"pattern": ".*"}, "weight": 0.5}]
+    with RewardSet(RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})) as opened:
+        assert combined(opened.score(["a"], {}), opened.weights) == [0.5]
+
+
+def check_judges(_: Bench) -> None:
+    values = (None, "content", "form")
+    rewards = [RewardConfig(name="own", use=use, judges=each) for use in ("own.py:f", "regex") for each in values]
+    assert [judges_form(reward) for reward in rewards] == [False, False, True, True, False, True]
+
+
+def check_sandbox(_: Bench) -> None:
+    """Three programs, which sleep too long for one test, for all tests, and take too much memory, if limits are low."""
+    programs = [
+        "import time\ndef f(x): time.sleep(0.3); return x",
+        "import time\ndef f(x): time.sleep(0.2); return x",
+        "def f(x): return x + 0 * len(bytearray(200 << 20))",
+    ]
+    tests = {"tests": [["assert f(1) == 1"], ["assert f(1) == 1", "assert f(2) == 2"], ["assert f(1) == 1"]]}
+    low = {"timeout": 0.35, "test_timeout": 0.25, "memory": "128MiB"}
+    for limits, expected in (({}, ["ok", "ok", "ok"]), (low, ["timeout", "timeout", "memory"])):
+        content = {
+            "model": {"name": "builtin:tiny"}, "rewards": [{"name": "code", "use": "code_tests"}],
+            "sandbox": {"executor": "none", **limits},
+        }  # fmt: skip
+        with RewardSet(RunConfig.model_validate(content)) as opened:
+            assert opened.executor == "none"
+            verdicts = opened.score([f"```python\n{program}\n```" for program in programs], tests).verdicts
+        assert [verdict["per_test"][-1] for verdict in verdicts if verdict] == expected
+
+
 TABLE: dict[str, Check] = {
+    **{f"grpo.{key}": check for key, check in OF_GRPO.items()},
     "task_mode": check_task_mode,
     "run_name": check_place,
     "output_dir": check_place,
@@ -922,6 +1044,12 @@ TABLE: dict[str, Check] = {
     "cluster.comm.hook": check_hook,
     "cluster.comm.bucket_cap_mb": check_ddp_keys,
     "cluster.comm.static_graph": check_ddp_keys,
+    "rewards.weight": check_weight_of_reward,
+    "rewards.judges": check_judges,
+    "sandbox.executor": check_sandbox,
+    "sandbox.timeout": check_sandbox,
+    "sandbox.test_timeout": check_sandbox,
+    "sandbox.memory": check_sandbox,
     "data.train_path": check_train_path,
     "data.val_path": check_val_path,
     "data.test_path": check_test_path,

@@ -260,6 +260,7 @@ def test_no_function_is_longer_than_40_lines():
 FOREIGN = {
     "__exit__": "the language's",
     "_begin": "ProcessPoolExecutor gives an initializer its arguments by position",
+    "_calculate_rewards": "TRL's",
     "_mark_layers": "torch's forward hook",
     "compute_loss": "the Trainer's",
     "find_spec": "Python's import system",

@@ -21,18 +21,20 @@ from sftplay.startup import leave_out
 from sftplay.terminal.console import Screen
 
 
-def open_run(args: Namespace, values: Mapping[str, Any] = MappingProxyType({})) -> tuple[RunConfig, RunFolder]:
+def open_run(
+    args: Namespace, values: Mapping[str, Any] = MappingProxyType({}), *, needs_result: bool = True
+) -> tuple[RunConfig, RunFolder]:
     """The finished run that a command line names, and its config.
 
     The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
     `values` are the verb's own values of some keys; the command line overrides them.
 
     Raises:
-        ConfigError: there is no such run, or it has no result yet.
+        ConfigError: there is no such run, or it has no result yet and `needs_result`.
     """
     given = load_config(args.config, args.overrides)
     folder = find_run(given, args.config, run=args.run)
-    if folder.result is None:
+    if needs_result and folder.result is None:
         raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
     cfg = load_config(folder.resolved)
     own = {key: value for key, value in values.items() if given.origins.get(key) != "command line"}

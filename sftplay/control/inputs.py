@@ -19,6 +19,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.control.model_shape import known_shape, near_names
 from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.layouts.source_types import data_of
+from sftplay.data.prompts.prompt import to_prompt
 from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
 from sftplay.data.records import Refused, Text
@@ -190,6 +191,9 @@ def _check_first_rows(path: str, key: str, *, cfg: RunConfig) -> None:
         try:
             if isinstance(row, Refused):
                 refused.append(f"{source} {row.reason}")
+            elif cfg.task_mode == "grpo":
+                to_prompt(row, source, number=0, reading=reading_of(data))
+                return
             elif isinstance(to_record(row, source, reading=reading_of(data)), Text) and kind == "chat":
                 refused.append(f"{source} is a plain text, and the source has type: chat")
             else:

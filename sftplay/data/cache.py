@@ -31,11 +31,13 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def ensure_folder(folder: Path, make: Callable[[Path], None], *, resumes: bool = False) -> Path:
+def ensure_folder(
+    folder: Path, make: Callable[[Path], None], *, resumes: bool = False, setting: str = "data.processed_dir"
+) -> Path:
     """Return `folder`, sound and complete; `make(unfinished)` fills it first where it is missing or damaged.
 
     Of several processes one makes it while the others wait. A `make` that fails or is killed leaves no such folder.
-    With `resumes` a `make` is given what a killed one has left.
+    With `resumes` a `make` is given what a killed one has left. `setting` is what names the place, for errors.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -54,7 +56,7 @@ def ensure_folder(folder: Path, make: Callable[[Path], None], *, resumes: bool =
     except BrokenPipeError:  # the reader of our output has gone; the folder is not at fault
         raise
     except OSError as error:
-        raise _unwritable(folder.parent, error) from error
+        raise _unwritable(folder.parent, error, setting=setting) from error
     return folder
 
 
@@ -75,11 +77,11 @@ def is_sound(folder: Path) -> bool:
         return False
 
 
-def _unwritable(parent: Path, error: OSError) -> SftplayError:
+def _unwritable(parent: Path, error: OSError, *, setting: str) -> SftplayError:
     if error.errno in NO_ROOM:
-        fix = "free space there, or set data.processed_dir to a folder on another disk"
+        fix = f"free space there, or set {setting} to a folder on another disk"
         return RunError(f"the prepared rows find no room: {_reason(error)}", where=str(parent), fix=fix)
-    fix = "set data.processed_dir to a folder that can be written"
+    fix = f"set {setting} to a folder that can be written"
     return ConfigError(f"cannot be written: {_reason(error)}", where=str(parent), fix=fix)
 
 

@@ -29,7 +29,7 @@ from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_
 from sftplay.data.template.templates import resolve_template
 from sftplay.errors import DataError
 
-CODE_VERSION = 4
+CODE_VERSION = 5
 """To be raised when `sftplay.data` turns the same rows into other tokens; older caches are then not used."""
 
 READERS = ("tokenizers", "jinja2", "pyarrow")

@@ -100,6 +100,9 @@ class Chat:
     tools: str = ""
     """The functions the assistant may call, as the JSON text of a list in OpenAI's form; empty for none."""
 
+    columns: str = ""
+    """What rewards read of the row beside its answer, as the JSON text of an object; empty for nothing."""
+
     @property
     def prompt(self) -> tuple[Message, ...]:
         """Everything before the last assistant turn."""
@@ -133,6 +136,7 @@ class Chat:
             "record": self.source.record,
             "learned_from": self.learned_from,
             "tools": self.tools,
+            "columns": self.columns,
         }
 
 
@@ -150,7 +154,8 @@ Record = Chat | Text
 def chat_from_json(value: dict[str, Any]) -> Chat:
     """The inverse of `Chat.as_json`."""
     messages = tuple(_message_from_json(turn) for turn in value["messages"])
-    return Chat(messages, Source(value["path"], value["line"], value["record"]), value["learned_from"], value["tools"])
+    source = Source(value["path"], value["line"], value["record"])
+    return Chat(messages, source, value["learned_from"], value["tools"], value["columns"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 PARTS = {
     "data_s": ("data",),
+    "generation_s": ("generation",),
+    "reward_s": ("reward",),
     "forward_backward_s": ("forward", "backward"),
     "optimizer_s": ("optimizer",),
     "communication_s": ("communication",),
@@ -26,6 +28,9 @@ part of sending that computing does not cover is taken from DDP's own log and mo
 `communication_s`, one step late. The rest of `communication_s` is the ranks' own collective operations. An evaluation
 or a checkpoint that follows a line at the same step belongs to the next line.
 """
+
+DRAWING = ("generation_s", "reward_s")
+"""Parts of a step that only a task has that draws completions; elsewhere they are left out."""
 
 CURVES = (
     "tokens_per_s", "padded_tokens_per_s", "samples_per_s", "padding_share", "label_tokens", "step_s",
@@ -207,6 +212,7 @@ def describe_ranks(shares: Sequence[RankShare]) -> list[dict[str, Any]]:
 def split_step(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
     """Mean seconds of a step by part; they add up to all of `seconds` over `steps`."""
     split = {part: sum(seconds.get(phase, 0.0) for phase in phases) for part, phases in PARTS.items()}
+    split = {part: spent for part, spent in split.items() if spent or part not in DRAWING}
     split["other_s"] = max(0.0, sum(seconds.values()) - sum(split.values()))
     return {part: round(spent / max(1, steps), 6) for part, spent in split.items()}
 

@@ -86,7 +86,7 @@ class MetricsWriter(Observer):
         speed = max(0, tokens - self._shown_tokens) * log.world_size() / (now - self._shown_at)
         self._shown_at, self._shown_tokens = now, tokens
         rate = self.trainer.lr_scheduler.get_last_lr()[0]
-        show_step(state, figures(float(self.trainer.last_loss), rate, tokens_per_s=speed))
+        show_step(state, step_figures(float(self.trainer.last_loss), rate, tokens_per_s=speed))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" not in logs:
@@ -97,12 +97,15 @@ class MetricsWriter(Observer):
         shares, row_ids_by_rank, ranks_memory = map(list, zip(*gathered, strict=True))
         line = self._line(logs, state, shares=shares)
         line |= {**memory, "ranks_memory": ranks_memory}
+        figures = self.trainer.take_figures(logs)
+        line |= figures
         if self.keep_row_ids:
             line["row_ids"] = row_ids_by_rank
         self._logged_step, self._shown_tokens = state.global_step, 0
         self.last_loss = line["loss"]
         self._largest_memory = {key: max(rank[key] for rank in ranks_memory) for key in ranks_memory[0]}
-        logs |= {"loss": line["loss"], **scalars(line)}
+        known = {name: value for name, value in figures.items() if value is not None}
+        logs |= {"loss": line["loss"], **scalars(line), **known}
         if log.is_main():
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -156,8 +159,9 @@ class MetricsWriter(Observer):
 
     def _print(self, line: dict[str, Any], state: Any) -> None:
         mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
-        shown = figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
-        text = f"{shown}  padding {line['padding_share']:.0%}{mfu}"
+        shown = step_figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
+        reward = f"reward {line['reward']:.3f}  " if line.get("reward") is not None else ""
+        text = f"{reward}{shown}  padding {line['padding_share']:.0%}{mfu}"
         print_progress(state, state.logging_steps, text=f"step {line['step']}/{state.max_steps}  {text}")
         show_step(state, shown)
 
@@ -180,7 +184,7 @@ class MetricsWriter(Observer):
             log.say(comparison)
 
 
-def figures(loss: float, rate: float, *, tokens_per_s: float) -> str:
+def step_figures(loss: float, rate: float, *, tokens_per_s: float) -> str:
     """A step's figures, rounded alike wherever they are shown."""
     return f"loss {loss:.4f}  rate {rate:.2e}  {format_count(tokens_per_s)} tokens/s"
 

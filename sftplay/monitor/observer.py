@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -46,6 +46,9 @@ class StepTrainer(TrainerView, Protocol):
     def last_rows(self) -> list[int]: ...
     def take_counts(self) -> StepCounts: ...
     def rows_not_finite(self) -> list[int]: ...
+
+    def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a line of metrics says beyond the figures of every task; `logs` are the Trainer's. All ranks call it."""
 
 
 class Observer(TrainerCallback):

@@ -20,7 +20,7 @@ from typing import Any
 from sftplay.errors import SftplayError
 from sftplay.reward.table import SHIPPED
 from sftplay.reward.user_function import RewardFunction, is_user_function, load_function
-from sftplay.signals import die_with_parent
+from sftplay.signals import STOP_SIGNALS, die_with_parent
 
 START_S = 120.0
 """How long a process may import what its reward needs; a busy cluster's disk is slow."""
@@ -48,6 +48,7 @@ class RewardCall:
         self.use, self.options, self.deadline_s = use, dict(options), deadline_s
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._is_ready = self._is_over = False
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> Scores:
         """The scores of the completions; `columns` are aligned with them."""
@@ -60,6 +61,37 @@ class RewardCall:
             scores.reasons.extend(reason for reason in one.reasons if reason not in scores.reasons)
         return scores
 
+    def start(self) -> None:
+        """Start its process, if none runs, without waiting for it.
+
+        The process is a new interpreter: nothing of this one is forked, so CUDA may be in use here. Signals that stop a
+        run do not end it: the run wants the values of the step that it is in.
+        """
+        if self._pipe is not None:
+            return
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve,
+            args=(theirs, self.use),
+            kwargs={"options": self.options, "parent": os.getpid()},
+            daemon=True,
+            name=f"reward {self.use}",
+        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._pipe, self._is_ready = ours, False
+
+    def stop(self) -> None:
+        """End its process from another thread than the one that may wait for it; no other process follows."""
+        self._is_over = True
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """End the process, if there is one."""
         if self._process is not None:
@@ -70,11 +102,31 @@ class RewardCall:
             self._pipe.close()
         self._process = self._pipe = None
 
+    def wait_ready(self) -> Connection:
+        """The pipe to a process that is ready.
+
+        Raises:
+            SftplayError: the reward cannot be loaded: a name is wrong, or a library is missing.
+            TimeoutError: it did not start in time.
+        """
+        self.start()
+        assert self._pipe is not None
+        if not self._is_ready:
+            pipe = self._pipe
+            refusal = pipe.recv() if pipe.poll(START_S) else TimeoutError(f"did not start within {START_S:g} s")
+            if refusal is not None:
+                self.close()
+                raise refusal
+            self._is_ready = True
+        return self._pipe
+
     def _whole(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scores:
         """One call for all of them: each gets a number, or none of them does."""
         n = len(completions)
+        if self._is_over:
+            return Scores([None] * n, ["it was ended"])
         try:
-            pipe = self._started()
+            pipe = self.wait_ready()
             pipe.send({"completions": list(completions), **columns})
             if not pipe.poll(self.deadline_s):
                 self.close()
@@ -88,32 +140,6 @@ class RewardCall:
         if kind == "raised":
             return Scores([None] * n, [answer])
         return checked(answer, n)
-
-    def _started(self) -> Connection:
-        """The pipe to a process that is ready.
-
-        Raises:
-            SftplayError: the reward cannot be loaded: a name is wrong, or a library is missing.
-        """
-        if self._pipe is not None:
-            return self._pipe
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve,
-            args=(theirs, self.use),
-            kwargs={"options": self.options, "parent": os.getpid()},
-            daemon=True,
-            name=f"reward {self.use}",
-        )
-        self._process.start()
-        theirs.close()
-        self._pipe = ours
-        refusal = ours.recv() if ours.poll(START_S) else TimeoutError(f"did not start within {START_S:g} s")
-        if refusal is not None:
-            self.close()
-            raise refusal
-        return ours
 
 
 def checked(answer: Any, n: int) -> Scores:
@@ -148,7 +174,9 @@ def load_reward(use: str, options: Mapping[str, Any]) -> RewardFunction:
 
 def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) -> None:
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    for each in STOP_SIGNALS:  # the parent decides when to stop
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         function = load_reward(use, options)
     except SftplayError as error:

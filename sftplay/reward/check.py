@@ -1,36 +1,33 @@
-"""Tries rewards on gold answers and on junk before anything is trained: a reward that cannot tell them apart is named.
-
-Junk is what a model finds when it looks for reward without solving anything: nothing, noise, another row's answer, all
-answers at once, the same words again and again.
-"""
+"""Tries rewards on gold answers and on junk before anything is trained, and names those that cannot tell them apart."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
+from sftplay import log
+from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.errors import DataError, RunError
 from sftplay.reward.calls import RewardCall, Scores
-from sftplay.reward.table import judges_form
+from sftplay.reward.code_rewards import CodeTests
+from sftplay.reward.form_rewards import in_form
+from sftplay.reward.junk import Case, junk_answers
+from sftplay.reward.reward_set import RewardSet
+from sftplay.reward.table import judges_form, missing_column
+
+Call = RewardCall | CodeTests
 
 Verdict = Literal["ok", "cannot_tell", "constant", "raises"]
 
+TRIED_ROWS = 32
+
+RESULT_MARKS = ("####", "\\boxed", "answer is")
+
 APART = 0.3
 """How far the mean of gold answers must lie above the mean of every kind of junk, in shares of the values' range."""
-
-NOISE = "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt"
-REPEATS = 400
-SEVERAL = 4
-"""Answers that one junk answer gives side by side."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A row on which rewards are tried: its right answer, and the columns that rewards get."""
-
-    gold: str
-    columns: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,43 +47,90 @@ class Finding:
     seconds: float = 0.0
 
 
-def check_reward(call: RewardCall, cases: Sequence[Case], *, name: str) -> Finding:
+def check_reward(call: Call, cases: Sequence[Case], *, reward: RewardConfig) -> Finding:
     """Try a reward on the gold and junk answers of the cases."""
     began = time.monotonic()
+    cases = [replace(case, gold=_marked(call, case.gold)) for case in cases]
     gold = score(call, [case.gold for case in cases], cases=cases)
     kinds = {kind: score(call, answers, cases=cases) for kind, answers in junk_answers(cases).items()}
     junk = {kind: mean_of(scores) for kind, scores in kinds.items()}
-    verdict, why = _judge(gold, junk, only_form=judges_form(call.use))
+    verdict, why = _judge(gold, junk, only_form=judges_form(reward))
     known = [mean for mean in junk.values() if mean is not None]
     return Finding(
-        name, verdict, mean_of(gold), max(known, default=None), junk, why, round(time.monotonic() - began, 3)
+        reward.name, verdict, mean_of(gold), max(known, default=None), junk, why, round(time.monotonic() - began, 3)
     )
 
 
-def score(call: RewardCall, answers: Sequence[str], *, cases: Sequence[Case]) -> Scores:
+def score(call: Call, answers: Sequence[str], *, cases: Sequence[Case]) -> Scores:
     """The reward's values of one answer for each case."""
     columns = {name: [case.columns[name] for case in cases] for name in cases[0].columns}
     return call(answers, **columns)
 
 
-def junk_answers(cases: Sequence[Case]) -> dict[str, list[str]]:
-    """Kind of junk -> an answer for each case. Kinds for which the rows offer nothing wrong are left out."""
-    golds = [case.gold for case in cases]
-    others = [
-        next((each for each in (*golds[n + 1 :], *golds[:n]) if each != gold), "") for n, gold in enumerate(golds)
-    ]
-    answers = {
-        "nothing": ["" for _ in golds],
-        "noise": [NOISE for _ in golds],
-        "again and again": [" ".join([other or NOISE] * REPEATS) for other in others],
-    }
-    if all(others):
-        answers["another row's answer"] = others
-        several = list(dict.fromkeys(golds))[:SEVERAL]
-        answers["several answers"] = [
-            "\n".join(dict.fromkeys([gold, *several, other])) for gold, other in zip(golds, others, strict=True)
-        ]
-    return answers
+def _marked(call: Call, gold: str) -> str:
+    """The right answer as the reward reads it: a row need not have the marks that a model is to write."""
+    if call.use == "format":
+        return in_form(gold, **call.options)
+    if call.use == "math":
+        return gold if any(mark in gold for mark in RESULT_MARKS) else in_form(gold, form="boxed")
+    after = str(call.options.get("after", "")) if call.use == "exact_match" else ""
+    return gold if after in gold else f"{after} {gold}"
+
+
+def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) -> list[Finding]:
+    """Try each reward of the config on the columns that all cases have.
+
+    Raises:
+        DataError: a reward reads a column that the cases do not have.
+    """
+    shared = set.intersection(*(set(case.columns) for case in cases))
+    for number, reward in enumerate(cfg.rewards):
+        if missing := missing_column(reward, shared):
+            what = f"the reward {reward.name} reads the column {missing}, which not every row has"
+            raise DataError(what, where=cfg.rows_path, fix=f"add the column, or remove rewards.{number}")
+    cases = [Case(case.gold, {name: case.columns[name] for name in sorted(shared)}) for case in cases]
+    return [check_reward(rewards.call_of(reward.name), cases, reward=reward) for reward in cfg.rewards]
+
+
+def check_before_training(cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, rewards: RewardSet) -> list[Finding]:
+    """Try the rewards that a model is about to learn from, on rows with the column `answer`; one process does it.
+
+    `rows` are the columns of the first prompts to train on; those with an answer are tried. Nothing is tried where
+    there are not two different answers, and that is said. A reward of weight 0 may be what it likes. Of a reward for
+    form that is constant it is only said: the rows' own answers need not have that form.
+
+    Raises:
+        RunError: a reward cannot tell right answers from junk.
+        DataError: a reward reads a column that the rows do not have.
+    """
+    cases = [Case(row["answer"], row) for row in islice(rows, TRIED_ROWS) if _has_answer(row)]
+    if len({case.gold for case in cases}) < 2:
+        log.say("note: the rewards are not tried: the rows hold fewer than two different answers", "reward")
+        return []
+    findings = check_rewards(rewards, cases, cfg=cfg)
+    bad = []
+    for finding, reward in zip(findings, cfg.rewards, strict=True):
+        if finding.verdict == "ok" or reward.weight == 0:
+            continue
+        if finding.verdict == "constant" and judges_form(reward):
+            log.say(f"note: the reward {finding.name} cannot be tried on these rows: {finding.why}", "reward")
+        else:
+            bad.append(finding)
+    if bad:
+        raise refusal_of(bad)
+    return findings
+
+
+def refusal_of(bad: Sequence[Finding]) -> RunError:
+    """The error about rewards that are not ok."""
+    what = "; ".join(f"{finding.name}: {finding.verdict.replace('_', ' ')} ({finding.why})" for finding in bad)
+    return RunError(
+        what, where="rewards", fix="mend these rewards: a model learns what is rewarded, not what was meant"
+    )
+
+
+def _has_answer(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("answer"), str) and bool(row["answer"].strip())
 
 
 def mean_of(scores: Scores) -> float | None:

@@ -2,58 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from sftplay.reward.code_answer import find_code
+from sftplay.config.schema.reward import CODE_TESTS, SandboxConfig
+from sftplay.errors import DataError
+from sftplay.reward.calls import Scores
+from sftplay.reward.code_answer import CodeAnswer, find_code
 from sftplay.reward.completions import Completion
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Job, Verdict
+from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
+from sftplay.units import parse_bytes
 
 MACHINERY = "infra"
 """The status that says nothing of the program."""
+
+NO_CODE = "no_code"
+"""The status of an answer in which no program was found."""
 
 SHOWN_WEIGHT = 0.5
 """What a test counts that stood in the prompt, beside 1 for a hidden one: it can be passed by heart."""
 
 
-def passes_tests(
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """An answer's program, and what became of it."""
+
+    found: CodeAnswer
+    verdict: Verdict | None
+    """None where there was no program."""
+
+    @property
+    def status(self) -> str:
+        """The verdict's status, or NO_CODE."""
+        return self.verdict.status if self.verdict else NO_CODE
+
+    @property
+    def passed(self) -> bool:
+        """Whether there are tests and all of them passed."""
+        return self.verdict is not None and 0 < self.verdict.total == self.verdict.passed and self.status == "ok"
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is written beside an answer."""
+        verdict = self.verdict.as_dict() if self.verdict else {"status": NO_CODE}
+        return {"how": self.found.how, **verdict}
+
+
+def try_programs(
     completions: Sequence[Completion],
     *,
-    tests: Sequence[Sequence[str]],
     sandbox: Sandbox,
-    setup: Sequence[str] | None = None,
-    entry_point: Sequence[str] | None = None,
-    shown: Sequence[int] | None = None,
-    mode: Literal["fraction", "all"] = "fraction",
-    shown_weight: float = SHOWN_WEIGHT,
+    tests: Sequence[Sequence[str] | None],
+    setup: Sequence[str | None] | None = None,
+    entry_point: Sequence[str | None] | None = None,
+    limits: Limits | None = None,
+    within_s: float | None = None,
     **_: Any,
-) -> list[float | None]:
-    """The share of the row's tests that the completion's program passes; with `mode: all` 1 for all of them, else 0.
+) -> list[Tried]:
+    """Find the program of each completion and run it against the tests of its row, in the order of the completions.
 
-    The first `shown` tests of a row stood in its prompt and count `shown_weight` each, the others 1. A completion
-    without a program gets 0. None where the sandbox failed.
+    Training and evaluation both call it, so that they read and judge answers alike. The columns are those of
+    `data.problems.load.columns_of`. An answer without a program is not run. With `within_s` what has no verdict by then
+    is `infra`.
+
+    Raises:
+        DataError: a test or a setup is no Python.
     """
     n = len(completions)
-    points = entry_point or [""] * n
-    programs = [find_code(each, point or "").code for each, point in zip(completions, points, strict=True)]
+    points, before = entry_point or [None] * n, setup or [None] * n
+    found = [find_code(each, point or "") for each, point in zip(completions, points, strict=True)]
     jobs = [
-        Job(code=code, tests=tuple(row), setup=before or "", entry_point=point or None)
-        for code, row, before, point in zip(programs, tests, setup or [""] * n, points, strict=True)
+        Job(
+            code=each.code,
+            tests=tuple(row or ()),
+            setup=first or "",
+            entry_point=point or None,
+            limits=limits or Limits(),
+        )
+        for each, row, first, point in zip(found, tests, before, points, strict=True)
+        if each.code.strip()
     ]
-    has_code = [bool(code.strip()) for code in programs]
-    verdicts = iter(sandbox.run([job for job, is_there in zip(jobs, has_code, strict=True) if is_there]))
-    scores: list[float | None] = []
-    for is_there, count in zip(has_code, shown or [0] * n, strict=True):
-        scores.append(_score(next(verdicts), shown=count, mode=mode, shown_weight=shown_weight) if is_there else 0.0)
-    return scores
+    verdicts = iter(sandbox.run(jobs, within_s=within_s))
+    return [Tried(each, next(verdicts) if each.code.strip() else None) for each in found]
+
+
+def passes_tests(
+    tried: Sequence[Tried],
+    *,
+    shown: Sequence[int | None] | None = None,
+    mode: Literal["fraction", "all"] = "fraction",
+    shown_weight: float = SHOWN_WEIGHT,
+) -> list[float | None]:
+    """The share of its row's tests that each program passes; with `mode: all` 1 for all of them, else 0.
+
+    The first `shown` tests of a row stood in its prompt and count `shown_weight` each, the others 1. A completion
+    without a program gets 0. None where the sandbox failed, or where there are no tests.
+
+    >>> ok = Verdict(status="wrong", per_test=("ok", "wrong", "ok"), passed=2, total=3)
+    >>> passes_tests([Tried(CodeAnswer("...", "labelled"), ok)], shown=[1])
+    [0.6]
+    """
+    counts = shown or [0] * len(tried)
+    return [
+        _score(each.verdict, shown=count or 0, mode=mode, shown_weight=shown_weight) if each.verdict else 0.0
+        for each, count in zip(tried, counts, strict=True)
+    ]
 
 
 def _score(verdict: Verdict, *, shown: int, mode: str, shown_weight: float) -> float | None:
-    if verdict.status == MACHINERY:
+    if verdict.status == MACHINERY or not verdict.total:
         return None
     if mode == "all":
-        return float(verdict.total > 0 and verdict.passed == verdict.total)
+        return float(verdict.passed == verdict.total)
     weights = [shown_weight if at < shown else 1.0 for at in range(len(verdict.per_test))]
     passed = sum(weight for weight, status in zip(weights, verdict.per_test, strict=True) if status == "ok")
     return passed / sum(weights) if sum(weights) else 0.0
+
+
+def limits_of(config: SandboxConfig) -> Limits:
+    """The limits of a program as the config wants them."""
+    memory = parse_bytes(str(config.memory))
+    return Limits(timeout_s=config.timeout, test_timeout_s=config.test_timeout, memory_bytes=memory)
+
+
+class CodeTests:
+    """The reward code_tests, ready to be called as a `RewardCall` is; the boxes take the place of a process."""
+
+    use = CODE_TESTS
+
+    def __init__(self, options: Mapping[str, Any], *, sandbox: Sandbox, limits: Limits, deadline_s: float) -> None:
+        """`deadline_s` is for one completion. A box ends each program in time; the deadline is for boxes that hang."""
+        self.options, self.deadline_s = dict(options), deadline_s
+        self._sandbox, self._limits = sandbox, limits
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> Scores:
+        """The scores of the completions; `columns` are aligned with them."""
+        return self.judge(completions, columns)[0]
+
+    def judge(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> tuple[Scores, list[dict[str, Any]]]:
+        """The scores of the completions, and what became of each program."""
+        turns = math.ceil(len(completions) / self._sandbox.workers)
+        try:
+            tried = try_programs(
+                completions, sandbox=self._sandbox, limits=self._limits, within_s=self.deadline_s * turns, **columns
+            )
+        except DataError as error:
+            return Scores([None] * len(completions), [str(error)]), [{"status": MACHINERY} for _ in completions]
+        verdicts = [each.verdict for each in tried if each.verdict]
+        values = passes_tests(tried, shown=columns.get("shown"), **self.options)
+        reasons = [f"the sandbox failed: {each.stderr}" for each in verdicts if each.status == MACHINERY]
+        reasons += ["a row has no tests" for each in verdicts if each.status != MACHINERY and not each.total]
+        return Scores(values, list(dict.fromkeys(reasons))), [each.as_json() for each in tried]

@@ -19,6 +19,14 @@ _FORMS = {
 }
 """Each allows its mark once."""
 
+_EXAMPLES = {
+    "code_block": "```python\n{}\n```",
+    "reasoning": "<think>so it is</think>{}",
+    "answer_tag": "<answer>{}</answer>",
+    "boxed": "\\boxed{{{}}}",
+    "hashes": "#### {}",
+}
+
 
 def has_form(completions: Sequence[Completion], *, form: Form = "code_block", **_: Any) -> list[float]:
     """1 where the completion has the form, else 0.
@@ -31,6 +39,15 @@ def has_form(completions: Sequence[Completion], *, form: Form = "code_block", **
     [1.0, 0.0]
     """
     return [float(_is_of_form(text_of(completion), form)) for completion in completions]
+
+
+def in_form(answer: str, *, form: Form = "code_block") -> str:
+    """The answer in the form, which it may have already.
+
+    >>> in_form("42", form="boxed")
+    '\\\\boxed{42}'
+    """
+    return answer if _is_of_form(answer, form) else _EXAMPLES[form].format(answer.strip())
 
 
 def is_code(completions: Sequence[Completion], *, entry_point: Sequence[str] | None = None, **_: Any) -> list[float]:

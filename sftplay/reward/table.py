@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+from sftplay.config.schema.reward import CODE_TESTS
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import ConfigError, nearest_names
 from sftplay.reward.user_function import is_user_function
@@ -31,9 +32,14 @@ class Shipped:
     options: tuple[str, ...] = ()
     """Options that may be given."""
 
+    values: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """What an option may be, for those that are one word out of a few."""
+
+
+FORMS = ("code_block", "reasoning", "answer_tag", "boxed", "hashes")
 
 SHIPPED = {
-    "format": Shipped("form_rewards", "has_form", "form", options=("form",)),
+    "format": Shipped("form_rewards", "has_form", "form", options=("form",), values={"form": FORMS}),
     "syntax": Shipped("form_rewards", "is_code", "form", columns=("entry_point",)),
     "length": Shipped("form_rewards", "has_length", "form", needs=("most",), options=("least",)),
     "overlong": Shipped("form_rewards", "not_overlong", "form", needs=("most", "soft")),
@@ -41,14 +47,32 @@ SHIPPED = {
     "exact_match": Shipped("text_rewards", "exact_match", "content", ("answer",), options=("after", "ignore_case")),
     "regex": Shipped("text_rewards", "matches", "form", needs=("pattern",), options=("whole",)),
     "json_schema": Shipped("text_rewards", "fits_schema", "form", needs=("schema",)),
+    CODE_TESTS: Shipped(
+        "code_rewards",
+        "passes_tests",
+        "content",
+        ("tests",),
+        options=("mode", "shown_weight"),
+        values={"mode": ("fraction", "all")},
+    ),
     "math": Shipped("math_rewards", "solves", "content", ("answer",), options=("fallback",)),
 }
 """Name in a config -> reward."""
 
 
-def judges_form(use: str) -> bool:
-    """True for a reward that scores any answer of the right shape; a user's function is taken to judge the content."""
-    return use in SHIPPED and SHIPPED[use].judges == "form"
+def judges_form(reward: RewardConfig) -> bool:
+    """True for a reward that scores any answer of the right shape."""
+    known = SHIPPED[reward.use].judges if reward.use in SHIPPED else "content"
+    return (reward.judges or known) == "form"
+
+
+def missing_column(reward: RewardConfig, columns: Collection[str]) -> str:
+    """A column that a shipped reward reads and that is neither among these nor in its options; empty if there is none.
+
+    What a function of the user's reads is not known.
+    """
+    wanted = SHIPPED[reward.use].columns if reward.use in SHIPPED else ()
+    return next((name for name in wanted if name not in columns and name not in reward.options), "")
 
 
 def reward_problems(cfg: RunConfig) -> Iterator[ConfigError]:
@@ -78,3 +102,8 @@ def _option_problems(reward: RewardConfig, *, key: str, where: str) -> Iterator[
         if name not in reward.options:
             what = f"the reward {reward.use} needs the option {name}"
             yield ConfigError(what, where=where, fix=f"write {key}.options: {{{name}: ...}}")
+    for name, values in shipped.values.items():
+        if (value := reward.options.get(name)) is not None and value not in values:
+            near = nearest_names(str(value), list(values))
+            fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(values)}"
+            yield ConfigError(f"{name} of the reward {reward.use} is {value!r}", where=where, fix=fix, nearest=near)

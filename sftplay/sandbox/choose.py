@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
+import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
 
 from sftplay import log
 from sftplay.errors import ConfigError, MachineError, nearest_names
@@ -16,15 +21,17 @@ from sftplay.sandbox.executors.warm import WarmBwrap
 
 NAMES = ("auto", "bwrap", "landlock", "none")
 
-SAFE: dict[str, Callable[[], Executor]] = {"bwrap": Bwrap, "landlock": Landlock}
+SAFE: dict[str, Callable[..., Executor]] = {"bwrap": Bwrap, "landlock": Landlock}
 """The executors that isolate, the best first."""
 
-WARM: dict[str, Callable[[], Executor]] = {"bwrap": WarmBwrap}
+WARM: dict[str, Callable[..., Executor]] = {"bwrap": WarmBwrap}
 """The same kinds of boxes out of a process that waits, where there is such a way."""
 
 
-def choose_executor(name: str, *, is_warm: bool) -> Callable[[], Executor]:
-    """What makes executors of that name; `auto` takes the best one that holds on this machine.
+def choose_executor(name: str, *, is_warm: bool) -> Callable[..., Executor]:
+    """What makes executors of that name, from the packages that programs may import.
+
+    `auto` takes the best one that holds on this machine.
 
     Raises:
         ConfigError: no executor is called so.
@@ -61,3 +68,20 @@ def problem_of(name: str, *, is_warm: bool = False) -> str:
         return find_hole(executor)
     finally:
         executor.close()
+
+
+@cache
+def version_of(name: str) -> str:
+    """Name and version of an executor, Python's version, and a digest of this package's sources."""
+    versions: dict[str, Callable[[], str]] = {
+        "bwrap": _bwrap_version, "landlock": partial(version, "sandlock"), "none": str
+    }  # fmt: skip
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return f"{name} {versions[name]()}, python {platform.python_version()}, {digest.hexdigest()[:16]}"
+
+
+def _bwrap_version() -> str:
+    done = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.strip().removeprefix("bubblewrap ")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from importlib.metadata import packages_distributions, version
 from itertools import islice
 
 from sftplay import log
-from sftplay.sandbox.choose import choose_executor
+from sftplay.sandbox.choose import choose_executor, version_of
 from sftplay.sandbox.executors.executor import Executor
 from sftplay.sandbox.verdicts.job import Job, Verdict
 from sftplay.sandbox.verdicts.judge import judge
@@ -21,10 +22,13 @@ MOST_KEPT = 50_000
 """Verdicts in memory, about 1 KB each. The oldest goes first."""
 
 
-def count_workers() -> int:
-    """Boxes at the same time: this rank's share of the cores that the process may use, at most MOST_WORKERS."""
+def count_workers(processes: int | None = None) -> int:
+    """Boxes at the same time: this rank's share of the cores that the process may use, at most MOST_WORKERS.
+
+    `processes` share these cores; None means those that the launcher started on this machine.
+    """
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(MOST_WORKERS, cores // max(1, len(log.local_ranks()))))
+    return max(1, min(MOST_WORKERS, cores // max(1, processes or len(log.local_ranks()))))
 
 
 class Sandbox:
@@ -33,33 +37,65 @@ class Sandbox:
     Use it as a context manager: its end closes what runs.
     """
 
-    def __init__(self, executor: str = "auto", *, workers: int | None = None, is_warm: bool = True) -> None:
+    def __init__(
+        self,
+        executor: str = "auto",
+        *,
+        workers: int | None = None,
+        is_warm: bool = True,
+        packages: Sequence[str] = (),
+    ) -> None:
+        """`packages`, such as numpy, are those that programs may import beside Python's own.
+
+        Raises:
+            ConfigError: there is no such executor or package.
+            MachineError: nothing here can box a program.
+        """
         make = choose_executor(executor, is_warm=is_warm)
+        self._packages = packages
         self._executors: queue.SimpleQueue[Executor] = queue.SimpleQueue()
-        self._all = [make() for _ in range(workers or count_workers())]
+        self._all = [make(packages) for _ in range(workers or count_workers())]
         for each in self._all:
             self._executors.put(each)
+        self.workers = len(self._all)
+        """How many boxes stand at the same time."""
         self.executor = self._all[0].name
         """The name of what the boxes are made of; to be recorded with each result."""
         self._threads = ThreadPoolExecutor(len(self._all), thread_name_prefix="sandbox")
         self._kept: dict[str, Verdict] = {}
 
-    def run(self, jobs: Iterable[Job]) -> list[Verdict]:
-        """The verdict of each job, in the order of the jobs."""
+    def run(self, jobs: Iterable[Job], *, within_s: float | None = None) -> list[Verdict]:
+        """The verdict of each job, in the order of the jobs. What is not judged in time is `infra`; every job ends by
+        its own limits, so this happens only where the boxes themselves hang."""
         listed = list(jobs)
         keys = [job.key(self.executor) for job in listed]
         new = {key: job for key, job in zip(keys, listed, strict=True) if key not in self._kept}
-        found = dict(zip(new, self._threads.map(self._judge, new.values()), strict=True))
+        futures = {key: self._threads.submit(self._judge, job) for key, job in new.items()}
+        wait(futures.values(), timeout=within_s)
+        late = Verdict(status="infra", stderr=f"no verdict within {within_s} s", executor=self.executor)
+        found = {key: _result(future, or_else=late) for key, future in futures.items()}
         verdicts = [found[key] if key in found else self._kept[key] for key in keys]
         self._kept |= {key: verdict for key, verdict in found.items() if verdict.status != "infra"}
         for key in list(islice(self._kept, max(0, len(self._kept) - MOST_KEPT))):
             del self._kept[key]
         return verdicts
 
+    def run_again(self, job: Job) -> Verdict:
+        """The verdict of one job that runs alone, whatever is known of it; it replaces what is known."""
+        self._kept.pop(job.key(self.executor), None)
+        return self.run([job])[0]
+
+    @property
+    def version(self) -> str:
+        """Changes with anything of the machinery that may change a verdict."""
+        names = packages_distributions() if self._packages else {}
+        packages = (f"{name} {version(each)}" for name in self._packages for each in names.get(name, ()))
+        return ", ".join([version_of(self.executor), *packages])
+
     def _judge(self, job: Job) -> Verdict:
         with self._borrowed() as executor:
             verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
-            if executor.renew():  # once: a program that can bring it down again is at fault
+            if executor.renew():  # the second boxes need nothing that could die
                 verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
             return verdict
 
@@ -82,3 +118,10 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _result(future: Future[Verdict], *, or_else: Verdict) -> Verdict:
+    if future.done():
+        return future.result()
+    future.cancel()
+    return or_else

@@ -36,7 +36,7 @@ def values_of(key: str) -> st.SearchStrategy[Any]:
     return st.sampled_from([*words, *words, *ODD]) if words else st.sampled_from(ODD)
 
 
-KEYS = st.sampled_from([*all_keys(), *filter(None, all_sections()), "train.extra.adam_beta1", "include", "grpo.beta"])
+KEYS = st.sampled_from([*all_keys(), *filter(None, all_sections()), "train.extra.adam_beta1", "include", "score.beta"])
 SETTINGS = st.tuples(KEYS, SLIPS, st.randoms(use_true_random=False)).flatmap(
     lambda drawn: st.tuples(st.just(slipped(drawn[0], drawn[1], drawn[2])), values_of(drawn[0]))
 )

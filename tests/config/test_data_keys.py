@@ -111,13 +111,10 @@ def test_the_fields_and_layouts_of_the_config_are_those_that_rows_are_read_by():
     assert list(get_args(Layout)) == list(SHAPES)
 
 
-def test_settings_of_tables_and_leaks_without_anything_to_apply_to_are_noted(write):
-    text = "data:\n  train_path: {}\n  delimiter: ';'\n  leaks: drop\n{}model:\n  name: a\n"
+def test_settings_of_tables_without_a_table_are_noted(write):
+    text = "data:\n  train_path: {}\n  delimiter: ';'\n{}model:\n  name: a\n"
     lines = notes(load_config(write(text.format("b.jsonl.gz", ""))))
-    assert [line.partition(" has no effect")[0] for line in lines] == [
-        "run.yaml:3 data.delimiter",
-        "run.yaml:4 data.leaks",
-    ]
+    assert [line.partition(" has no effect")[0] for line in lines] == ["run.yaml:3 data.delimiter"]
     assert notes(load_config(write(text.format("b.csv", "  test_path: c.jsonl\n")))) == []
     assert notes(load_config(write(text.format("folder", "  val_path: c.jsonl\n")))) == []
 

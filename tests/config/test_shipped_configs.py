@@ -29,6 +29,10 @@ def test_the_shipped_files_are_those_the_documents_name():
         "run_demo",
         "run_full",
         "run_gemma27b_distributed",
+        "run_grpo_code",
+        "run_grpo_math",
+        "run_grpo_toy",
+        "run_grpo_toy_sft",
         "run_llama70b",
         "run_lora",
     ]

@@ -6,37 +6,96 @@ import sys
 import pytest
 
 from sftplay.config.explain import trl_arguments
-from sftplay.config.explain.other_kits import OTHER_KITS, WITHOUT_KEY, kit_answer
-from sftplay.config.explain.trl_arguments import sft_config_fields, sft_config_kinds
+from sftplay.config.explain.other_kits import OTHER_KITS, WITHOUT_KEY, WITHOUT_MEANING, kit_answer
+from sftplay.config.explain.trl_arguments import config_fields, config_kinds
 from sftplay.config.schema.keys import all_keys
+from sftplay.config.schema.run import RunConfig
+from sftplay.tasks.grpo.arguments import grpo_arguments
+
+GRPO = "task_mode: grpo\nrewards: [{name: answer, use: exact_match}]\n"
+SIZED = {"model": {"name": "builtin:tiny"}, "train": {"batch_size": 4, "grad_accum": 8}}
 
 
 def test_every_answer_names_a_key_that_exists():
-    answers = [answer for name in sft_config_fields() if (answer := kit_answer(name))]
+    answers = [answer for name in config_fields("SFTConfig") if (answer := kit_answer(name))]
     assert {answer.key for answer in answers} <= {"", *all_keys()}
     assert len([answer for answer in answers if answer.key]) >= 50
     assert not set(OTHER_KITS) & set(WITHOUT_KEY)
 
 
 @pytest.mark.slow
-def test_the_fields_read_from_the_source_are_those_of_the_dataclass():
+def test_the_fields_read_from_the_source_are_those_of_the_dataclasses():
     code = (
-        "import dataclasses, trl; print(*[f.name for f in dataclasses.fields(trl.SFTConfig)"
-        " if f.init and not f.name.startswith('_')])"
+        "import dataclasses, trl\n"
+        "for kind in (trl.SFTConfig, trl.GRPOConfig):\n"
+        "    print(*[f.name for f in dataclasses.fields(kind) if f.init and not f.name.startswith('_')])"
     )
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert sft_config_fields() == set(ran.stdout.split())
+    sft, grpo = ran.stdout.splitlines()
+    assert config_fields("SFTConfig") == set(sft.split())
+    assert config_fields("GRPOConfig") == set(grpo.split())
 
 
 def test_inherited_fields_are_found():
-    fields = sft_config_fields()
+    fields = config_fields("SFTConfig")
     assert {"adam_beta1", "label_smoothing_factor", "activation_offloading", "lr_scheduler_kwargs"} <= fields
     assert not [name for name in fields if name.startswith("_")]
 
 
+def test_every_answer_to_an_argument_of_grpo_names_a_key_that_exists():
+    fields = config_fields("GRPOConfig")
+    answers = {name: answer for name in fields if (answer := kit_answer(name, draws=True))}
+    assert {answer.key for answer in answers.values()} <= {"", *all_keys()}
+    assert set(WITHOUT_MEANING) <= fields
+    # Every argument that the kit passes to GRPOConfig is answered with its key.
+    assert set(grpo_arguments(RunConfig.model_validate(SIZED))) <= set(answers)
+
+
+def test_the_loss_of_sft_and_that_of_grpo_are_two_keys(refusals):
+    (problem,) = refusals("train: {extra: {loss_type: nll}}\n")
+    assert problem.fix == "write train.loss_head"
+    (problem,) = refusals(f"{GRPO}grpo: {{extra: {{loss_type: dapo}}}}\n")
+    assert problem.fix == "write grpo.loss_type"
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("use_vllm", "grpo.generation"),
+        ("generation_batch_size", "grpo.steps_per_generation"),
+        ("multi_objective_aggregation", "grpo.aggregation"),
+        ("per_device_train_batch_size", "train.batch_size"),
+        ("vllm_gpu_memory_utilization", "grpo.vllm.memory_share"),
+        ("temperature", "grpo.temperature"),
+    ],
+)
+def test_an_argument_of_grpo_that_the_kit_sets_is_answered_with_our_key(refusals, name, key):
+    for section in ("grpo", "train"):
+        (problem,) = refusals(f"{GRPO}{section}:\n  extra: {{{name}: 1}}\n")
+        assert problem.where.endswith(f"{section}.extra.{name}")
+        assert problem.nearest == [key]
+
+
+def test_a_field_that_only_grpo_has_is_taken_in_its_extra(load, refusals):
+    assert load(f"{GRPO}grpo: {{extra: {{sapo_temperature_neg: 1.1}}}}\n").grpo.extra
+    (problem,) = refusals(f"{GRPO}grpo: {{extra: {{sapo_temperature: 1.1}}}}\n")
+    assert problem.what == "TRL's GRPOConfig has no field 'sapo_temperature'"
+    assert "sapo_temperature_neg" in problem.nearest
+    (problem,) = refusals("train: {extra: {sapo_temperature_neg: 1.1}}\n")
+    assert problem.what == "TRL's SFTConfig has no field 'sapo_temperature_neg'"
+    (problem,) = refusals(f"{GRPO}train: {{extra: {{adam_beta1: 0.5}}}}\ngrpo: {{extra: {{adam_beta1: 0.5}}}}\n")
+    assert problem.what == "is given in train.extra too"
+
+
+def test_labels_and_a_moving_reference_have_no_place_in_grpo(refusals):
+    for name in WITHOUT_MEANING:
+        (problem,) = refusals(f"{GRPO}grpo: {{extra: {{{name}: 1}}}}\n")
+        assert problem.fix == "remove it"
+
+
 def test_the_table_of_what_the_kit_sets_holds_no_name_that_trl_never_had():
     # Names of the other supported releases, which the pinned one lacks.
-    assert set(WITHOUT_KEY) - sft_config_fields() <= {"dataloader_shuffle", "group_by_length"}
+    assert set(WITHOUT_KEY) - config_fields("SFTConfig") <= {"dataloader_shuffle", "group_by_length"}
 
 
 @pytest.mark.parametrize(
@@ -94,20 +153,20 @@ def test_a_value_of_another_kind_than_trl_takes_is_refused_before_anything_is_lo
 
 def test_where_the_library_is_missing_the_check_is_left_to_the_run(load, monkeypatch):
     monkeypatch.setattr(trl_arguments, "find_spec", lambda name: None)
-    sft_config_kinds.cache_clear()
+    config_kinds.cache_clear()
     try:
         assert load("train: {extra: {no_such_field: 1}}\n").train.extra == {"no_such_field": 1}
     finally:
-        sft_config_kinds.cache_clear()
+        config_kinds.cache_clear()
 
 
 def test_a_class_that_cannot_be_followed_leaves_the_check_to_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(trl_arguments, "_source", lambda package, file: "class SFTConfig(Elsewhere):\n    a: int = 1\n")
-    sft_config_kinds.cache_clear()
+    config_kinds.cache_clear()
     try:
-        assert sft_config_fields() is None
+        assert config_fields("SFTConfig") is None
     finally:
-        sft_config_kinds.cache_clear()
+        config_kinds.cache_clear()
 
 
 def test_what_may_be_given_has_no_answer():

@@ -25,8 +25,8 @@ FOUND = {
     "glaive-toolcall/sharegpt_toolcall_200.json": ("sharegpt", {}),
     "gpteacher-code/codegen_500.jsonl": ("alpaca", {}),
     "gsm8k/train_1000.jsonl": ("question_answer", {}),
-    "humaneval/HumanEval.jsonl": ("question_answer", {"question": "prompt", "answer": "canonical_solution"}),
-    "mbpp/sanitized-mbpp.json": ("question_answer", {"question": "prompt", "answer": "code"}),
+    "humaneval/HumanEval.jsonl": ("humaneval", {}),
+    "mbpp/sanitized-mbpp.json": ("mbpp", {}),
     "sgd-dialogues/messages_150.jsonl": ("messages", {}),
     "sudoku/puzzles.jsonl": ("question_answer", {"question": "puzzle", "answer": "solution"}),
 }

@@ -23,8 +23,8 @@ Config = Callable[..., RunConfig]
 SOUND = [row(n, " sound") for n in range(100, 108)]
 """Rows beside each awkward file, so that something is left to train on whatever becomes of it."""
 
-FOLDERS_WITH_TRAINING_ROWS = ("alpaca", "glaive-toolcall", "gpteacher-code", "gsm8k", "sgd-dialogues")
-"""All others hold documents, puzzles, problems and questions without answers: nothing there is a row to train on."""
+FOLDERS_WITH_TRAINING_ROWS = ("alpaca", "glaive-toolcall", "gpteacher-code", "gsm8k", "mbpp", "sgd-dialogues")
+"""All others hold documents, puzzles, problems for tests, questions without answers: nothing there is to train on."""
 
 FOLDERS_AT_HAND = sorted(path.name for path in SHARED_DATA.iterdir() if path.is_dir()) if SHARED_DATA.is_dir() else []
 
@@ -103,6 +103,8 @@ def test_every_row_of_a_file_at_hand_is_accounted_for(folder: str, config: Confi
             load_examples(cfg, tokenizer)
         n = rows_in(path) if suffix_of(path) else 0
         expected = f"no row is left to train on: {n:,} read, {n:,} refused, see " if n else "unknown kind of file"
+        if folder == "humaneval" and n:  # 8 of its 164 problems are held out by data.split, the others are for testing
+            expected = "no row is left to train on: 156 read, 156 leak"
         assert expected in str(refusal.value), path
 
 

@@ -21,13 +21,13 @@ ROWS = [
 def test_rows_come_numbered_without_the_null_fields_that_arrow_adds(monkeypatch: pytest.MonkeyPatch):
     made = datasets.Dataset.from_list(ROWS)
     assert made[0]["messages"][0]["name"] is None  # arrow gives every message the fields of all
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: made)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: made)
     assert list(read_rows("org/name")) == [(Source("org/name", 1), ROWS[0]), (Source("org/name", 2), ROWS[1])]
 
 
 def test_digest_follows_the_rows(monkeypatch: pytest.MonkeyPatch):
     made = [datasets.Dataset.from_list(rows) for rows in (ROWS, ROWS, ROWS[:1])]
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: made.pop(0))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: made.pop(0))
     first, same, other = (content_digest("org/name") for _ in range(3))
     assert first == same != other
 

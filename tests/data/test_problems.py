@@ -3,10 +3,15 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
-from sftplay.data.problems.load import load_problems, refuse_test_problems, split_of
+from sftplay.data.layouts.convert import Reading, read_prompt, to_record, unused_columns
+from sftplay.data.pipeline import load_examples
+from sftplay.data.problems.load import draw_subset, load_problems
 from sftplay.data.problems.problem import question_of
+from sftplay.data.problems.rows import published_test_id, split_of
+from sftplay.data.records import Source, chat_from_json
 from sftplay.errors import DataError
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -76,12 +81,59 @@ def test_splits_are_those_of_the_paper(tmp_path, task_id, split):
     assert split_of(problem) == split
 
 
-def test_problems_that_are_tested_are_not_trained_on(tmp_path):
-    train, test, human = load_problems(written(tmp_path, WHOLE, SANITIZED, HUMAN))
-    refuse_test_problems([train])
-    for problem in (test, human):
-        with pytest.raises(DataError, match="1 problems of a test split"):
-            refuse_test_problems([train, problem])
+@pytest.mark.parametrize(
+    ("row", "tested"),
+    [
+        (WHOLE, ""),
+        (SANITIZED, "11"),
+        ({**SANITIZED, "task_id": "510"}, "510"),
+        ({**SANITIZED, "task_id": 511}, ""),
+        ({**SANITIZED, "task_id": "mine/11"}, ""),
+        (HUMAN, "HumanEval/0"),
+        ({**HUMAN, "task_id": "mine/0"}, ""),
+        ({"task_id": 11, "prompt": "no problem", "completion": "a"}, ""),
+    ],
+)
+def test_rows_that_must_not_be_learned_are_known_by_their_published_ids(row, tested):
+    assert published_test_id(row) == tested
+
+
+def test_a_problem_is_a_chat_whose_answer_is_the_reference_with_what_rewards_read(tmp_path):
+    record = to_record(WHOLE, Source("rows.jsonl", 1))
+    assert [message.role for message in record.messages] == ["user", "assistant"]
+    assert "assert double(2) == 4" in record.messages[0].content
+    assert record.answer == f"```python\n{WHOLE['code']}\n```"
+    columns = json.loads(record.columns)
+    assert (columns["tests"], columns["entry_point"], columns["shown"]) == (WHOLE["test_list"], "double", 1)
+    assert (columns["setup"], columns["task_id"], columns["answer"]) == ("import math", "601", record.answer)
+    assert chat_from_json(record.as_json()) == record
+    assert read_prompt(HUMAN, Source("rows.jsonl", 1))[0][0].content.startswith("def one():")
+    assert unused_columns({**WHOLE, "mine": 1}) == ("mine",)
+
+
+def test_own_columns_of_a_problem_s_file_are_read_as_named():
+    reading = Reading(columns=(("question", "prompt"), ("answer", "code")))
+    record = to_record(SANITIZED, Source("rows.jsonl", 1), reading=reading)
+    assert (record.messages[0].content, record.answer) == ("Halve a number.", SANITIZED["code"])
+    assert record.columns == ""
+
+
+def test_problems_that_models_are_tested_by_stop_a_run_that_would_learn_them(tmp_path, config, tokenizer):
+    mixed = written(tmp_path, WHOLE, SANITIZED, HUMAN)
+    with pytest.raises(DataError, match="2 rows cannot be trained on") as refusal:
+        load_examples(config(mixed, max_seq_len=512, split=0.0), tokenizer)
+    assert "problems.jsonl:2 is problem 11 of a published test split" in refusal.value.what
+    assert "problem HumanEval/0" in refusal.value.what
+    assert "data.leaks: drop" in refusal.value.fix
+    left = load_examples(config(mixed, max_seq_len=512, split=0.0, leaks="drop"), tokenizer)
+    assert (left.report["dropped"], len(left.train)) == ({"leak": 2}, 1)
+
+
+def test_problems_that_models_are_tested_by_may_be_held_out(tmp_path, config, tokenizer):
+    (tmp_path / "train").mkdir()
+    train = written(tmp_path / "train", WHOLE)
+    examples = load_examples(config(train, max_seq_len=512, val_path=written(tmp_path, SANITIZED, HUMAN)), tokenizer)
+    assert [json.loads(chat.columns)["task_id"] for chat in examples.held_out_chats] == ["11", "HumanEval/0"]
 
 
 def test_a_problem_that_stands_twice_counts_once(tmp_path):
@@ -103,6 +155,54 @@ def test_a_row_that_is_no_problem_is_named(tmp_path, row, said):
     with pytest.raises(DataError, match=said) as caught:
         load_problems(written(tmp_path, WHOLE, row))
     assert caught.value.where.endswith("problems.jsonl:2")
+
+
+def test_a_data_set_is_asked_for_by_name_and_its_local_file_comes_before_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    splits = {"prompt": [], "test": [SANITIZED], "validation": [], "train": [{**SANITIZED, "task_id": 601}]}
+
+    def load_dataset(name, subset, *, split):
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list([{**row, "prompt": f"{split}: halve."} for row in splits[split]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [each.task_id for each in load_problems("mbpp-sanitized")] == ["11", "601"]
+    assert asked == [("google-research-datasets/mbpp", "sanitized", split) for split in splits]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sanitized-mbpp.json").write_text(json.dumps([{**SANITIZED, "task_id": 700}]))
+    assert [each.task_id for each in load_problems("mbpp-sanitized")] == ["700"]
+    assert len(asked) == 4
+
+
+def test_without_file_and_connection_a_data_set_says_what_to_put_where(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def load_dataset(*_, **__):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="offline") as caught:
+        load_problems("humaneval")
+    assert caught.value.where == "humaneval (openai/openai_humaneval on the hub)"
+    assert caught.value.fix == "put HumanEval.jsonl into data/, or name a file: DATA=path/HumanEval.jsonl"
+    (tmp_path / "sanitized-mbpp.json").write_text(json.dumps([SANITIZED]))
+    with pytest.raises(DataError) as caught:
+        load_problems("mbpp")
+    assert caught.value.fix.endswith("sanitized-mbpp.json is there: DATA=mbpp-sanitized")
+    with pytest.raises(DataError) as caught:
+        load_problems("humanevl")
+    assert caught.value.fix == "did you mean humaneval?"
+
+
+def test_a_subset_is_drawn_by_its_seed_in_the_order_of_the_problems(tmp_path):
+    problems = load_problems(written(tmp_path, *({**WHOLE, "task_id": n, "text": f"No. {n}"} for n in range(601, 641))))
+    drawn = draw_subset(problems, 10, seed=1)
+    assert drawn == draw_subset(problems, 10, seed=1) != draw_subset(problems, 10, seed=2)
+    assert len(drawn) == len({each.task_id for each in drawn}) == 10
+    assert [each.task_id for each in drawn] == sorted(each.task_id for each in drawn)
+    assert drawn != problems[:10]
+    assert draw_subset(problems, None, seed=1) == draw_subset(problems, 99, seed=1) == problems
 
 
 def test_a_split_without_problems_is_refused(tmp_path):

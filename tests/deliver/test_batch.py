@@ -217,8 +217,8 @@ def test_a_full_disk_ends_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.
 def test_only_a_window_of_rows_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows, read = tmp_path / "in.jsonl", []
     rows.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(100)))
-    real = questions.read_prompt
-    monkeypatch.setattr(questions, "read_prompt", lambda *of, **named: read.append(0) or real(*of, **named))
+    real = questions.to_prompt
+    monkeypatch.setattr(questions, "to_prompt", lambda *of, **named: read.append(0) or real(*of, **named))
     monkeypatch.setattr(questions, "BATCHES_IN_WINDOW", 2)
     windows = PromptFile(str(rows)).windows(3)
     assert [question.number for question in next(windows)] == list(range(6))

@@ -1,21 +1,15 @@
-"""A scripted model that knows exactly some answers scores exactly that; code rewards pay for tests that pass."""
-
-from pathlib import Path
+"""Code rewards pay for tests that pass; figures are counts of what programs did."""
 
 import pytest
 
-from sftplay.data.problems.load import columns_of, load_problems
-from sftplay.data.problems.problem import Problem, question_of
-from sftplay.deliver.evaluate import code
+from sftplay.data.problems.load import columns_of
+from sftplay.data.problems.problem import Problem
 from sftplay.deliver.evaluate.code import evaluate_code
 from sftplay.errors import RunError
-from sftplay.reward.code_rewards import passes_tests
+from sftplay.reward.code_rewards import passes_tests, try_programs
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Verdict
-
-MBPP = Path(__file__).resolve().parents[3] / "shared" / "data" / "mbpp" / "sanitized-mbpp.json"
-KNOWN, ASKED = 100, 150
 
 pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
 
@@ -38,39 +32,25 @@ def sandbox():
 def test_a_program_is_paid_for_its_tests_and_less_for_those_it_was_shown(sandbox):
     answers = [block(RIGHT), block(BY_HEART), block(CHEAT), "no program", block("def f(x) return")]
     columns = columns_of([PROBLEM] * len(answers))
+    tried = try_programs(answers, sandbox=sandbox, **columns)
     # the shown test counts half: 0.5 of 2.5
-    assert passes_tests(answers, sandbox=sandbox, **columns) == [1.0, 0.2, 0.0, 0.0, 0.0]
-    assert passes_tests(answers, sandbox=sandbox, mode="all", **columns) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert passes_tests(tried, shown=columns["shown"]) == [1.0, 0.2, 0.0, 0.0, 0.0]
+    assert passes_tests(tried, mode="all") == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_sandbox_that_fails_abstains(monkeypatch, sandbox):
-    monkeypatch.setattr(sandbox, "run", lambda jobs: [Verdict(status="infra", total=3) for _ in jobs])
+    monkeypatch.setattr(sandbox, "run", lambda jobs, **_: [Verdict(status="infra", total=3) for _ in jobs])
     columns = columns_of([PROBLEM] * 2)
-    assert passes_tests([block(RIGHT), "no program"], sandbox=sandbox, **columns) == [None, 0.0]
+    assert passes_tests(try_programs([block(RIGHT), "no program"], sandbox=sandbox, **columns)) == [None, 0.0]
     with pytest.raises(RunError, match="the sandbox failed for 2 of 2 programs"):
-        evaluate_code(lambda questions: [block(RIGHT) for _ in questions], [PROBLEM], n=2, sandbox=sandbox)
+        evaluate_code([PROBLEM], [block(RIGHT)] * 2, sandbox=sandbox)
 
 
 def test_figures_are_counts_of_what_the_answers_did(sandbox):
-    answers = iter([block(RIGHT), block(BY_HEART), "none", block(RIGHT)])
-    figures, graded = evaluate_code(
-        lambda questions: [next(answers) for _ in questions], [PROBLEM, PROBLEM], n=2, sandbox=sandbox
-    )
-    assert figures["pass@1"] == 0.5
+    answers = [block(RIGHT), block(BY_HEART), "none", block(RIGHT)]
+    figures, graded = evaluate_code([PROBLEM, PROBLEM], answers, ks=(1, 2), sandbox=sandbox)
+    assert (figures["pass@1"], figures["stderr"]) == (0.5, 0.0)
+    assert (figures["pass@2"], figures["stderr@2"]) == (1.0, 0.0)
     assert figures["statuses"] == {"no_code": 1, "ok": 2, "wrong": 1}
     assert [each.passed for each in graded] == [True, False, False, True]
     assert figures["n"] == figures["samples"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not MBPP.exists(), reason=f"needs {MBPP}")
-def test_a_model_that_knows_exactly_100_answers_scores_exactly_that(monkeypatch, sandbox):
-    monkeypatch.setattr(code, "LIMITS", code.LIMITS.__class__(timeout_s=120, test_timeout_s=60))
-    problems = load_problems(str(MBPP))[:ASKED]
-    known = {question_of(each): block(each.reference) for each in problems[:KNOWN]}
-    wrong = block("def nothing(): pass")
-    figures, _ = evaluate_code(
-        lambda questions: [known.get(question, wrong) for question in questions], problems, n=1, sandbox=sandbox
-    )
-    assert figures["pass@1"] == KNOWN / ASKED
-    assert figures["statuses"]["ok"] == KNOWN

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from in_process import Finished, Inputs, StopAfter, train, train_in
 from processes import HANG_S
 
-from sftplay.deliver.report.charts import Chart, Curve, linear_axis, value_axis
-from sftplay.deliver.report.figures import change, format_figure, interval
-from sftplay.deliver.report.page import ENVIRONMENT, render
+from sftplay.deliver.report.drawing.charts import Chart, Curve, linear_axis, value_axis
+from sftplay.deliver.report.drawing.figures import change, format_figure, interval
+from sftplay.deliver.report.drawing.page import ENVIRONMENT, render
 from sftplay.deliver.report.read.history import as_bytes, read_history, thin
 from sftplay.deliver.report.read.run_files import read_run_files
 from sftplay.deliver.report.remarks import find_remarks

@@ -110,6 +110,7 @@ def test_parts_of_a_step_follow_the_clock_and_add_up_to_the_whole_step(tmp_path:
         heartbeat=heartbeat,
         take_counts=lambda: StepCounts(tokens=3, padded_tokens=3, label_tokens=1),
         source_names=(),
+        take_figures=lambda logs: {},
     )
     state, control, marks = TrainerState(global_step=6, max_steps=8), TrainerControl(), TrackPhases(heartbeat)
     clock.now += 50.0  # before training begins

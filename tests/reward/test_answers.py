@@ -77,6 +77,19 @@ def repetition(text):
 
 
 CHEATS = {
+    overlong: [
+        "a " * 6,
+        "a b c d e f g",
+        "42 " + "so " * 5,
+        "\n".join("abcdef"),
+        "\t".join("abcdefgh"),
+        "a\u00a0b\u00a0c\u00a0d\u00a0e\u00a0f",
+        "a\u3000b\u3000c\u3000d\u3000e\u3000f",
+        "a\vb\fc\vd\fe\vf",
+        ". . . . . .",
+        "<think> a b c d e f </think> 42",
+        "word " * 1000,
+    ],
     code_block: [
         "",
         "def f(x): return x",
@@ -396,6 +409,19 @@ RIGHT = {
         "\\boxed{18\\%}",
     ],
     length: ["a", "a b c", "a\nb", "42", "don't", " a ", "a-b-c-d", "a\tb", "```x```", "\u00e9"],
+    overlong: [
+        "",
+        "a",
+        "a b c",
+        "a\nb\nc",
+        "  a  b  ",
+        "42",
+        "don't stop",
+        "a-b-c-d-e-f-g",
+        "```x```",
+        "\u00e9 \u00e9",
+        "1.\t2.",
+    ],
     repetition: ["", "a", "a b", "a b c d", "a a", "b a a c", "one two three four", "A B C", "1 2 3", "x\ny\nz"],
 }
 

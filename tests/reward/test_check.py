@@ -1,13 +1,26 @@
 """What `reward-check` says of honest rewards, of those that can be hacked, and of those that fail."""
 
 import json
+from argparse import Namespace
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from sftplay.errors import ConfigError, DataError
+from sftplay.cli import main
+from sftplay.commands.data.rewards import reward_check
+from sftplay.config.load import load_config
+from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.errors import ConfigError, DataError, RunError
 from sftplay.reward.calls import RewardCall
-from sftplay.reward.check import Case, check_reward
+from sftplay.reward.check import check_before_training, check_reward
+from sftplay.reward.junk import Case
+from sftplay.reward.reward_set import RewardSet
+from sftplay.sandbox.choose import SAFE, problem_of
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = [path for path in sorted(ROOT.glob("configs/*.yaml")) if "\nrewards:" in path.read_text()]
+needs_boxes = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
 
 CASES = [Case(f"#### {n}", {"answer": f"#### {n}"}) for n in (3, 14, 159, 26)]
 
@@ -35,6 +48,15 @@ def abstains(completions, **_):
 
 def raises(completions, **_):
     raise ValueError("no")
+
+def runs(completions, **_):
+    return [float("def " in text) for text in completions]
+
+def says_so(completions, **_):
+    return [float("all tests passed" in text or "return x" in text) for text in completions]
+
+def is_short(completions, **_):
+    return [float(0 < len(text) < 60) for text in completions]
 """
 
 
@@ -47,7 +69,7 @@ def user(tmp_path_factory):
 
 def found(use, **options):
     with closing(RewardCall(str(use), options, deadline_s=20.0)) as call:
-        return check_reward(call, CASES, name="it")
+        return check_reward(call, CASES, reward=RewardConfig(name="it", use=str(use), options=options))
 
 
 @pytest.mark.parametrize(
@@ -99,10 +121,6 @@ def config(tmp_path, rewards, rows=None):
 
 
 def checked(tmp_path, rewards, capsys, **named):
-    from argparse import Namespace
-
-    from sftplay.commands.data.rewards import reward_check
-
     code = reward_check(Namespace(config=config(tmp_path, rewards, **named), overrides=[], n=32, json=True))
     return code, json.loads(capsys.readouterr().out)
 
@@ -118,6 +136,86 @@ def test_the_verb_reads_rows_and_ends_with_5_unless_all_are_ok(tmp_path, user, c
     assert findings[1]["junk_mean"] == 1.0
 
 
+PROBLEMS = [
+    {
+        "task_id": 600 + n, "text": f"Add {n}.", "code": f"def add_{n}(x):\n    return x + {n}", "test_setup_code": "",
+        "test_list": [f"assert add_{n}({x}) == {x + n}" for x in (1, 5, 9)],
+    }
+    for n in range(1, 7)
+]  # fmt: skip
+
+
+@needs_boxes
+def test_rewards_for_programs_are_tried_with_programs_that_cheat(tmp_path, user, capsys):
+    rewards = [{"name": "tests", "use": "code_tests"}, {"name": "form", "use": "format"}]
+    code, (tests, form) = checked(tmp_path, rewards, capsys, rows=PROBLEMS)
+    assert (code, tests["gold_mean"], tests["verdict"], form["verdict"]) == (0, 1.0, "ok", "ok")
+    # The shown test is one of three and counts half; a program that knows it by heart gets 0.5 of 2.5.
+    assert tests["junk"].pop("the first test by heart") == pytest.approx(0.2)
+    assert set(tests["junk"].values()) == {0.0}
+    assert {"a program that ends itself", "a value that equals everything"} < set(tests["junk"])
+    hacks = [{"name": name, "use": f"{user}:{name}"} for name in ("runs", "says_so")]
+    code, findings = checked(tmp_path, hacks, capsys, rows=PROBLEMS)
+    assert (code, {each["verdict"] for each in findings}) == (5, {"cannot_tell"})
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    if "code_tests" in path.read_text() and all(map(problem_of, SAFE)):
+        pytest.skip("needs bubblewrap or sandlock")
+    assert reward_check(Namespace(config=str(path), overrides=[], n=12, json=True)) == 0
+    assert {each["verdict"] for each in json.loads(capsys.readouterr().out)} == {"ok"}
+
+
+def test_configs_with_rewards_are_shipped():
+    assert len(CONFIGS) >= 2
+
+
+ROWS = [{"prompt": f"{n} + 1 =", "answer": f"{n + 1}"} for n in range(6)]
+
+
+def before_training(rewards, rows=ROWS):
+    cfg = RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})
+    with RewardSet(cfg) as opened:
+        return check_before_training(cfg, rows, rewards=opened)
+
+
+def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user, capsys):
+    bad = {"name": "hack", "use": f"{user}:has_mark"}
+    path, out = config(tmp_path, [bad]), tmp_path / "out"
+    small = ["task_mode=grpo", f"output_dir={out}", "train.effective_batch_size=8"]
+    assert main(["train", "--config", path, *small]) == 5
+    assert "hack: cannot tell" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["train", "--config", path, *small, "--dry-run"]) == 0
+
+
+def test_rewards_that_can_tell_let_a_run_begin(user):
+    rewards = [{"name": "right", "use": "math"}, {"name": "form", "use": "format", "options": {"form": "reasoning"}}]
+    assert [finding.verdict for finding in before_training(rewards)] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("name", ["constant", "has_mark", "raises", "is_short"])
+def test_a_reward_that_cannot_tell_stops_a_run_before_it_trains(user, name):
+    with pytest.raises(RunError, match=f"{name}: ") as refusal:
+        before_training([{"name": "right", "use": "math"}, {"name": name, "use": f"{user}:{name}"}])
+    assert "a model learns what is rewarded" in refusal.value.fix
+
+
+def test_what_is_only_measured_or_judges_form_does_not_stop_a_run(user, capsys):
+    form = {"name": "brief", "use": f"{user}:is_short", "judges": "form"}
+    measured = {"name": "constant", "use": f"{user}:constant", "weight": 0}
+    never = {"name": "never", "use": "regex", "options": {"pattern": "<b>.*</b>"}}
+    assert [each.verdict for each in before_training([form, measured, never])] == ["ok", "constant", "constant"]
+    assert "the reward never cannot be tried on these rows: everything gets 0" in capsys.readouterr().out
+
+
+def test_rows_without_answers_try_nothing_and_that_is_said(user, capsys):
+    assert before_training([{"name": "constant", "use": f"{user}:constant"}], rows=[{"prompt": "a"}] * 3) == []
+    assert "the rewards are not tried" in capsys.readouterr().out
+
+
 def test_a_column_that_the_rows_lack_is_named(tmp_path, capsys):
     with pytest.raises(DataError, match="reads the column entry_point"):
         checked(tmp_path, [{"name": "code", "use": "syntax"}], capsys)
@@ -129,8 +227,7 @@ def test_rows_without_different_answers_are_refused(tmp_path, capsys):
 
 
 def test_rows_that_are_left_out_are_said(tmp_path, capsys):
-    from sftplay.commands.data.rewards import read_cases
-    from sftplay.config.load import load_config
+    from sftplay.control.rewards.trial import read_cases
 
     rows = [
         {"question": "1", "answer": "2"},
@@ -153,6 +250,8 @@ def test_a_config_without_rewards_is_refused(tmp_path, capsys):
     [
         ({"use": "exact_mach"}, "there is no reward 'exact_mach'"),
         ({"use": "regex"}, "needs the option pattern"),
+        ({"use": "code_tests", "options": {"mode": "al"}}, "mode of the reward code_tests is 'al'"),
+        ({"use": "format", "options": {"form": "box"}}, "form of the reward format is 'box'"),
         ({"use": "math", "options": {"falback": "none"}}, "no option 'falback'"),
     ],
 )

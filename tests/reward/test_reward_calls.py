@@ -1,12 +1,14 @@
 """Calls of rewards: whatever foreign code does, the call ends, and what is not known is None with a reason."""
 
 import os
+import signal
 import time
 
 import pytest
 
 from sftplay.errors import ConfigError
 from sftplay.reward.calls import RewardCall, checked
+from sftplay.signals import STOP_SIGNALS
 
 USER = """
 import math, os, time
@@ -120,6 +122,22 @@ def test_one_answer_that_hangs_a_shipped_reward_costs_only_itself():
         assert scores.reasons == ["took longer than 2 s"]
     finally:
         call.close()
+
+
+def test_signals_that_stop_a_run_leave_the_process_alone(user):
+    call = user("honest")
+    call(["a"], answer=["a"])
+    for each in STOP_SIGNALS:
+        os.kill(call._process.pid, each)
+    assert call(["a"], answer=["a"]).values == [1.0]
+
+
+def test_a_signal_that_comes_while_the_process_starts_is_ignored_too(user):
+    call = RewardCall("repetition", {}, deadline_s=20.0)
+    call.start()
+    os.kill(call._process.pid, signal.SIGTERM)
+    assert call(["a"]).values == [0.0]
+    call.close()
 
 
 def test_its_process_ends_with_the_call(user):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -12,10 +15,11 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
 from sftplay.sandbox.choose import SAFE, problem_of
 from sftplay.sandbox.executors.bwrap import Bwrap
+from sftplay.sandbox.executors.landlock import Landlock
 from sftplay.sandbox.executors.warm import WarmBwrap
 from sftplay.sandbox.pool import Sandbox, count_workers
 from sftplay.sandbox.verdicts.box import Lost
-from sftplay.sandbox.verdicts.job import Job
+from sftplay.sandbox.verdicts.job import Job, Limits
 
 pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
 
@@ -111,7 +115,7 @@ def test_the_verb_answers_each_line_with_a_line(tmp_path, sftplay):
 
 
 @pytest.mark.skipif(bool(problem_of("bwrap", is_warm=True)), reason="needs bubblewrap, and user namespaces in it")
-def test_a_server_that_dies_is_started_again_and_the_program_runs_once_more():
+def test_a_server_that_dies_costs_no_verdict_however_often_it_does():
     with Sandbox("bwrap", workers=1) as sandbox:
         assert sandbox.run([adder(2)])[0].status == "ok"
         server = sandbox._all[0]
@@ -120,13 +124,86 @@ def test_a_server_that_dies_is_started_again_and_the_program_runs_once_more():
 
         def open_and_die(limits):
             box = judge_once(limits)
-            if not died:
+            if server._process is not None:
                 died.append(server._process.pid)
                 server._process.kill()
                 server._process.wait()
             return box
 
         server.open = open_and_die
-        assert [verdict.status for verdict in sandbox.run([adder(3), adder(1)])] == ["wrong", "wrong"]
+        right = Job(code="def f(x): return x", tests=("assert f(1) == 1", "assert f(2) == 2"))
+        assert [verdict.status for verdict in sandbox.run([right, adder(3)])] == ["ok", "wrong"]
         assert died
+        server.open = judge_once
+        assert [verdict.status for verdict in sandbox.run([adder(1), adder(0)])] == ["wrong", "wrong"]
         assert server._process.pid not in died
+
+
+@pytest.mark.skipif(bool(problem_of("bwrap")), reason="needs bubblewrap")
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_an_executor_that_is_gone_gives_no_verdict_until_it_is_back(is_warm, tmp_path):
+    program = tmp_path / "bwrap"
+    program.symlink_to(str(shutil.which("bwrap")))
+    with Sandbox("bwrap", workers=1, is_warm=is_warm) as sandbox:
+        executor = sandbox._all[0]
+        executor._program = str(program)
+        program.rename(tmp_path / "gone")
+        n_open = len(list(Path("/proc/self/fd").iterdir()))
+        lost = sandbox.run([adder(2), adder(3)])
+        assert [(each.status, each.passed) for each in lost] == [("infra", 0)] * 2
+        assert "No such file" in lost[0].stderr
+        assert len(list(Path("/proc/self/fd").iterdir())) == n_open
+        (tmp_path / "gone").rename(program)
+        assert [each.status for each in sandbox.run([adder(2), adder(3)])] == ["ok", "wrong"]
+
+
+@pytest.mark.skipif(bool(problem_of("bwrap")), reason="needs bubblewrap")
+def test_a_box_that_another_ends_is_no_wrong_answer(monkeypatch):
+    started = []
+    popen = subprocess.Popen
+
+    def start(*args, **options):
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr("sftplay.sandbox.executors.bwrap.subprocess.Popen", start)
+    box = Bwrap().open(Limits())
+    started[0].kill()
+    with pytest.raises(Lost) as lost:
+        box.ask("load", code="import time\ntime.sleep(9)", late_setup="", within_s=9)
+    box.close()
+    assert lost.value.status == "infra"
+
+
+@pytest.mark.skipif(bool(problem_of("landlock")), reason="needs sandlock")
+def test_a_disk_without_room_is_no_wrong_answer(monkeypatch):
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(Lost, match="No space left") as lost:
+        Landlock().open(Limits())
+    assert lost.value.status == "infra"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_warm"), [("bwrap", True), ("bwrap", False), pytest.param("landlock", False, marks=pytest.mark.slow)]
+)
+def test_a_program_imports_the_packages_that_are_named_and_no_others(name, is_warm):
+    pytest.importorskip("numpy")
+    if problem := problem_of(name, is_warm=is_warm):
+        pytest.skip(f"needs {name}: {problem}")
+    code = "import numpy\ndef f(x): return numpy.arange(x).sum()\ndef g(): import yaml"
+    tests = ("assert f(4) == 6", "assert f(4) + 1 == 7", "assert f(5) == 6", "assert g() is None")
+    job = Job(code=code, tests=tests, limits=Limits(memory_bytes=1 << 30, timeout_s=30, test_timeout_s=30))
+    with Sandbox(name, workers=1, is_warm=is_warm, packages=["numpy"]) as sandbox:
+        verdict = sandbox.run([job])[0]
+        assert verdict.per_test == ("ok", "ok", "wrong", "runtime")
+        assert ", numpy " in sandbox.version
+    with Sandbox(name, workers=1, is_warm=is_warm) as sandbox:
+        assert sandbox.run([job])[0].status == "runtime"
+
+
+def test_a_package_that_is_not_here_is_refused():
+    with pytest.raises(ConfigError, match="no package is called 'nunpy'"):
+        Sandbox(packages=["nunpy"])

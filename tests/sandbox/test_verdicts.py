@@ -21,7 +21,11 @@ ADD_ONE = "def f(x):\n    return x + 1"
         (["import math\nassert math.isclose(f(1), 2)"], "proxy"),
         (["def check(g):\n    for n in range(3):\n        assert g(n) == n + 1\ncheck(f)"], "proxy"),
         (["assert f(x)(2) == 3"], "proxy"),
+        (["assert depth(build([1, 2])) == 2"], "proxy"),
         (["assert longest([Pair(1, 2)]) == 1"], "in_process"),
+        (["assert build([1, 2]).head == 1"], "in_process"),
+        (["node = build([1])\nassert depth(node) == 1\nassert node.head == 1"], "in_process"),
+        (["x = f('a')\nassert x.upper() == 'A'"], "proxy"),
         ([], "none"),
     ],
 )
@@ -38,6 +42,14 @@ HONEST = {
     "an exception": ("def f(x): raise KeyError(x)", ["try:\n    f(1)\n    assert 0\nexcept KeyError:\n    pass"]),
     "a class of its own": ("class P: pass\ndef f(x): return isinstance(x, P)", ["assert f(P())"]),
     "a function handed over": ("def f(g): return g(2)", ["assert f(lambda x: x + 1) == 3"]),
+    "an object that goes from one function to another": (
+        "class N:\n    def __init__(self, v): self.v = v\ndef make(v): return [N(v), iter([v])]\n"
+        "def read(n): return n[0].v + sum(n[1])",
+        ["assert read(make(3)) == 6", "n = make(4)\nassert read(n) == 8", "assert make(3)[0]"],
+    ),
+    "an object that the test looks into": (
+        "class N:\n    def __init__(self, v): self.v = v\ndef make(v): return N(v)", ["n = make(3)\nassert n.v == 3"],
+    ),
     "a match object is true": (
         "import re\ndef f(x): return re.match('a', x)", ["assert f('ab')", "assert not f('b')"],
     ),
@@ -76,7 +88,7 @@ def test_each_failure_has_its_own_status_and_says_where(verdict_of):
 
 def test_one_test_that_loops_costs_only_itself(verdict_of):
     code = "def f(x):\n    while x == 2: pass\n    return x"
-    limits = Limits(timeout_s=20, test_timeout_s=2)
+    limits = Limits(timeout_s=20, test_timeout_s=1)
     verdict = verdict_of(code, "assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3", limits=limits)
     assert verdict.per_test == ("ok", "timeout", "ok")
     assert (verdict.status, verdict.passed, verdict.total) == ("timeout", 2, 3)
@@ -116,3 +128,17 @@ def test_what_a_program_says_can_be_written_to_any_file(verdict_of):
     printed = verdict_of("import os\nos.write(1, bytes(range(256)))\ndef f(x): os._exit(1)", "assert f(1) == 2")
     assert (raised.status, printed.status) == ("runtime", "killed")
     assert (raised.stderr + printed.stderr).encode()
+
+
+def test_what_it_prints_is_seen_though_it_flushes_nothing(verdict_of):
+    verdict = verdict_of("print(7)\nimport sys\nsys.stderr.write('eight')\n" + ADD_ONE, "assert f(1) == 2")
+    assert (verdict.status, sorted(verdict.stderr.split())) == ("ok", ["7", "eight"])
+    ended = verdict_of("def f(x):\n    print('nearly', flush=True)\n    import os\n    os._exit(0)", "assert f(1) == 2")
+    assert (ended.status, ended.stderr) == ("killed", "nearly")
+
+
+@pytest.mark.parametrize("tests", [["assert f(f(2)) == 4"], ["x = f(2)\nassert f([x]) == [4]"]])
+def test_no_value_of_the_program_has_its_tests_judged_more_weakly(verdict_of, tests):
+    equal = "class E:\n    def __eq__(self, other): return True\ndef f(x): return E()"
+    verdict = verdict_of(equal, *tests)
+    assert (verdict.status, verdict.mode) == ("wrong", "proxy")

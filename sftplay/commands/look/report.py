@@ -12,8 +12,10 @@ from sftplay.launch.run_folder import RESOLVED, RunFolder, find_run
 
 
 def report(args: Namespace) -> int:
-    """`report`: write report.html of a run in any state, and print its path."""
+    """`report`: write report.html of a run in any state, and print its path; and what was learned from rewards."""
     folder = find_run(load_config(args.config, args.overrides), args.config, run=args.run)
+    from sftplay.deliver.report.learned import learned_table, learned_text
+    from sftplay.deliver.report.read.run_files import read_run_files
     from sftplay.deliver.report.report import NAME, write_report
 
     try:
@@ -21,6 +23,8 @@ def report(args: Namespace) -> int:
     except OSError as error:
         what = f"cannot be written ({error.strerror})"
         raise MachineError(what, where=str(folder.path / NAME), fix="make room, or allow writing there") from error
+    if not args.json and (table := learned_table(read_run_files(folder))):
+        print(f"{learned_text(table)}\n")
     print(json.dumps({"report": str(path)}) if args.json else path)
     return 0
 

@@ -34,7 +34,10 @@ def sandbox(args: Namespace) -> int:
     with ExitStack() as stack:
         source: TextIO = stack.enter_context(_open(args.input)) if args.input else sys.stdin
         target: TextIO = stack.enter_context(Path(args.out).open("w", encoding="utf-8")) if args.out else sys.stdout
-        box = stack.enter_context(Sandbox(args.executor, workers=args.workers, is_warm=not args.fresh))
+        packages = [name for name in args.packages.split(",") if name]
+        box = stack.enter_context(
+            Sandbox(args.executor, workers=args.workers, is_warm=not args.fresh, packages=packages)
+        )
         jobs = read_jobs(source, timeout_s=args.timeout)
         while batch := list(islice(jobs, BATCH)):
             for verdict in box.run(batch):

@@ -44,7 +44,6 @@ _NAMES: dict[str, str] = {
         "enable_activation_checkpointing activation_checkpointing use_gradient_checkpointing"
     ),
     "train.packing": "sample_packing packed eval_packing packing_strategy padding_free",
-    "train.loss_head": "loss_type",
     "train.loss_head: liger": "use_liger_kernel liger_kernel enable_liger_kernel",
     "train.neftune_alpha": "neftune_noise_alpha",
     "train.dataloader_num_workers": "preprocessing_num_workers",
@@ -106,8 +105,33 @@ _NAMES: dict[str, str] = {
         "interleave_probs interleave_prob mix_strategy dataset_weights dataset_mixture dataset_mixer"
     ),
     "cpt.exhausted": "stopping_strategy",
+    # rewards and completions
+    "grpo.num_generations": "n_samples_per_prompt num_samples_per_prompt rollout_n group_size",
+    "grpo.max_completion_length": "max_response_length generate_max_len response_length",
+    "grpo.max_prompt_length": "prompt_max_len prompt_length",
+    "grpo.steps_per_generation": "generation_batch_size num_mini_batches",
+    "grpo.num_iterations": "ppo_epochs num_ppo_epochs",
+    "grpo.epsilon": "eps_clip clip_ratio cliprange clip_ratio_low",
+    "grpo.epsilon_high": "clip_ratio_high eps_clip_high",
+    "grpo.beta": "kl_coef init_kl_coef kl_loss_coef kl_beta",
+    "grpo.aggregation": "multi_objective_aggregation",
+    "grpo.mask_truncated_completions": "overlong_filter",
+    "grpo.redraws": "dynamic_sample max_resample_times dynamic_sampling filter_groups",
+    "grpo.samples": "log_completions num_completions_to_print log_unique_prompts",
+    "grpo.generation: vllm_colocate or vllm_server": "use_vllm vllm_mode fast_inference",
+    "grpo.generation: continuous": "use_transformers_continuous_batching use_transformers_paged",
+    "grpo.vllm.memory_share": "vllm_gpu_memory_utilization gpu_memory_utilization",
+    "grpo.vllm.sleep": "vllm_enable_sleep_mode vllm_enable_sleep sleep_level enable_sleep_mode",
+    "grpo.vllm.tensor_parallel": "vllm_tensor_parallel_size tensor_parallel_size",
+    "grpo.vllm.url": "vllm_server_base_url vllm_server_host vllm_server_port",
+    "grpo.vllm.timeout": "vllm_server_timeout",
+    "grpo.max_prompt_length and grpo.max_completion_length; vLLM gets their sum": (
+        "vllm_max_model_length vllm_max_model_len"
+    ),
+    "rewards.use": "reward_funcs reward_functions reward_func",
+    "rewards.weight": "reward_weights",
     # the run
-    "task_mode": "stage",
+    "task_mode": "stage rlhf_type",
     "output_dir": "save_dir",
     "seed": "data_seed random_seed",
     "eval.batch_size": "per_device_eval_batch_size eval_batch_size",
@@ -152,12 +176,27 @@ _WITHOUT_KEY: dict[str, str] = {
     "a token does not belong in a file; set HF_TOKEN in the environment": "hub_token",
 }
 
+_WITHOUT_MEANING: dict[str, str] = {
+    "task_mode grpo has no labels": "label_smoothing_factor",
+    "the kit measures the held-out prompts itself, see the section eval": "num_generations_eval",
+    "completions belong to samples/ in the run folder, see grpo.samples": "log_completions_hub_repo log_multimodal",
+    "the moved reference model would not be in the checkpoints, so a resume would be another run": (
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
+    ),
+}
+
+WITHOUT_MEANING: dict[str, str] = {name: reason for reason, names in _WITHOUT_MEANING.items() for name in names.split()}
+"""Argument of TRL's GRPOConfig -> why it cannot be given where a run draws completions."""
+
 WITHOUT_KEY: dict[str, str] = {name: reason for reason, names in _WITHOUT_KEY.items() for name in names.split()}
-"""Argument of TRL's SFTConfig that no key here decides -> why it cannot be given."""
+"""Argument of TRL's configs that no key here decides -> why it cannot be given."""
+
+LOSS_OF_SFT = {"loss_type": "train.loss_head"}
+"""Field of SFTConfig whose name stands for something else in GRPOConfig -> the key that decides it."""
 
 
 class Answer(NamedTuple):
-    """Why an argument of TRL cannot be given in `train.extra`, and what to do."""
+    """Why an argument of TRL cannot be given in `train.extra` or `grpo.extra`, and what to do."""
 
     key: str
     """The key that decides it; empty when there is none."""
@@ -171,11 +210,16 @@ def key_of(action: str) -> str:
     return re.split(r"[^\w.]", action, maxsplit=1)[0]
 
 
-def kit_answer(name: str) -> Answer | None:
-    """The answer to an argument of TRL's SFTConfig, or None when it may be given."""
+def kit_answer(name: str, *, draws: bool = False) -> Answer | None:
+    """The answer to an argument of TRL's SFTConfig, or of its GRPOConfig where a run `draws` completions; None when it
+    may be given."""
     if name in WITHOUT_KEY:
         return Answer("", WITHOUT_KEY[name], "remove it")
-    actions = [key for key in homes_of(name) if key.rpartition(".")[0] in ("", "train", "model")]
+    if draws and name in WITHOUT_MEANING:
+        return Answer("", WITHOUT_MEANING[name], "remove it")
+    sections = ("grpo", "", "train", "model") if draws else ("", "train", "model")
+    actions = [key for key in homes_of(name) if key.rpartition(".")[0] in sections]
+    actions += [LOSS_OF_SFT[name]] if name in LOSS_OF_SFT and not draws else []
     actions += ["train.precision"] if name in SPELLINGS else []
     actions += [OTHER_KITS[name]] if name in OTHER_KITS else []
     actions += [key for start, key in _PREFIXES.items() if name.startswith(start)]
@@ -185,10 +229,10 @@ def kit_answer(name: str) -> Answer | None:
     return Answer("", _LAUNCH, "remove it") if name.startswith("ddp_") else None
 
 
-PLANNED_TASKS = ("grpo", "score", "hrm")
+PLANNED_TASKS = ("score", "hrm")
 """Tasks of the design that this version does not have."""
 
-PLANNED_KEYS = ("grpo", "score", "hrm")
+PLANNED_KEYS = ("score", "hrm")
 """Keys and sections of the design that this version does not have."""
 
 PLANNED_CHOICES: dict[str, tuple[str, ...]] = {"task_mode": PLANNED_TASKS}

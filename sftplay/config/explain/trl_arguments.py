@@ -1,4 +1,4 @@
-"""The arguments that TRL's SFTConfig takes, read from its source.
+"""The arguments that TRL's SFTConfig and GRPOConfig take, read from their source.
 
 Nothing of TRL or transformers is imported, because that takes seconds.
 """
@@ -10,12 +10,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-_SOURCES = (
-    ("trl", "trainer/sft_config.py"),
-    ("trl", "trainer/base_config.py"),
-    ("transformers", "training_args.py"),
-)
+_SOURCES = (("trl", "trainer/base_config.py"), ("transformers", "training_args.py"))
 
+_FILES = {"SFTConfig": "trainer/sft_config.py", "GRPOConfig": "trainer/grpo_config.py"}
+"""Class -> its file in the package trl."""
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
@@ -29,18 +27,19 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 """Word of an annotation -> the types it stands for, and how they are called."""
 
 
-def sft_config_fields() -> frozenset[str] | None:
-    """The names SFTConfig takes, inherited ones included; None where its source cannot be found or followed.
+def config_fields(kind: str) -> frozenset[str] | None:
+    """The names that the config `kind` of TRL takes, inherited ones too; None where its source cannot be found or read.
 
     None leaves the check to the run, where the library itself refuses what it does not know.
     """
-    kinds = sft_config_kinds()
+    kinds = config_kinds(kind)
     return None if kinds is None else frozenset(kinds)
 
 
-def unfit(name: str, value: object) -> str:
-    """What the field `name` takes, in words, where `value` is no such thing; empty where it may be right."""
-    words = (sft_config_kinds() or {}).get(name, ())
+def unfit(kind: str, name: str, *, value: object) -> str:
+    """What the field `name` of the config `kind` takes, in words, where `value` is no such thing; empty where it may be
+    right."""
+    words = (config_kinds(kind) or {}).get(name, ())
     if any(word not in _KINDS for word in words):
         return ""
     for word in words:
@@ -50,16 +49,16 @@ def unfit(name: str, value: object) -> str:
 
 
 @cache
-def sft_config_kinds() -> dict[str, tuple[str, ...]] | None:
+def config_kinds(kind: str) -> dict[str, tuple[str, ...]] | None:
     """Field -> the words of its annotation, `dict[str, Any] | None` as dict and None."""
     classes: dict[str, ast.ClassDef] = {}
-    for package, file in _SOURCES:
+    for package, file in (("trl", _FILES[kind]), *_SOURCES):
         source = _source(package, file)
         if source is None:
             return None
         classes |= {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     fields: dict[str, tuple[str, ...]] = {}
-    waiting = ["SFTConfig"]
+    waiting = [kind]
     while waiting:
         found = classes.get(waiting.pop())
         if found is None:

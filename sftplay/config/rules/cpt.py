@@ -28,8 +28,9 @@ def broken_cpt_rules(cfg: RunConfig) -> Iterator[Violation]:
 def idle_cpt_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
     if not cfg.learns_documents:
-        yield from ((f"cpt.{name}", "task_mode", "task_mode sft has no blocks") for name in type(cfg.cpt).model_fields)
-        yield "eval.stride", "task_mode", "task_mode sft slides no window over documents"
+        task = f"task_mode {cfg.task_mode}"
+        yield from ((f"cpt.{name}", "task_mode", f"{task} has no blocks") for name in type(cfg.cpt).model_fields)
+        yield "eval.stride", "task_mode", f"{task} slides no window over documents"
         return
     yield "train.packing", "task_mode", f"the rows of task_mode {cfg.task_mode} are full blocks"
     if cfg.cpt.train_tokens is not None:
@@ -58,7 +59,9 @@ def _task(cfg: RunConfig) -> Iterator[Violation]:
         return
     if not cfg.learns_documents:
         fix = "write task_mode: cpt_mixed, or name one file with data.train_path in their place"
-        yield Violation(("datasets", "task_mode"), "are for task modes cpt and cpt_mixed, not for sft", fix=fix)
+        yield Violation(
+            ("datasets", "task_mode"), f"are for task modes cpt and cpt_mixed, not for {cfg.task_mode}", fix=fix
+        )
     for name in ("train_path", "val_path", "test_path"):
         key = f"data.{name}"
         if cfg.value_of(key) is not None:

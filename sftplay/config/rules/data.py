@@ -40,12 +40,8 @@ def row_paths(cfg: RunConfig) -> Iterator[tuple[str, str]]:
 
 def idle_data_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, the key that takes its effect away, and why."""
-    data = cfg.data
     if all(path.lower().removesuffix(".gz").endswith(_NO_CELLS) for _, path in row_paths(cfg)):
         yield "data.delimiter", "data.train_path", "no csv or tsv file is named"
-    if data.val_path is None and data.test_path is None and not any(source.val_path for source in cfg.datasets):
-        decider = "datasets" if cfg.datasets else "data.train_path"
-        yield "data.leaks", decider, "there is no data.val_path and no data.test_path to compare with"
 
 
 def _folders(cfg: RunConfig) -> Iterator[Violation]:

@@ -5,22 +5,20 @@ Single values are the schema's business. Nothing here looks at the machine: whet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
-from sftplay.config.explain.other_kits import kit_answer
-from sftplay.config.explain.trl_arguments import sft_config_fields, unfit
-from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
-from sftplay.config.rules.lists import broken_list_rules
+from sftplay.config.rules.extra import broken_extra_rules
+from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
+from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig, TrainConfig
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError
 from sftplay.units import parse_seconds
 
 
@@ -77,7 +75,9 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "train.decay_ratio", "train.lr_scheduler", reason
     yield from idle_data_keys(cfg)
     yield from idle_cpt_keys(cfg)
+    yield from idle_grpo_keys(cfg)
     yield from idle_new_token_keys(cfg)
+    yield from idle_reward_keys(cfg)
 
 
 def _has_one_process(train: TrainConfig) -> bool:
@@ -200,22 +200,6 @@ def _limits(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(keys, what, fix=f"start at step {train.max_steps} or before")
 
 
-def _extra(cfg: RunConfig) -> Iterator[Violation]:
-    fields = sft_config_fields() if cfg.train.extra else None
-    for name, value in cfg.train.extra.items():
-        key = f"train.extra.{name}"
-        if answer := kit_answer(name):
-            yield Violation((key,), answer.what, fix=answer.fix, nearest=(answer.key,) if answer.key else ())
-        elif fields is not None and name not in fields:
-            near = [known for known in nearest_names(name, sorted(fields)) if not kit_answer(known)]
-            fix = f"did you mean {near[0]!r}?" if near else "remove it; see the fields of trl.SFTConfig"
-            yield Violation((key,), f"TRL's SFTConfig has no field {name!r}", fix=fix, nearest=tuple(near))
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield Violation((key,), f"{flow(value)} is no number to train with", fix="write a finite number")
-        elif wanted := unfit(name, value):
-            yield Violation((key,), f"{flow(value)} is not {wanted}", fix=f"write {wanted}")
-
-
 def _lists(cfg: RunConfig) -> Iterator[Violation]:
     backend, lora = cfg.logging.backend, cfg.tuning.lora
     if backend == []:
@@ -245,10 +229,11 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _static_graph,
     _rate_scaling,
     _schedule,
-    _extra,
+    broken_extra_rules,
     broken_data_rules,
-    broken_list_rules,
+    broken_reward_rules,
     broken_cpt_rules,
+    broken_grpo_rules,
     broken_new_token_rules,
     broken_cluster_rules,
 )

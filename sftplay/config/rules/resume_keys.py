@@ -16,7 +16,7 @@ FREE_TO_CHANGE = (
     "train.resume",
     "logging",
     "eval",
-    "rewards",
+    "sandbox.executor",
     "run_name",
     "output_dir",
     "train.save_total_limit",
@@ -29,12 +29,19 @@ FREE_TO_CHANGE = (
     "train.dataloader_pin_memory",
     "data.processed_dir",
     "cpt.streaming",
+    "grpo.samples",
+    "grpo.stop_without_signal",
+    "grpo.gauge_steps",
+    "grpo.vllm",
     "cluster.max_restarts",
     "cluster.timeout",
     "cluster.nccl",
     "cluster.launcher",
 )
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
+
+OF_REWARDS = ("rewards", "sandbox")
+"""Keys that are measured with, and decide no weights unless the model learns from rewards (task mode grpo)."""
 
 OTHER_ROWS = ("data.val_path", "data.test_path")
 """Files that are only evaluated on. Another file may be named as long as it decides nothing. Having one or none may not
@@ -47,11 +54,8 @@ SIZES = ("train.batch_size", "train.grad_accum")
 def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> JSON value of every key that decides which weights come out."""
     flat = flatten(cfg)
-    return {
-        key: value
-        for key, value in flat.items()
-        if not any(key == f or key.startswith(f"{f}.") for f in FREE_TO_CHANGE)
-    }
+    free = FREE_TO_CHANGE if cfg.task_mode == "grpo" else (*FREE_TO_CHANGE, *OF_REWARDS)
+    return {key: value for key, value in flat.items() if not any(key == f or key.startswith(f"{f}.") for f in free)}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

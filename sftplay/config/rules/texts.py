@@ -1,4 +1,4 @@
-"""Rules about texts of the config: characters, empty values, names of runs, and the homes of paths."""
+"""Rules about texts of the config: characters, empty values, names of runs and of entries, and the homes of paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sftplay.config.read.layers import is_overlong
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.keys import keys_in, path_keys
+from sftplay.config.schema.keys import keys_in, list_keys, path_keys
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import nearest_names
 
@@ -19,6 +19,7 @@ def broken_text_rules(cfg: RunConfig) -> Iterator[Violation]:
     yield from _characters(cfg)
     yield from _texts(cfg)
     yield from _homes(cfg)
+    yield from _twins(cfg)
 
 
 def _characters(cfg: RunConfig) -> Iterator[Violation]:
@@ -83,3 +84,15 @@ def _homes(cfg: RunConfig) -> Iterator[Violation]:
         if isinstance(value, str) and value.startswith("~"):
             what = f"{value!r}: this machine knows no home folder of {value.partition('/')[0]}"
             yield Violation((key,), what, fix=f"write the whole path, or ./{value} for a folder of that very name")
+
+
+def _twins(cfg: RunConfig) -> Iterator[Violation]:
+    """Entries of a list (`datasets`, `rewards`) that are named like one before them."""
+    for outer in list_keys():
+        first: dict[str, int] = {}
+        for number, entry in enumerate(cfg.value_of(outer)):
+            if first.setdefault(entry.name, number) != number:
+                key, other = f"{outer}.{number}.name", f"{outer}.{first[entry.name]}.name"
+                yield Violation(
+                    (key, other), f"{entry.name!r} is the name of {other} too", fix="give each its own name"
+                )

@@ -20,6 +20,8 @@ Layout = Literal[
     "system_user_assistant",
     "prompt_completion",
     "question_answer",
+    "mbpp",
+    "humaneval",
     "text",
 ]
 Column = Literal[
@@ -93,8 +95,9 @@ class DataConfig(Section):
     keep: train on it again. drop: leave it out. Both are counted."""
 
     leaks: Literal["error", "drop"] = "error"
-    """What happens to a training row that is also in val_path or test_path, compared in the same way. error: stop with
-    exit code 4. drop: leave it out of training."""
+    """What happens to a training row that is also in val_path or test_path, compared in the same way, or that belongs
+    to the published test problems of MBPP or HumanEval. error: stop with exit code 4. drop: leave it out of
+    training."""
 
     processed_dir: UserPath = str(cache_root() / "processed")
     """Folder of the tokenised rows, which later runs use again; safe to delete."""

@@ -1,29 +1,61 @@
-"""The section of one reward in the list `rewards`. What each shipped reward takes is in `sftplay.reward`."""
+"""The section of one reward in the list `rewards`, and that of the box for a model's programs.
+
+What each shipped reward takes is in `sftplay.reward`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sftplay.config.schema.section import PositiveFloat, Section
+from sftplay.config.schema.section import Positive, PositiveFloat, Section
+
+CODE_TESTS = "code_tests"
+"""The reward whose programs run in the sandbox."""
 
 
 class RewardConfig(Section):
-    """One reward: a function from completions to numbers. An entry is named on the command line by its name or its
-    number, from 0: `rewards.answer.deadline=2`."""
+    """One reward: a function from completions to numbers, see docs/rewards.md. An entry is named on the command line
+    by its name or its number, from 0: `rewards.answer.deadline=2`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64)]
     """Name of the reward in logs, metrics and reports: letters, digits, `_` and `-`. Each reward has its own."""
 
     use: str
-    """What computes it: format, syntax, length, overlong, repetition, exact_match, regex, json_schema or math; or your
-    own function, as `module:function` or `path.py:function`. It gets `completions` and the columns of their rows by
-    name, and returns a number for each completion, or None where nothing is known."""
+    """What computes it: format, syntax, length, overlong, repetition, exact_match, regex, json_schema, math or
+    code_tests; or your own function, as `module:function` or `path.py:function`. It gets `completions` and the columns
+    of their rows by name, and returns a number for each completion, or None where nothing is known."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """What else the function is given, by name: `{pattern: "yes|no"}`."""
 
+    weight: float = 1.0
+    """What its value is multiplied by in the sum that a model learns from. 0 means that it is measured only."""
+
+    judges: Literal["content", "form"] | None = None
+    """content: only a right answer gets its full value. form: any answer of the right shape does. `reward-check` and
+    the share of answers that pass go by it. None takes a function of yours to judge the content; what shipped rewards
+    judge is known."""
+
     deadline: PositiveFloat = 10.0
     """Seconds that it may take: a shipped reward for each completion, a function of yours for each batch. Then nothing
     is known of these completions: they count as None, never as 0."""
+
+
+class SandboxConfig(Section):
+    """The boxes in which the programs of a model run (reward code_tests), see docs/sandbox.md."""
+
+    executor: Literal["auto", "bwrap", "landlock", "none"] = "auto"
+    """What boxes are made of. auto takes bwrap (bubblewrap), or landlock, whichever first passes its self-test here,
+    and refuses to start where neither does. none isolates nothing: programs that a model wrote can do whatever you can
+    do, and results say so."""
+
+    timeout: PositiveFloat = 5.0
+    """Seconds that a program may take for all its tests."""
+
+    test_timeout: PositiveFloat = 4.0
+    """Seconds that it may take for one test."""
+
+    memory: str | Positive = "512MiB"
+    """Memory of one process of a program: 512MiB, 1GiB or a number of bytes. numpy needs 1GiB."""

@@ -13,9 +13,11 @@ from pydantic import Field, PrivateAttr
 from sftplay.config.schema.cluster import ClusterConfig as ClusterConfig
 from sftplay.config.schema.data import DataConfig as DataConfig
 from sftplay.config.schema.data import EvalConfig as EvalConfig
+from sftplay.config.schema.grpo import GrpoConfig as GrpoConfig
 from sftplay.config.schema.mixture import CptConfig as CptConfig
 from sftplay.config.schema.mixture import DatasetConfig as DatasetConfig
 from sftplay.config.schema.reward import RewardConfig as RewardConfig
+from sftplay.config.schema.reward import SandboxConfig as SandboxConfig
 from sftplay.config.schema.section import Auto, Positive, PositiveFloat, Share, UserPath
 from sftplay.config.schema.section import Section as Section
 from sftplay.config.schema.train import Optimizer as Optimizer
@@ -154,9 +156,10 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run, complete. `origins` remembers where each value that is not a default came from."""
 
-    task_mode: Literal["sft", "cpt", "cpt_mixed"] = "sft"
+    task_mode: Literal["sft", "cpt", "cpt_mixed", "grpo"] = "sft"
     """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
-    on every token of documents. cpt_mixed: documents and chats in one stream, see datasets."""
+    on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model draws
+    completions of prompts and learns from their rewards, see rewards and grpo."""
 
     run_name: str | None = None
     """Folder below output_dir. None means the name of the config and the time."""
@@ -191,6 +194,12 @@ class RunConfig(Section):
     rewards: list[RewardConfig] = Field(default_factory=list)
     """Rewards that score answers: `reward-check` tries them, `eval` measures them on the held-out prompts."""
 
+    grpo: GrpoConfig = Field(default_factory=GrpoConfig)
+    """How completions are drawn and learned from (task mode grpo)."""
+
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Where programs of a model run."""
+
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     """What is logged."""
 
@@ -222,6 +231,11 @@ class RunConfig(Section):
         """The most tokens of a row that is trained on."""
         return (self.cpt.block_size if self.learns_documents else None) or self.model.max_seq_len
 
+    @property
+    def prompt_tokens(self) -> int:
+        """The most tokens of a prompt (task mode grpo)."""
+        return self.grpo.max_prompt_length or self.model.max_seq_len - self.grpo.max_completion_length
+
     def steps_of_tokens(self, tokens: int) -> int:
         """Optimizer steps that train on at least so many tokens: a block repeats one token of the block before it."""
         return max(1, math.ceil(tokens / (self.train.effective_batch_size * (self.row_tokens - 1))))
@@ -237,7 +251,7 @@ class RunConfig(Section):
         return self._origins
 
     def value_of(self, dotted: str) -> Any:
-        """The value of a dotted key; also of one below `data.columns`, `train.extra` and an entry of `datasets`."""
+        """The value of a dotted key; also of one below `data.columns` and `extra`, and of an entry of a list."""
         value: Any = self
         for name in dotted.split("."):
             if isinstance(value, dict):

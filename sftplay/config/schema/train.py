@@ -47,7 +47,7 @@ class TrainConfig(Section):
 
     learning_rate: NotNegative | Auto = "auto"
     """Peak learning rate. auto: 1e-5 for full; for lora and qlora 2e-4, and 1e-4 on documents (task modes cpt and
-    cpt_mixed)."""
+    cpt_mixed). In task mode grpo 1e-6 for full, 1e-5 for lora and qlora."""
 
     lr_scaling: Scaling = "none"
     """Scale learning_rate with the effective batch size: linear by effective_batch_size / lr_batch_size, sqrt by its
@@ -78,10 +78,11 @@ class TrainConfig(Section):
     """Gradient clipping: a gradient with a larger norm is scaled down to this one. 0 switches clipping off."""
 
     effective_batch_size: Positive = 32
-    """Rows per optimizer step over all processes. It is exact: batch_size * grad_accum * processes equals it."""
+    """Rows per optimizer step over all processes; completions in task mode grpo. It is exact: batch_size * grad_accum *
+    processes equals it."""
 
     batch_size: Positive | Auto = "auto"
-    """Rows per micro-batch and process. auto sizes it to the machine."""
+    """Rows per micro-batch and process; completions in task mode grpo. auto sizes it to the machine."""
 
     grad_accum: Positive | Auto = "auto"
     """Micro-batches per optimizer step and process (gradient accumulation). auto follows from the two keys above."""
@@ -155,8 +156,8 @@ class TrainConfig(Section):
     """Which steps to profile."""
 
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Any other field of TRL's SFTConfig, by its own name. It is checked against the fields of the installed
-    version."""
+    """Any other field of TRL's SFTConfig (GRPOConfig in task mode grpo), by its own name. It is checked against the
+    fields of the installed version."""
 
     @property
     def peak_rate(self) -> float | Auto:

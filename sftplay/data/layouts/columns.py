@@ -6,11 +6,13 @@ Which layout a row has is decided in `convert`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sftplay.data.layouts.fields import Row, is_blank, list_of, listed, refuse, text_of
 from sftplay.data.layouts.turns import openai_turns, prompt_turns, sharegpt_turns
+from sftplay.data.problems.problem import answer_of, question_of, reward_columns
+from sftplay.data.problems.rows import to_problem
 from sftplay.data.records import Message
 
 if TYPE_CHECKING:  # at run time it would bring pydantic into every worker
@@ -40,6 +42,9 @@ class Body:
     n_given: int = 0
     """Turns at the beginning that are not learned."""
 
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """What rewards read of the row beside its answer."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -56,10 +61,13 @@ class Shape:
     ask: Callable[[Row], tuple[Message, ...]] | None = None
     """The turns up to the question, and perhaps its answer, of a row that need not have an answer."""
 
+    is_published: bool = False
+    """It is the form of one data set, whose columns keep their names."""
+
     @property
     def fields(self) -> set[str]:
-        """Our names of all its columns."""
-        return {names[0] for names in (*self.needs, *self.may)}
+        """Our names of all its columns that may have other names in a file."""
+        return set() if self.is_published else {names[0] for names in (*self.needs, *self.may)}
 
 
 def picked(row: Row, names: Names) -> str | None:
@@ -148,6 +156,12 @@ def _from_prompt(row: Row) -> Body:
     return Body((*before, *after), len(before))
 
 
+def _from_problem(row: Row) -> Body:
+    problem = to_problem(row)
+    turns = _asked(question_of(problem), answer_of(problem)).turns
+    return Body(turns, columns=reward_columns(problem))
+
+
 def _turns_of(body: Callable[[Row], Body]) -> Callable[[Row], tuple[Message, ...]]:
     return lambda row: body(row).turns
 
@@ -160,6 +174,14 @@ def _ask_prompt(row: Row) -> tuple[Message, ...]:
     return prompt_turns(row["prompt"], "prompt", role="user")
 
 
+def _ask_problem(row: Row) -> tuple[Message, ...]:
+    return _from_problem(row).turns[:1]
+
+
+_MBPP: tuple[Names, ...] = tuple(
+    (name,) for name in ("task_id", "test_imports", "test_setup_code", "challenge_test_list", "source_file")
+)
+
 SHAPES: Mapping[Layout, Shape] = {
     "messages": Shape((MESSAGES,), (SYSTEM, TOOLS), _from_messages, MESSAGES, _turns_of(_from_messages)),
     "sharegpt": Shape((TURNS,), (SYSTEM, TOOLS), _from_sharegpt, TURNS, _turns_of(_from_sharegpt)),
@@ -169,11 +191,29 @@ SHAPES: Mapping[Layout, Shape] = {
     "system_user_assistant": Shape((USER, ("assistant",)), (SYSTEM,), _from_user, USER, _text_in(USER)),
     "prompt_completion": Shape((PROMPT, COMPLETION), (SYSTEM, TOOLS), _from_prompt, PROMPT, _ask_prompt),
     "question_answer": Shape((QUESTION, ANSWER), (SYSTEM,), _from_question, QUESTION, _text_in(QUESTION)),
+    "mbpp": Shape(
+        (("test_list",), ("code",)),
+        (("prompt", "text"), *_MBPP, SYSTEM),
+        _from_problem,
+        ("test_list",),
+        _ask_problem,
+        is_published=True,
+    ),
+    "humaneval": Shape(
+        (("canonical_solution",), ("test",), ("entry_point",), PROMPT),
+        (("task_id",), SYSTEM),
+        _from_problem,
+        ("canonical_solution",),
+        _ask_problem,
+        is_published=True,
+    ),
     "text": Shape((("text",),), (), None),
 }
 """In the order in which a row's keys are compared with them."""
 
 QUESTIONS: tuple[Layout, ...] = (
+    "mbpp",
+    "humaneval",
     "messages",
     "sharegpt",
     "prompt_completion",

@@ -6,6 +6,7 @@ layouts themselves are in `columns`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -66,7 +67,8 @@ def to_record(row: Row, source: Source, *, reading: Reading = Reading()) -> Reco
         lead = _lead(row, turns, reading=reading)
         learned_from = len(lead) + body.n_given if body.n_given else 0
         tools = tools_text(optional(row, TOOLS)) if TOOLS in shape.may else ""
-        return Chat((*lead, *turns), source, learned_from, tools)
+        columns = json.dumps(body.columns, ensure_ascii=False) if body.columns else ""
+        return Chat((*lead, *turns), source, learned_from, tools, columns)
     except DataError as error:
         raise DataError(error.what, where=str(source), fix=error.fix) from None
 
@@ -104,10 +106,13 @@ def _question(row: Row, reading: Reading) -> tuple[Message, ...]:
     first = (reading.format,) if reading.format in QUESTIONS else ()
     for layout in (*first, *QUESTIONS):
         ask = SHAPES[layout].ask
+        if SHAPES[layout].is_published and reading.columns:
+            continue  # its columns are somebody's own
         if ask is not None and optional(row, SHAPES[layout].asked) is not None:
             break
     else:
-        columns = ", ".join(repr(SHAPES[layout].asked[0]) for layout in QUESTIONS)
+        open_to_all = (SHAPES[layout] for layout in QUESTIONS if not SHAPES[layout].is_published)
+        columns = ", ".join(repr(shape.asked[0]) for shape in open_to_all)
         fix = f"name the question with one of {columns}; or map its column with data.columns"
         refuse(f"has no question; its keys are {listed(row)}", fix)
     return ask(row)

@@ -16,6 +16,7 @@ from sftplay.data.encode.labels import Rendered
 from sftplay.data.encode.render import Renderer
 from sftplay.data.layouts.convert import Reading, to_record, unused_columns
 from sftplay.data.order import is_held_out
+from sftplay.data.problems.rows import published_test_id
 from sftplay.data.read.jsonl import Row, parsed
 from sftplay.data.records import IGNORE_INDEX, Chat, Record, Refused, Source, Text, keys_of
 from sftplay.errors import DataError
@@ -101,6 +102,9 @@ class RowOutcome:
     unused: tuple[str, ...] = ()
     """Columns that its layout does not read."""
 
+    tested: str = ""
+    """Its id, where it is one of the published problems by which models are tested."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
@@ -158,6 +162,7 @@ class RowProcessor:
             outcome.refused, outcome.fix = "is a plain text, and its source has type: chat", FIX_TYPE
             return None
         outcome.unused = unused_columns(row, self._options.reading)
+        outcome.tested = published_test_id(row)
         return record
 
     def _describe(self, record: Record, outcome: RowOutcome, *, share: float) -> None:

@@ -25,6 +25,7 @@ ROOM = "raise model.max_seq_len (cpt.block_size, where that is set)"
 FIX_LONG = f"{ROOM}; or cut such rows with data.too_long: truncate, or leave them out with drop"
 FIX_CUT = f"{ROOM}, or leave such rows out with data.too_long: drop"
 FIX_LEAK = "take the row out of one of the two files, or leave it out of training with data.leaks: drop"
+FIX_TESTED = "leave them out of training with data.leaks: drop; what models are tested by must not be learned"
 NAMED_COLUMNS, OTHERS = 100, "(others)"
 """Every row may have other keys; the report names only so many columns."""
 
@@ -32,8 +33,11 @@ NAMED_COLUMNS, OTHERS = 100, "(others)"
 class RowPolicies:
     """Decides for each outcome what is kept, and counts it once."""
 
-    def __init__(self, data: DataConfig, max_tokens: int | None) -> None:
-        self._data, self._max_tokens = data, max_tokens
+    def __init__(
+        self, data: DataConfig, max_tokens: int | None, *, limit: str = "max_seq_len", fix_long: str = FIX_LONG
+    ) -> None:
+        """`limit` names `max_tokens` where a row is too long; `fix_long` is what to do about that."""
+        self._data, self._max_tokens, self._limit, self._fix_long = data, max_tokens, limit, fix_long
         self.counts: dict[Side, RowCounts] = {side: RowCounts() for side in SIDES}
         self.n_bad = 0
         self._bad: list[str] = []
@@ -127,6 +131,10 @@ class RowPolicies:
 
     def _reason_to_leave(self, outcome: RowOutcome, side: Side, *, is_seen: bool) -> str:
         """Why the record is dropped, or nothing. Where the config says error, the record is also noted as bad."""
+        if outcome.tested and side == "train":
+            if self._data.leaks == "error":
+                self._add_bad(f"{outcome.source} is problem {outcome.tested} of a published test split", fix=FIX_TESTED)
+            return "leak"
         twin = self._guarded.get(outcome.keys[1], "") if side == "train" else ""
         if twin:
             if self._data.leaks == "error":
@@ -136,8 +144,8 @@ class RowPolicies:
             return "duplicate"
         if outcome.dropped == "too_long" and self._data.too_long == "error":
             n_tokens = max(outcome.lengths)
-            what = f"{outcome.source} has {n_tokens:,} tokens; max_seq_len is {self._max_tokens:,}"
-            self._add_bad(what, fix=FIX_LONG)
+            what = f"{outcome.source} has {n_tokens:,} tokens; {self._limit} is {self._max_tokens:,}"
+            self._add_bad(what, fix=self._fix_long)
         elif not outcome.examples and outcome.dropped != "too_long":
             is_cut = outcome.dropped == CUT_AWAY
             after = f" in its first {self._max_tokens:,} of {max(outcome.lengths):,} tokens" if is_cut else ""

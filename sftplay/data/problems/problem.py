@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 PROMPT_VERSION = 1
 """To be raised when `question_of` asks in other words: results before and after do not compare."""
@@ -42,6 +43,23 @@ def question_of(problem: Problem) -> str:
         parts.append("\n".join(problem.tests[: problem.shown]))
     parts.append(f"Define `{problem.entry_point}` and answer with one ```python block.")
     return "\n\n".join(parts)
+
+
+def answer_of(problem: Problem) -> str:
+    """The reference, in the form in which a model is asked to answer."""
+    return f"```python\n{problem.reference.strip()}\n```"
+
+
+def reward_columns(problem: Problem) -> dict[str, Any]:
+    """What rewards read of a problem, by name."""
+    return {
+        "task_id": problem.task_id,
+        "answer": answer_of(problem),
+        "tests": list(problem.tests),
+        "setup": problem.setup,
+        "entry_point": problem.entry_point,
+        "shown": problem.shown,
+    }
 
 
 def called_name(tests: tuple[str, ...], reference: str) -> str:

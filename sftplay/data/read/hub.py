@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sftplay.data.read.tables import without_nulls
@@ -20,18 +20,29 @@ def hub_rows(name: str) -> Iterator[tuple[Source, dict[str, Any]]]:
         yield Source(name, number), {column: without_nulls(value) for column, value in row.items()}
 
 
+def hub_rows_of(name: str, subset: str | None, *, splits: Sequence[str]) -> Iterator[tuple[Source, dict[str, Any]]]:
+    """Yield the rows of these splits of a data set, one split after the other. `subset` is one of its parts by name.
+
+    Raises:
+        DataError: as `hub_rows`.
+    """
+    for split in splits:
+        for number, row in enumerate(_loaded(name, subset, split=split), 1):
+            yield Source(f"{name} {split}", number), {column: without_nulls(value) for column, value in row.items()}
+
+
 def hub_digest(name: str) -> str:
     """A string that changes when the hub serves other rows."""
     # datasets' own fingerprint: it covers the files' checksums, and nothing public does.
     return str(_loaded(name)._fingerprint)
 
 
-def _loaded(name: str) -> Any:
+def _loaded(name: str, subset: str | None = None, *, split: str = "train") -> Any:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     try:
-        return load_dataset(name, split="train")
+        return load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from sftplay.deliver.report.page import TEMPLATES, render
+from sftplay.deliver.report.drawing.page import TEMPLATES, render
 
 MOST_ROWS = 300
 """Rows of a table on the page. The JSON file beside it has all."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sftplay.data.problems.problem import PROMPT_VERSION, Problem, question_of
+from sftplay.config.schema.reward import SandboxConfig
+from sftplay.data.problems.problem import PROMPT_VERSION, Problem
+from sftplay.data.problems.references import LIMITS
 from sftplay.deliver.evaluate.pass_at_k import mean_pass_at_k
 from sftplay.errors import RunError
 from sftplay.reward.code_answer import find_code
+from sftplay.reward.code_rewards import limits_of
 from sftplay.sandbox.pool import Sandbox
 from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
-
-LIMITS = Limits(timeout_s=20.0, test_timeout_s=5.0)
-"""Some reference solutions of MBPP need two seconds for a test on a busy machine."""
 
 NO_CODE = "no_code"
 """The status of an answer in which no program was found."""
@@ -60,7 +60,20 @@ class Graded:
         }
 
 
-def grade(problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandbox) -> list[Graded]:
+def measuring_limits(config: SandboxConfig) -> Limits:
+    """The limits of what is measured: LIMITS, or those of the config where it gives a program more."""
+    own = limits_of(config)
+    return replace(
+        LIMITS,
+        timeout_s=max(LIMITS.timeout_s, own.timeout_s),
+        test_timeout_s=max(LIMITS.test_timeout_s, own.test_timeout_s),
+        memory_bytes=max(LIMITS.memory_bytes, own.memory_bytes),
+    )
+
+
+def grade(
+    problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandbox, limits: Limits = LIMITS
+) -> list[Graded]:
     """Each answer with what its program does in the sandbox; `answers` are aligned with `problems`."""
     found = [find_code(answer, problem.entry_point) for problem, answer in zip(problems, answers, strict=True)]
     jobs = [
@@ -69,7 +82,7 @@ def grade(problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandb
             tests=problem.tests,
             setup=problem.setup,
             entry_point=problem.entry_point,
-            limits=LIMITS,
+            limits=limits,
         )
         for problem, each in zip(problems, found, strict=True)
         if each.code.strip()
@@ -82,22 +95,23 @@ def grade(problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandb
 
 
 def evaluate_code(
-    ask: Callable[[list[str]], list[str]],
     problems: Sequence[Problem],
+    answers: Sequence[str],
     *,
-    n: int,
+    ks: Sequence[int] = (1,),
     sandbox: Sandbox,
+    limits: Limits = LIMITS,
 ) -> tuple[dict[str, Any], list[Graded]]:
-    """Ask each problem `n` times and grade the answers: the figures, and every answer.
+    """Grade the answers, which stand beside each other for each problem: the figures, and every answer graded.
 
-    `ask` gives an answer to each question of a list. The figures are `pass@1`, for 10 answers and more `pass@10`, their
-    standard errors over the problems, and counts by status.
+    The figures are `pass@k` and its standard error over the problems (`stderr` for the first k, else `stderr@k`), and
+    counts by status.
 
     Raises:
         RunError: the sandbox failed for too many answers.
     """
-    asked = [problem for problem in problems for _ in range(n)]
-    graded = grade(asked, ask([question_of(problem) for problem in asked]), sandbox=sandbox)
+    n = len(answers) // len(problems)
+    graded = grade([problem for problem in problems for _ in range(n)], answers, sandbox=sandbox, limits=limits)
     statuses = Counter(each.status for each in graded)
     if statuses["infra"] > MOST_UNKNOWN * len(graded):
         raise RunError(
@@ -106,9 +120,8 @@ def evaluate_code(
             fix="`make sandbox ARGS=--self-test` says what is wrong with it",
         )
     right = [sum(each.passed for each in graded[at : at + n]) for at in range(0, len(graded), n)]
-    figures: dict[str, Any] = {"n": len(problems), "samples": n}
-    for k in (1, 10):
-        if k <= n:
-            figures[f"pass@{k}"], figures["stderr" if k == 1 else f"stderr@{k}"] = mean_pass_at_k(right, n=n, k=k)
+    figures: dict[str, Any] = {"n": len(problems), "samples": n, "k": list(ks)}
+    for k in ks:
+        figures[f"pass@{k}"], figures["stderr" if k == ks[0] else f"stderr@{k}"] = mean_pass_at_k(right, n=n, k=k)
     figures |= {"statuses": dict(sorted(statuses.items())), "found": dict(Counter(each.how for each in graded))}
-    return figures | {"executor": sandbox.executor, "prompt_version": PROMPT_VERSION}, graded
+    return figures | {"executor": sandbox.version, "limits": asdict(limits), "prompt_version": PROMPT_VERSION}, graded

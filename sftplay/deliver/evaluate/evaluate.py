@@ -22,7 +22,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.records import IGNORE_INDEX, Chat
 from sftplay.deliver.evaluate.metrics import score_answers
-from sftplay.deliver.evaluate.reward_scores import mean_rewards, score_by_rewards
+from sftplay.deliver.evaluate.reward_scores import columns_of, mean_rewards, score_by_rewards
 from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.machine.releases import nothing_recomputed
 from sftplay.monitor.out_of_memory import AdaptiveBatches
@@ -70,7 +70,7 @@ def evaluate(model: Any, examples: HeldOutChats, *, cfg: RunConfig, path: Path) 
         )
     references = [reference_of(chat, examples.renderer) for chat in chats]
     means, correct = score_answers(answers, references, metrics=cfg.eval.metrics) if chats else ({}, [])
-    rewards = score_by_rewards(cfg.rewards, answers, references=references) if chats else {}
+    rewards = score_by_rewards(cfg, answers, columns=columns_of(chats, references)) if chats else {}
     perplexity = math.exp(loss) if loss < 700 else math.inf
     figures: dict[str, Any] = {
         "n": len(chats),

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sftplay import log
-from sftplay.config.schema.run import RewardConfig
-from sftplay.reward.calls import RewardCall
-from sftplay.reward.table import SHIPPED
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.records import Chat
+from sftplay.reward.reward_set import RewardSet
+from sftplay.reward.table import missing_column
 
 
 def score_by_rewards(
-    rewards: Sequence[RewardConfig], answers: Sequence[str], *, references: Sequence[str]
+    cfg: RunConfig, answers: Sequence[str], *, columns: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[float | None]]:
-    """Name of a reward -> its value for each answer; None where nothing is known.
+    """Name of a reward -> its value for each answer; None where nothing is known. `columns` are aligned with them.
 
-    Answers come with the one column `answer`, their reference. A shipped reward that reads other columns is left out,
-    and that is said.
+    A shipped reward that reads another column is left out, and that is said.
     """
-    scores: dict[str, list[float | None]] = {}
-    for reward in rewards:
-        columns = SHIPPED[reward.use].columns if reward.use in SHIPPED else ()
-        if missing := [name for name in columns if name != "answer" and name not in reward.options]:
-            log.say(f"note: the reward {reward.name} is not measured: it reads the column {missing[0]}", "eval")
-            continue
-        with closing(RewardCall(reward.use, reward.options, deadline_s=reward.deadline)) as call:
-            found = call(list(answers), answer=list(references))
-        scores[reward.name] = found.values
-        if None in found.values:
-            said = "; ".join(found.reasons)
-            log.say(f"note: {reward.name} gives no value for {found.values.count(None):,} answers: {said}", "eval")
-    return scores
+    measured = []
+    for reward in cfg.rewards:
+        if missing := missing_column(reward, columns):
+            log.say(f"note: the reward {reward.name} is not measured: it reads the column {missing}", "eval")
+        else:
+            measured.append(reward)
+    if not measured:
+        return {}
+    with RewardSet(cfg.model_copy(update={"rewards": measured})) as rewards:
+        scored = rewards.score(answers, columns)
+    for name, scores in scored.by_name.items():
+        if None in scores.values:
+            said = "; ".join(scores.reasons)
+            log.say(f"note: {name} gives no value for {scores.values.count(None):,} answers: {said}", "eval")
+    return {name: scores.values for name, scores in scored.by_name.items()}
+
+
+def columns_of(chats: Sequence[Chat], references: Sequence[str]) -> dict[str, list[Any]]:
+    """What rewards read of held-out chats: `answer`, their reference, and the columns that all of them have."""
+    rows = [json.loads(chat.columns) if chat.columns else {} for chat in chats]
+    shared = set.intersection(*map(set, rows)) if rows else set()
+    return {name: [row[name] for row in rows] for name in sorted(shared)} | {"answer": list(references)}
 
 
 def mean_rewards(scores: dict[str, list[float | None]]) -> dict[str, float]:

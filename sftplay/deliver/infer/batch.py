@@ -10,9 +10,10 @@ from typing import Any
 
 from sftplay.atomic import whole_file
 from sftplay.data.layouts.fields import Row
+from sftplay.data.prompts.prompt import Prompt
 from sftplay.deliver.infer.generate import Generator, answer_batch
 from sftplay.deliver.infer.partial_answers import FIX_SPACE, PartialAnswers
-from sftplay.deliver.infer.prompts import Prompt, PromptFile
+from sftplay.deliver.infer.prompts import PromptFile
 from sftplay.errors import DataError, RunError
 from sftplay.units import format_seconds
 

@@ -92,19 +92,23 @@ def answer_all(
     prompts: Sequence[list[int]],
     *,
     batch_size: int,
+    rows: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
     """Answers to all prompts, in order; prompts of similar length share a batch.
 
-    `progress` is called with the number of answers so far.
+    `rows` are the numbers by which random numbers are drawn, None for the places in `prompts`. `progress` is called
+    with the number of answers so far.
     """
+    numbers = range(len(prompts)) if rows is None else rows
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
     batches = AdaptiveBatches(batch_size, "answering")
 
     def answer(part: slice) -> int:
-        rows = order[part]
-        for i, text in zip(rows, answer_batch(generator, [prompts[i] for i in rows], rows=rows), strict=True):
+        places = order[part]
+        batch, own = [prompts[i] for i in places], [numbers[i] for i in places]
+        for i, text in zip(places, answer_batch(generator, batch, rows=own), strict=True):
             answers[i] = text
         return part.stop
 

@@ -6,49 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from sftplay.data.layouts.convert import Reading, read_beginning, read_prompt
+from sftplay.data.layouts.convert import Reading
 from sftplay.data.layouts.fields import Row
+from sftplay.data.prompts.prompt import Prompt, to_prompt
 from sftplay.data.read.encodings import BOM, Charset
 from sftplay.data.read.files import files_of
 from sftplay.data.read.jsonl import text_lines
 from sftplay.data.read.sources import Dialect, content_digest, file_digest, read_rows
-from sftplay.data.records import Message, Refused, Source
+from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 
 TEXT = ".txt"
 BATCHES_IN_WINDOW = 64
 """Batches in a window. Rows are sorted by length inside a window, and only one window is in memory."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row: its number in the whole file, its place, its fields, and the question that they hold."""
-
-    number: int
-    source: Source
-    row: Row
-    messages: tuple[Message, ...]
-    tools: str
-    beginning: str = ""
-    """A plain text that the model goes on writing; then there are no messages."""
-
-    def prompt(self, renderer: Any) -> list[int]:
-        """The tokens that ask it.
-
-        Raises:
-            DataError: the template refuses it, with the row's place.
-        """
-        try:
-            ids: list[int]
-            if self.beginning:
-                ids = renderer.beginning_ids(self.beginning)
-            else:
-                ids = renderer.prompt_ids(self.messages, self.tools)
-        except DataError as error:
-            raise DataError(error.what, where=str(self.source), fix=error.fix) from error
-        return ids
 
 
 @dataclass(frozen=True)
@@ -68,10 +39,7 @@ class PromptFile:
         for number, (source, row) in enumerate(self._rows()):
             if isinstance(row, Refused):
                 raise DataError(row.reason, where=str(source), fix="correct the row")
-            if text := read_beginning(row, reading=self.reading):
-                yield Prompt(number, source, row, (), "", text)
-            else:
-                yield Prompt(number, source, row, *read_prompt(row, source, reading=self.reading))
+            yield to_prompt(row, source, number=number, reading=self.reading)
 
     def _rows(self) -> Iterator[tuple[Source, Row | Refused]]:
         if not self._is_text:

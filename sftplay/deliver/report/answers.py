@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-from sftplay.deliver.report.figures import format_figure
-from sftplay.deliver.report.page import cut
+from sftplay.deliver.report.drawing.figures import format_figure
+from sftplay.deliver.report.drawing.page import cut
 from sftplay.deliver.report.read.run_files import RunFiles, answer_rows
 from sftplay.deliver.report.sections import Table
 
@@ -62,7 +62,7 @@ def answers_of(run: RunFiles, prefix: str = "") -> Answers | None:
 
 def _verdicts(run: RunFiles, tag: str) -> dict[Any, bool | None]:
     verdicts: dict[Any, bool | None] = {}
-    for row in answer_rows(run.folder, tag):
+    for row in answer_rows(run.folder, run.stands_for.get(tag, tag)):
         if isinstance(row.get("row"), int | str):
             verdicts[row["row"]] = row["correct"] if isinstance(row.get("correct"), bool) else None
     return verdicts
@@ -75,7 +75,9 @@ def _choose(kinds: dict[Any, Kind]) -> list[Any]:
 
 
 def _rows(run: RunFiles, tag: str, *, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
-    rows = (row for row in answer_rows(run.folder, tag) if isinstance(row.get("row"), int | str))
+    rows = (
+        row for row in answer_rows(run.folder, run.stands_for.get(tag, tag)) if isinstance(row.get("row"), int | str)
+    )
     return {row["row"]: row for row in rows if row["row"] in wanted}
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from sftplay.deliver.report.figures import change, format_figure, name_of
+from sftplay.deliver.report.drawing.figures import change, format_figure, name_of
 from sftplay.deliver.report.mixture import anchors_of, held_out_sizes, source_figures, window_of
 from sftplay.deliver.report.read.history import RECENT_LOSS, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, answer_rows, mapping, mappings, read_run_files

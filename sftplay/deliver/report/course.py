@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sftplay.deliver.report.charts import Chart, Curve
-from sftplay.deliver.report.figures import capitalized, name_of
+from sftplay.deliver.report.drawing.charts import Chart, Curve
+from sftplay.deliver.report.drawing.figures import capitalized, name_of
 from sftplay.deliver.report.read.history import Point, as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping
 
@@ -18,10 +18,18 @@ TIMES = ("tokens_per_s", "padded_tokens_per_s", "samples_per_s", "step_s", "comm
 MAIN = ("loss", "learning_rate", "grad_norm", *TIMES, *SEEN, *MEMORY)
 """Figures with a chart of their own, or with none on purpose."""
 
+REWARDS = ("reward", "true_reward", "held_out_reward", "held_out_pass")
+"""Figures that `learned` draws, beside one for each reward."""
+
 AMONG_PROCESSES = ("exposed_communication_share", "communication_max_s")
 """Figures that say nothing of a single process."""
 
 MOST_OTHERS = 8
+
+
+def is_reward(name: str) -> bool:
+    """Whether `learned` draws this figure of metrics.jsonl."""
+    return name in REWARDS or name.startswith("reward/")
 
 
 class Memory(NamedTuple):
@@ -61,7 +69,7 @@ def charts_of(run: RunFiles) -> list[Chart]:
         return Curve(key, name, history.curve(key), colour)
 
     silent = AMONG_PROCESSES if run.plan.get("world_size", 1) == 1 else ()
-    others = [name for name in history.values if name not in (*MAIN, *silent)][:MOST_OTHERS]
+    others = [name for name in history.values if name not in (*MAIN, *silent) and not is_reward(name)][:MOST_OTHERS]
     held_out = Curve("held_out_loss", "held-out", held_out_points(run), "b", dots=True)
     is_padded = history.values.get("padded_tokens_per_s") != history.values.get("tokens_per_s")
     padded = [plain("padded_tokens_per_s", "padding included")] if is_padded else []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sftplay.deliver.report.charts import Chart, Curve
-from sftplay.deliver.report.figures import change, format_figure, is_better
-from sftplay.deliver.report.page import cut
+from sftplay.deliver.report.drawing.charts import Chart, Curve
+from sftplay.deliver.report.drawing.figures import change, format_figure, is_better
+from sftplay.deliver.report.drawing.page import cut
 from sftplay.deliver.report.read.history import RECENT_LOSS, Point, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings
 from sftplay.deliver.report.sections import Table

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from sftplay.deliver.report.course import memory_of
-from sftplay.deliver.report.figures import capitalized, format_figure, is_better, name_of
+from sftplay.deliver.report.drawing.figures import capitalized, format_figure, is_better, name_of
 from sftplay.deliver.report.read.history import as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, texts
 from sftplay.units import format_bytes
@@ -115,13 +115,13 @@ def _steps(run: RunFiles) -> Iterator[Remark]:
         yield Remark("warn", f"{history.n_broken:,} lines of metrics.jsonl cannot be read and are left out.")
     if history.n_backwards:
         yield Remark("warn", f"{history.n_backwards:,} lines of metrics.jsonl repeat a step or go back.")
-    thirds, ends = history.thirds("loss"), history.ends("loss")
+    key, name, word = ("reward", "reward", "rise") if "reward" in history.values else ("loss", "training loss", "fall")
+    thirds, ends = history.thirds(key), history.ends(key)
     ends = (thirds[0], thirds[2]) if thirds else ends  # single lines are noisy
-    if run.state == "done" and ends and len(history.values["loss"]) > 1 and ends[1] >= ends[0]:
-        yield Remark(
-            "warn",
-            f"The training loss did not fall: {format_figure('loss', ends[0])} → {format_figure('loss', ends[1])}.",
-        )
+    is_worse = ends is not None and (ends[1] <= ends[0] if key == "reward" else ends[1] >= ends[0])
+    if run.state == "done" and ends and len(history.values[key]) > 1 and is_worse:
+        figures = f"{format_figure(key, ends[0])} → {format_figure(key, ends[1])}"
+        yield Remark("warn", f"The {name} did not {word}: {figures}.")
     yield from _course(run)
     losses = [(loss, step) for step, loss in run.held_out if math.isfinite(loss)]
     if losses and losses[-1][0] > RISE * min(losses)[0] and losses[-1] != min(losses):
@@ -136,7 +136,7 @@ def _course(run: RunFiles) -> Iterator[Remark]:
     if speeds and speeds[2] < COLLAPSED * max(speeds[:2]):
         figures = f"{format_figure('tokens', max(speeds[:2]))} → {format_figure('tokens', speeds[2])} tokens a second"
         yield Remark("warn", f"Throughput collapsed: {figures} (medians of a third of the run).")
-    losses = run.history.thirds("loss")
+    losses = run.history.thirds("loss") if "reward" not in run.history.values else None
     if losses and 0 <= losses[0] - losses[2] < UNMOVED * abs(losses[0]):
         figures = f"{format_figure('loss', losses[0])} → {format_figure('loss', losses[2])}"
         yield Remark("warn", f"The training loss hardly moved: {figures} (medians); a higher rate, or more steps.")
@@ -194,7 +194,7 @@ def _data(run: RunFiles) -> Iterator[Remark]:
             "warn", f"{format_figure('rows', cut)} rows were longer than model.max_seq_len and lost their end."
         )
     ended = as_number(data.get("eos_in_loss_share"))
-    if ended is not None and 0 <= ended < 1:
+    if ended is not None and 0 <= ended < 1 and run.value("task_mode") != "grpo":
         text = f"Only {format_figure('eos_share', ended)} of the rows teach the model to end its turn"
         yield Remark("warn", f"{text}; the others lost their end.")
 

@@ -13,11 +13,12 @@ from sftplay import __version__
 from sftplay.atomic import write_text
 from sftplay.deliver.report import sections
 from sftplay.deliver.report.answers import Answers, answers_of
-from sftplay.deliver.report.charts import Chart
 from sftplay.deliver.report.course import charts_of, memory_of, resumed_steps
-from sftplay.deliver.report.figures import capitalized, format_figure, is_share, name_of
+from sftplay.deliver.report.drawing.charts import Chart
+from sftplay.deliver.report.drawing.figures import capitalized, format_figure, is_share, name_of
+from sftplay.deliver.report.drawing.page import render_page
+from sftplay.deliver.report.learned import learned_table, reward_charts
 from sftplay.deliver.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
-from sftplay.deliver.report.page import render_page
 from sftplay.deliver.report.read.history import as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings, read_run_files
 from sftplay.deliver.report.remarks import find_remarks
@@ -55,6 +56,7 @@ def render(run: RunFiles) -> str:
         remarks=find_remarks(run),
         charts=_charts(run),
         resumed=resumed_steps(run),
+        learned=[table] if (table := learned_table(run)) else [],
         evaluation=sections.evaluation_tables(run),
         bars=sections.evaluation_bars(run),
         sources=mixture_tables(run),
@@ -73,9 +75,9 @@ def render(run: RunFiles) -> str:
 
 
 def _charts(run: RunFiles) -> list[Chart]:
-    """All curves; those of the sources stand behind the loss."""
-    charts = charts_of(run)
-    return [*charts[:1], *source_charts(run, resumed_steps(run)), *charts[1:]]
+    """All curves; those of the sources stand behind the loss, and rewards before it."""
+    charts, resumed = charts_of(run), resumed_steps(run)
+    return [*reward_charts(run, resumed), *charts[:1], *source_charts(run, resumed), *charts[1:]]
 
 
 def _answers(run: RunFiles) -> list[tuple[str, str, Answers]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from sftplay.deliver.report.course import memory_of
-from sftplay.deliver.report.figures import (
+from sftplay.deliver.report.drawing.figures import (
     capitalized,
     change,
     format_figure,
@@ -20,7 +20,7 @@ from sftplay.deliver.report.figures import (
     is_share,
     name_of,
 )
-from sftplay.deliver.report.page import cut
+from sftplay.deliver.report.drawing.page import cut
 from sftplay.deliver.report.read.history import as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count

@@ -19,6 +19,9 @@ RATES = {
     ("full", "sft"): 1e-5,
     ("lora", "sft"): 2e-4,
     ("qlora", "sft"): 2e-4,
+    ("full", "grpo"): 1e-6,
+    ("lora", "grpo"): 1e-5,
+    ("qlora", "grpo"): 1e-5,
     **{("full", task): 1e-5 for task in ("cpt", "cpt_mixed")},
     **{(mode, task): 1e-4 for mode in ("lora", "qlora") for task in ("cpt", "cpt_mixed")},
 }

@@ -77,6 +77,7 @@ class Targets:
         left = [f"process {number}" for number in sorted(boxed_processes() - known)]
         for folder in ("/tmp", "/var/tmp", "/dev/shm", str(Path.home())):
             left += [str(path) for path in Path(folder).glob(f"*sftplay-{self.mark}*")]
+            left += [str(path) for path in Path(folder).glob(f"sftplay-box-{os.getpid()}-*")]
         return left
 
 

@@ -137,6 +137,26 @@ OBJECTS = (
     ),
 )  # fmt: skip
 
+HANDED_BACK = (
+    Attack(
+        name="an object that equals everything, handed back to it", tests=("assert f(f(2)) == 4",), statuses=("wrong",),
+        code=EQUAL.format(kind=""),
+    ),
+    Attack(
+        name="a list with such an object, handed back to it", tests=("x = f(2)\nassert f(x) == [4]",),
+        statuses=("wrong",), code=EQUAL.format(kind="").replace("return Always()", "return [Always()]"),
+    ),
+    Attack(
+        name="an iterator, handed back to it", tests=("assert f(f(2)) == 4",), statuses=("wrong",),
+        code=EQUAL.format(kind="").replace("return Always()", "return iter([1]) if x == 2 else Always()"),
+    ),
+    Attack(
+        name="an object of another number, handed back to it", tests=("assert f(f(2)) == 4",),
+        statuses=("wrong", "runtime", "killed"),
+        code=AGENT + "plain._tagged = lambda *a: '[\"?\",true,\"x\",7]'\ndef f(x): return [x]",
+    ),
+)  # fmt: skip
+
 PATCHES = (
     Attack(
         name="patches built-in functions", tests=TASK, statuses=("wrong", "tampered"),
@@ -192,7 +212,7 @@ def f(x): return x
     ),
     Attack(
         name="encodes every value as the truth", tests=TASK, statuses=("wrong",),
-        code=AGENT + "agent.encode = lambda value, depth=0: 'true'\ndef f(x): return x",
+        code=AGENT + "agent.encode = lambda *a, **k: 'true'\ndef f(x): return x",
     ),
     Attack(
         name="says that an argument changed", tests=("y = [3]\nz = f(2)\nassert z == y",),
@@ -202,4 +222,4 @@ def f(x): return x
     ),
 )  # fmt: skip
 
-ATTACKS = (*EXITS, *OBJECTS, *PATCHES)
+ATTACKS = (*EXITS, *OBJECTS, *HANDED_BACK, *PATCHES)

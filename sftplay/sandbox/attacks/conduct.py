@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from sftplay.sandbox.attacks import cheat, exhaust, files, forge, network, rights
+from sftplay.sandbox.attacks import cheat, crash, exhaust, files, forge, network, outlast, rights
 from sftplay.sandbox.attacks.attack import Attack, Targets, boxed_processes, targets
 from sftplay.sandbox.executors.executor import Executor
 from sftplay.sandbox.verdicts.job import Job, Verdict
@@ -17,8 +17,10 @@ GROUPS = {
     "network": network.ATTACKS,
     "rights": rights.ATTACKS,
     "use up": exhaust.ATTACKS,
+    "outlast": outlast.ATTACKS,
     "cheat": cheat.ATTACKS,
     "forge": forge.ATTACKS,
+    "crash": crash.ATTACKS,
 }
 
 ATTACKS = tuple(attack for attacks in GROUPS.values() for attack in attacks)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from sftplay.sandbox.attacks.attack import Attack
 
-ONE_SECOND = {"timeout_s": 2, "test_timeout_s": 0.5}
+SHORT = {"timeout_s": 1, "test_timeout_s": 0.25}
 
 NEVER = ("assert f() == 'never'",)
 
 TIME = (
-    Attack(name="loops", statuses=("timeout",), limits=ONE_SECOND, code="def f():\n    while True:\n        pass"),
-    Attack(name="loops while it loads", statuses=("timeout",), limits=ONE_SECOND, code="while True:\n    pass"),
+    Attack(name="loops", statuses=("timeout",), limits=SHORT, code="def f():\n    while True:\n        pass"),
+    Attack(name="loops while it loads", statuses=("timeout",), limits={"timeout_s": 0.5}, code="while True:\n    pass"),
     Attack(
-        name="sleeps", statuses=("timeout",), limits=ONE_SECOND,
+        name="sleeps", statuses=("timeout",), limits=SHORT,
         code="import time\ndef f():\n    time.sleep(10**6)",
     ),
     Attack(
-        name="loops and catches everything", statuses=("timeout",), limits=ONE_SECOND,
+        name="loops and catches everything", statuses=("timeout",), limits=SHORT,
         code="""
 def f():
     while True:
@@ -28,7 +28,7 @@ def f():
 """,
     ),
     Attack(
-        name="loops and ignores signals", statuses=("timeout",), limits=ONE_SECOND,
+        name="loops and ignores signals", statuses=("timeout",), limits=SHORT,
         code="""
 import signal
 def f():
@@ -42,23 +42,23 @@ def f():
 """,
     ),
     Attack(
-        name="loops in a session of its own", statuses=("timeout",), limits=ONE_SECOND,
+        name="loops in a session of its own", statuses=("timeout",), limits=SHORT,
         code="import os\ndef f():\n    if os.fork(): os.wait()\n    os.setsid()\n    while True:\n        pass",
     ),
     Attack(
-        name="waits for itself", statuses=("timeout",), limits=ONE_SECOND,
+        name="waits for itself", statuses=("timeout",), limits=SHORT,
         code="import threading\ndef f():\n    lock = threading.Lock()\n    lock.acquire()\n    lock.acquire()",
     ),
     Attack(
-        name="matches a pattern for ever", statuses=("timeout",), limits=ONE_SECOND,
+        name="matches a pattern for ever", statuses=("timeout",), limits=SHORT,
         code="import re\ndef f():\n    return re.match('(a+)+$', 'a' * 60 + 'b')",
     ),
     Attack(
-        name="computes a number without end", statuses=("timeout", "memory"), limits=ONE_SECOND,
+        name="computes a number without end", statuses=("timeout", "memory"), limits=SHORT,
         code="def f():\n    return 7 ** 10 ** 9",
     ),
     Attack(
-        name="loops in the text of its error", statuses=("timeout",), limits=ONE_SECOND,
+        name="loops in the text of its error", statuses=("timeout",), limits=SHORT,
         code="""
 class Endless(Exception):
     def __str__(self):

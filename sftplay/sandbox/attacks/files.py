@@ -65,6 +65,26 @@ def f():
         name="removes the user's files", statuses=("wrong", "runtime"),
         code="import shutil\ndef f():\n    shutil.rmtree(FOLDER, ignore_errors=True)\n    return 'done'",
     ),
+    *(
+        Attack(
+            name=f"changes {what} of a file of the user", is_quick=True, is_harmless="attribute" not in what,
+            code=f"import os\ndef f():\n    os.{call}\n    return 'escaped'",
+        )
+        for what, call in (
+            ("the mode", "chmod(TREASURE, 0o600)"), ("the owner", "chown(TREASURE, os.getuid(), os.getgid())"),
+            ("the time", "utime(TREASURE, (1, 1))"), ("an attribute", "setxattr(TREASURE, 'user.mark', b'x')"),
+        )
+    ),
+    Attack(
+        name="changes the mode of a folder of the user", code="import os\ndef f():\n    os.chmod(FOLDER, 0o777)\n    "
+        "return 'escaped'",
+    ),
+    Attack(name="takes a file of the user in by a link",
+           code="import os\ndef f():\n    os.link(SECRET, 'x')\n    return open('x').read() and 'escaped'"),
+    Attack(
+        name="moves a file into a folder of the user",
+        code="import os\ndef f():\n    open('x', 'w').close()\n    os.rename('x', f'{FOLDER}/x')\n    return 'escaped'",
+    ),
     Attack(
         name="looks for any file that it can write",
         code="""

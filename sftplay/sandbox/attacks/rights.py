@@ -100,6 +100,59 @@ def f():
     return 'escaped' if pid > 0 else 'held'
 """,
     ),
+    Attack(
+        name="takes the machine's places for asynchronous reads", is_quick=True,
+        code="""
+import ctypes, platform
+def f():
+    libc, is_x86 = ctypes.CDLL(None), platform.machine() == 'x86_64'
+    reads = libc.syscall(206 if is_x86 else 0, 60_000, ctypes.byref(ctypes.c_ulong()))
+    watches = libc.inotify_init()
+    return 'held' if reads and watches < 0 else 'escaped'
+""",
+    ),
+    Attack(
+        name="locks a file of the machine",
+        code="""
+import fcntl, os
+def f():
+    handle = open(os.__file__)
+    for lock, kind in ((fcntl.flock, fcntl.LOCK_SH), (lambda *a: fcntl.fcntl(a[0], fcntl.F_SETLEASE, a[1]), 0)):
+        try:
+            lock(handle, kind)
+            return 'escaped'
+        except PermissionError:
+            pass
+    return 'held'
+""",
+    ),
+    Attack(
+        name="has a signal sent for a pipe",
+        code="""
+import fcntl, os, signal, time
+def f():
+    reading, writing = os.pipe()
+    fcntl.fcntl(reading, fcntl.F_SETOWN, VICTIM)
+    fcntl.fcntl(reading, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC)
+    os.write(writing, b'x')
+    time.sleep(0.05)
+    return 'tried'
+""",
+    ),
+    Attack(
+        name="calls the kernel with bad pointers", statuses=("wrong", "killed"),
+        code="""
+import ctypes
+def f():
+    call = ctypes.CDLL(None).syscall
+    for number in (*range(76, 95), 132, 133, 137, *range(257, 270), 280, 316, 332, 437, 439, 452, 457, 458, 467):
+        for bad in (0, 1, 0xdead, -1, 1 << 62):
+            call(*map(ctypes.c_long, (number, -100, bad, bad, bad)))
+            call(*map(ctypes.c_long, (number, bad, bad, bad, bad)))
+    return 'tried'
+""",
+    ),
     Attack(name="mounts a file system", code=CALLS.format(call="mount(b't', b'/tmp', b'tmpfs', 0, 0)")),
     Attack(name="takes the read-only mark off", code=CALLS.format(call="mount(0, b'/', 0, 32, 0)")),
     Attack(name="changes its root", code="import os\ndef f():\n    os.chroot('.')\n    return 'escaped'"),

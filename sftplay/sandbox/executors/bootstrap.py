@@ -11,13 +11,16 @@ import random
 import resource
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sftplay.sandbox.inside import agent, plain
+from sftplay.errors import ConfigError
+from sftplay.sandbox.inside import agent, plain, rights
 from sftplay.sandbox.verdicts.job import Limits
 
 BOOT = """
@@ -41,14 +44,35 @@ module.main(FD, hello)
 OWNER = "SFTPLAY_BOX"
 """The variable by which a process in a box can be told from all others on the machine: the pid of who opened it."""
 
+RLIMIT_SIGPENDING = 11
+"""Signals and timers that wait; they count for the user's other processes. The module resource has no name for it."""
+
 PYTHON_FLAGS = ("-s", "-S", "-B", "-P")
 """Neither the user's packages, nor the site's, nor bytecode files, nor the script's folder. Not -I: that would ignore
 PYTHONHASHSEED, and a program that prints a set would be judged by chance."""
 
 
-def environment(folder: str) -> dict[str, str]:
-    """All the variables of a program in the box."""
+def package_folders(packages: Sequence[str]) -> tuple[Path, ...]:
+    """Where packages lie that programs may import, and the shared libraries that came with them.
+
+    Raises:
+        ConfigError: one is not installed here, or is a single file.
+    """
+    folders = []
+    for name in packages:
+        found = find_spec(name) if name.isidentifier() else None
+        if found is None or not found.submodule_search_locations:
+            fix = "install it, or leave it out; give names as `import` takes them"
+            raise ConfigError(f"no package is called {name!r} here", where="packages", fix=fix)
+        folder = Path(next(iter(found.submodule_search_locations)))
+        folders += [each for each in (folder, folder.with_name(f"{name}.libs")) if each.is_dir()]
+    return tuple(folders)
+
+
+def environment(folder: str, *, site: str = "") -> dict[str, str]:
+    """All the variables of a program in the box; `site` holds the packages that it may import."""
     return {
+        **({"PYTHONPATH": site} if site else {}),
         "PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
         "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", OWNER: str(os.getpid()),
     }  # fmt: skip
@@ -81,7 +105,7 @@ def is_closed_to_others() -> bool:
 def _modules(last: ModuleType) -> tuple[tuple[str, Any], ...]:
     parents = [(name, None) for name in ("sftplay", "sftplay.sandbox", "sftplay.sandbox.inside")]
     loaded = []
-    for module in dict.fromkeys((plain, agent, last)):
+    for module in dict.fromkeys((plain, rights, agent, last)):
         path = Path(str(module.__file__))
         loaded.append((module.__name__, compile(path.read_text(encoding="utf-8"), path.name, "exec")))
     return (*parents, *loaded)
@@ -125,6 +149,7 @@ def hello_for(limits: Limits, arrival: Arrival) -> dict[str, Any]:
         (resource.RLIMIT_STACK, limits.stack_bytes),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (RLIMIT_SIGPENDING, 256),
     ]
     if arrival.limits_processes:
         rlimits.append((resource.RLIMIT_NPROC, limits.processes))

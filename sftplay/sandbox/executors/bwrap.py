@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,22 +23,23 @@ from sftplay.sandbox.executors.bootstrap import (
     interpreter,
     is_part_of_system,
     library_path,
+    package_folders,
     unused_user,
 )  # fmt: skip
-from sftplay.sandbox.executors.executor import start_box
+from sftplay.sandbox.executors.executor import new_pipes, start_box
 from sftplay.sandbox.executors.seccomp import build_filter
-from sftplay.sandbox.verdicts.box import Box, Pipes
+from sftplay.sandbox.verdicts.box import Box
 from sftplay.sandbox.verdicts.job import Limits
 
-WORK, PREFIX = "/w", "/py"
-"""The folder that a program may write to, and where the interpreter lies."""
+WORK, PREFIX, SITE = "/w", "/py", "/site"
+"""The folder that a program may write to, and where the interpreter lies, and the packages."""
 
 INSTALL = "apt-get install bubblewrap (Debian, Ubuntu) or dnf install bubblewrap (Fedora)"
 
 SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 """What an interpreter needs of the system. No programs: there is nothing to run but Python."""
 
-PARENTS = ("/usr", "/usr/bin", "/usr/share", "/etc", "/dev")
+PARENTS = ("/usr", "/usr/bin", "/usr/share", "/etc", "/dev", "/site")
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
@@ -47,12 +49,15 @@ class Bwrap:
 
     name = "bwrap"
 
-    def __init__(self) -> None:
+    def __init__(self, packages: Sequence[str] = ()) -> None:
+        """`packages` are those that programs may import beside Python's own."""
         found = shutil.which("bwrap")
         if not found:
             raise MachineError("bubblewrap is not installed", where="sandbox", fix=INSTALL)
         self._program = found
         self._filter = build_filter()
+        self._packages = package_folders(packages)
+        self._environment = inner_environment(site=SITE if packages else "")
 
     def open(self, limits: Limits) -> Box:
         """A box that stands.
@@ -60,30 +65,27 @@ class Bwrap:
         Raises:
             Lost: `infra`, the box did not start.
         """
-        ours, theirs = socket.socketpair()
-        reading, writing = os.pipe()
-        code, code_end = os.pipe()
-        os.write(code_end, self._filter)
-        os.close(code_end)
         user = unused_user()
-        argv = [
-            self._program, *box_arguments(limits, is_root=user != 0), "--seccomp", str(code), "--",
-            *boot_command(inner_interpreter(), theirs.fileno()),
-        ]  # fmt: skip
-        process = subprocess.Popen(
-            argv, env=inner_environment(), stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, cwd="/",
-            pass_fds=(theirs.fileno(), code), start_new_session=True,
-        )  # fmt: skip
-        for each in (writing, code):
-            os.close(each)
-        theirs.close()
+        with new_pipes() as (pipes, theirs, writing), open(os.memfd_create("filter"), "w+b") as code:
+            code.write(self._filter)
+            code.seek(0)
+            argv = [
+                self._program, *box_arguments(limits, self._packages, is_root=user != 0), "--seccomp",
+                str(code.fileno()), "--", *boot_command(inner_interpreter(), theirs.fileno()),
+            ]  # fmt: skip
+            process = subprocess.Popen(
+                argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, cwd="/",
+                pass_fds=(theirs.fileno(), code.fileno()), start_new_session=True,
+            )  # fmt: skip
 
         def kill() -> None:
             process.kill()
             process.wait()
 
-        pipes = Pipes(ours.detach(), None, reading)
-        return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=WORK, user=user))
+        def is_cut() -> bool:
+            return process.poll() == -signal.SIGKILL  # no program sees bubblewrap: another did it
+
+        return start_box(pipes, limits=limits, kill=kill, arrival=Arrival(folder=WORK, user=user), is_cut=is_cut)
 
     def renew(self) -> bool:
         """Nothing runs between boxes that could die."""
@@ -101,16 +103,16 @@ def inner_interpreter() -> str:
     return f"{PREFIX}/{python.relative_to(Path(sys.base_prefix).resolve())}"
 
 
-def inner_environment() -> dict[str, str]:
+def inner_environment(*, site: str = "") -> dict[str, str]:
     """The environment of bubblewrap itself: it stays the first process in the box, where its own could be read."""
-    variables = environment(WORK)
+    variables = environment(WORK, site=site)
     prefix, libraries = str(Path(sys.base_prefix).resolve()), library_path()
     if not is_part_of_system() and libraries.startswith(prefix):
         variables["LD_LIBRARY_PATH"] = PREFIX + libraries.removeprefix(prefix)
     return variables
 
 
-def box_arguments(limits: Limits, *, is_root: bool, has_proc: bool = False) -> list[str]:
+def box_arguments(limits: Limits, packages: Sequence[Path], *, is_root: bool, has_proc: bool = False) -> list[str]:
     """bubblewrap's arguments: namespaces, rights, and what the box sees of the file system."""
     rights = ["--cap-drop", "ALL"]
     if is_root:
@@ -118,9 +120,10 @@ def box_arguments(limits: Limits, *, is_root: bool, has_proc: bool = False) -> l
     else:
         rights += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     proc = ["--proc", "/proc"] if has_proc else []
+    shown = [word for path in packages for word in ("--ro-bind", str(path), f"{SITE}/{path.name}")]
     return [
         "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "box",
-        "--die-with-parent", *rights, *_file_system(), *proc,
+        "--die-with-parent", *rights, *_file_system(), *proc, *shown,
         "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK,
     ]  # fmt: skip
 

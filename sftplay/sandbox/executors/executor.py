@@ -1,12 +1,15 @@
-"""What every executor offers, and the last step of opening a box."""
+"""What every executor offers, and the first and the last step of opening a box."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from sftplay.sandbox.executors.bootstrap import Arrival, first_message, hello_for
-from sftplay.sandbox.verdicts.box import Box, Pipes
+from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
 from sftplay.sandbox.verdicts.job import Limits
 
 
@@ -25,13 +28,44 @@ class Executor(Protocol):
         """End what is kept running between boxes."""
 
 
-def start_box(pipes: Pipes, *, limits: Limits, kill: Callable[[], None], arrival: Arrival) -> Box:
+@contextmanager
+def new_pipes() -> Iterator[tuple[Pipes, socket.socket, int]]:
+    """Our ends of the pipes to a new box, then the box's: its socket, and where its output goes.
+
+    The box's ends are closed here at the end, and ours too where nothing could be started.
+
+    Raises:
+        Lost: `infra`, the machine refused: no such program, no more processes, no more open files.
+    """
+    with ExitStack() as ours, ExitStack() as theirs:
+        try:
+            near, far = socket.socketpair()
+            ours.callback(near.close)
+            theirs.callback(far.close)
+            reading, writing = os.pipe()
+            ours.callback(os.close, reading)
+            theirs.callback(os.close, writing)
+            yield Pipes(near.fileno(), None, reading), far, writing
+        except OSError as error:
+            raise Lost("infra", f"the box did not start: {error}") from error
+        ours.pop_all()
+        near.detach()
+
+
+def start_box(
+    pipes: Pipes,
+    *,
+    limits: Limits,
+    kill: Callable[[], None],
+    arrival: Arrival,
+    is_cut: Callable[[], bool] = lambda: False,
+) -> Box:
     """The box at the other end of the pipes, once the program inside has arrived.
 
     Raises:
         Lost: `infra`, it did not start.
     """
-    box = Box(pipes, limits=limits, kill=kill)
+    box = Box(pipes, limits=limits, kill=kill, is_cut=is_cut)
     try:
         box.send_first(first_message(hello_for(limits, arrival)))
     except BaseException:

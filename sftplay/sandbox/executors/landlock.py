@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from sftplay.sandbox.executors.bootstrap import (
     environment,
     interpreter,
     is_closed_to_others,
+    package_folders,
     unused_user,
 )  # fmt: skip
 from sftplay.sandbox.executors.executor import start_box
@@ -39,7 +41,8 @@ class Landlock:
 
     name = "landlock"
 
-    def __init__(self) -> None:
+    def __init__(self, packages: Sequence[str] = ()) -> None:
+        """`packages` are those that programs may import beside Python's own."""
         if find_spec("sandlock") is None:
             raise MachineError("sandlock is not installed", where="sandbox", fix="make install EXTRAS=sandbox")
         import sandlock
@@ -47,7 +50,8 @@ class Landlock:
         has, needs = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
         if has < needs:
             raise MachineError(f"the kernel's landlock is version {has} of {needs}", where="sandbox", fix="use bwrap")
-        self._filter = build_filter()
+        self._filter = build_filter(keeps_marks=os.getuid() != 0)
+        self._packages = package_folders(packages)
 
     def open(self, limits: Limits) -> Box:
         """A box that stands.
@@ -57,25 +61,23 @@ class Landlock:
         """
         import sandlock
 
-        top = Path(tempfile.mkdtemp(prefix="sftplay-box-"))
-        work, storage = top / "work", top / "storage"
-        for folder in (top, work, storage):
-            folder.mkdir(exist_ok=True)
-            folder.chmod(0o711 if folder == top else 0o777)
+        top = self._folders()
+        work, storage, site = top / "work", top / "storage", top / "site"
         user = unused_user()
         box = sandlock.Sandbox(
-            fs_readable=self._readable(), fs_writable=[str(work)], cwd=str(work), workdir=str(work),
+            fs_readable=[*self._readable(), str(site)], fs_writable=[str(work)], cwd=str(work), workdir=str(work),
             fs_storage=str(storage), max_disk=limits.disk_bytes, on_exit=sandlock.BranchAction.ABORT,
-            on_error=sandlock.BranchAction.ABORT, clean_env=True, env=environment(str(work)),
+            on_error=sandlock.BranchAction.ABORT, clean_env=True,
+            env=environment(str(work), site=str(site) if self._packages else ""),
             max_processes=limits.processes, no_coredump=True,
         )  # fmt: skip
         piped = sandlock.StdioMode.PIPED
         try:
             process = box.popen(boot_command(str(interpreter()), 0), stdin=piped, stdout=piped, stderr=piped)
+            fds = [os.dup(each.fileno()) for each in (process.stdout, process.stdin, process.stderr)]
         except (RuntimeError, OSError, sandlock.SandlockError) as error:
             shutil.rmtree(top, ignore_errors=True)
             raise Lost("infra", f"the box did not start: {error}") from error
-        fds = [os.dup(each.fileno()) for each in (process.stdout, process.stdin, process.stderr)]
         for each in (process.stdout, process.stdin, process.stderr):
             each.close()
 
@@ -90,9 +92,23 @@ class Landlock:
         )  # fmt: skip
         return start_box(Pipes(*fds), limits=limits, kill=kill, arrival=arrival)
 
+    def _folders(self) -> Path:
+        """A new folder, and in it one to work in, one for what sandlock keeps, and one with links to the packages."""
+        try:
+            top = Path(tempfile.mkdtemp(prefix=f"sftplay-box-{os.getpid()}-"))
+            top.chmod(0o711)
+            for name, mode in (("work", 0o777), ("storage", 0o777), ("site", 0o755)):
+                (top / name).mkdir()
+                (top / name).chmod(mode)
+            for package in self._packages:
+                (top / "site" / package.name).symlink_to(package)
+        except OSError as error:
+            raise Lost("infra", f"no folder for the box: {error}") from error
+        return top
+
     def _readable(self) -> list[str]:
         prefix = [str(interpreter())] if sys.base_prefix == "/usr" else [str(Path(sys.base_prefix).resolve())]
-        return [path for path in (*READABLE, *DEVICES, *prefix) if Path(path).exists()]
+        return [path for path in (*READABLE, *DEVICES, *prefix, *map(str, self._packages)) if Path(path).exists()]
 
     def renew(self) -> bool:
         """Nothing runs between boxes that could die."""

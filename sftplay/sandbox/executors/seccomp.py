@@ -18,8 +18,9 @@ EQUAL, AT_LEAST, ANY_BIT = 0x15, 0x35, 0x45
 NEW_NAMESPACES = 0x7E020000
 """The flags of clone(2) that make a namespace."""
 
-X32 = 0x40000000
-"""Numbers from here on are the calls of another binary interface of x86_64."""
+UNKNOWN = 451
+"""Calls from here on came after Linux 6.4, or belong to another binary interface of x86_64. They do not exist in the
+box: C libraries do without them, and nobody has looked at what they open."""
 
 # Numbers on x86_64 and on aarch64, None where there is no such call. Source: the kernel's syscall tables.
 DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -39,18 +40,33 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
     "move_pages": (279, 239), "process_madvise": (440, 440), "pidfd_send_signal": (424, 424),
     "syslog": (103, 116), "personality": (135, 92), "iopl": (172, None), "ioperm": (173, None),
-    "modify_ldt": (154, None),
+    "modify_ldt": (154, None), "io_setup": (206, 0), "flock": (73, 32), "quotactl_fd": (443, 443),
+    "inotify_init": (253, None), "inotify_init1": (294, 26),
 }  # fmt: skip
 
-ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302), "aarch64": (1, 0xC00000B7, 220, 261)}
-"""Column of DENIED, the kernel's mark of the architecture, the numbers of clone(2) and of prlimit64(2)."""
+MARKS: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
+    "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+}  # fmt: skip
+"""Calls that change a file's mode, owner, times or attributes. Landlock holds none of them back: a program that stays
+the user may change those of all his files."""
+
+ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56, 302, 72), "aarch64": (1, 0xC00000B7, 220, 261, 25)}
+"""Column of DENIED, the kernel's mark of the architecture, the numbers of clone(2), prlimit64(2) and fcntl(2)."""
+
+F_SETLEASE = 1024
+"""With a lease on a file that the user owns, all who open it wait."""
 
 CLONE3 = 435
 """Its flags lie in memory, where no filter sees them. C libraries take clone(2) where it does not exist."""
 
 
-def build_filter() -> bytes:
+def build_filter(*, keeps_marks: bool = False) -> bytes:
     """The filter for this machine's architecture, as the kernel and bubblewrap take it: a `struct sock_filter` array.
+
+    With `keeps_marks` it refuses MARKS too.
 
     Raises:
         MachineError: the numbers of this architecture are not known here.
@@ -59,14 +75,14 @@ def build_filter() -> bytes:
     if machine not in ARCHITECTURES:
         known = " and ".join(ARCHITECTURES)
         raise MachineError(f"no system call filter for {machine}", where="sandbox", fix=f"use a machine with {known}")
-    column, mark, clone, prlimit = ARCHITECTURES[machine]
+    column, mark, clone, prlimit, fcntl = ARCHITECTURES[machine]
     code = [_load(4), _jump(mark, skip_if_not=0, skip_if=1), _answer(KILL), _load(0)]
-    if machine == "x86_64":
-        code += [_jump(X32, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
-    for numbers in DENIED.values():
+    code += [_jump(UNKNOWN, how=AT_LEAST, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    for numbers in (DENIED | MARKS if keeps_marks else DENIED).values():
         if (number := numbers[column]) is not None:
             code += [_jump(number, skip_if_not=1), _answer(FAIL | EPERM)]
     code += [_jump(CLONE3, skip_if_not=1), _answer(FAIL | ENOSYS)]
+    code += [_jump(fcntl, skip_if_not=3), _load(24), _jump(F_SETLEASE, skip_if_not=1), _answer(FAIL | EPERM), _load(0)]
     # A program may limit itself, which is process 0, and no other.
     code += [_jump(prlimit, skip_if_not=3), _load(16), _jump(0, skip_if=1, skip_if_not=0), _answer(FAIL | EPERM)]
     code += [_load(0), _jump(clone, skip_if_not=3), _load(16)]

@@ -7,10 +7,10 @@ The network and the machine's files were out of reach before.
 from __future__ import annotations
 
 import marshal
-import os
 import select
 import socket
 import subprocess
+from collections.abc import Sequence
 from itertools import count
 
 from sftplay.sandbox.executors.bootstrap import (
@@ -20,10 +20,10 @@ from sftplay.sandbox.executors.bootstrap import (
     hello_for,
     unused_user,
 )  # fmt: skip
-from sftplay.sandbox.executors.bwrap import WORK, Bwrap, box_arguments, inner_environment, inner_interpreter
-from sftplay.sandbox.executors.executor import wait_for_box
+from sftplay.sandbox.executors.bwrap import WORK, Bwrap, box_arguments, inner_interpreter
+from sftplay.sandbox.executors.executor import new_pipes, wait_for_box
 from sftplay.sandbox.inside import server
-from sftplay.sandbox.verdicts.box import START_S, Box, Lost, Pipes
+from sftplay.sandbox.verdicts.box import START_S, Box, Lost
 from sftplay.sandbox.verdicts.job import Limits
 
 GONE_S = 5.0
@@ -32,12 +32,12 @@ GONE_S = 5.0
 class WarmBwrap(Bwrap):
     """Forks a box for each program out of one that is kept."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, packages: Sequence[str] = ()) -> None:
+        super().__init__(packages)
         self._numbers = count()
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._has_died = False
+        self._has_died = self._is_fresh = False
 
     def open(self, limits: Limits) -> Box:
         """A box that stands.
@@ -45,6 +45,8 @@ class WarmBwrap(Bwrap):
         Raises:
             Lost: `infra`, the server or the box did not start, twice.
         """
+        if self._is_fresh:
+            return super().open(limits)
         try:
             return self._fork(limits)
         except Lost:
@@ -54,25 +56,15 @@ class WarmBwrap(Bwrap):
     def _fork(self, limits: Limits) -> Box:
         orders = self._orders or self._start()
         number = next(self._numbers)
-        ours, theirs = socket.socketpair()
-        reading, writing = os.pipe()
         hello = hello_for(limits, Arrival(folder=WORK, filter=self._filter))
-        try:
+        with new_pipes() as (pipes, theirs, writing):
             socket.send_fds(orders, [marshal.dumps(("start", number, hello))], [theirs.fileno(), writing])
-        except OSError as error:
-            ours.close()
-            os.close(reading)
-            raise Lost("infra", f"the server is gone: {error}") from error
-        finally:
-            os.close(writing)
-            theirs.close()
-        return wait_for_box(Box(Pipes(ours.detach(), None, reading), limits=limits, kill=lambda: self._kill(number)))
+        return wait_for_box(Box(pipes, limits=limits, kill=lambda: self._kill(number, orders)))
 
-    def _kill(self, number: int) -> None:
+    def _kill(self, number: int, orders: socket.socket) -> None:
         """Have the server end a program. A server that does not answer is ended itself, and all programs with it."""
-        orders = self._orders
-        if orders is None:
-            return
+        if orders is not self._orders:
+            return  # that server is gone, and all its programs with it
         try:
             orders.send(marshal.dumps(("kill", number, None)))
             if not select.select([orders], [], [], GONE_S)[0] or orders.recv(16) != b"gone":
@@ -89,17 +81,17 @@ class WarmBwrap(Bwrap):
         orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         user = unused_user()
         argv = [
-            self._program, *box_arguments(Limits(), is_root=user != 0, has_proc=True), "--",
+            self._program, *box_arguments(Limits(), self._packages, is_root=user != 0, has_proc=True), "--",
             *boot_command(inner_interpreter(), theirs.fileno()),
         ]  # fmt: skip
-        self._process = subprocess.Popen(
-            argv, env=inner_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, cwd="/", pass_fds=(theirs.fileno(),), start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
         self._orders = orders
         hello = hello_for(Limits(), Arrival(folder=WORK, user=user))
         try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    argv, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, cwd="/", pass_fds=(theirs.fileno(),), start_new_session=True,
+                )  # fmt: skip
             orders.sendall(first_message(hello, program=server))
             if not select.select([orders], [], [], START_S)[0] or orders.recv(16) != b"ready":
                 raise OSError("it did not start")
@@ -109,11 +101,14 @@ class WarmBwrap(Bwrap):
         return orders
 
     def renew(self) -> bool:
-        """True where the server has died since the last time; the next box starts another."""
+        """True where the server has died since the last time.
+
+        The next boxes need none, so that the second verdict hangs on nothing but its program; later ones start another.
+        """
         if self._process is not None and self._process.poll() is not None:
             self._give_up()
-        has_died, self._has_died = self._has_died, False
-        return has_died
+        self._is_fresh, self._has_died = self._has_died, False
+        return self._is_fresh
 
     def close(self) -> None:
         """End the server, and with it all that came of it."""

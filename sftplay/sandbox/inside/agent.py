@@ -12,17 +12,12 @@ import marshal
 import os
 import sys
 from _json import encode_basestring_ascii as quoted
-from resource import RLIM_INFINITY, getrlimit, setrlimit
 from typing import Any
 
 from sftplay.sandbox.inside.plain import NotPlain, decode, encode
+from sftplay.sandbox.inside.rights import give_up_rights
 
 LONGEST_TEXT = 2_000
-
-PR_SET_KEEPCAPS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 8, 22, 2
-LINUX_CAPABILITY_VERSION_3, CAP_DAC_READ_SEARCH = 0x20080522, 2
-"""Source: linux/prctl.h, linux/seccomp.h, linux/capability.h."""
-
 
 ENDS_LOOPS = (StopIteration, StopAsyncIteration)
 """`all(map(f, cases))` is true where `f` raises one of them."""
@@ -75,82 +70,40 @@ def main(fd: int, hello: dict[str, Any]) -> None:
     serve(channel)
 
 
-def give_up_rights(hello: dict[str, Any]) -> None:
-    """Become the user that the box is for, and take the limits on."""
-    if hello["user"]:
-        become(hello["user"], keeps_reading=hello["keeps_reading"])
-    take_limits(hello)
-    if hello["filter"]:
-        install_filter(hello["filter"])
-
-
-def take_limits(hello: dict[str, Any]) -> None:
-    """Take the limits on that no process gets rid of, and go where the program may write."""
-    for number, value in hello["limits"]:
-        hard = getrlimit(number)[1]
-        most = value if hard == RLIM_INFINITY else min(value, hard)
-        setrlimit(number, (most, most))
-    sys.setrecursionlimit(hello["recursion"])
-    os.umask(0o077)
-    os.chdir(hello["folder"])
-
-
-def become(user: int, *, keeps_reading: bool) -> None:
-    """Become a user without rights; with `keeps_reading` one that no file's mode keeps from reading it.
-
-    Source: capabilities(7). An interpreter below a home folder could not import anything otherwise. What may be read at
-    all is said by landlock.
-    """
-    if keeps_reading:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-    if keeps_reading:
-        set_capabilities(1 << CAP_DAC_READ_SEARCH)
-
-
-def set_capabilities(kept: int) -> None:
-    """Give up all capabilities but those in the bit mask."""
-    import ctypes
-
-    header = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0)
-    sets = (ctypes.c_uint32 * 6)(kept, kept)  # effective, permitted, inheritable; then the same of the higher ones
-    if ctypes.CDLL(None).capset(header, sets):
-        raise PermissionError("capset failed")
-
-
-def install_filter(code: bytes) -> None:
-    """Let the kernel refuse the system calls that the filter names, in this process and all that come of it."""
-    import ctypes
-
-    class Program(ctypes.Structure):
-        _fields_ = (("count", ctypes.c_ushort), ("code", ctypes.c_char_p))
-
-    program = Program(len(code) // 8, code)
-    if ctypes.CDLL(None).prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
-        raise PermissionError("the filter of system calls was refused")
-
-
 class Place:
     """Where an order is carried out: the way out, and the names of the module `candidate`."""
 
     def __init__(self, channel: Channel, names: dict[str, Any]) -> None:
         self.channel, self.names = channel, names
+        self.kept: dict[int, Any] = {}
+        """Objects that the candidate gave and a test may hand back."""
+
+    def keep(self, value: Any) -> int:
+        """The number of an object, which then stays as long as the process."""
+        self.kept[id(value)] = value
+        return id(value)
 
 
 def serve(channel: Channel) -> None:
     """Answer orders for ever. Each names the candidate's module, `candidate`, and the nonce to answer with."""
     module = type(sys)("candidate")
     sys.modules["candidate"] = module
-    names = vars(module)
+    place = Place(channel, vars(module))
     while True:
         order, nonce, parts = channel.receive()
         run: Any = ORDERS[order]
-        fields = run(Place(channel, names), **parts)
+        fields = run(place, **parts)
+        flush()
         channel.send(nonce=quoted(nonce), **fields)
+
+
+def flush() -> None:
+    """Let what was printed arrive before the answer does."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:  # noqa: BLE001  (it may be an object of the candidate's)
+            continue
 
 
 def prepare(place: Place, *, setup: str) -> dict[str, str]:
@@ -181,11 +134,12 @@ def load(place: Place, *, code: str, late_setup: str) -> dict[str, str]:
 def call(place: Place, *, name: str, args: list[Any], named: dict[str, Any], is_encoded: bool) -> dict[str, str]:
     """Call a function of the candidate with plain data; its value, or what it raised, and the arguments afterwards."""
     if is_encoded:
-        args, named = list(map(decode, args)), {key: decode(value) for key, value in named.items()}
-    before = [encode(each) for each in args] if is_encoded else []
+        args = [decode(each, place.kept) for each in args]
+        named = {key: decode(value, place.kept) for key, value in named.items()}
+    before = [encode(each, place.keep) for each in args] if is_encoded else []
     try:
-        value = encode(place.names[name](*args, **named) if name in place.names else missing(name))
-        after = [encode(each) for each in args] if is_encoded else []
+        value = encode(place.names[name](*args, **named) if name in place.names else missing(name), place.keep)
+        after = [encode(each, place.keep) for each in args] if is_encoded else []
     except BaseException as error:  # noqa: BLE001  (foreign code)
         return described(error)
     changed = ",".join(text if text != old else "0" for text, old in zip(after, before, strict=True))
@@ -241,13 +195,13 @@ def stand_in(channel: Channel, name: str) -> Any:
 
 
 def outgoing(value: Any) -> str:
-    """An argument's text; what is not plain data cannot go."""
-    if callable(value):
-        raise NeedsObjects("a test hands over an object")
-    text = encode(value)
-    if '["?",' in text or '["i"' in text:
-        raise NeedsObjects("a test hands over an object")
-    return text
+    """An argument's text. What the candidate gave goes back to it; an object of the test's own cannot go."""
+    return encode(value, refuse)
+
+
+def refuse(value: Any) -> int:
+    """Say that a test has an object of its own for the candidate."""
+    raise NeedsObjects("a test hands over an object")
 
 
 def replace_content(arg: Any, new: Any) -> None:

@@ -3,7 +3,8 @@
 None, bool, int, float and str are themselves. Every other value is a list that begins with a tag:
 `["l", ...]` list, `["t", ...]` tuple, `["s", ...]` set, `["f", ...]` frozenset, `["d", [key, value], ...]` dict,
 `["b", hex]` bytes, `["a", hex]` bytearray, `["c", real, imag]` complex, `["x", hex]` an int of many digits,
-`["i", ...]` what an iterator yields, `["r", start, stop, step]` range, and `["?", is_true, type]` anything else.
+`["i", ...]` what an iterator yields, `["r", start, stop, step]` range, `["?", is_true, type, number]` anything else,
+and `["h", number]` such an object on its way back to the process that it came from.
 
 An object of a subclass (a Counter, a named tuple) is taken for the plain value that it holds. Its own methods, `__eq__`
 among them, stay behind. It knows nothing of processes.
@@ -12,6 +13,7 @@ among them, stay behind. It knows nothing of processes.
 from __future__ import annotations
 
 from _json import encode_basestring_ascii as quoted  # the module json imports much more
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MOST_DEPTH = 100
@@ -24,12 +26,16 @@ LONGEST_INT_BITS = 8_000
 """Above that an int goes as hexadecimal: Python refuses decimal texts of over 4,300 digits."""
 
 
+NO_VALUE = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+"""What reading a structure raises that no `encode` wrote."""
+
+
 class NotPlain(Exception):
     """The value is too deep or too long to leave the process."""
 
 
-def encode(value: Any, depth: int = 0) -> str:
-    """The JSON text of a value.
+def encode(value: Any, keep: Callable[[Any], int] = lambda value: 0, *, depth: int = 0) -> str:
+    """The JSON text of a value. `keep` gets each object and iterator in it, and gives the number to hand it back by.
 
     Raises:
         NotPlain: it is nested deeper than MOST_DEPTH, or an iterator does not end.
@@ -44,7 +50,7 @@ def encode(value: Any, depth: int = 0) -> str:
         return _int(int.__int__(value))
     if isinstance(value, float):
         return _float(float.__float__(value))
-    return _compound(value, depth + 1)
+    return _compound(value, keep, depth=depth + 1)
 
 
 def _int(value: int) -> str:
@@ -57,13 +63,15 @@ def _float(value: float) -> str:
     return repr(value) if value - value == 0 else "Infinity" if value > 0 else "-Infinity"
 
 
-def _compound(value: Any, depth: int) -> str:
+def _compound(value: Any, keep: Callable[[Any], int], *, depth: int) -> str:
     kinds: tuple[tuple[Any, str], ...] = ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "f"))
     for kind, tag in kinds:
         if isinstance(value, kind):
-            return _tagged(tag, [encode(item, depth) for item in kind.__iter__(value)])
+            return _tagged(tag, [encode(item, keep, depth=depth) for item in kind.__iter__(value)])
     if isinstance(value, dict):
-        pairs = [f"[{encode(key, depth)},{encode(item, depth)}]" for key, item in dict.items(value)]
+        pairs = [
+            f"[{encode(key, keep, depth=depth)},{encode(item, keep, depth=depth)}]" for key, item in dict.items(value)
+        ]
         return _tagged("d", pairs)
     if isinstance(value, (bytes, bytearray)):
         return f'["{"b" if isinstance(value, bytes) else "a"}","{memoryview(value).hex()}"]'
@@ -72,15 +80,22 @@ def _compound(value: Any, depth: int) -> str:
         return f'["c",{_float(value.real)},{_float(value.imag)}]'
     if type(value) is range:
         return _tagged("r", [_int(value.start), _int(value.stop), _int(value.step)])
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:  # a number of an array equals a plain one
+        return encode(value.item(), keep, depth=depth)
+    if type(value) is Opaque:
+        return f'["h",{value.number}]'
+    if type(value) is Yielded:
+        return _tagged("i", [encode(item, keep, depth=depth) for item in value.rest[::-1]])
+    number = keep(value)
     if hasattr(value, "__next__") or type(value) in (type({}.keys()), type({}.values()), type({}.items())):
-        return _tagged("i", _yielded(value, depth))
-    return f'["?",{"true" if value else "false"},{quoted(type(value).__name__)}]'
+        return _tagged("i", _yielded(value, keep, depth=depth))
+    return f'["?",{"true" if value else "false"},{quoted(type(value).__name__)},{number}]'
 
 
-def _yielded(value: Any, depth: int) -> list[str]:
+def _yielded(value: Any, keep: Callable[[Any], int], *, depth: int) -> list[str]:
     items = []
     for item in value:
-        items.append(encode(item, depth))
+        items.append(encode(item, keep, depth=depth))
         if len(items) > MOST_ITEMS:
             raise NotPlain(f"an iterator yields more than {MOST_ITEMS:,} items")
     return items
@@ -91,12 +106,15 @@ def _tagged(tag: str, items: list[str]) -> str:
 
 
 class Opaque:
-    """Stands for a value that is not plain. It is true or false as that value was, and equal to nothing."""
+    """Stands for a value that is not plain. It is true or false as that value was, and equal to nothing.
+
+    By its number the process that it came from finds the object again.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, is_true: bool, kind: str) -> None:
-        self.is_true, self.kind = is_true, kind
+    def __init__(self, is_true: bool, kind: str, *, number: int = 0) -> None:
+        self.is_true, self.kind, self.number = is_true, kind, number
 
     def __bool__(self) -> bool:
         return self.is_true
@@ -108,8 +126,23 @@ class Opaque:
         return f"<an object of type {self.kind}>"
 
 
-def decode(structure: Any) -> Any:
-    """The value of a structure; the reverse of `encode` for plain data.
+class Yielded:
+    """An iterator of another process, read to its end. To encode it takes nothing out of it."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.rest = items[::-1]
+
+    def __iter__(self) -> Yielded:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.rest:
+            raise StopIteration
+        return self.rest.pop()
+
+
+def decode(structure: Any, kept: Mapping[int, Any] = {}) -> Any:
+    """The value of a structure; the reverse of `encode` for plain data. `kept` has the objects that are handed back.
 
     Raises:
         TypeError, ValueError, KeyError: no `encode` wrote it.
@@ -118,10 +151,12 @@ def decode(structure: Any) -> Any:
         return structure
     tag, items = structure[0], structure[1:]
     if tag == "d":
-        return {decode(key): decode(value) for key, value in items}
+        return {decode(key, kept): decode(value, kept) for key, value in items}
     if tag in "ltsfi":
-        kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "i": iter}
-        return kinds[tag]([decode(item) for item in items])
+        kinds: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "i": Yielded}
+        return kinds[tag]([decode(item, kept) for item in items])
+    if tag == "h":
+        return kept[items[0]]
     return _decode_atom(tag, items)
 
 
@@ -136,7 +171,7 @@ def _decode_atom(tag: str, items: list[Any]) -> Any:
     if tag == "r":
         return range(*items)
     if tag == "?":
-        return Opaque(items[0] is True, str(items[1]))
+        return Opaque(items[0] is True, str(items[1]), number=items[2] if type(items[2]) is int else 0)
     raise ValueError(f"no tag is called {tag!r}")
 
 
@@ -158,7 +193,7 @@ def is_same(structure: Any, expected: Any) -> bool:
             return tag == "d" and len(items) == len(expected) and _is_same_dict(items, expected)
         is_atom = isinstance(tag, str) and tag in ("x", "b", "a", "c")
         return is_atom and bool(_decode_atom(tag, items) == expected)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError):
+    except NO_VALUE:
         return False
 
 
@@ -178,4 +213,7 @@ def is_true(structure: Any) -> bool:
         return bool(items) and items[0] is True
     if tag in ("x", "i"):
         return True
-    return any(items) if tag in ("b", "a", "c") else bool(decode(structure)) if tag == "r" else bool(items)
+    try:
+        return any(items) if tag in ("b", "a", "c") else bool(decode(structure)) if tag == "r" else bool(items)
+    except NO_VALUE:
+        return False

@@ -17,6 +17,11 @@ from sftplay.sandbox.verdicts.job import Job, Mode, parse
 
 Relation = Literal["equal", "unequal", "true", "false"]
 
+PLAIN_ATTRIBUTES = frozenset(
+    name for kind in (str, bytearray, complex, float, list, tuple, set, dict, range) for name in dir(kind)
+)  # fmt: skip
+"""What a stand-in's value can be asked for where the tests have a box of their own."""
+
 PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict, type(None))
 
 
@@ -64,7 +69,7 @@ def plan_tests(job: Job) -> Plan:
         mode: Mode = "none"
     elif all(comparisons):
         mode = "pair"
-    elif any(_is_class_name(name) for name in functions):
+    elif any(_is_class_name(name) for name in functions) or any(_looks_inside(each, functions) for each in job.tests):
         mode = "in_process"
     else:
         mode = "proxy"
@@ -79,6 +84,23 @@ def _outermost_call(test: str) -> str:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return node.func.id
     return ""
+
+
+def _looks_inside(test: str, functions: Sequence[str]) -> bool:
+    """True when the test reads an attribute, which no plain value has, of what the program gave: `f(2).head`."""
+
+    def is_given(node: ast.expr) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions
+
+    nodes = list(ast.walk(parse(test)))
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and is_given(node.value)]
+    names = {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+    return any(
+        node.attr not in PLAIN_ATTRIBUTES
+        and (is_given(node.value) or (isinstance(node.value, ast.Name) and node.value.id in names))
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+    )
 
 
 def _is_module(name: str, tests: Sequence[str]) -> bool:

@@ -45,10 +45,13 @@ class Pipes(NamedTuple):
 class Box:
     """A process in a box, and the pipes to it."""
 
-    def __init__(self, pipes: Pipes, *, limits: Limits, kill: Callable[[], None]) -> None:
+    def __init__(
+        self, pipes: Pipes, *, limits: Limits, kill: Callable[[], None], is_cut: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`kill` ends all that runs in the box. `is_cut`: somebody else has ended the box around the program."""
         self.printed = b""
         """The end of what the program printed."""
-        self._pipes, self._limits, self._kill = pipes, limits, kill
+        self._pipes, self._limits, self._kill, self._is_cut = pipes, limits, kill, is_cut
         self._answers, self._output = pipes.answers, pipes.output
         self._orders = pipes.answers if pipes.orders is None else pipes.orders
         self._n_printed = 0
@@ -101,7 +104,7 @@ class Box:
                 if wait_ms <= 0 or not select.select([], [self._orders], [], wait_ms / 1000)[1]:
                     raise Lost("timeout") from None
             except OSError as error:
-                raise Lost("killed", "the process had ended") from error
+                raise self._ended("the process had ended") from error
 
     def read(self, nonce: str, until: float) -> dict[str, Any]:
         """The answer to the order with this nonce, or a question that the box asks first: it has no status."""
@@ -146,8 +149,11 @@ class Box:
                 part = b""
             if not part:
                 self._drain_output()
-                raise Lost("killed", "the process ended without an answer")
+                raise self._ended("the process ended without an answer")
             self._incoming += part
+
+    def _ended(self, text: str) -> Lost:
+        return Lost("infra", "something else on the machine ended the box") if self._is_cut() else Lost("killed", text)
 
     def _take_output(self) -> bool:
         part = os.read(self._output, 1 << 16)

@@ -17,6 +17,9 @@ SETUP_S = 10.0
 MOST_LOST = 3
 """Boxes that one job may lose. The tests after that end as the last one did, without being run."""
 
+SETUP_FAILED = "the setup of the job"
+"""With this begins what an `infra` verdict says where the job's own statements are at fault, and not the machine."""
+
 STATUSES = ("ok", "wrong", "runtime", "syntax", "memory", "output")
 """What the program's box may say once the program has run. It would say `infra` to be spared a 0, and `objects` to be
 judged more weakly. `timeout`, `killed` and `tampered` are seen from outside."""
@@ -86,9 +89,9 @@ class _Hearing:
     def _status_of(self, number: int) -> Status:
         try:
             loaded = self._loaded()
-            if loaded["status"] != "ok":
+            if (status := self._note(loaded)) != "ok":
                 self._n_lost = MOST_LOST  # it would not load another time either
-                return self._note(loaded)
+                return status
             if not self.job.tests:
                 return "ok"
             comparison = self.plan.comparisons[number]
@@ -105,7 +108,8 @@ class _Hearing:
         if status not in STATUSES:
             raise Lost("tampered", "the answer has no proper status")
         if status != "ok":
-            self.text = self.text or str(answer.get("text", ""))[-2_000:]
+            text = answer.get("text")
+            self.text = self.text or (text[-2_000:] if isinstance(text, str) else "")
         return status
 
     def _ask(self, box: Box, order: str, *, within_s: float, **parts: Any) -> dict[str, Any]:
@@ -125,7 +129,7 @@ class _Hearing:
         if self.job.setup:
             prepared = self._candidate.ask("prepare", setup=self.job.setup, within_s=SETUP_S)
         if prepared["status"] == "infra":
-            raise Lost("infra", f"the setup of the job: {prepared.get('text')}")
+            raise Lost("infra", f"{SETUP_FAILED}: {prepared.get('text')}")
         late_setup = self.job.setup if prepared["status"] == "later" else ""
         return self._ask(self._candidate, "load", code=self.job.code, late_setup=late_setup, within_s=self.left_s)
 

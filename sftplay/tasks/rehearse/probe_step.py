@@ -32,7 +32,7 @@ from sftplay.tasks import sft
 from sftplay.tasks.rehearse.memory_gauges import CUDA_GAUGE, MemoryGauge, load_gauge
 from sftplay.tasks.run.run_task import make_trainable
 from sftplay.tasks.run.setup import make_setup
-from sftplay.tasks.run.task import TrainerParts
+from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.step.micro_batches import MicroBatcher
 from sftplay.tasks.step.window import StepSetup
 
@@ -100,6 +100,8 @@ def measure_steps(cfg: RunConfig, folder: RunFolder, *, request: Request, gauge:
                 tokenizer=tokenizer,
                 train=rows.select(setup.order),
                 held_out=None,
+                rows=Rows(train=rows, held_out=None, report={}),
+                folder=folder,
                 arguments={**setup.arguments(has_held_out=False), **nothing_kept},
                 callbacks=[schedule],
                 # No replay: running out of memory is what is measured.

@@ -74,7 +74,9 @@ def save_result(
         # The base's own end token is not always the one its chats end with.
         set_end_tokens(model.generation_config, tokenizer)
     with whole_folder(target, replaces=True) as scratch:
-        model.save_pretrained(scratch, state_dict=weights)
+        # One that KL is measured against is no part of the result.
+        only = {} if cfg.tuning.mode == "full" else {"selected_adapters": ["default"]}
+        model.save_pretrained(scratch, state_dict=weights, **only)
         tokenizer.save_pretrained(scratch)
         if cfg.tuning.mode != "full":
             on_hub = None if Path(base).is_dir() else base

@@ -76,6 +76,9 @@ class Rows:
     learned_tokens: int = 0
     """Tokens that an epoch teaches."""
 
+    trainer_evaluates: bool = True
+    """False where the task measures the held-out rows itself, by a callback."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerParts:
@@ -88,6 +91,10 @@ class TrainerParts:
     """The rows of the whole run in training order."""
 
     held_out: Dataset | HeldOutRows | None
+    rows: Rows
+    """All that the task has made of the data."""
+
+    folder: RunFolder
     arguments: dict[str, Any]
     """For the TRL config: every argument that the kit decides, then the user's `train.extra`."""
 
@@ -108,4 +115,7 @@ class Task(Protocol):
         """Measure `model` on the held-out rows and write `path` (eval/before.json or after.json); on the main rank."""
 
     def build_trainer(self, parts: TrainerParts) -> Any:
-        """A Trainer whose class begins with `Window`."""
+        """A Trainer that is a `StepTrainer`, most simply one whose class begins with `Window`.
+
+        A callback that the task adds is attached if it is an `Observer`.
+        """

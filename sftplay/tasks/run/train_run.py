@@ -120,7 +120,7 @@ class TrainRun:
 
     def trainer_parts(self, tokenizer: Any, rows: Rows) -> TrainerParts:
         """What the task builds its trainer of."""
-        setup, held_out = self.setup, rows.held_out
+        setup, held_out = self.setup, rows.held_out if rows.trainer_evaluates else None
         if held_out is not None and setup.world_size > 1:
             multiple = int(self.cfg.train.batch_size) * setup.world_size
             is_dataset = isinstance(held_out, Dataset)
@@ -133,6 +133,8 @@ class TrainRun:
             tokenizer=tokenizer,
             train=rows.train.select(setup.order) if isinstance(rows.train, Dataset) else rows.train,
             held_out=held_out,
+            rows=rows,
+            folder=self.folder,
             arguments=setup.arguments(has_held_out=held_out is not None),
             callbacks=self.callbacks,
             step=StepSetup(
@@ -147,11 +149,11 @@ class TrainRun:
 
     def attach(self, trainer: StepTrainer) -> None:
         """Hand the trainer to the callbacks that need it."""
-        for callback in self.callbacks:
+        callbacks = trainer.callback_handler.callbacks
+        for callback in callbacks:
             if isinstance(callback, Observer):
                 callback.attach(trainer)
         # Trackers are registered first, but must see what the metrics add to a line.
-        callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop(callbacks.index(self.metrics)))
 
     def train(self, trainer: Any) -> Outcome:

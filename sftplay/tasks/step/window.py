@@ -8,7 +8,7 @@ With FSDP and DeepSpeed, whose ranks communicate within every micro-batch, the T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -171,6 +171,10 @@ class Window(Base):
         taken, self.counts = self.counts, StepCounts()
         return taken
 
+    def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing beyond the figures of every task."""
+        return {}
+
     @property
     def last_rows(self) -> list[int]:
         """Ids of this rank's last step."""
@@ -193,11 +197,7 @@ class Window(Base):
         return row_ids
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The sum of the label tokens' losses over `num_items_in_batch`, without TRL's entropy and accuracy."""
         if model.training:

@@ -16,6 +16,17 @@ def by_step(evals: dict[str, dict[str, Any]]) -> Iterator[tuple[float, dict[str,
             yield float(step), figures
 
 
+def compared(evals: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """before and after -> names of the measurements that stand for them.
+
+    A run that learns from rewards measures itself at its first and at its last step.
+    """
+    steps = sorted(step for step, figures in by_step(evals) if "reward" in figures)
+    if len(steps) < 2 or steps[0] != 0 or {"before", "after"} & set(evals):
+        return {}
+    return {"before": "step-0", "after": f"step-{steps[-1]:.0f}"}
+
+
 def held_out_sources(evals: dict[str, dict[str, Any]]) -> dict[str, list[Point]]:
     """(step, held-out loss) of each source of a mixture."""
     points: dict[str, list[Point]] = {}

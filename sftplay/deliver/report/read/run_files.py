@@ -14,7 +14,7 @@ from typing import Any
 from sftplay.atomic import is_locked
 from sftplay.config.read import yaml12
 from sftplay.config.read.resolved import flow
-from sftplay.deliver.report.read.held_out import by_step, held_out_sources
+from sftplay.deliver.report.read.held_out import by_step, compared, held_out_sources
 from sftplay.deliver.report.read.history import History, Point, as_number, read_history
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
@@ -55,7 +55,10 @@ class RunFiles:
     sample: dict[str, Any]
     settings: dict[str, Setting]
     evals: dict[str, dict[str, Any]]
-    """Name of a file in eval/, without .json -> its figures."""
+    """Name of a file in eval/, without .json -> its figures; and what stands for `before` and `after`."""
+
+    stands_for: dict[str, str]
+    """before and after -> the files that stand for them."""
 
     history: History
     held_out: list[Point]
@@ -116,9 +119,9 @@ class RunFiles:
 
 def read_run_files(folder: RunFolder) -> RunFiles:
     """Everything in the folder. Never raises for what it finds there."""
-    reader = _Reader(folder)
-    checkpoints = list_checkpoints(folder.checkpoints)
+    reader, checkpoints = _Reader(folder), list_checkpoints(folder.checkpoints)
     evals = {path.stem: reader.json(f"eval/{path.name}") for path in _listed(folder.eval, "*.json")}
+    stands_for = compared(evals)
     samples = [path.name for path in _listed(folder.path / "samples", "*.txt")][:MOST_SAMPLES]
     return RunFiles(
         folder=folder,
@@ -128,7 +131,8 @@ def read_run_files(folder: RunFolder) -> RunFiles:
         data=reader.json("data_report.json"),
         sample=reader.json("samples/masked.json", is_optional=True),
         settings=reader.settings(),
-        evals=evals,
+        evals=evals | {tag: evals[name] for tag, name in stands_for.items()},
+        stands_for=stands_for,
         launch=reader.text("launch.txt"),
         samples=[(name, reader.text(f"samples/{name}")) for name in samples],
         history=reader.history(),

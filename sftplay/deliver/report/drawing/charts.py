@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from sftplay.deliver.report.figures import format_figure, name_of
+from sftplay.deliver.report.drawing.figures import format_figure, name_of
 from sftplay.deliver.report.read.history import Point
 
 WIDTH, HEIGHT = 1000.0, 300.0

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).parents[1] / "templates"
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters no HTML text may hold, or that turn the direction of what follows; half surrogates are no UTF-8."""

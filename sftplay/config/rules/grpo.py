@@ -1,0 +1,150 @@
+"""Rules about learning from rewards: what a run of task mode grpo needs, and what has no meaning in it.
+
+Nothing here looks at the number of processes: `plan.sizing` divides the batch among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from sftplay.config.rules.violation import Violation
+from sftplay.config.schema.grpo import GrpoConfig
+from sftplay.config.schema.keys import keys_in
+from sftplay.config.schema.run import RunConfig
+
+GENERATIONS, EFFECTIVE = "grpo.num_generations", "train.effective_batch_size"
+COMPLETION, PROMPT = "grpo.max_completion_length", "grpo.max_prompt_length"
+LEVEL, LOSS = "grpo.importance_sampling_level", "grpo.loss_type"
+
+UNCLIPPED = ("cispo", "sapo", "vespo")
+"""Losses that bound the ratio in another way than by epsilon and delta (trl 1.16, `_compute_loss`)."""
+
+
+def broken_grpo_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """Every rule of task mode grpo that the config breaks."""
+    if cfg.task_mode == "grpo":
+        yield from _rewards(cfg)
+        yield from _groups(cfg)
+        yield from _lengths(cfg)
+        yield from _loss(cfg)
+        yield from _without_meaning(cfg)
+
+
+def idle_grpo_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, the key that takes its effect away, and why."""
+    if cfg.task_mode != "grpo":
+        names = (key for key, _ in keys_in(cfg) if key.startswith("grpo."))
+        yield from ((key, "task_mode", f"task_mode {cfg.task_mode} draws no completions") for key in names)
+        return
+    grpo, kind = cfg.grpo, "grpo.generation"
+    of_vllm = {"memory_share", "sleep", "tensor_parallel"} if grpo.generation != "vllm_colocate" else set()
+    of_vllm |= {"url", "timeout"} if grpo.generation != "vllm_server" else set()
+    for name in sorted(of_vllm):
+        yield f"grpo.vllm.{name}", kind, f"{kind} is {grpo.generation}"
+    if grpo.generation != "transformers":
+        yield "grpo.generation_rows", kind, f"{grpo.generation} decides itself how many completions it draws at a time"
+    if grpo.loss_type in UNCLIPPED:
+        yield "grpo.epsilon", LOSS, f"loss_type {grpo.loss_type} does not use it"
+    if grpo.loss_type in ("sapo", "vespo"):
+        yield "grpo.epsilon_high", LOSS, f"loss_type {grpo.loss_type} does not use it"
+
+
+def groups_of(effective: int, grpo: GrpoConfig, *, processes: int = 1) -> tuple[list[int], list[int]]:
+    """The nearest effective batches, and the nearest num_generations, with which every drawing holds whole groups.
+
+    A drawing is steps_per_generation optimizer steps long; TRL asks that num_generations divides it. Both lists are in
+    ascending order, and the second is empty where no number of completions fits.
+    """
+    group, steps = grpo.num_generations, grpo.steps_per_generation
+    unit = math.lcm(processes, group // math.gcd(group, steps))
+    batches = [size for size in (effective // unit * unit, (effective // unit + 1) * unit) if size]
+    drawn = effective * steps
+    fitting = [size for size in range(2, drawn + 1) if drawn % size == 0] if effective % processes == 0 else []
+    near = [
+        max((size for size in fitting if size <= group), default=0),
+        min((s for s in fitting if s > group), default=0),
+    ]
+    return batches, [size for size in near if size]
+
+
+def _rewards(cfg: RunConfig) -> Iterator[Violation]:
+    if not cfg.rewards:
+        what, fix = "grpo learns from rewards, and there is none", "add one: - {name: answer, use: exact_match}"
+        yield Violation(("task_mode", "rewards"), what, fix=fix)
+    elif not any(reward.weight for reward in cfg.rewards):
+        what = "every weight is 0, so nothing would be learned"
+        yield Violation(("rewards.0.weight", "rewards"), what, fix="give one reward another weight")
+
+
+def _groups(cfg: RunConfig) -> Iterator[Violation]:
+    grpo, effective = cfg.grpo, cfg.train.effective_batch_size
+    drawn = effective * grpo.steps_per_generation
+    if drawn % grpo.num_generations == 0:
+        return
+    steps = f" x grpo.steps_per_generation {grpo.steps_per_generation}" if grpo.steps_per_generation > 1 else ""
+    what = f"{effective} completions a step{steps} do not make whole groups of {GENERATIONS} {grpo.num_generations}"
+    batches, groups = groups_of(effective, grpo)
+    fix = f"write {EFFECTIVE}: {' or '.join(map(str, batches))}"
+    fix += f"; or {GENERATIONS}: {' or '.join(map(str, groups))}" if groups else ""
+    yield Violation((EFFECTIVE, GENERATIONS, "grpo.steps_per_generation"), what, fix=fix)
+
+
+def _lengths(cfg: RunConfig) -> Iterator[Violation]:
+    grpo, limit = cfg.grpo, cfg.model.max_seq_len
+    if grpo.max_completion_length >= limit:
+        what = f"{grpo.max_completion_length} leaves no room for a prompt in model.max_seq_len {limit}"
+        fix = f"write model.max_seq_len: {2 * grpo.max_completion_length}, or shorter completions"
+        yield Violation((COMPLETION, "model.max_seq_len"), what, fix=fix)
+    elif grpo.max_prompt_length is not None and grpo.max_prompt_length + grpo.max_completion_length > limit:
+        both = grpo.max_prompt_length + grpo.max_completion_length
+        what = f"{grpo.max_prompt_length} and {COMPLETION} {grpo.max_completion_length} are more than "
+        fix = f"write model.max_seq_len: {both}, or {PROMPT}: {limit - grpo.max_completion_length}"
+        yield Violation((PROMPT, COMPLETION, "model.max_seq_len"), f"{what}model.max_seq_len {limit}", fix=fix)
+
+
+def _loss(cfg: RunConfig) -> Iterator[Violation]:
+    grpo = cfg.grpo
+    if grpo.loss_type == "luspo" and grpo.importance_sampling_level != "sequence":
+        what = "luspo is a loss of whole completions, but the ratio is taken of each token"
+        yield Violation((LOSS, LEVEL), what, fix=f"write {LEVEL}: sequence")
+    if grpo.loss_type == "vespo" and grpo.importance_sampling_level != "token":
+        what = "vespo makes the ratio of a completion itself, out of those of its tokens"
+        yield Violation((LEVEL, LOSS), what, fix=f"write {LEVEL}: token")
+    if grpo.loss_type == "vespo" and grpo.generation.startswith("vllm"):
+        mode = grpo.extra.get("vllm_importance_sampling_mode", "sequence_mask")
+        if mode not in ("token_truncate", "token_mask") and grpo.extra.get("vllm_importance_sampling_correction", True):
+            key = "grpo.extra.vllm_importance_sampling_mode"
+            what = f"{mode}: loss_type vespo corrects vLLM's probabilities by token"
+            yield Violation((key, LOSS, "grpo.generation"), what, fix=f"write {key}: token_truncate or token_mask")
+    if grpo.delta is not None and (grpo.loss_type in UNCLIPPED or grpo.delta <= 1 + grpo.epsilon):
+        what = f"loss_type {grpo.loss_type} does not use it" if grpo.loss_type in UNCLIPPED else ""
+        what = what or f"{grpo.delta:g} is not above 1 + grpo.epsilon {grpo.epsilon:g}"
+        yield Violation(("grpo.delta", LOSS, "grpo.epsilon"), what, fix="remove it, or write 4")
+
+
+def _without_meaning(cfg: RunConfig) -> Iterator[Violation]:
+    """Settings of other tasks that would be ignored, or would change what the model is paid for."""
+    train, tuning = cfg.train, cfg.tuning
+    table = {
+        "train.packing": (
+            train.packing is True,
+            "true packs rows, but prompts are padded to draw completions",
+            "false",
+        ),
+        "train.loss_head": (train.loss_head in ("chunked", "liger"), f"{train.loss_head} is a loss of labels", "auto"),
+        "train.neftune_alpha": (train.neftune_alpha is not None, "the noise would enter the probabilities", "null"),
+        "train.best_metric": (train.best_metric is not None, "loss says nothing about rewards", "null"),
+        "train.early_stopping": (train.early_stopping is not None, "it watches the loss on labels", "null"),
+        "train.batching": (train.batching == "tokens", "a micro-batch has a fixed number of completions", "examples"),
+        "tuning.backend": (tuning.backend == "unsloth", "unsloth is not offered", "bnb"),
+        "tuning.new_tokens.count": (tuning.new_tokens.count > 0, "TRL reads the head without new rows", "0"),
+        "tuning.new_tokens.path": (tuning.new_tokens.path is not None, "TRL reads the head without new rows", "null"),
+    }
+    for key, (is_asked, why, remedy) in table.items():
+        if is_asked:
+            yield Violation((key, "task_mode"), f"{why}, in task_mode grpo", fix=f"write {key}: {remedy}")
+    targets = tuning.lora.target_modules
+    if tuning.mode != "full" and isinstance(targets, list) and "lm_head" in targets:
+        what = "lm_head: TRL reads the weights of the head without their adapter, so it would not train"
+        yield Violation(("tuning.lora.target_modules", "task_mode"), what, fix="remove lm_head from the list")

@@ -1,0 +1,160 @@
+"""The section `grpo`: how completions are drawn, and how the model learns from their rewards.
+
+Names are the kit's where TRL has several for one thing; `tasks.grpo.arguments` translates them. Rules between keys are
+in `rules.grpo`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, Section
+
+LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+Generation = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
+Probability = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class VllmConfig(Section):
+    """What vLLM is told where it generates (grpo.generation vllm_colocate and vllm_server)."""
+
+    memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3
+    """vllm_colocate: share of the GPU's memory that vLLM takes for its weights and its cache. TRL's default is 0.3."""
+
+    sleep: bool = True
+    """vllm_colocate: vLLM gives its memory back while the model is updated, and takes it again to generate. It costs a
+    few seconds a step. TRL's default is false."""
+
+    tensor_parallel: Positive = 1
+    """vllm_colocate: number of processes over which vLLM splits the model. It must divide the number of processes.
+    TRL's default is 1."""
+
+    url: str = "http://localhost:8000"
+    """vllm_server: address of the server. TRL's default is port 8000 of this machine."""
+
+    timeout: Positive = 240
+    """vllm_server: seconds to wait for the server when the run starts. TRL's default is 240."""
+
+
+class GrpoConfig(Section):
+    """How completions are drawn and how the model learns from their rewards (task mode grpo). A row is a prompt;
+    train.effective_batch_size counts completions."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions that are drawn for each prompt, and compared with each other: a group. At least 2; more give a better
+    estimate and cost more. It must divide the completions that are drawn together. TRL's default is 8."""
+
+    max_completion_length: Positive = 512
+    """Most tokens of a completion. Longer ones are cut off there and count as truncated. TRL's default is 512."""
+
+    max_prompt_length: Positive | None = None
+    """Most tokens of a prompt; data.too_long decides about longer ones. None means model.max_seq_len less
+    max_completion_length. TRL 1.16 has no such limit."""
+
+    steps_per_generation: Positive = 1
+    """Optimizer steps that one drawing of completions feeds. 1 is on policy. More generate in larger batches, and learn
+    from completions of older weights. TRL counts micro-batches: its value is this one times train.grad_accum."""
+
+    num_iterations: Positive = 1
+    """Times that the completions of one drawing are learned from. TRL's default is 1."""
+
+    loss_type: LossType = "dapo"
+    """How the losses of tokens become one. dapo: the mean over all tokens of the step. grpo: the mean over completions
+    of each one's mean. dr_grpo: the sum over max_completion_length. bnpo: the mean over each micro-batch's tokens.
+    cispo, sapo, vespo: other bounds on the ratio to the older weights. luspo: completions count by their length; it
+    needs importance_sampling_level sequence. TRL's default is dapo."""
+
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Whether the ratio to the older weights is taken of each token, or of a whole completion (GSPO). sequence goes
+    with loss_type grpo or luspo. TRL's default is token."""
+
+    epsilon: PositiveFloat = 0.2
+    """How far the ratio to the older weights may fall below 1 before it is cut off. TRL's default is 0.2."""
+
+    epsilon_high: PositiveFloat | None = None
+    """How far it may rise above 1. None means epsilon; DAPO takes 0.28, and loss_type cispo wants 5. TRL's default is
+    None."""
+
+    delta: PositiveFloat | None = None
+    """A second upper bound of the ratio, for completions that were worse than their group. It must be above 1 +
+    epsilon. None sets none, as TRL does."""
+
+    beta: NotNegative = 0.0
+    """Weight of the distance (KL) to the model that the run started with. 0 needs no such model; above 0, an adapter is
+    switched off to be it, and mode full holds a second copy of the weights. TRL's default is 0."""
+
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What the distance of a reward from its group's mean is divided by: the standard deviation of the group, that of
+    the whole batch, or nothing. TRL's default is group."""
+
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Whether rewards are added by their weights before they are compared in the group, or compared one by one and then
+    added (GDPO). TRL's default is sum_then_normalize."""
+
+    mask_truncated_completions: bool = False
+    """Learn nothing from completions that were cut off at max_completion_length. TRL's default is false."""
+
+    top_entropy_quantile: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """Share of the tokens that are learned from: those where the model was least sure. 0.2 is usual; 1 takes all. TRL's
+    default is 1."""
+
+    entropy_coef: float = 0.0
+    """Reward for being unsure: this times the mean entropy is added to what is maximised. TRL's default is 0."""
+
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """Learn nothing from completions that were worse than their group and that the model has moved away from by more
+    than this. 0.5 is usual. None learns from all, as TRL does."""
+
+    temperature: PositiveFloat = 1.0
+    """Temperature of the draw. Higher draws more widely. TRL's default is 1."""
+
+    top_p: Probability = 1.0
+    """Draw from the most likely tokens whose probabilities add up to this. 1 draws from all. TRL's default is 1."""
+
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from this many most likely tokens. 0 draws from all. TRL's default is 0."""
+
+    min_p: Probability | None = None
+    """Draw only tokens with at least this share of the likeliest token's probability. None sets no limit, as TRL
+    does."""
+
+    repetition_penalty: PositiveFloat = 1.0
+    """Divides the score of tokens that have occurred. 1 changes nothing. TRL's default is 1."""
+
+    generation: Generation = "transformers"
+    """What draws the completions. transformers: the trained model itself. continuous: the same with transformers'
+    continuous batching. vllm_colocate: vLLM on the training GPUs. vllm_server: a vLLM server that you start. TRL's
+    default is the first."""
+
+    generation_rows: Positive | None = None
+    """Completions that a process draws at the same time (generation transformers); the rest follow. None means as many
+    as fit into memory beside the model. TRL draws all at once."""
+
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    """What vLLM is told."""
+
+    redraws: Annotated[int, Field(ge=0)] = 0
+    """Most times in a drawing that groups with equal rewards, which teach nothing, are drawn again, each with another
+    prompt (dynamic sampling, DAPO). Above 0, prompts whose last groups were such also pass their next turns. 0 draws
+    once, as TRL does."""
+
+    gauge_steps: Annotated[int, Field(ge=0)] = 10
+    """Every so many steps the sampler is compared with the model that learns (sampler_gap and sampler_kl in the
+    metrics). Such a step computes one more forward pass. 0 never compares."""
+
+    stop_without_signal: Annotated[int, Field(ge=0)] = 20
+    """Stop the run after this many steps in which all groups had equal rewards, so that nothing was learned. 0 never
+    stops. TRL goes on."""
+
+    samples: Annotated[int, Field(ge=0)] | None = None
+    """Completions of each step that are written to samples/, with rewards and verdicts. None means all, 0 none."""
+
+    control: Literal["random", "constant"] | None = None
+    """An experiment that must not learn: the model is paid random or constant rewards, and the true ones are measured
+    only, as true_reward. None pays the true ones."""
+
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Any other field of TRL's GRPOConfig, by its own name. It is checked against the fields of the installed
+    version."""

@@ -1,0 +1,242 @@
+"""Config and tokenizer -> prompts to train on and prompts held out, as token ids, with the data report.
+
+They are read and tokenised once and kept in `data.processed_dir`. An answer in a row is cut off; rewards get it as the
+column `answer`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.cache import ensure_folder, fingerprint
+from sftplay.data.encode.render import Renderer
+from sftplay.data.layouts.convert import Reading, read_beginning, reading_of
+from sftplay.data.order import is_held_out
+from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
+from sftplay.data.prepare.batch import Example, RowOutcome, short
+from sftplay.data.prepare.one_pass import Input
+from sftplay.data.prepare.output import REFUSED, REPORT
+from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
+from sftplay.data.prepare.report import total
+from sftplay.data.problems.rows import published_test_id
+from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
+from sftplay.data.prompts.questions import SCHEMA, Questions
+from sftplay.data.read.sources import content_digest, dialect_of, read_rows
+from sftplay.data.records import Refused, keys_of
+from sftplay.data.template.templates import resolve_template
+from sftplay.errors import DataError
+
+ROOM = "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Everything that a run on prompts needs of its data."""
+
+    train: Questions
+    held_out: Questions
+    """Empty where nothing is held out."""
+
+    renderer: Renderer
+    report: dict[str, Any]
+    """The content of `data_report.json`."""
+
+    fingerprint: str
+    """Changes with any prompt or column, held out or not."""
+
+
+def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | None = None) -> Prompts:
+    """The prompts of `data.train_path`, and those that `data.val_path` or `data.split` holds out.
+
+    `renderer_template` is the text of a chat template that goes before `data.template`: the one stored with a model. A
+    prompt of more than `cfg.prompt_tokens` tokens is left out, or ends the run where `data.too_long` says error: a
+    question is not cut. Several processes may call this at once; one reads and the others wait.
+
+    Raises:
+        DataError: a file cannot be read, a row has no question and the config says error, or no prompt is left.
+    """
+    data = cfg.data
+    inputs = [Input(cfg.rows_path, DEFAULT_SPLIT if data.split is None else data.split)]
+    if data.val_path:
+        inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
+    guarded = [data.test_path] if data.test_path else []
+    prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
+    if not len(prompts.train):
+        raise _nothing_to_ask(cfg.rows_path, prompts.report)
+    return prompts
+
+
+def load_held_out_prompts(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None) -> Prompts:
+    """All prompts of one file as the held-out side, as for `data.test_path`; `train` is empty.
+
+    Raises:
+        DataError: as `load_prompts`.
+    """
+    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[])
+
+
+def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Prompts:
+    data, max_tokens = cfg.data, cfg.prompt_tokens
+    digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
+    renderer = renderer_for(cfg, tokenizer, path=inputs[0].path, template=template)
+    parts = {
+        "kind": "prompts",
+        "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
+        "files": [[given.path, digests[given.path], given.share] for given in inputs],
+        "guarded": [[path, digests[path]] for path in guarded],
+        "renderer": asdict(renderer.recipe()),
+        "max_tokens": max_tokens,
+        "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
+        "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
+    }
+    folder = Path(data.processed_dir) / fingerprint(parts)
+
+    def make(unfinished: Path) -> None:
+        _Pass(cfg, renderer, max_tokens=max_tokens).run(inputs, guarded, folder=unfinished)
+        expect_unchanged(digests)
+
+    ensure_folder(folder, make)
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    refused = str(folder / REFUSED)
+    for source in report["sources"].values():
+        source["refused_rows"] = refused
+    report |= {"refused_rows": refused, "fingerprint": folder.name, "files": digests}
+    train, held_out = (Questions(Dataset.from_file(str(folder / f"{side}.arrow"))) for side in SIDES)
+    return Prompts(train, held_out, renderer, report, folder.name)
+
+
+def renderer_for(cfg: RunConfig, tokenizer: Any, *, path: str, template: str | None = None) -> Renderer:
+    """What asks the questions of a file: by the chat template, or without one where its rows are plain texts."""
+    reading, dialect = reading_of(cfg.data), dialect_of(cfg.data)
+    _, first = next(iter(read_rows(path, dialect)), (None, {}))
+    is_plain = not isinstance(first, Refused) and bool(read_beginning(first, reading=reading))
+    if template is None and not (is_plain and not tokenizer.chat_template):
+        template = resolve_template(cfg.data.template, tokenizer)
+    return Renderer.prove(tokenizer, template, samples=sample_records(cfg.data, path))
+
+
+class _Pass:
+    """One pass over the files: questions in, token ids and columns on disk, every row counted."""
+
+    def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
+        self._renderer, self._max_tokens = renderer, max_tokens
+        self._reading: Reading = reading_of(cfg.data)
+        self._dialect = dialect_of(cfg.data)
+        self._columns: dict[str, None] = {}
+        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=ROOM)
+
+    def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
+        """Write both sides, the refused rows and the report."""
+        for path in guarded:
+            for prompt in self._prompts(path):
+                if isinstance(prompt, Prompt):
+                    self._policies.guard(_key(prompt), prompt.source)
+        with ExitStack() as files:
+            writers = {
+                side: files.enter_context(pa.ipc.new_stream(str(folder / f"{side}.arrow"), SCHEMA)) for side in SIDES
+            }
+            refused = files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
+            # Held-out rows go first: a training row must be compared with all of them.
+            for given in reversed(inputs):
+                for prompt in self._prompts(given.path):
+                    outcome, row = self._judged(prompt, share=given.share)
+                    side: Side = "held_out" if outcome.held_out else "train"
+                    if self._policies.keep(outcome, side):
+                        writers[side].write_batch(pa.RecordBatch.from_pylist([row], schema=SCHEMA))
+                    elif outcome.refused:
+                        line = {"place": str(outcome.source), "reason": outcome.refused}
+                        refused.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._policies.check()
+        (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
+
+    def _prompts(self, path: str) -> Iterator[Prompt | RowOutcome]:
+        """Each row as a prompt, or as refused."""
+        for number, (source, row) in enumerate(read_rows(path, self._dialect)):
+            try:
+                if isinstance(row, Refused):
+                    yield RowOutcome(number, source, refused=row.reason)
+                else:
+                    yield to_prompt(row, source, number=number, reading=self._reading)
+            except DataError as error:
+                yield RowOutcome(number, source, refused=error.what, fix=error.fix)
+
+    def _judged(self, prompt: Prompt | RowOutcome, *, share: float) -> tuple[RowOutcome, dict[str, Any]]:
+        """What becomes of a row, and the row as it is kept."""
+        if isinstance(prompt, RowOutcome):
+            prompt.held_out = share == 1.0
+            return prompt, {}
+        record, source = prompt.unanswered, prompt.source
+        keys = keys_of(record)
+        outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
+        outcome.keys = short(keys.content), short(keys.prompt), short(keys.prompt)
+        outcome.tested = published_test_id(prompt.row)
+        try:
+            ids = prompt.prompt(self._renderer)
+        except DataError as error:
+            outcome.refused, outcome.fix = error.what, error.fix
+            return outcome, {}
+        outcome.lengths = [len(ids)]
+        if len(ids) > self._max_tokens:
+            outcome.dropped = "too_long"
+            return outcome, {}
+        # Nothing of a prompt is learned; what the report needs of an example is the number of its tokens.
+        outcome.examples = [Example(bytes(4 * len(ids)), b"", 0, is_cut=False, ends_learned=False)]
+        columns = columns_of(prompt.row, source, reading=self._reading)
+        self._columns |= dict.fromkeys(columns)
+        content = json.dumps({"question": prompt.question, "columns": columns}, default=str)
+        place = {"path": source.path, "line": source.line, "record": source.record}
+        return outcome, {"row": prompt.number, "input_ids": ids, "content": content, **place}
+
+    def _report(self, inputs: list[Input]) -> dict[str, Any]:
+        paths = {"train": inputs[0].path, "held_out": inputs[-1].path}
+        counts = self._policies.counts
+        used = [side for side in SIDES if counts[side].read]
+        notes = []
+        if inputs[-1].share and not counts["held_out"].examples:
+            notes.append("nothing is held out: too few prompts; raise data.split or give data.val_path")
+        return {
+            **total(counts.values()).as_json(),
+            "mask_method": self._renderer.method,
+            "template_hash": self._renderer.template_hash,
+            "max_prompt_tokens": self._max_tokens,
+            "columns": list(self._columns),
+            "sources": {side: {"path": paths[side], **counts[side].as_json()} for side in used},
+            "warnings": self._warnings(),
+            "notes": notes,
+        }
+
+    def _warnings(self) -> list[str]:
+        counts = self._policies.counts["train"]
+        n_long = counts.dropped["too_long"]
+        if not n_long:
+            return []
+        return [
+            f"{n_long:,} of {counts.read:,} prompts have more than {self._max_tokens:,} tokens and are left out; the"
+            f" longest has {counts.longest:,}"
+        ]
+
+
+def _key(prompt: Prompt) -> int:
+    return short(keys_of(prompt.unanswered).prompt)
+
+
+def _nothing_to_ask(path: str, report: Mapping[str, Any]) -> DataError:
+    source = report["sources"].get("train", report)
+    reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in source["dropped"].items()]
+    reasons += [f"{source['refused']:,} refused, see {report['refused_rows']}"] if source["refused"] else []
+    return DataError(
+        f"no prompt is left to train on: {source['read']:,} read" + "".join(f", {reason}" for reason in reasons),
+        where=path,
+        fix=f"{ROOM}; lower data.split; or correct the refused rows",
+    )

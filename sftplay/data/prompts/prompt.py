@@ -1,0 +1,83 @@
+"""One row as a prompt: its question, and the columns that rewards read by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from sftplay.data.layouts.convert import Reading, read_beginning, read_prompt, to_record
+from sftplay.data.layouts.fields import Row
+from sftplay.data.records import Chat, Message, Source, Text
+from sftplay.errors import DataError
+
+ANSWER = "answer"
+"""The column of the right answer: the row's own, else what the assistant says last in the row."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row: its number in the whole file, its place, its fields, and the question that they hold."""
+
+    number: int
+    source: Source
+    row: Row
+    messages: tuple[Message, ...]
+    tools: str
+    beginning: str = ""
+    """A plain text that the model goes on writing; then there are no messages."""
+
+    def prompt(self, renderer: Any) -> list[int]:
+        """The tokens that ask it.
+
+        Raises:
+            DataError: the template refuses it, with the row's place.
+        """
+        try:
+            ids: list[int]
+            if self.beginning:
+                ids = renderer.beginning_ids(self.beginning)
+            else:
+                ids = renderer.prompt_ids(self.messages, self.tools)
+        except DataError as error:
+            raise DataError(error.what, where=str(self.source), fix=error.fix) from error
+        return ids
+
+    @property
+    def question(self) -> str:
+        """What is asked, in the words of the last turn."""
+        return self.beginning or self.messages[-1].content
+
+    @property
+    def unanswered(self) -> Chat | Text:
+        """The question as a record: two prompts are the same where these say the same."""
+        if self.beginning:
+            return Text(self.beginning, self.source)
+        return Chat((*self.messages, Message("assistant", "")), self.source, tools=self.tools)
+
+
+def to_prompt(row: Row, source: Source, *, number: int, reading: Reading) -> Prompt:
+    """The question of a row of any layout that training reads, and of one that has `prompt` alone.
+
+    Raises:
+        DataError: it has no question, or breaks a rule.
+    """
+    if text := read_beginning(row, reading=reading):
+        return Prompt(number, source, row, (), "", text)
+    return Prompt(number, source, row, *read_prompt(row, source, reading=reading))
+
+
+def columns_of(row: Row, source: Source, *, reading: Reading) -> dict[str, Any]:
+    """What rewards read of a row: its columns, by their own names and by those of `data.columns`, and `answer`; of a
+    published problem also its tests, see `data.problems`."""
+    mapped = {field: row[column] for field, column in reading.columns if column in row}
+    columns: dict[str, Any] = {**row, **mapped}
+    try:
+        record = to_record(row, source, reading=reading)
+    except DataError:  # a prompt need not have an answer
+        return columns
+    if isinstance(record, Chat):
+        if columns.get(ANSWER) is None:
+            columns[ANSWER] = record.answer
+        columns |= json.loads(record.columns) if record.columns else {}
+    return columns

@@ -1,0 +1,66 @@
+"""Prompts that are ready to be asked, and how they lie on disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset
+
+from sftplay.data.records import Source
+
+SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("input_ids", pa.list_(pa.int64())),
+        ("content", pa.string()),
+        ("path", pa.string()),
+        ("line", pa.int64()),
+        ("record", pa.int64()),
+    ]
+)
+"""`content` is JSON text: in Arrow's own columns each object would get the keys of all the others."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt that is ready to be asked."""
+
+    row: int
+    """The row's number in its file, from 0."""
+
+    ids: list[int]
+    """The tokens that ask it."""
+
+    question: str
+    """The words of its last turn, or the beginning of a plain text."""
+
+    columns: dict[str, Any]
+    """What rewards read, by name."""
+
+
+class Questions:
+    """Prompts by their number, read from disk as they are needed."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Question:
+        row = self.rows[number]
+        content = json.loads(row["content"])
+        return Question(row["row"], row["input_ids"], content["question"], content["columns"])
+
+    @property
+    def row_numbers(self) -> list[int]:
+        """Those of all prompts, in their order."""
+        return list(self.rows["row"])
+
+    def place_of(self, number: int) -> str:
+        """Where the row stands, as `Source` prints it."""
+        row = self.rows[number]
+        return str(Source(row["path"], row["line"], row["record"]))

@@ -1,0 +1,182 @@
+"""The rewards of a config together: every one asked about a batch, side by side, and what none of them may do."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from sftplay.config.schema.reward import CODE_TESTS
+from sftplay.config.schema.run import RewardConfig, RunConfig
+from sftplay.errors import RunError
+from sftplay.reward.calls import RewardCall, Scores
+from sftplay.reward.code_rewards import CodeTests, limits_of
+from sftplay.reward.completions import Completion
+from sftplay.sandbox.pool import Sandbox, count_workers
+
+MOST_UNKNOWN = 0.05
+"""Share of the answers of WINDOW calls for which a reward may have no value."""
+
+WINDOW = 20
+
+MOST_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What all rewards say of a batch."""
+
+    by_name: dict[str, Scores]
+    """In the order of the config. A value None means that nothing is known."""
+
+    verdicts: list[dict[str, Any] | None]
+    """What became of each completion's program (`how`, `status`, `passed`, `total`, ...); None without code_tests."""
+
+
+class RewardSet:
+    """Opens the rewards of a config once and asks them many times. Use it as a context manager.
+
+    Programs run in the sandbox's boxes, and every other reward in a process of its own, side by side. All of them are
+    new programs and no copies of this process, so it may use CUDA already.
+    """
+
+    def __init__(self, cfg: RunConfig, *, rank_processes: int | None = None) -> None:
+        """`rank_processes`: how many processes of the run share this machine's cores; None: what the launcher says.
+
+        Raises:
+            ConfigError: a reward cannot be loaded.
+            MachineError: a reward runs programs, and nothing on this machine can box them.
+        """
+        self.names = tuple(reward.name for reward in cfg.rewards)
+        self.weights = tuple(reward.weight for reward in cfg.rewards)
+        self._sandbox: Sandbox | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._calls: dict[str, RewardCall] = {}
+        self._code: dict[str, CodeTests] = {}
+        try:
+            self._open(cfg, workers=count_workers(rank_processes))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def executor(self) -> str:
+        """What the boxes are made of, to be recorded with results; empty where no programs run."""
+        return self._sandbox.executor if self._sandbox else ""
+
+    def _open(self, cfg: RunConfig, *, workers: int) -> None:
+        for reward in cfg.rewards:
+            if reward.use == CODE_TESTS:
+                self._sandbox = self._sandbox or Sandbox(cfg.sandbox.executor, workers=workers)
+                self._code[reward.name] = _code_tests(reward, cfg=cfg, sandbox=self._sandbox)
+            else:
+                self._calls[reward.name] = RewardCall(reward.use, reward.options, deadline_s=reward.deadline)
+        # Linux ends a process with the thread that started it. The main thread starts them; these threads stay, too.
+        self._threads = ThreadPoolExecutor(max(1, len(self._calls)), thread_name_prefix="reward")
+        for call in self._calls.values():
+            call.start()
+        for call in self._calls.values():
+            with suppress(TimeoutError):  # the first batch asks again, and has the reason
+                call.wait_ready()
+
+    def call_of(self, name: str) -> RewardCall | CodeTests:
+        """One of the rewards, to be asked alone."""
+        return self._code[name] if name in self._code else self._calls[name]
+
+    def score(self, completions: Sequence[Completion], columns: Mapping[str, Sequence[Any]]) -> Scored:
+        """What every reward says of the completions; `columns` are those of their rows, aligned with them."""
+        assert self._threads is not None
+        futures = {name: self._threads.submit(call, completions, **columns) for name, call in self._calls.items()}
+        judged = {name: call.judge(completions, columns) for name, call in self._code.items()}
+        found = {name: scores for name, (scores, _) in judged.items()}
+        found |= {name: future.result() for name, future in futures.items()}
+        verdicts: Sequence[dict[str, Any] | None] = next(
+            (each for _, each in judged.values()), [None] * len(completions)
+        )
+        return Scored({name: found[name] for name in self.names}, list(verdicts))
+
+    def close(self) -> None:
+        """End all processes and boxes, also while a call is under way in another thread."""
+        for call in self._calls.values():
+            call.stop()
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        for call in self._calls.values():
+            call.close()
+        if self._sandbox is not None:
+            self._sandbox.close()
+
+    def __enter__(self) -> RewardSet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _code_tests(reward: RewardConfig, *, cfg: RunConfig, sandbox: Sandbox) -> CodeTests:
+    return CodeTests(reward.options, sandbox=sandbox, limits=limits_of(cfg.sandbox), deadline_s=reward.deadline)
+
+
+def aligned(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Rows as columns; None where a row does not have one.
+
+    >>> aligned([{"answer": "4"}, {"answer": "5", "level": 2}], ["answer", "level"])
+    {'answer': ['4', '5'], 'level': [None, 2]}
+    """
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def combined(scored: Scored, weights: Sequence[float]) -> list[float | None]:
+    """The weighted sum of the rewards that know a value, for each completion; None where none of them does.
+
+    `weights` are in the order of `scored.by_name`. A reward of weight 0 is measured only: its value alone is no reward.
+    """
+    columns = [scores.values for scores in scored.by_name.values()]
+    sums: list[float | None] = []
+    for values in zip(*columns, strict=True):
+        known = [value * weight for value, weight in zip(values, weights, strict=True) if value is not None and weight]
+        sums.append(sum(known) if known else None)
+    return sums
+
+
+class Abstentions:
+    """Counts the answers for which a reward has no value, and ends the run when they are too many."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[int] = deque(maxlen=WINDOW)
+        self._counts: deque[Counter[str]] = deque(maxlen=WINDOW)
+        self._reasons: deque[dict[str, list[str]]] = deque(maxlen=WINDOW)
+
+    def add(self, scored: Scored) -> dict[str, int]:
+        """Count a call: the name of each reward -> how many of its values are None.
+
+        Raises:
+            RunError: of the answers of the last WINDOW calls, or of as many to come, more than MOST_UNKNOWN have no
+                value of a reward.
+        """
+        counts = {name: scores.values.count(None) for name, scores in scored.by_name.items()}
+        self._sizes.append(len(scored.verdicts))
+        self._counts.append(Counter(counts))
+        self._reasons.append({name: scores.reasons for name, scores in scored.by_name.items()})
+        n_answers, n_calls = sum(self._sizes), len(self._sizes)
+        for name in counts:
+            unknown = sum(each[name] for each in self._counts)
+            if unknown > MOST_UNKNOWN * n_answers * WINDOW / n_calls:
+                raise self._error(name, what=f"{unknown:,} of the {n_answers:,} answers of the last {n_calls} calls")
+        return counts
+
+    def _error(self, name: str, *, what: str) -> RunError:
+        reasons = list(dict.fromkeys(reason for each in self._reasons for reason in each.get(name, [])))
+        said = "; ".join(reasons[:MOST_REASONS])
+        return RunError(f"{what} have no value of {name}: {said}", where=f"rewards.{name}", fix=_remedy(name, said))
+
+
+def _remedy(name: str, said: str) -> str:
+    if "sandbox failed" in said:
+        return "`make sandbox ARGS=--self-test` says what is wrong with the boxes; then resume"
+    if "took longer" in said or "did not start" in said:
+        return f"raise rewards.{name}.deadline, or make the function faster; then resume"
+    return "mend the function and try it with `make reward-check`; then resume"

@@ -1,0 +1,1 @@
+"""The task grpo: the model draws completions of prompts and learns from their rewards, by TRL's GRPOTrainer."""

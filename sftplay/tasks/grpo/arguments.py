@@ -1,0 +1,66 @@
+"""The section `grpo` as arguments of TRL's GRPOConfig. It imports neither torch nor TRL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sftplay.config.schema.run import RunConfig
+
+
+def grpo_arguments(cfg: RunConfig) -> dict[str, Any]:
+    """What GRPOConfig gets beside the arguments of every run, in which no value of `cfg` is `auto`.
+
+    They are laid over `RunSetup.arguments`: the Trainer accumulates micro-batches itself, and neither evaluates nor
+    looks for the best weights, because its evaluation would draw completions without the kit's order and rewards.
+    """
+    grpo, train = cfg.grpo, cfg.train
+    return {
+        "per_device_train_batch_size": int(train.batch_size),
+        "gradient_accumulation_steps": int(train.grad_accum),
+        "steps_per_generation": grpo.steps_per_generation * int(train.grad_accum),
+        "eval_strategy": "no",
+        "eval_steps": None,
+        "load_best_model_at_end": False,
+        "metric_for_best_model": None,
+        "greater_is_better": None,
+        "shuffle_dataset": False,
+        "num_generations": grpo.num_generations,
+        "max_completion_length": grpo.max_completion_length,
+        "num_iterations": grpo.num_iterations,
+        "loss_type": grpo.loss_type,
+        "importance_sampling_level": grpo.importance_sampling_level,
+        "epsilon": grpo.epsilon,
+        "epsilon_high": grpo.epsilon_high,
+        "delta": grpo.delta,
+        "beta": grpo.beta,
+        "scale_rewards": grpo.scale_rewards,
+        "multi_objective_aggregation": grpo.aggregation,
+        "mask_truncated_completions": grpo.mask_truncated_completions,
+        "top_entropy_quantile": grpo.top_entropy_quantile,
+        "entropy_coef": grpo.entropy_coef,
+        "off_policy_mask_threshold": grpo.off_policy_mask_threshold,
+        "temperature": grpo.temperature,
+        "top_p": grpo.top_p,
+        "top_k": grpo.top_k,
+        "min_p": grpo.min_p,
+        "repetition_penalty": grpo.repetition_penalty,
+        **_generation(cfg),
+        **grpo.extra,
+    }
+
+
+def _generation(cfg: RunConfig) -> dict[str, Any]:
+    kind, vllm = cfg.grpo.generation, cfg.grpo.vllm
+    if kind == "vllm_colocate":
+        return {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": vllm.memory_share,
+            "vllm_enable_sleep_mode": vllm.sleep,
+            "vllm_tensor_parallel_size": vllm.tensor_parallel,
+            "vllm_max_model_length": cfg.prompt_tokens + cfg.grpo.max_completion_length,
+        }
+    if kind == "vllm_server":
+        server = {"vllm_server_base_url": vllm.url, "vllm_server_timeout": float(vllm.timeout)}
+        return {"use_vllm": True, "vllm_mode": "server", **server}
+    return {"use_vllm": False, "use_transformers_continuous_batching": kind == "continuous"}

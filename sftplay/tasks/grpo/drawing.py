@@ -1,0 +1,160 @@
+"""The mixin that makes more of what is drawn: silent groups drawn again, less padding, the sampler compared.
+
+It stands before `Rollouts`: `class PromptTrainer(Drawing, Rollouts, GRPOTrainer)`. None of it changes TRL's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sftplay.data.prompts.questions import Questions
+from sftplay.monitor.metrics import gather_objects
+from sftplay.tasks.grpo.completions.length_order import depends_on_cut, has_relative_places, order_by_length
+from sftplay.tasks.grpo.completions.sampler_gauge import SAMPLED, SCORED, SamplerGauge, recorded
+from sftplay.tasks.grpo.judged import Judged
+from sftplay.tasks.grpo.prompts import PromptRows
+from sftplay.tasks.grpo.redraws import Redraws, Share
+from sftplay.tasks.grpo.rollouts import Rollouts
+from sftplay.tasks.run.preflight import has_sharded_weights
+
+if TYPE_CHECKING:
+
+    class Base(Rollouts):
+        """The trainer that comes after the mixin."""
+
+        processing_class: Any
+        use_vllm: bool
+        use_transformers_continuous_batching: bool
+
+        def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any: ...
+        def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any: ...
+else:
+    Base = object
+
+
+class Drawing(Base):
+    """What happens between a drawing and its losses. `questions` are all those of the training."""
+
+    def __init__(self, *given: Any, questions: Questions, **named: Any) -> None:
+        super().__init__(*given, **named)
+        grpo = self.cfg.grpo
+        self.redraws = Redraws(
+            PromptRows(questions),
+            rows=questions.row_numbers,
+            rounds=grpo.redraws,
+            num_generations=grpo.num_generations,
+            seed=self.cfg.seed,
+            together=has_sharded_weights(self) or self.use_vllm,
+        )
+        self.drawn = {"generated_tokens": 0, "redrawn_groups": 0, "passed_turns": 0}
+        """Since the run's first step, on all ranks together; tokens that were thrown away are among them."""
+
+        self.gauge = SamplerGauge(grpo.gauge_steps)
+        self.keeps_cut = depends_on_cut(self)
+        """Why micro-batches stay as TRL cuts them; empty where they are ordered by length."""
+
+        self._trims_prompts = has_relative_places(self.model)
+        self._inputs: list[dict[str, Any]] | None = None
+        self._judged_ahead: Judged | None = None
+        self._generated_tokens = 0
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
+        if self.redraws.rounds:
+            ranks = gather_objects([row["row"] for row in inputs], self.heartbeat)
+            self.drawn["passed_turns"] += self.redraws.give_turns(inputs, [row for rank in ranks for row in rank])
+        self._inputs, self._generated_tokens = inputs, 0
+        try:
+            drawn = super()._generate_and_score_completions(inputs)
+        finally:
+            self._inputs = self._judged_ahead = None
+        self.drawn["generated_tokens"] += sum(gather_objects(self._generated_tokens, self.heartbeat))
+        self.drawing.update(self.redraws.first_draw)
+        return drawn
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
+        inputs = self._inputs
+        if inputs is None:  # the evaluation
+            return super()._generate_single_turn(prompt_ids, *given, **named)
+
+        def generate(prompts: list[list[int]]) -> Any:
+            completion_ids, logps = self._draw(prompts, *given, **named)
+            self._generated_tokens += sum(map(len, completion_ids))
+            return completion_ids, logps
+
+        share = Share(inputs, prompt_ids, *generate(prompt_ids))
+        if self.redraws.rounds:
+            first = self._judge(inputs, share.completion_ids)
+            self._judged_ahead, redrawn = self.redraws.run(share, first, generate=generate, judge=self._judge)
+            self.drawn["redrawn_groups"] += redrawn
+        return share.completion_ids, share.logps
+
+    def _draw(self, prompts: list[list[int]], *given: Any, **named: Any) -> Any:
+        """Completions, and what the sampler says of their tokens: vLLM always, the module itself where it is due."""
+        plain = not self.use_vllm and not self.use_transformers_continuous_batching
+        if not plain or not self.gauge.is_due(self.state.global_step):
+            return super()._generate_single_turn(prompts, *given, **named)
+        with recorded(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
+            completion_ids, _ = super()._generate_single_turn(prompts, *given, **named)
+        return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
+
+    def _judge(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> Judged:
+        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        return self.judge.judge(inputs, texts, heartbeat=self.heartbeat)
+
+    def _calculate_rewards(self, inputs: list[Any], prompts: Any, completions: list[str], ids: Any) -> Tensor:
+        if self._judged_ahead is None:
+            return super()._calculate_rewards(inputs, prompts, completions, ids)
+        self.judged = self._judged_ahead
+        return self.as_tensor(self.judged)
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training or self._buffered_inputs is before:
+            return inputs
+        accum = self.args.gradient_accumulation_steps
+        if not self.keeps_cut:
+            self._buffered_inputs = order_by_length(
+                self._buffered_inputs, accum=accum, trims_prompts=self._trims_prompts
+            )
+        if self.gauge.is_due(self.state.global_step):
+            self._score_again(self._buffered_inputs[:accum])
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    @torch.no_grad()
+    def _score_again(self, micro_batches: list[dict[str, Any]]) -> None:
+        """Let the weights that drew say what they think of the tokens, in the micro-batches in which they are learned.
+
+        Only then is a difference one of weights, and not of rounding. Off policy TRL asks for it itself.
+        """
+        for inputs in micro_batches:
+            if "old_per_token_logps" not in inputs:
+                ids, mask = (
+                    torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1)
+                    for part in ("ids", "mask")
+                )
+                inputs[SCORED] = super()._get_per_token_logps_and_entropies(
+                    self.model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True
+                )[0]
+
+    def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
+        scored = super()._get_per_token_logps_and_entropies(*given, **named)
+        self.gauge.learned = scored[0].detach() if torch.is_grad_enabled() else None
+        return scored
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
+        sampled, scored = inputs.get(SAMPLED), inputs.get(SCORED)
+        if not self.use_vllm:  # TRL would prefer these numbers where off_policy_mask_threshold is set
+            inputs = {key: value for key, value in inputs.items() if key not in (SAMPLED, SCORED)}
+        loss = super().compute_loss(model, inputs, *given, **named)
+        before = inputs.get("old_per_token_logps", scored)
+        self.gauge.compare(sampled=sampled, before=before, mask=inputs["completion_mask"])
+        return loss
+
+    def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """With what was drawn since the first step, and how far the sampler was from the model that learns."""
+        return {**super().take_figures(logs), **self.drawn, **self.gauge.take(self.heartbeat)}

@@ -1,0 +1,113 @@
+"""What a batch of completions was paid and why, of all ranks together, in plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from sftplay.reward.calls import Scores
+from sftplay.reward.reward_set import Scored, combined
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A rank's completions, as they are sent to the other ranks."""
+
+    rows: list[int]
+    completions: list[str]
+    scored: Scored
+    control: list[float] | None = None
+    """What they are paid in place of the rewards, where the run is a control."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The completions of all ranks, in rank order, with what each reward says of them."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    rows: list[int]
+    completions: list[str]
+    scored: Scored
+    control: list[float] | None = None
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The rewards that are learned from; one of weight 0 is only measured."""
+        return tuple(name for name, weight in zip(self.names, self.weights, strict=True) if weight)
+
+    @property
+    def true(self) -> list[float | None]:
+        """The weighted sum of the rewards; None where none knows a value."""
+        return combined(self.scored, self.weights)
+
+    @property
+    def paid(self) -> list[float | None]:
+        """What the model learns from."""
+        return self.true if self.control is None else list(self.control)
+
+    def values(self) -> list[list[float]]:
+        """A line for each completion with a value for each reward that is learned from; NaN where it abstains."""
+        if self.control is not None:
+            return [[value] for value in self.control]
+        columns = [self.scored.by_name[name].values for name in self.learned]
+        return [[math.nan if value is None else value for value in line] for line in zip(*columns, strict=True)]
+
+    def figures(self, num_generations: int) -> dict[str, float | None]:
+        """The figures of this drawing for a line of metrics."""
+        groups = [self.paid[at : at + num_generations] for at in range(0, len(self.rows), num_generations)]
+        known = [[value for value in group if value is not None] for group in groups]
+        everything = [value for group in known for value in group]
+        unknown = sum(
+            None in line for line in zip(*(each.values for each in self.scored.by_name.values()), strict=True)
+        )
+        figures = {
+            "reward": fmean(everything) if everything else None,
+            "reward_std": stdev(everything) if len(everything) > 1 else None,
+            "zero_variance_share": fmean(max(group, default=0.0) == min(group, default=0.0) for group in known),
+            "abstained": unknown / len(self.rows),
+        }
+        for name, scores in self.scored.by_name.items():
+            values = [value for value in scores.values if value is not None]
+            figures[f"reward/{name}"] = fmean(values) if values else None
+        if self.control is not None:
+            true = [value for value in self.true if value is not None]
+            figures["true_reward"] = fmean(true) if true else None
+        return figures
+
+    def lines(self, advantages: Sequence[float]) -> list[dict[str, Any]]:
+        """A line of samples/step-N.jsonl for each completion."""
+        by_name: Mapping[str, list[float | None]] = {
+            name: scores.values for name, scores in self.scored.by_name.items()
+        }
+        return [
+            {
+                "prompt_id": row,
+                "completion": completion,
+                "rewards": {name: values[n] for name, values in by_name.items()},
+                **({} if self.control is None else {"control": self.control[n]}),
+                "advantage": advantages[n],
+                "verdict": self.scored.verdicts[n],
+            }
+            for n, (row, completion) in enumerate(zip(self.rows, self.completions, strict=True))
+        ]
+
+
+def together(ranks: Sequence[Drawn], *, names: tuple[str, ...], weights: tuple[float, ...]) -> Judged:
+    """The completions of all ranks as one batch."""
+    by_name = {}
+    for name in names:
+        each = [rank.scored.by_name[name] for rank in ranks]
+        reasons = list(dict.fromkeys(reason for scores in each for reason in scores.reasons))
+        by_name[name] = Scores([value for scores in each for value in scores.values], reasons)
+    return Judged(
+        names=names,
+        weights=weights,
+        rows=[row for rank in ranks for row in rank.rows],
+        completions=[text for rank in ranks for text in rank.completions],
+        scored=Scored(by_name, [verdict for rank in ranks for verdict in rank.scored.verdicts]),
+        control=None if ranks[0].control is None else [value for rank in ranks for value in rank.control or ()],
+    )

@@ -1,0 +1,210 @@
+"""The mixin over TRL's GRPOTrainer: the kit's prompts, rewards, counts and checkpoints. Its loss is TRL's own.
+
+It overrides `_tokenize_prompts`, `_generate`, `_generate_single_turn`, `_calculate_rewards`,
+`_generate_and_score_completions`, `_prepare_inputs`, `compute_loss`, `_save_checkpoint` and `train`; and provides what
+`monitor.observer.StepTrainer` asks for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.model.adapter import trained_weights_kept
+from sftplay.monitor.interval import StepCounts
+from sftplay.monitor.observer import TrainerView
+from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.tasks.grpo.judge import Judge
+from sftplay.tasks.grpo.judged import Judged
+from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
+from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
+from sftplay.tasks.grpo.window_state import load_window, save_window
+from sftplay.tasks.step.random_numbers import random_numbers_kept
+from sftplay.tasks.step.window import StepSetup
+
+if TYPE_CHECKING:
+
+    class Base(TrainerView):
+        """The trainer that comes after the mixin."""
+
+        num_generations: int
+        num_iterations: int
+        beta: float
+        _step: int
+        _buffered_inputs: Any
+        _metrics: Any
+        _logs: Any
+
+        def __init__(self, **named: Any) -> None: ...
+        def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any: ...
+        def _generate(self, prompts: list[Any]) -> Any: ...
+        def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any: ...
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]: ...
+        def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]: ...
+        def compute_loss(self, model: nn.Module, inputs: Any, *given: Any, **named: Any) -> Any: ...
+        def _save_checkpoint(self, *given: Any) -> None: ...
+else:
+    Base = object
+
+
+class Rollouts(Base):
+    """Mixed in before TRL's trainer: `class PromptTrainer(Rollouts, GRPOTrainer)`."""
+
+    def __init__(
+        self, step: StepSetup, *, cfg: RunConfig, run_folder: Path, judge: Judge, model: Any, args: Any, **named: Any
+    ) -> None:
+        has_adapter = hasattr(model, "get_base_model")
+        # TRL makes the adapter of a 4-bit base bf16.
+        with trained_weights_kept(model) if has_adapter else nullcontext(), no_copy_by_trl(model, args):
+            named["reward_funcs"] = [_named(name) for name in judge.learned]
+            super().__init__(model=model, args=args, **named)
+        self.beta = args.beta
+        if has_adapter and args.beta and cfg.model.adapter:
+            keep_reference(model)
+        self.cfg, self.run_folder, self.judge, self.heartbeat = cfg, run_folder, judge, step.heartbeat
+        self._at_once = AdaptiveBatches(_rows_at_once(cfg, args), "generation")
+        self.micro_batcher = self.replay = None
+        self.source_names: tuple[str, ...] = ()
+        self.held_out_sources: dict[str, dict[str, float]] = {}
+        self.counts, self.last_loss = StepCounts(), 0.0
+        self.last_rows: list[int] = []
+        """Prompts of this rank's last step."""
+
+        self.drawing: dict[str, float | None] = {}
+        """Figures of the completions that are being learned from."""
+
+        self.held_out_figures: dict[str, float] = {}
+        """What was measured since the last line of metrics."""
+
+        self._figures: dict[str, list[float | None]] = defaultdict(list)
+        self._seen_step = -1
+        self._check_loss = step.check_loss if self.is_deepspeed_enabled and not self.args.fp16 else None
+
+    def train(self, resume_from_checkpoint: str | None = None, **named: Any) -> Any:
+        """Train; from a checkpoint in the middle of a drawing with the completions that it has kept."""
+        with self.judge:
+            if resume_from_checkpoint:
+                load_window(self, Path(resume_from_checkpoint))
+            cut_samples(self.run_folder, after_step=self._step // self.args.gradient_accumulation_steps)
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **named)
+
+    def _tokenize_prompts(self, prompts: list[list[int]]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        return prompts, None, {}
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
+        """As TRL's; transformers draws so many completions at a time as memory has room for."""
+        if self.cfg.grpo.generation != "transformers":
+            return super()._generate_single_turn(prompt_ids, *given, **named)
+
+        def draw(part: slice) -> list[list[int]]:
+            self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long
+            ids, _ = super(Rollouts, self)._generate_single_turn(prompt_ids[part], *given, **named)
+            return list(ids)
+
+        return [ids for part in self._at_once.each(len(prompt_ids), draw) for ids in part], None
+
+    def _generate(self, prompts: list[list[int]]) -> Any:
+        # Drawn with the precision with which their probabilities are computed later.
+        with self.heartbeat.within("generation"), self.accelerator.autocast():
+            return super()._generate(prompts)
+
+    def _calculate_rewards(self, inputs: list[Any], _prompts: Any, completions: list[str], _ids: Any) -> Tensor:
+        """What each reward says of the completions of all ranks, float [completions, rewards]; NaN: it abstains."""
+        self.judged = self.judge.judge(inputs, completions, heartbeat=self.heartbeat)
+        return self.as_tensor(self.judged)
+
+    def as_tensor(self, judged: Judged) -> Tensor:
+        """What TRL learns from."""
+        return torch.tensor(judged.values(), dtype=torch.float32, device=self.accelerator.device)
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
+        drawn = super()._generate_and_score_completions(inputs)
+        metrics = self._metrics["train"]
+        self.drawing = {
+            **self.judged.figures(self.num_generations),
+            "clipped_ratio": metrics["completions/clipped_ratio"][-1],
+            "completion_tokens": metrics["completions/mean_length"][-1],
+        }
+        n_kept = self.cfg.grpo.samples
+        advantages = list(self._logs["advantages"])[-len(self.judged.rows) :]
+        write_samples(samples_path(self.run_folder, self.state.global_step + 1), self.judged.lines(advantages)[:n_kept])
+        rows = torch.tensor([row["row"] for row in inputs], device=self.accelerator.device)
+        return {**drawn, "row": rows}
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.state.global_step != self._seen_step:
+            self._seen_step, self.last_rows, self.last_loss = self.state.global_step, [], 0.0
+            for name, value in self.drawing.items():
+                self._figures[name].append(value)
+        return inputs
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
+        self._count(inputs)
+        self.heartbeat.enter("forward")
+        loss = super().compute_loss(model, inputs, *given, **named)
+        self.last_loss = self.last_loss + loss.detach()
+        if self._check_loss is not None:
+            self._check_loss(loss.detach())
+        self.heartbeat.enter("backward")
+        return loss
+
+    def _count(self, inputs: Mapping[str, Tensor]) -> None:
+        prompts, completions = inputs["prompt_mask"].sum(1), inputs["completion_mask"].sum(1)
+        rows, lengths = inputs["row"].tolist(), (prompts + completions).tolist()
+        self.last_rows += rows
+        self.counts.rows += rows
+        self.counts.lengths += lengths
+        self.counts.tokens += sum(lengths)
+        self.counts.label_tokens += int(completions.sum())
+        self.counts.padded_tokens += inputs["prompt_mask"].numel() + inputs["completion_mask"].numel()
+
+    def _save_checkpoint(self, *given: Any) -> None:
+        with random_numbers_kept():
+            super()._save_checkpoint(*given)
+        save_window(self, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+
+    def take_counts(self) -> StepCounts:
+        """The counts so far; counting starts again from zero."""
+        taken, self.counts = self.counts, StepCounts()
+        return taken
+
+    def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a line of metrics says of the completions that the steps since the last line have learned from."""
+        figures = {name: _mean(values) for name, values in self._figures.items()}
+        held_out, self.held_out_figures = self.held_out_figures, {}
+        self._figures.clear()
+        return {**figures, "entropy": logs.get("entropy"), "kl": logs.get("kl"), **held_out}
+
+    def rows_not_finite(self) -> list[int]:
+        """None are told apart: a completion's loss depends on its group."""
+        return []
+
+
+def _rows_at_once(cfg: RunConfig, args: Any) -> int:
+    """Completions that this rank draws at a time; all of a drawing where nothing is said."""
+    rows = cfg.grpo.generation_rows
+    return rows if isinstance(rows, int) else int(args.per_device_train_batch_size * args.steps_per_generation)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _named(name: str) -> Any:
+    """A stand-in for a reward, whose name TRL logs; `_calculate_rewards` asks the real one."""
+
+    def reward(**_: Any) -> list[float | None]:
+        raise AssertionError(f"the reward {name} is asked by the judge")
+
+    reward.__name__ = name
+    return reward

@@ -1,0 +1,125 @@
+"""Reinforcement learning from rewards (GRPO): the model draws completions of prompts and learns from their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.prompts.load import load_prompts
+from sftplay.data.prompts.report import prompts_table
+from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
+from sftplay.deliver.infer.generate import Generator
+from sftplay.launch.run_folder import RunFolder
+from sftplay.tasks.grpo.arguments import grpo_arguments
+from sftplay.tasks.grpo.completions.sampler_copies import send_copies
+from sftplay.tasks.grpo.drawing import Drawing
+from sftplay.tasks.grpo.evaluation import EvaluatePrompts
+from sftplay.tasks.grpo.judge import Judge
+from sftplay.tasks.grpo.prompts import PromptRows, run_order
+from sftplay.tasks.grpo.redraws import KeepDraws
+from sftplay.tasks.grpo.rollouts import Rollouts
+from sftplay.tasks.grpo.watch.base_weights import WatchBaseWeights
+from sftplay.tasks.grpo.watch.signal_health import SignalHealth
+from sftplay.tasks.run.fingerprint import recipe_of
+from sftplay.tasks.run.task import Rows, TrainerParts
+
+
+class PromptTrainer(Drawing, Rollouts, GRPOTrainer):
+    """TRL's trainer with the kit's prompts and rewards."""
+
+
+def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
+    """The prompts in `cfg.data`. Gives the tokenizer the chat template that asks them.
+
+    Raises:
+        DataError: no prompt is left.
+    """
+    log.status(f"preparing the prompts of {cfg.rows_path}", "data")
+    prompts = load_prompts(cfg, tokenizer)
+    if prompts.renderer.template is not None:
+        tokenizer.chat_template = prompts.renderer.template
+    order, known = run_order(cfg, prompts)
+    return Rows(
+        train=PromptRows(prompts.train, order),
+        held_out=PromptRows(prompts.held_out) if len(prompts.held_out) else None,
+        report=prompts.report,
+        recipe=recipe_of(prompts.renderer),
+        source=prompts,
+        order=known,
+        trainer_evaluates=False,
+    )
+
+
+def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
+    """Show the table of the data report."""
+    log.show(prompts_table(rows.report))
+
+
+def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
+    """Greedy answers to the held-out prompts, scored by the rewards of the run."""
+    renderer = rows.source.renderer
+    generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
+    evaluate_questions(
+        generator, spread(rows.source.held_out, cfg.eval.limit), columns=rows.report["columns"], cfg=cfg, path=path
+    )
+
+
+def build_trainer(parts: TrainerParts) -> PromptTrainer:
+    """A trainer that draws completions of the prompts in their order."""
+    cfg, judge = parts.cfg, Judge(parts.cfg, parts.rows.report["columns"])
+    stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
+    config = GRPOConfig(
+        **{
+            **parts.arguments,
+            **grpo_arguments(cfg),
+            "reward_weights": list(judge.learned.values()),
+        }
+    )
+    frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
+    trainer = PromptTrainer(
+        parts.step,
+        cfg=cfg,
+        run_folder=parts.folder.path,
+        judge=judge,
+        questions=parts.rows.source.train,
+        model=parts.model,
+        processing_class=parts.tokenizer,
+        args=config,
+        # TRL takes a `datasets.Dataset` only. Columns of any kind would not survive in one.
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        # First, so that a step whose base has changed leaves no complete checkpoint.
+        callbacks=[*frozen, *parts.callbacks, SignalHealth(cfg), KeepDraws()],
+    )
+    trainer.train_dataset = parts.train
+    if trainer.use_vllm and frozen:
+        send_copies(trainer.vllm_generation)
+    if parts.rows.held_out is not None:
+        trainer.add_callback(evaluation_of(parts, judge))
+    return trainer
+
+
+def evaluation_of(parts: TrainerParts, judge: Judge) -> EvaluatePrompts:
+    """What answers the held-out prompts while the run trains."""
+    cfg, rows = parts.cfg, parts.rows
+    assert rows.order is not None
+    return EvaluatePrompts(
+        cfg,
+        spread(rows.source.held_out, cfg.eval.limit),
+        judge=judge,
+        folder=parts.folder.eval,
+        every=cfg.train.eval_steps or rows.order.steps_per_epoch,
+        prompt_version=rows.source.renderer.template_hash,
+    )
+
+
+def stop_at(model: Any, end_token_ids: Sequence[int]) -> None:
+    """Let completions also end where the chat template ends a turn, as answers do; TRL reads the model's own end."""
+    shipped = model.generation_config.eos_token_id or []
+    ends = {*end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
+    model.generation_config.eos_token_id = sorted(ends)

@@ -1,0 +1,166 @@
+"""Watches what a run learns from: says what to change where the signal fades, and ends a run that learns nothing.
+
+Each cause is said once. The figures are those of the metrics; all ranks have the same, so all end together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import RunError
+from sftplay.monitor.observer import Observer
+
+RECENT = 10
+"""Drawings, or lines of metrics, over which a figure is averaged before it is judged."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that may go wrong with the figure `of`; `first` and `now` are its first and its recent mean."""
+
+    name: str
+    of: str
+    is_wrong: Callable[[float, float], bool]
+    what: str
+    fix: str
+
+
+CAUSES = (
+    Cause(
+        "silent groups", "zero_variance_share", lambda _, now: now > 0.8,
+        "{now:.0%} of the groups have equal rewards, which teach nothing",
+        "set grpo.redraws=2, draw more (grpo.num_generations), or take other prompts: easier where the reward is low, "
+        "harder where it is high",
+    ),
+    Cause(
+        "truncation", "clipped_ratio", lambda _, now: now > 0.25,
+        "{now:.0%} of the completions are cut off at grpo.max_completion_length",
+        "raise it, or set grpo.mask_truncated_completions=true to learn nothing from them",
+    ),
+    Cause(
+        "longer", "completion_tokens", lambda first, now: now > 2 * first and now > first + 16,
+        "completions have become longer: {now:.0f} tokens in the mean, {first:.0f} at the beginning",
+        "see in samples/ whether length is what is paid; add a reward `overlong`, or set grpo.loss_type=dr_grpo",
+    ),
+    Cause(
+        "shorter", "completion_tokens", lambda first, now: now < 0.5 * first and now < first - 16,
+        "completions have become shorter: {now:.0f} tokens in the mean, {first:.0f} at the beginning",
+        "see in samples/ what is still answered; a reward that a short text earns may have to go",
+    ),
+    Cause(
+        "sure", "entropy", lambda first, now: now < 0.1 * first,
+        "the model is nearly sure of each token: entropy {now:.3g}, {first:.3g} at the beginning; it tries nothing new",
+        "set grpo.epsilon_high=0.28, raise grpo.temperature, or lower train.learning_rate",
+    ),
+    Cause(
+        "unsure", "entropy", lambda first, now: now > 3 * first and now > first + 1,
+        "the model becomes unsure of its tokens: entropy {now:.3g}, {first:.3g} at the beginning",
+        "lower train.learning_rate, or set grpo.beta=0.04",
+    ),
+    Cause(
+        "far from the start", "kl", lambda _, now: now > 1,
+        "the model is far from the one that the run started with: KL {now:.3g}",
+        "raise grpo.beta, or lower train.learning_rate",
+    ),
+    Cause(
+        "clipping", "policy_clip_share", lambda _, now: now > 0.3,
+        "the ratio of {now:.0%} of the tokens is cut off, so they are not learned from",
+        "lower train.learning_rate, grpo.num_iterations or grpo.steps_per_generation",
+    ),
+    Cause(
+        "stale sampler", "sampler_kl", lambda _, now: now > 0.1,
+        "the weights that learn are far from those that drew: KL {now:.3g}",
+        "lower grpo.steps_per_generation, grpo.num_iterations or train.learning_rate",
+    ),
+    Cause(
+        "other sampler", "sampler_gap", lambda _, now: now > 0.1,
+        "the sampler and the model that learns disagree: their log-probabilities differ by {now:.3g} in the mean",
+        "set grpo.top_p=1, top_k=0, min_p=null and repetition_penalty=1; with vLLM, train and draw in one precision",
+    ),
+)  # fmt: skip
+
+
+class SignalHealth(Observer, ExportableState):
+    """Warns, and raises RunError after grpo.stop_without_signal steps in which all groups had equal rewards."""
+
+    trainer: Any
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.limit = 0 if cfg.grpo.control == "constant" else cfg.grpo.stop_without_signal
+        self.warns = cfg.grpo.control is None
+        self.steps_without = 0
+        """Steps in a row without a signal."""
+
+        self.extremes: list[float] = []
+        """The lowest and the highest mean reward of all drawings so far."""
+
+        self.first: dict[str, float] = {}
+        self.said: list[str] = []
+        self._recent: dict[str, deque[float]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        for name, value in saved.get("attributes", {}).items():
+            setattr(self, name, value)
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer keeps in its checkpoints."""
+        names = ("steps_without", "extremes", "first", "said")
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        drawing = self.trainer.drawing
+        reward = drawing.get("reward")
+        if reward is not None:
+            self.extremes = [min([reward, *self.extremes]), max([reward, *self.extremes])]
+        has_signal = drawing.get("zero_variance_share", 0.0) < 1.0
+        self.steps_without = 0 if has_signal else self.steps_without + 1
+        if self.limit and self.steps_without >= self.limit:
+            raise self._explain(state.global_step)
+        self._judge(drawing)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        shares = [logs[name] for name in ("clip_ratio/region_mean", "cispo_clip_ratio") if logs.get(name) is not None]
+        clipped = {"policy_clip_share": shares[0]} if shares else {}
+        names = ("entropy", "kl", "sampler_kl", "sampler_gap")
+        self._judge({**{name: logs.get(name) for name in names}, **clipped})
+
+    def _judge(self, figures: Mapping[str, float | None]) -> None:
+        for name, value in figures.items():
+            if value is not None:
+                self._recent.setdefault(name, deque(maxlen=RECENT)).append(value)
+        for cause in CAUSES:
+            values = self._recent.get(cause.of, ())
+            if figures.get(cause.of) is None or len(values) < RECENT:
+                continue
+            now = fmean(values)
+            first = self.first.setdefault(cause.of, now)
+            if self.warns and cause.name not in self.said and cause.is_wrong(first, now):
+                self.said.append(cause.name)
+                log.say(f"warning: {cause.what.format(first=first, now=now)}\n  fix: {cause.fix}", "signal")
+
+    def _explain(self, step: int) -> RunError:
+        what = f"nothing was learned in the last {self.steps_without} steps: in each group all rewards were equal"
+        samples = "read samples/ to see what the model tries"
+        if self.extremes == [0, 0]:
+            return RunError(
+                f"{what}, and every reward since the first step was 0: the model never does what is asked",
+                where=f"step {step}",
+                fix="warm it up first: fine-tune on examples of right answers (task_mode sft), and name that run in "
+                f"model.name, as workflows/sft_then_grpo.sh does; or take easier prompts. {samples}",
+            )
+        return RunError(
+            f"{what} (mean reward {self.trainer.drawing['reward'] or 0:.3g})",
+            where=f"step {step}",
+            fix="stop here or take harder prompts where that is the highest reward; otherwise take easier prompts, or "
+            "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
+            f"answers differ. {samples}; grpo.stop_without_signal=0 goes on",
+        )

@@ -1,0 +1,45 @@
+"""A small run of task grpo: prompts, a reward that a random model gets different amounts of, few short completions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from small_run import WORDS, Inputs
+
+TIMED = {
+    "tokens_per_s", "padded_tokens_per_s", "samples_per_s", "model_tflops_per_s", "mfu", "step_s", "step_split",
+    "communication_max_s", "ranks", "peak_rss_bytes", "ranks_memory", "attempt", "exposed_communication_share",
+}  # fmt: skip
+"""Fields of a line of metrics that may differ between two equal runs."""
+
+REWARD = "def variety(completions, **_):\n    return [len(set(each)) / 40 for each in completions]\n"
+
+
+def grpo_inputs(model: Path, folder: Path, *, prompts: int = 12) -> Inputs:
+    """Prompts with the columns `answer` and `level`, and six that are held out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, first, count in (("train", 0, prompts), ("held_out", 100, 6)):
+        rows = [
+            {"prompt": f"{WORDS[n % len(WORDS)]} {n}", "answer": WORDS[-n % len(WORDS)], "level": n}
+            for n in range(first, first + count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return Inputs(model, folder / "train.jsonl", folder / "held_out.jsonl")
+
+
+def grpo_options(inputs: Inputs, **changes: Any) -> dict[str, Any]:
+    """Changes to the small run that make it one of task grpo."""
+    return {
+        "task_mode": "grpo",
+        "tuning__mode": "full",
+        "train__effective_batch_size": 8,
+        "train__max_steps": 6,
+        "train__learning_rate": 1e-3,
+        "rewards": [{"name": "variety", "use": f"{inputs.train.parent / 'reward.py'}:variety", "judges": "form"}],
+        "grpo__num_generations": 4,
+        "grpo__max_completion_length": 12,
+        **changes,
+    }

@@ -1,0 +1,185 @@
+"""All rewards of a config together: side by side, in order, each with its deadline. What is not known is counted."""
+
+import shutil
+import time
+
+import pytest
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, RunError
+from sftplay.reward.calls import Scores
+from sftplay.reward.reward_set import Abstentions, RewardSet, Scored, combined
+from sftplay.sandbox.choose import SAFE, problem_of
+from sftplay.sandbox.verdicts.job import Verdict
+
+needs_boxes = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+
+USER = """
+import time
+
+def slow(completions, **_):
+    time.sleep(1.0)
+    return [0.25 for _ in completions]
+
+def raises(completions, **_):
+    raise ValueError("no")
+
+def loops(completions, **_):
+    while True:
+        pass
+"""
+
+TESTS = {
+    "tests": [["assert f(1) == 2", "assert f(2) == 3", "assert f(5) == 6"]] * 4,
+    "entry_point": ["f"] * 4,
+    "setup": ["", None, "", ""],
+    "shown": [1, 1, None, 0],
+}
+
+
+@pytest.fixture
+def user(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(USER)
+    return path
+
+
+def config(*rewards, **sandbox):
+    listed = [{"name": f"r{number}", **reward} for number, reward in enumerate(rewards)]
+    return RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": listed, "sandbox": sandbox})
+
+
+def block(program):
+    return f"```python\n{program}\n```"
+
+
+def test_rewards_are_asked_side_by_side_and_answer_in_the_order_of_the_config(user):
+    names = ["exact_match", f"{user}:slow", f"{user}:slow", f"{user}:slow"]
+    with RewardSet(config(*({"use": name, "weight": n} for n, name in enumerate(names)))) as rewards:
+        rewards.score(["7"], {"answer": ["7"]})
+        began = time.monotonic()
+        scored = rewards.score(["7", "8"], {"answer": ["7", "7"]})
+        assert time.monotonic() - began < 2.5  # each sleeps for one second
+        assert rewards.names == tuple(scored.by_name) == ("r0", "r1", "r2", "r3")
+        assert rewards.weights == (0.0, 1.0, 2.0, 3.0)
+    assert [scores.values for scores in scored.by_name.values()] == [[1.0, 0.0], *[[0.25, 0.25]] * 3]
+    assert scored.verdicts == [None, None]
+    assert combined(scored, rewards.weights) == [1.5, 1.5]
+
+
+@needs_boxes
+def test_programs_are_paid_for_tests_and_their_verdicts_are_kept():
+    cfg = config({"use": "code_tests"}, {"use": "format"}, {"use": "code_tests", "options": {"mode": "all"}})
+    answers = [block("def f(x): return x + 1"), block("def f(x): return 2"), block("def f(x): return 2"), "f"]
+    with RewardSet(cfg) as rewards:
+        scored = rewards.score(answers, TESTS)
+        assert rewards.executor in SAFE
+    # The first test of three counts half where it was shown: 0.5 of 2.5; else a third.
+    assert scored.by_name["r0"].values == [1.0, 0.2, 1 / 3, 0.0]
+    assert scored.by_name["r1"].values == [1.0, 1.0, 1.0, 0.0]
+    assert scored.by_name["r2"].values == [1.0, 0.0, 0.0, 0.0]
+    assert [verdict["status"] for verdict in scored.verdicts] == ["ok", "wrong", "wrong", "no_code"]
+    assert [(verdict["passed"], verdict["total"]) for verdict in scored.verdicts[:3]] == [(3, 3), (1, 3), (1, 3)]
+
+
+@needs_boxes
+def test_the_config_s_limits_hold_in_the_boxes():
+    cfg = config({"use": "code_tests"}, timeout=1.0, test_timeout=0.5, memory="256MiB")
+    loops, greedy = "def f(x):\n    while True: pass", "def f(x):\n    return len(bytearray(400 << 20)) * 0 + x + 1"
+    with RewardSet(cfg) as rewards:
+        began = time.monotonic()
+        scored = rewards.score([block(loops), block(greedy)], {"tests": [["assert f(1) == 2"]] * 2})
+    assert [verdict["status"] for verdict in scored.verdicts] == ["timeout", "memory"]
+    assert scored.by_name["r0"].values == [0.0, 0.0]
+    assert time.monotonic() - began < 20
+
+
+@needs_boxes
+def test_boxes_that_fail_or_hang_abstain_with_a_reason(monkeypatch):
+    answers = [block("def f(x): return x + 1"), "no program"]
+    columns = {"tests": [["assert f(1) == 2"]] * 2}
+    with RewardSet(config({"use": "code_tests", "deadline": 5.0})) as rewards:
+        sandbox = rewards._sandbox
+        late = Verdict(status="infra", stderr="the box did not start")
+        monkeypatch.setattr(sandbox, "_judge", lambda job: late)
+        scores = rewards.score(answers, columns).by_name["r0"]
+        assert (scores.values, scores.reasons) == ([None, 0.0], ["the sandbox failed: the box did not start"])
+        rewards.call_of("r0").deadline_s = 0.1
+        monkeypatch.setattr(sandbox, "_judge", lambda job: time.sleep(1.0) or late)
+        scores = rewards.score(answers, columns).by_name["r0"]
+        assert scores.values == [None, 0.0]
+        assert "no verdict within 0.1 s" in scores.reasons[0] or "no verdict within 0.2 s" in scores.reasons[0]
+
+
+def test_a_reward_that_is_not_there_is_refused_when_the_set_is_opened(user):
+    with pytest.raises(ConfigError, match="no function 'nothing'"):
+        RewardSet(config({"use": f"{user}:nothing"}))
+
+
+def test_closing_ends_a_call_that_loops_in_another_thread(user):
+    from threading import Thread
+
+    rewards = RewardSet(config({"use": f"{user}:loops", "deadline": 500.0}, {"use": "repetition"}))
+    found = []
+    thread = Thread(target=lambda: found.append(rewards.score(["a"], {})))
+    thread.start()
+    time.sleep(0.3)
+    rewards.close()
+    thread.join(timeout=60)
+    assert found[0].by_name["r0"].values == [None]
+
+
+def ask_20_times(rewards, counter, n=8, columns=None):
+    for number in range(20):
+        counter.add(rewards.score([block(f"def f(x): return x + {number}")] * n, columns or {}))
+
+
+def scored(values, reasons=(), n=8):
+    return Scored({"known": Scores([1.0] * n), "odd": Scores(values, list(reasons))}, [None] * n)
+
+
+def test_what_a_sum_does_not_know_is_left_out_and_a_weight_of_0_only_measures():
+    found = Scored({"a": Scores([1.0, None, None]), "b": Scores([0.5, 0.5, None])}, [None] * 3)
+    assert combined(found, [2.0, 4.0]) == [4.0, 2.0, None]
+    assert combined(found, [2.0, 0.0]) == [2.0, None, None]
+
+
+def test_one_answer_in_twenty_may_be_unknown_and_one_more_stops():
+    counter = Abstentions()
+    for _ in range(8):  # 8 of 160 answers are one in twenty
+        assert counter.add(scored([None] + [1.0] * 7)) == {"known": 0, "odd": 1}
+    for _ in range(12):
+        assert counter.add(scored([1.0] * 8))["odd"] == 0
+    for _ in range(8):  # the first eight leave the window as these come
+        counter.add(scored([None] + [1.0] * 7))
+    with pytest.raises(RunError, match=r"9 of the 160 answers of the last 20 calls have no value of odd"):
+        counter.add(scored([None] + [1.0] * 7, ["raised ValueError: no"]))
+
+
+@pytest.mark.parametrize(
+    ("use", "deadline", "reason", "remedy"),
+    [
+        ("raises", 20.0, "raised ValueError: no", "mend the function"),
+        ("loops", 0.5, "took longer than 0.5 s", "raise rewards.r0.deadline"),
+    ],
+)
+def test_a_reward_of_the_user_s_that_fails_stops_the_run_by_name(user, use, deadline, reason, remedy):
+    counter = Abstentions()
+    with (
+        RewardSet(config({"use": f"{user}:{use}", "deadline": deadline})) as rewards,
+        pytest.raises(RunError, match=reason) as refusal,
+    ):
+        ask_20_times(rewards, counter)
+    assert refusal.value.where == "rewards.r0"
+    assert remedy in refusal.value.fix
+    assert "16 of the 16 answers" in refusal.value.what  # known to be too many for 20 calls as well
+
+
+@pytest.mark.skipif(bool(problem_of("bwrap")), reason="needs bubblewrap")
+def test_an_executor_that_is_gone_stops_the_run(monkeypatch):
+    with RewardSet(config({"use": "code_tests"}, executor="bwrap")) as rewards:
+        for executor in rewards._sandbox._all:
+            monkeypatch.setattr(executor, "_program", shutil.which("true"))
+        with pytest.raises(RunError, match="the sandbox failed") as refusal:
+            ask_20_times(rewards, Abstentions(), columns={"tests": [["assert f(1) == 2"]] * 8})
+    assert "--self-test" in refusal.value.fix

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# A model imitates first, and then improves on answers that can be checked: fine-tuning, then GRPO from its result.
+#
+#   workflows/sft_then_grpo.sh [OPTION ...] [-- KEY=VALUE ...]
+#
+#   --name NAME   the runs are called NAME-sft and NAME-grpo (toy)
+#   --sft FILE    config of the first step (configs/run_grpo_toy_sft.yaml)
+#   --grpo FILE   config of the second step, which starts from the first one's result (configs/run_grpo_toy.yaml)
+#
+# 1. Fine-tunes on examples. In the toy three of four are wrong: the model is right now and then.
+# 2. Lets it answer questions, runs its answers in the sandbox, and rewards it for tests that pass.
+# 3. Computes the rewards of all those answers again in another process, and compares.
+# 4. Shows what was learned.
+#
+# The toy needs no GPU and no download, and about two minutes on two cores. Values behind -- change the second step, such
+# as `-- train.max_steps=100 tuning.mode=lora train.learning_rate=2e-3`. Run it again to go on where it was stopped.
+# PY=python takes another Python.
+
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=environment.sh
+. "$(dirname -- "$0")/environment.sh"
+
+name=toy sft=configs/run_grpo_toy_sft.yaml grpo=configs/run_grpo_toy.yaml values=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) print_help "$0"; exit 0 ;;
+    --name | --sft | --grpo)
+      [ $# -ge 2 ] || refuse "$1 needs a value" "see --help"
+      case $1 in --name) name=$2 ;; --sft) sft=$(absolute "$2") ;; --grpo) grpo=$(absolute "$2") ;; esac
+      shift 2 ;;
+    --) shift; values=("$@"); break ;;
+    *) refuse "no option called '$1'" "put values of the config behind --, see --help" ;;
+  esac
+done
+case $sft in /*) [ -e "$sft" ] || refuse "there is no $sft" "name a config" ;; esac
+case $grpo in /*) [ -e "$grpo" ] || refuse "there is no $grpo" "name a config" ;; esac
+
+enter_kit
+# Where a run's folder is follows from its config.
+folder_of() {
+  "$PY" -c 'import sys
+from sftplay.config.load import load_config
+cfg = load_config(sys.argv[1], sys.argv[2:])
+print(f"{cfg.output_dir}/{cfg.run_name}")' "$@"
+}
+warm=$(folder_of "$sft" "run_name=$name-sft")
+learned=$(folder_of "$grpo" "run_name=$name-grpo" ${values[@]+"${values[@]}"})
+second() {
+  verb=$1
+  shift
+  sftplay "$verb" --config "$grpo" "$@" "run_name=$name-grpo" "model.name=$warm" ${values[@]+"${values[@]}"}
+}
+
+say "1 of 4: imitation; its folder is $warm"
+sftplay train --config "$sft" "run_name=$name-sft" train.resume=auto
+say "2 of 4: learning from rewards; its folder is $learned"
+second train train.resume=auto
+say "3 of 4: the rewards once more, in another process"
+sftplay reward-check --config "$grpo" --run "$learned"
+say "4 of 4: what was learned"
+sftplay report --config "$grpo" --run "$learned"
+say "Your own: --sft and --grpo take your configs, such as configs/run_grpo_code.yaml; docs/grpo.md says how"
