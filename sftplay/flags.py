@@ -107,6 +107,13 @@ LAUNCH: Flags = {
 """The flags of the verbs that launch a run."""
 
 
+PLAN: Flags = {
+    "--gpus": {"default": None, "help": "GPUs to plan for in place of these, such as 2xH200"},
+    "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
+    "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
+    "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
+}
+
 SUBMIT: Flags = {
     "--dry-run": {"action": "store_true", "help": "print the job file, queue nothing"},
     "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
@@ -175,12 +182,7 @@ def flags_of(verb: str) -> Flags:
         **_result_flags(run),
         **_answer_flags(run),
         "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
-        "plan": {
-            "--gpus": {"default": None, "help": "GPUs to plan for in place of these, such as 2xH200"},
-            "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
-            "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
-            "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
-        },
+        "plan": PLAN,
         "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
         "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
         "setup-accelerate": ACCELERATE,
