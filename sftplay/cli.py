@@ -84,6 +84,10 @@ VERBS = {
         "setup_accelerate",
         "write an accelerate config for this machine",
     ),
+    "submit": ("sftplay.commands.scale.slurm", "submit", "queue the run of a config as a job of SLURM"),
+    "status": ("sftplay.commands.scale.slurm", "status", "the job of a run and how far the run is"),
+    "logs": ("sftplay.commands.scale.slurm", "logs", "the last lines of a run's job"),
+    "cancel": ("sftplay.commands.scale.slurm", "cancel", "stop the job of a run with a checkpoint"),
     "sandbox": ("sftplay.commands.use.sandbox", "sandbox", "run programs of a model in a box, and judge them"),
     "check": ("sftplay.commands.look.machine", "check", "lint and types of this repository"),
 }
@@ -92,6 +96,7 @@ VERBS = {
 WITHOUT_CONFIG = (
     "demo", "init", "ingest", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop",
     "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate", "sandbox",
+    "status", "logs", "cancel",
 )  # fmt: skip
 """Verbs that run without --config."""
 

@@ -38,7 +38,7 @@ def grpo_options(inputs: Inputs, **changes: Any) -> dict[str, Any]:
         "train__effective_batch_size": 8,
         "train__max_steps": 6,
         "train__learning_rate": 1e-3,
-        "rewards": [{"name": "variety", "use": f"{inputs.train.parent / 'reward.py'}:variety"}],
+        "rewards": [{"name": "variety", "use": f"{inputs.train.parent / 'reward.py'}:variety", "judges": "form"}],
         "grpo__num_generations": 4,
         "grpo__max_completion_length": 12,
         **changes,

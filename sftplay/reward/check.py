@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
@@ -95,15 +95,15 @@ def check_rewards(rewards: RewardSet, cases: Sequence[Case], *, cfg: RunConfig) 
 def check_before_training(cfg: RunConfig, rows: Iterable[Mapping[str, Any]], *, rewards: RewardSet) -> list[Finding]:
     """Try the rewards that a model is about to learn from, on rows with the column `answer`; one process does it.
 
-    `rows` are the columns of the prompts to train on; the first TRIED_ROWS with an answer are tried. Nothing is tried
-    where there are not two different answers, and that is said. A reward of weight 0 may be what it likes. Of a reward
-    for form that is constant it is only said: the rows' own answers need not have that form.
+    `rows` are the columns of the first prompts to train on; those with an answer are tried. Nothing is tried where
+    there are not two different answers, and that is said. A reward of weight 0 may be what it likes. Of a reward for
+    form that is constant it is only said: the rows' own answers need not have that form.
 
     Raises:
         RunError: a reward cannot tell right answers from junk.
         DataError: a reward reads a column that the rows do not have.
     """
-    cases = [Case(row["answer"], row) for row in islice(_answered(rows), TRIED_ROWS)]
+    cases = [Case(row["answer"], row) for row in islice(rows, TRIED_ROWS) if _has_answer(row)]
     if len({case.gold for case in cases}) < 2:
         log.say("note: the rewards are not tried: the rows hold fewer than two different answers", "reward")
         return []
@@ -129,8 +129,8 @@ def refusal_of(bad: Sequence[Finding]) -> RunError:
     )
 
 
-def _answered(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    return (row for row in rows if isinstance(row.get("answer"), str) and row["answer"].strip())
+def _has_answer(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("answer"), str) and bool(row["answer"].strip())
 
 
 def mean_of(scores: Scores) -> float | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sftplay.cli import main
 from sftplay.commands.data.rewards import reward_check
 from sftplay.config.load import load_config
 from sftplay.config.schema.run import RewardConfig, RunConfig
@@ -120,7 +121,7 @@ def config(tmp_path, rewards, rows=None):
 
 
 def checked(tmp_path, rewards, capsys, **named):
-    code = reward_check(Namespace(config=config(tmp_path, rewards, **named), overrides=[], n=32, json=True))
+    code = reward_check(Namespace(config=config(tmp_path, rewards, **named), overrides=[], run=None, n=32, json=True))
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -163,7 +164,7 @@ def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsy
     monkeypatch.chdir(ROOT)
     if "code_tests" in path.read_text() and all(map(problem_of, SAFE)):
         pytest.skip("needs bubblewrap or sandlock")
-    assert reward_check(Namespace(config=str(path), overrides=[], n=12, json=True)) == 0
+    assert reward_check(Namespace(config=str(path), overrides=[], run=None, n=12, json=True)) == 0
     assert {each["verdict"] for each in json.loads(capsys.readouterr().out)} == {"ok"}
 
 
@@ -178,6 +179,16 @@ def before_training(rewards, rows=ROWS):
     cfg = RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})
     with RewardSet(cfg) as opened:
         return check_before_training(cfg, rows, rewards=opened)
+
+
+def test_a_run_that_would_learn_from_such_a_reward_does_not_begin(tmp_path, user, capsys):
+    bad = {"name": "hack", "use": f"{user}:has_mark"}
+    path, out = config(tmp_path, [bad]), tmp_path / "out"
+    small = ["task_mode=grpo", f"output_dir={out}", "train.effective_batch_size=8"]
+    assert main(["train", "--config", path, *small]) == 5
+    assert "hack: cannot tell" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["train", "--config", path, *small, "--dry-run"]) == 0
 
 
 def test_rewards_that_can_tell_let_a_run_begin(user):
@@ -216,7 +227,7 @@ def test_rows_without_different_answers_are_refused(tmp_path, capsys):
 
 
 def test_rows_that_are_left_out_are_said(tmp_path, capsys):
-    from sftplay.commands.data.rewards import read_cases
+    from sftplay.control.rewards.trial import read_cases
 
     rows = [
         {"question": "1", "answer": "2"},

@@ -113,11 +113,18 @@ def _load(cfg: RunConfig) -> Examples | MixtureRows:
 def _load_examples(cfg: RunConfig) -> Examples:
     """The rows as training gets them. Problems that need no heavy library are found first."""
     cfg = _prepared(cfg)
-    from sftplay.data.pipeline import load_examples
     from sftplay.model.tokenizer import load_extended
 
-    before = _seal_times(cfg)
-    examples = load_examples(cfg, load_extended(cfg)[0])
+    before, tokenizer = _seal_times(cfg), load_extended(cfg)[0]
+    if cfg.task_mode == "grpo":
+        from sftplay.data.inspect.prompts import as_examples
+        from sftplay.data.prompts.load import load_prompts
+
+        examples = as_examples(load_prompts(cfg, tokenizer))
+    else:
+        from sftplay.data.pipeline import load_examples
+
+        examples = load_examples(cfg, tokenizer)
     _say_where(cfg, examples.report["fingerprint"], before=before)
     return examples
 
@@ -164,5 +171,9 @@ def _show_report(rows: Examples | MixtureRows) -> None:
     from sftplay.data.mix.report import mixture_table
     from sftplay.data.pipeline import Examples
     from sftplay.data.prepare.report import report_table
+    from sftplay.data.prompts.report import prompts_table
 
-    log.show(report_table(rows.report) if isinstance(rows, Examples) else mixture_table(rows.report))
+    if not isinstance(rows, Examples):
+        log.show(mixture_table(rows.report))
+    else:
+        log.show(prompts_table(rows.report) if "max_prompt_tokens" in rows.report else report_table(rows.report))

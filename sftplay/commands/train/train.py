@@ -14,6 +14,7 @@ from sftplay.control.inputs import check_inputs
 from sftplay.control.memory_probe import Bench, size_by_probe
 from sftplay.control.nodes import among_nodes
 from sftplay.control.resume import continue_run
+from sftplay.control.rewards.trial import try_rewards
 from sftplay.control.start import (
     all_notes,
     build_command,
@@ -66,6 +67,8 @@ def launch(
     scale = read_scale(args, machine)
     cfg = check_inputs(cfg, asks_hub=not args.dry_run)
     sized = size(cfg, machine, scale=scale)
+    if not args.dry_run:
+        try_rewards(cfg)
     folder = folder or new_folder(cfg, args.config, claim=not args.dry_run)
     try:
         command = build_command(sized.cfg, folder, scale=scale, machine=machine)

@@ -16,8 +16,8 @@ CODE_TESTS = "code_tests"
 
 
 class RewardConfig(Section):
-    """One reward: a function from completions to numbers. An entry is named on the command line by its name or its
-    number, from 0: `rewards.answer.deadline=2`."""
+    """One reward: a function from completions to numbers, see docs/rewards.md. An entry is named on the command line
+    by its name or its number, from 0: `rewards.answer.deadline=2`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64)]
     """Name of the reward in logs, metrics and reports: letters, digits, `_` and `-`. Each reward has its own."""

@@ -74,7 +74,9 @@ def show_rendered(row: dict[str, Any], tokenizer: Any) -> None:
     log.show(f"\nrow {shown['row']}  {shown['source']}  {shown['n_tokens']:,} tokens, {shown['n_learned']:,} learned")
     log.show(visible(shown["text"]))
     prompt = prompt_ids_of(row)
-    if prompt:
+    if not shown["n_learned"]:
+        log.show("-- a prompt: completions are drawn after it, and nothing of it is learned")
+    elif prompt:
         end = json.dumps(decoded(tokenizer, prompt)[-PROMPT_END:], ensure_ascii=False)
         log.show(f"-- inference asks for the last turn with the first {len(prompt):,} tokens, which end in {end}")
     else:

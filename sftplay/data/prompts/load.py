@@ -66,13 +66,30 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     Raises:
         DataError: a file cannot be read, a row has no question and the config says error, or no prompt is left.
     """
-    data, max_tokens = cfg.data, cfg.prompt_tokens
+    data = cfg.data
     inputs = [Input(cfg.rows_path, DEFAULT_SPLIT if data.split is None else data.split)]
     if data.val_path:
         inputs = [Input(cfg.rows_path, 0.0), Input(data.val_path, 1.0)]
     guarded = [data.test_path] if data.test_path else []
+    prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
+    if not len(prompts.train):
+        raise _nothing_to_ask(cfg.rows_path, prompts.report)
+    return prompts
+
+
+def load_held_out_prompts(cfg: RunConfig, tokenizer: Any, *, path: str, renderer_template: str | None) -> Prompts:
+    """All prompts of one file as the held-out side, as for `data.test_path`; `train` is empty.
+
+    Raises:
+        DataError: as `load_prompts`.
+    """
+    return _load(cfg, tokenizer, template=renderer_template, inputs=[Input(path, 1.0)], guarded=[])
+
+
+def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[Input], guarded: list[str]) -> Prompts:
+    data, max_tokens = cfg.data, cfg.prompt_tokens
     digests = {path: content_digest(path) for path in (*(given.path for given in inputs), *guarded)}
-    renderer = renderer_for(cfg, tokenizer, path=inputs[0].path, template=renderer_template)
+    renderer = renderer_for(cfg, tokenizer, path=inputs[0].path, template=template)
     parts = {
         "kind": "prompts",
         "code": [CODE_VERSION, platform.python_version(), *map(version, READERS)],
@@ -96,8 +113,6 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
         source["refused_rows"] = refused
     report |= {"refused_rows": refused, "fingerprint": folder.name, "files": digests}
     train, held_out = (Questions(Dataset.from_file(str(folder / f"{side}.arrow"))) for side in SIDES)
-    if not len(train):
-        raise _nothing_to_ask(cfg.rows_path, report)
     return Prompts(train, held_out, renderer, report, folder.name)
 
 

@@ -21,6 +21,7 @@ def prompts_table(report: Mapping[str, Any]) -> str:
     if repeated := report["duplicates"] + report["near_duplicates"]:
         fate = "left out" if "duplicate" in report["dropped"] else "kept"
         lines.append(f"  duplicates     {repeated:,} prompts repeat an earlier one; {fate}")
+    lines.append(f"  columns        {', '.join(report['columns'])[:90]}")
     lines.append(f"  length         longest {report['longest_tokens']:,} tokens, limit {report['max_prompt_tokens']:,}")
     lines += [f"  warning        {warning}" for warning in report["warnings"]]
     lines += [f"  note           {note}" for note in report["notes"]]

@@ -23,7 +23,7 @@ from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_deat
 from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
 from sftplay.log import new_console, show_marked
-from sftplay.signals import catch_signals, popen_tied
+from sftplay.signals import Echoes, catch_signals, popen_tied
 from sftplay.terminal.console import Console
 
 LAST_LINES = 20
@@ -213,7 +213,7 @@ class Forwarder:
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.received = folder, 0
         self.process: subprocess.Popen[bytes] | None = None
-        self._echo_until = 0.0
+        self._echo_until, self._echoes = 0.0, Echoes()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -232,7 +232,7 @@ class Forwarder:
             self._forward(self.received)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if self._is_echo(number):
+        if self._echoes.is_echo() or self._is_echo_of_make(number):
             return
         is_second, self.received = bool(self.received), self.received or number
         if self.process is None:
@@ -243,7 +243,7 @@ class Forwarder:
         else:
             self._forward(number)
 
-    def _is_echo(self, number: int) -> bool:
+    def _is_echo_of_make(self, number: int) -> bool:
         """True for a SIGTERM that make forwards after the whole process group, this process included, has got it."""
         now, until = time.monotonic(), self._echo_until
         if number == signal.SIGTERM and "MAKELEVEL" in os.environ:
