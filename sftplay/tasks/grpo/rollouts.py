@@ -88,6 +88,11 @@ class Rollouts(Base):
         self._seen_step = -1
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not self.args.fp16 else None
 
+    @property
+    def generation_rows(self) -> int:
+        """Completions that this rank draws at a time."""
+        return self._at_once.batch_size
+
     def train(self, resume_from_checkpoint: str | None = None, **named: Any) -> Any:
         """Train; from a checkpoint in the middle of a drawing with the completions that it has kept."""
         with self.judge:
