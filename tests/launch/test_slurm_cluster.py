@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -261,7 +260,8 @@ RECOMMENDED = {
 @pytest.mark.parametrize("use", RECOMMENDED)
 def test_recommended_commands_of_the_guide_run_on_the_builtin_model(project: Project, builtin_tiny: Path, use: str):
     words = [word if "." in word.split("=")[0] else f"training_args.{word}" for word in RECOMMENDED[use]]
-    given = [f"--{word}" for word in words] + ["model.name=builtin:tiny", "train.batch_size=auto", f"run_name={use}"]
+    given = [f"--{word}" for word in words]
+    given += ["model.name=builtin:tiny", "train.batch_size=auto", "data.split=0.2", f"run_name={use}"]
     given.sort(key=lambda word: word != "train.batch_size=auto")  # the guide's own value comes later and counts
     job = project.sbatch("--gres=gpu:volta:2", str(SCRIPT), "run.yaml", *given, SFTPLAY_CACHE=str(ROOT / ".cache"))
     project.until(job, "COMPLETED", "FAILED")
@@ -299,11 +299,7 @@ def test_node_that_goes_down_is_survived(project: Project):
     job = project.submit("lost", args="train.max_steps=100000 train.save_steps=5")
     wait_until(lambda: project.step("lost") >= 7)
     node = project.cluster.field(job, "NodeList")
-    daemon = project.cluster.daemons[node]
-    daemon.kill()
-    daemon.wait()
-    for pid in project.cluster.processes_of(job):
-        os.kill(pid, signal.SIGKILL)
+    project.cluster.lose_node(node, job)
     before = project.step("lost")
     try:
         wait_until(lambda: project.step("lost") > before + 1, 240)
