@@ -169,7 +169,10 @@ def flags_of(verb: str) -> Flags:
             "--out": {"default": "run.yaml", "help": "the config to write"},
         },
         "ingest": INGEST,
-        "reward-check": {"--n": {"type": _count, "default": 32, "help": "how many rows"}},
+        "reward-check": {
+            **run,
+            "--n": {"type": _count, "default": None, "help": "how many rows (32); of a run, how many steps (all)"},
+        },
         "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
         "inspect": count,
         "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
