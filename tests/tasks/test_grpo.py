@@ -149,7 +149,7 @@ def test_a_reward_that_never_knows_ends_the_run_with_its_name(prompts: Inputs, f
         train(tmp_path, prompts, **grpo_options(prompts, rewards=rewards(functions, "mute")))
 
 
-@pytest.mark.parametrize("control", ["random", "constant"])
+@pytest.mark.parametrize("control", [pytest.param("random", marks=pytest.mark.slow), "constant"])
 def test_a_control_pays_something_else_and_still_measures_the_true_reward(
     control: str, prompts: Inputs, tmp_path: Path
 ):
@@ -164,6 +164,7 @@ def test_a_control_pays_something_else_and_still_measures_the_true_reward(
     assert learned is (control == "random")
 
 
+@pytest.mark.slow
 def test_kl_is_measured_against_a_fresh_adapter_switched_off_and_against_a_copy_of_a_continued_one(
     prompts: Inputs, tmp_path: Path
 ):
@@ -184,6 +185,7 @@ def test_kl_is_measured_against_a_fresh_adapter_switched_off_and_against_a_copy_
     assert not (second.folder.result / "ref").exists()
 
 
+@pytest.mark.slow
 def test_full_tuning_from_a_merged_adapter_is_measured_against_the_merged_model(prompts: Inputs, tmp_path: Path):
     lora = grpo_options(prompts, tuning__mode="lora", train__max_steps=2, train__learning_rate=0.05)
     first = train(tmp_path / "first", prompts, **lora)

@@ -22,6 +22,7 @@ from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
 from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.tasks.grpo.completions.gathered_root import gathered_root
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
@@ -112,7 +113,8 @@ class Rollouts(Base):
 
         def draw(part: slice) -> list[list[int]]:
             self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long
-            ids, _ = super(Rollouts, self)._generate_single_turn(prompt_ids[part], *given, **named)
+            with gathered_root(self.model_wrapped):
+                ids, _ = super(Rollouts, self)._generate_single_turn(prompt_ids[part], *given, **named)
             return list(ids)
 
         rows, size = len(prompt_ids), self._at_once.batch_size
