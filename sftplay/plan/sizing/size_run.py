@@ -35,6 +35,7 @@ from sftplay.plan.sizing.groups import (
     groups_as_plan,
     notes_on_drawing,
     refuse_generation,
+    refuse_shared_head,
     refuse_small_engine,
 )
 from sftplay.plan.sizing.split import foresee_drawing, foresight, split_batch
@@ -134,7 +135,12 @@ def size_run(
         sized,
         world_size,
         {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
-        (*scaled_rate(sized), *notes_on_drawing(sized), *without_effect(sized, machine), *_unplanned(sized, shape)),
+        (
+            *scaled_rate(sized),
+            *notes_on_drawing(sized, shape),
+            *without_effect(sized, machine),
+            *_unplanned(sized, shape),
+        ),
         look(split.rows) if look else None,
     )
 
@@ -158,6 +164,7 @@ def _decide_rows_drawn(cfg: RunConfig, shape: ModelShape | None, *, place: Place
     if cfg.task_mode != "grpo":
         return {}
     if shape is not None:
+        refuse_shared_head(cfg, shape)
         refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)
     look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
     return {GENERATION_ROWS: decide_drawing(cfg, place.world_size, look=look)}
