@@ -135,19 +135,15 @@ def size_run(
         sized,
         world_size,
         {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
-        (
-            *scaled_rate(sized),
-            *notes_on_drawing(sized, shape),
-            *without_effect(sized, machine),
-            *_unplanned(sized, shape),
-        ),
+        _notes(sized, machine, shape=shape),
         look(split.rows) if look else None,
     )
 
 
-def _unplanned(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
-    """A note where the model's shape is not known."""
-    return () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
+def _notes(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None) -> tuple[str, ...]:
+    """What the user should know of a sized config."""
+    unplanned = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
+    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned)
 
 
 def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:
