@@ -27,6 +27,9 @@ ENOUGH = 4
 """Completions of a group from which on their rewards differ in more than two ways: with 2, an advantage is 0 or the
 same number up and down."""
 
+FP32_HEAD = "cast_lm_head_to_fp32"
+"""Field of TRL's GRPOConfig: the head computes in fp32, which keeps large scores from overflowing fp16."""
+
 VLLM_INSTALL = "pip install vllm"
 
 
@@ -134,6 +137,21 @@ def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: Executi
         )
 
 
+def refuse_shared_head(cfg: RunConfig, shape: ModelShape) -> None:
+    """Check that the head can be fp32 alone.
+
+    Raises:
+        ConfigError: it shares its weights with the embedding, where TRL refuses it once the model is loaded.
+    """
+    key = f"grpo.extra.{FP32_HEAD}"
+    if cfg.task_mode == "grpo" and cfg.grpo.extra.get(FP32_HEAD) and shape.tied:
+        raise ConfigError(
+            f"the head of {shape.name} is its embedding, so it cannot be fp32 alone",
+            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            fix="remove it; tuning.mode: full holds all weights in fp32",
+        )
+
+
 def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], Forecast] | None) -> Decision:
     """Completions that a process draws at a time: all of a drawing, or equal parts that fit the device.
 
@@ -155,8 +173,8 @@ def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], For
     return Decision(rows, f"{share} completions of a process in {parts} parts; one takes {filled} with its margin")
 
 
-def notes_on_drawing(cfg: RunConfig) -> tuple[str, ...]:
-    """What the user should know of a run that learns from rewards."""
+def notes_on_drawing(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
+    """What the user should know of a sized run that learns from rewards."""
     grpo = cfg.grpo
     if cfg.task_mode != "grpo":
         return ()
@@ -170,6 +188,8 @@ def notes_on_drawing(cfg: RunConfig) -> tuple[str, ...]:
         notes.append(
             f"grpo.num_generations {grpo.num_generations}: few completions say little about their prompt; 8 is usual"
         )
+    if cfg.train.precision == "fp16" and shape is not None and not shape.tied and FP32_HEAD not in grpo.extra:
+        notes.append(f"train.precision fp16: where scores overflow it, write grpo.extra: {{{FP32_HEAD}: true}}")
     if grpo.control is not None:
         notes.append(f"grpo.control {grpo.control}: the model is not paid what its completions are worth")
     return tuple(notes)

@@ -80,6 +80,9 @@ class Rollouts(Base):
         self.last_rows: list[int] = []
         """Prompts of this rank's last step."""
 
+        self.facts = {"rewards": judge.learned, "executor": judge.rewards.executor or None}
+        """What the manifest says of the task."""
+
         self.drawing: dict[str, float | None] = {}
         """Figures of the completions that are being learned from."""
 
