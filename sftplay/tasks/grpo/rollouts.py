@@ -22,8 +22,8 @@ from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
 from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.tasks.grpo.completions.continuous import dtypes_kept
 from sftplay.tasks.grpo.completions.gathered_root import gathered_root
-from sftplay.tasks.grpo.continuous import dtypes_kept
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
