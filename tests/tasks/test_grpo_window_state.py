@@ -21,7 +21,7 @@ def trainer_with(*, accum: int, steps: int = 2, iterations: int = 1, step: int =
         args=SimpleNamespace(gradient_accumulation_steps=accum, steps_per_generation=steps * accum),
         num_iterations=iterations,
         state=SimpleNamespace(global_step=step),
-        accelerator=SimpleNamespace(device=torch.device("cpu")),
+        accelerator=SimpleNamespace(device=torch.device("cpu", 0)),  # so accelerate calls it for several processes
         drawing={"reward": 0.25, "true_reward": None},
         _step=0,
         _buffered_inputs=None,

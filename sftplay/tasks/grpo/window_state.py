@@ -63,9 +63,9 @@ def load_window(trainer: Any, checkpoint: Path) -> None:
             fix="continue with the sizes of the first start (NPROC=, train.batch_size)",
         )
     micro_batches: list[dict[str, Any]] = [{} for _ in range(kept)]
-    for key, tensor in load_file(window_path(checkpoint), device=str(trainer.accelerator.device)).items():
+    for key, tensor in load_file(window_path(checkpoint)).items():  # it takes no device like cpu:0
         number, _, name = key.partition("/")
-        micro_batches[int(number)][name] = tensor
+        micro_batches[int(number)][name] = tensor.to(trainer.accelerator.device)
     trainer._buffered_inputs = [part for each in micro_batches for part in split_tensor_dict(each, parts)]
     trainer.drawing = facts["drawing"]
 
