@@ -15,7 +15,6 @@ import pytest
 import torch
 from in_process import Finished, Inputs, train
 from processes import HANG_S
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,10 +53,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def kit(builtin_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Kit:
     return Kit(tmp_path_factory.mktemp("story") / "kit")
@@ -94,6 +89,18 @@ def test_another_executor_pays_every_completion_the_same(kit: Kit, shown: str):
         ("tests", 28 * 64, 0),
         ("syntax", 28 * 64, 0),
     ]
+
+
+def test_two_processes_share_the_questions_and_answer_them_as_one_does(kit: Kit, shown: str):
+    values = ("train.max_steps=2", "train.learning_rate=3e-4", "train.eval_steps=2", "train.save_steps=2")
+    kit.second("two", *values, "--nproc=2")
+    one, two = (kit.home / "outputs" / name for name in ("toy-grpo", "two"))
+    asked, again = ([line["prompt_id"] for line in lines(run / "samples" / "step-1.jsonl")] for run in (one, two))
+    assert asked == again
+    assert len(asked) == 64
+    before, after = (lines(run / "eval" / "step-0.jsonl") for run in (one, two))
+    assert [line["prediction"] for line in before] == [line["prediction"] for line in after]
+    assert [line["row"] for line in after] == list(range(9))
 
 
 def test_random_rewards_teach_nothing(kit: Kit, shown: str):
