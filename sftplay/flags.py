@@ -175,7 +175,10 @@ def flags_of(verb: str) -> Flags:
             "--out": {"default": "run.yaml", "help": "the config to write"},
         },
         "ingest": INGEST,
-        "reward-check": {"--n": {"type": _count, "default": 32, "help": "how many rows"}},
+        "reward-check": {
+            **run,
+            "--n": {"type": _count, "default": None, "help": "how many rows (32); of a run, how many steps (all)"},
+        },
         "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
         "inspect": count,
         "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
@@ -203,6 +206,13 @@ def flags_of(verb: str) -> Flags:
 def _job_flags(run: Flags) -> dict[str, Flags]:
     return {
         "submit": SUBMIT,
+        "job-file": {
+            "--kind": {"choices": ["skypilot", "dstack", "k8s"], "required": True, "help": "the tool that reads it"},
+            "--gpus": {"default": None, "help": "GPUs of a node, such as 2xH200; else those here"},
+            "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
+            "--image": {"default": "", "help": "a container image with the kit; k8s needs one"},
+            "--out": {"type": PATH, "default": None, "help": "a new file; else it is printed"},
+        },
         "status": run,
         "logs": {
             **run,

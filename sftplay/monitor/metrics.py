@@ -245,13 +245,14 @@ def compare_memory(memory: dict[str, int]) -> str:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short.
+    """Remove what lies after `step` in metrics.jsonl and eval/step-N, and a line that a crash cut short.
 
     Lines that are broken otherwise are named, and the file that has them is kept beside the new one.
     """
     for evaluation in (path.parent / "eval").glob("step-*.json"):
         number = evaluation.stem.removeprefix("step-")
         if number.isdecimal() and int(number) > step:
+            evaluation.with_suffix(".jsonl").unlink(missing_ok=True)
             evaluation.unlink()
     if not path.is_file():
         return

@@ -122,7 +122,9 @@ def test_every_row_is_counted_once(config_of: ConfigOf, tokenizer: Any):
     assert (train["read"], train["kept"], train["refused"]) == (5, 1, 1)
     assert report["read"] == report["kept"] + report["cut"] + sum(report["dropped"].values()) + report["refused"]
     (line,) = Path(report["refused_rows"]).read_text().splitlines()
-    assert json.loads(line)["place"].endswith("train.jsonl:4")
+    refused = json.loads(line)
+    assert (refused["path"], refused["line"]) == (cfg.data.train_path, 4)
+    assert refused["reason"].startswith("has no question")
 
 
 @pytest.mark.parametrize(

@@ -349,9 +349,13 @@ def test_notice_of_the_end_stops_the_trainer_and_queues_the_job_again(life: Life
     assert [(one["exit_code"], one["signals"]) for one in life.job.lives()] == [(138, ["SIGUSR1"]), (0, [])]
 
 
-def test_cancelled_job_is_not_queued_again_unless_it_makes_room_for_another(life: Life, slurm: Callable[..., Path]):
-    for preempted, asked in (("None", 1), ("2026-11-22T10:00:00", 2)):
-        calls = slurm(scontrol=f"echo JobId=12 PreemptTime={preempted} Command=x")
+def test_cancelled_job_is_not_queued_again_but_one_without_time_or_place_is(life: Life, slurm: Callable[..., Path]):
+    for state, preempted, asked in (
+        ("CANCELLED", "None", 1),
+        ("RUNNING", "2026-11-22T10:00", 2),
+        ("TIMEOUT", "None", 2),
+    ):
+        calls = slurm(scontrol=f"echo JobId=12 JobState={state} PreemptTime={preempted} Command=x")
         calls.write_text("")
         process = life.start(waits=True)
         wait_until((life.run / "ready").exists)

@@ -121,7 +121,7 @@ def config(tmp_path, rewards, rows=None):
 
 
 def checked(tmp_path, rewards, capsys, **named):
-    code = reward_check(Namespace(config=config(tmp_path, rewards, **named), overrides=[], n=32, json=True))
+    code = reward_check(Namespace(config=config(tmp_path, rewards, **named), overrides=[], run=None, n=32, json=True))
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -164,7 +164,7 @@ def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsy
     monkeypatch.chdir(ROOT)
     if "code_tests" in path.read_text() and all(map(problem_of, SAFE)):
         pytest.skip("needs bubblewrap or sandlock")
-    assert reward_check(Namespace(config=str(path), overrides=[], n=12, json=True)) == 0
+    assert reward_check(Namespace(config=str(path), overrides=[], run=None, n=12, json=True)) == 0
     assert {each["verdict"] for each in json.loads(capsys.readouterr().out)} == {"ok"}
 
 

@@ -28,7 +28,7 @@ from sftplay.launch.slurm.job import run_job
 from sftplay.launch.slurm.job_file import job_file
 from sftplay.launch.slurm.records import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
 from sftplay.launch.slurm.request import JobRequest
-from sftplay.plan.sizing.size_run import split_batch
+from sftplay.plan.sizing.split import split_batch
 
 
 @dataclass(frozen=True)

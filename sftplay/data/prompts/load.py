@@ -26,7 +26,7 @@ from sftplay.data.order import is_held_out
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.prepare.batch import Example, RowOutcome, short
 from sftplay.data.prepare.one_pass import Input
-from sftplay.data.prepare.output import REFUSED, REPORT
+from sftplay.data.prepare.output import REFUSED, REPORT, refused_line
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.problems.rows import published_test_id
@@ -155,8 +155,7 @@ class _Pass:
                     if self._policies.keep(outcome, side):
                         writers[side].write_batch(pa.RecordBatch.from_pylist([row], schema=SCHEMA))
                     elif outcome.refused:
-                        line = {"place": str(outcome.source), "reason": outcome.refused}
-                        refused.write(json.dumps(line, ensure_ascii=False) + "\n")
+                        refused.write(refused_line(outcome.source, outcome.refused))
         self._policies.check()
         (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
 

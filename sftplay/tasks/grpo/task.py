@@ -13,8 +13,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.report import prompts_table
-from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
-from sftplay.deliver.infer.generate import Generator
+from sftplay.deliver.evaluate.rewarded import evaluate_prompts, spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.completions.sampler_copies import send_copies
@@ -63,11 +62,7 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Greedy answers to the held-out prompts, scored by the rewards of the run."""
-    renderer = rows.source.renderer
-    generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
-    evaluate_questions(
-        generator, spread(rows.source.held_out, cfg.eval.limit), columns=rows.report["columns"], cfg=cfg, path=path
-    )
+    evaluate_prompts(model, rows.source, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
