@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -19,13 +21,18 @@ import psutil
 import pytest
 from processes import HANG_S, wait_until
 
+from sftplay import log
 from sftplay.cli import main
 from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.command import ray_command as module
 from sftplay.launch.command.launchers import Scale, launcher_command
 from sftplay.launch.command.ray_command import ray_command, read_request
+from sftplay.launch.ray_train import driver
 from sftplay.launch.ray_train.driver import _Lines
+from sftplay.launch.ray_train.rank import STOP
+from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import find_death
+from sftplay.launch.supervise.follow import final_exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,6 +115,26 @@ def test_rank_that_was_killed_is_found_in_what_the_driver_lists():
     text = "Root Cause\nTraining failed due to worker errors:\n[Rank 1 Error Snippet]:\nRankEnded: \n" \
         "rank      : 1 (local_rank: 1)\nexitcode  : -9 (pid: 4711)\n"  # fmt: skip
     assert find_death(text.splitlines()) == "rank 1 was killed by SIGKILL"
+
+
+def test_driver_that_gets_no_place_for_its_ranks_tells_it_and_leaves_it_in_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    @contextmanager
+    def refuses(_: Namespace) -> Iterator[None]:
+        raise MachineError("no cluster answers", where="RAY_ADDRESS=head:6379", fix="start it")
+        yield
+
+    monkeypatch.setattr(driver, "_cluster", refuses)
+    monkeypatch.setenv(log.FOLLOWED, "1")
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    (tmp_path / STOP).write_text("10")  # of an earlier launch
+    assert driver.main(["--workers", "2", "-m", "sftplay.tasks.worker", str(tmp_path)]) == 3
+    assert not (tmp_path / STOP).exists()
+    assert f"{log.LINE}RAY_ADDRESS=head:6379: no cluster answers" in capsys.readouterr().out
+    assert (status_of(tmp_path)["state"], status_of(tmp_path)["exit_code"]) == ("failed", 3)
+    assert final_exit_code(RunFolder(tmp_path), 3, received=0, unmarked=[]) == 3
 
 
 def curve(run: Path) -> list[Any]:
