@@ -88,6 +88,11 @@ VERBS = {
     "status": ("sftplay.commands.scale.slurm", "status", "the job of a run and how far the run is"),
     "logs": ("sftplay.commands.scale.slurm", "logs", "the last lines of a run's job"),
     "cancel": ("sftplay.commands.scale.slurm", "cancel", "stop the job of a run with a checkpoint"),
+    "job-file": (
+        "sftplay.commands.scale.job_file",
+        "job_file",
+        "write a run as a job for SkyPilot, dstack or Kubernetes",
+    ),
     "sandbox": ("sftplay.commands.use.sandbox", "sandbox", "run programs of a model in a box, and judge them"),
     "check": ("sftplay.commands.look.machine", "check", "lint and types of this repository"),
 }

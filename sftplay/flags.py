@@ -200,6 +200,13 @@ def flags_of(verb: str) -> Flags:
 def _job_flags(run: Flags) -> dict[str, Flags]:
     return {
         "submit": SUBMIT,
+        "job-file": {
+            "--kind": {"choices": ["skypilot", "dstack", "k8s"], "required": True, "help": "the tool that reads it"},
+            "--gpus": {"default": None, "help": "GPUs of a node, such as 2xH200; else those here"},
+            "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
+            "--image": {"default": "", "help": "a container image with the kit; k8s needs one"},
+            "--out": {"type": PATH, "default": None, "help": "a new file; else it is printed"},
+        },
         "status": run,
         "logs": {
             **run,

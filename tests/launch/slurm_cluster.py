@@ -124,6 +124,15 @@ class SlurmCluster:
                     found.append(int(path.name))
         return found
 
+    def lose_node(self, name: str, job: str | int) -> None:
+        """Kill a node's daemon and all that it has started for a job, which report nothing any more."""
+        self.daemons[name].kill()
+        self.daemons[name].wait()
+        steps = [pid for pid in self.processes() if f"[{job}." in Path(f"/proc/{pid}/cmdline").read_text()]
+        for pid in [*steps, *self.processes_of(job)]:  # slurmstepd would still tell of the job's end
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def processes_of(self, job: str | int) -> list[int]:
         """Every process of a job."""
         marker, found = f"SLURM_JOB_ID={job}".encode(), []

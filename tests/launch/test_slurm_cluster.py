@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_run import grpo_inputs, grpo_options
 from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 from slurm_cluster import SlurmCluster, slurm_cluster, why_not
@@ -67,11 +67,11 @@ class Project(Outputs):
         return {**known, **hook, **self.cluster.environment, **more}
 
     def make(self, target: str, *settings: str, **more: str) -> subprocess.CompletedProcess[str]:
-        argv = ["make", "-s", "--no-print-directory", target, "READY=", f"PY={sys.executable}", *settings]
+        ready = ["READY=", f"PY={sys.executable}", f"CONFIG={self.config}"]
+        argv = ["make", "-s", "--no-print-directory", target, *ready, *settings]
         return subprocess.run(
-            [*argv, f"CONFIG={self.config}"], cwd=ROOT, env=self.environment(**more), capture_output=True, text=True,
-            check=False, timeout=HANG_S,
-        )  # fmt: skip
+            argv, cwd=ROOT, env=self.environment(**more), capture_output=True, text=True, check=False, timeout=HANG_S
+        )
 
     def submit(self, name: str, *settings: str, args: str = "", **more: str) -> int:
         """The job's number."""
@@ -107,13 +107,18 @@ class Project(Outputs):
         last = [""]
 
         def is_there() -> bool:
-            last[0] = self.cluster.state(job)
+            last[0] = self.look(job)
             return last[0] in states
 
         try:
             wait_until(is_there, 240)
         except AssertionError:
             raise AssertionError(f"the job is {last[0]}\n{self.said(job)}") from None
+
+    def look(self, job: int) -> str:
+        """The state of a job, asked a few times a second: each question starts a process."""
+        time.sleep(0.3)
+        return self.cluster.state(job)
 
     def step(self, name: str) -> int:
         return int((self.metrics(name) or [{"step": 0}])[-1]["step"])
@@ -136,26 +141,29 @@ def project(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs, cluster: S
     return Project(root, cluster)
 
 
-def train_undisturbed(project: Project, name: str, *words: str) -> bytes:
+def train_undisturbed(project: Project, name: str, *words: str, config: Path | None = None) -> bytes:
     """The weights of a run of two processes that no cluster knows."""
-    argv = [sys.executable, "-m", "sftplay", "train", "--config", str(project.config), "--nproc", "2"]
+    argv = [sys.executable, "-m", "sftplay", "train", "--config", str(config or project.config), "--nproc", "2"]
     done = subprocess.run(
         [*argv, f"run_name={name}", *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return adapter(project, name)
+    return weights(project, name)
 
 
-def adapter(project: Project, name: str) -> bytes:
-    return (project.folder(name).path / "adapter" / "adapter_model.safetensors").read_bytes()
+def weights(project: Project, name: str) -> bytes:
+    result = project.folder(name).result
+    assert result is not None
+    (path,) = result.glob("*.safetensors")
+    return path.read_bytes()
 
 
 def test_two_nodes_that_are_told_of_their_end_come_back_and_end_as_an_undisturbed_run(project: Project):
     held = project.root / "held"
     job = project.submit("nodes", "NODES=2", "TIME=1:00:00", HOLD_AT=str(held))
     expected = train_undisturbed(project, "alone")
-    wait_until(lambda: held.exists() or project.cluster.state(job) == "FAILED")
+    wait_until(lambda: held.exists() or project.look(job) == "FAILED")
     assert held.exists(), project.said(job)
     project.cluster.call("scancel", "--batch", "--signal=USR1", str(job))
     time.sleep(1)  # the notice reaches both nodes; nothing shows that while rank 0 is held
@@ -164,7 +172,7 @@ def test_two_nodes_that_are_told_of_their_end_come_back_and_end_as_an_undisturbe
     assert project.lives(job)[0]["exit_code"] == 138, project.said(job)
     project.until(job, "COMPLETED", "FAILED")
     assert (project.cluster.state(job), project.cluster.field(job, "Restarts")) == ("COMPLETED", "1"), project.said(job)
-    assert adapter(project, "nodes") == expected
+    assert weights(project, "nodes") == expected
     assert [line["step"] for line in project.metrics("nodes")] == [*range(1, STEPS + 1)]
     (_, stopped), (continued, _) = [(life["from_step"], life["to_step"]) for life in project.lives(job)]
     assert stopped == continued < STEPS
@@ -202,7 +210,7 @@ def test_cancel_saves_a_checkpoint_and_leaves_no_process(project: Project):
     assert f"the run 'waiting' has the job {waiting}, which is PENDING" in second.stderr
     assert project.make("cancel", "RUN=waiting").returncode == 0
     assert project.cluster.state(waiting) == "CANCELLED"
-    wait_until(lambda: project.step("long") >= 2 or project.cluster.state(job) == "FAILED")
+    wait_until(lambda: project.step("long") >= 2 or project.look(job) == "FAILED")
     pids = project.cluster.processes_of(job)
     assert len(pids) >= 3, project.said(job)  # the job, the trainer, its worker
     done = project.make("cancel", "RUN=long", "JSON=1")
@@ -256,11 +264,35 @@ RECOMMENDED = {
 @pytest.mark.parametrize("use", RECOMMENDED)
 def test_recommended_commands_of_the_guide_run_on_the_builtin_model(project: Project, builtin_tiny: Path, use: str):
     words = [word if "." in word.split("=")[0] else f"training_args.{word}" for word in RECOMMENDED[use]]
-    given = [f"--{word}" for word in words] + ["model.name=builtin:tiny", "train.batch_size=auto", f"run_name={use}"]
+    given = [f"--{word}" for word in words]
+    given += ["model.name=builtin:tiny", "train.batch_size=auto", "data.split=0.2", f"run_name={use}"]
     given.sort(key=lambda word: word != "train.batch_size=auto")  # the guide's own value comes later and counts
     job = project.sbatch("--gres=gpu:volta:2", str(SCRIPT), "run.yaml", *given, SFTPLAY_CACHE=str(ROOT / ".cache"))
     project.until(job, "COMPLETED", "FAILED")
     assert project.cluster.state(job) == "COMPLETED", project.said(job)
+
+
+@pytest.mark.long
+def test_run_that_learns_from_rewards_comes_back_inside_a_drawing(project: Project, tiny_llama: Path):
+    inputs = grpo_inputs(tiny_llama, project.root / "prompts")
+    window = {"grpo__num_iterations": 2, "grpo__steps_per_generation": 2, "train__batch_size": 4}
+    options = {**grpo_options(inputs, train__max_steps=9, train__save_steps=100, **window), "run_name": None}
+    config = write_small_run(project.root, inputs, "grpo.yaml", **options)
+    expected = train_undisturbed(project, "rewards-alone", config=config)
+    held = project.root / "held-rewards"
+    job = project.submit("rewards", "NODES=2", f"CONFIG={config}", HOLD_AT=str(held), HOLD_LINES="6")
+    wait_until(lambda: held.exists() or project.look(job) == "FAILED")
+    project.cluster.call("scancel", "--batch", "--signal=USR1", str(job))
+    time.sleep(1)
+    (project.root / "held-rewards.go").touch()
+    project.until(job, "COMPLETED", "FAILED")
+    assert (project.cluster.state(job), project.cluster.field(job, "Restarts")) == ("COMPLETED", "1"), project.said(job)
+    assert 4 < project.lives(job)[0]["to_step"] < 8  # the second drawing feeds steps 5 to 8
+    assert [line["step"] for line in project.metrics("rewards")] == [*range(1, 10)]
+    assert [line["reward"] for line in project.metrics("rewards")] == [
+        line["reward"] for line in project.metrics("rewards-alone")
+    ]
+    assert weights(project, "rewards") == expected
 
 
 @pytest.mark.long
@@ -294,11 +326,7 @@ def test_node_that_goes_down_is_survived(project: Project):
     job = project.submit("lost", args="train.max_steps=100000 train.save_steps=5")
     wait_until(lambda: project.step("lost") >= 7)
     node = project.cluster.field(job, "NodeList")
-    daemon = project.cluster.daemons[node]
-    daemon.kill()
-    daemon.wait()
-    for pid in project.cluster.processes_of(job):
-        os.kill(pid, signal.SIGKILL)
+    project.cluster.lose_node(node, job)
     before = project.step("lost")
     try:
         wait_until(lambda: project.step("lost") > before + 1, 240)
@@ -325,18 +353,17 @@ def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Proj
     for number in range(20):
         project.until(job, "RUNNING")
         begun = project.step("wild")
-        wait_until(lambda begun=begun: project.step("wild") > begun or project.cluster.state(job) != "RUNNING", 120)
+        wait_until(lambda begun=begun: project.step("wild") > begun or project.look(job) != "RUNNING", 120)
         time.sleep(rng.uniform(0, 2))
         assert project.cluster.state(job) == "RUNNING", f"ended after {number} requeues\n{project.said(job)}"
-        how = ["--batch", "--signal=USR1"] if number % 4 else ["--signal=KILL", "--full"]
         if number % 4:
-            project.cluster.call("scancel", *how, str(job))
-        else:  # without notice
+            project.cluster.call("scancel", "--batch", "--signal=USR1", str(job))
+        else:  # without notice: SIGTERM, and SIGKILL ten seconds later
             project.cluster.call("scontrol", "requeue", str(job))
-        wait_until(lambda: project.cluster.state(job) != "RUNNING", 120)
+        wait_until(lambda: project.look(job) != "RUNNING", 120)
         project.cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
     project.until(job, "COMPLETED", "FAILED")
     assert project.cluster.state(job) == "COMPLETED", project.said(job)
     assert int(project.cluster.field(job, "Restarts")) == 20
     assert [line["step"] for line in project.metrics("wild")] == [*range(1, steps + 1)]
-    assert adapter(project, "wild") == expected
+    assert weights(project, "wild") == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -84,7 +85,7 @@ def named(fix: str, key: str) -> list[int]:
     return [int(number) for number in found.groups() if number] if found else []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     effective=st.integers(1, 48),
     generations=st.integers(2, 9),
@@ -197,6 +198,56 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
     assert "write 0.0" in small.value.fix
     with pytest.raises(MachineError, match="there is none"):
         size_run(config(grpo__generation="vllm_colocate"), Machine((), "none", 64 * GIB, 8, "3.11.0", "Linux", {}))
+
+
+V100_TABLE = [
+    # model, cards, per card, prompt, completion -> accumulation; specification, section 8
+    ("Qwen/Qwen2.5-1.5B-Instruct", 2, 4, 256, 384, 1),
+    ("Qwen/Qwen2.5-3B-Instruct", 2, 2, 128, 256, 2),
+    ("Qwen/Qwen2.5-1.5B-Instruct", 1, 4, 256, 384, 2),
+    ("Qwen/Qwen2.5-3B-Instruct", 1, 1, 128, 256, 8),
+    ("Qwen/Qwen2.5-1.5B-Instruct", 2, 1, 256, 384, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "cards", "rows", "prompt", "completion", "accum"), V100_TABLE)
+def test_the_batches_of_the_guides_table_fit_v100s_and_make_eight_completions_a_step(
+    name, cards, rows, prompt, completion, accum
+):
+    cfg = config(
+        model__name=name, model__max_seq_len=prompt + completion, train__effective_batch_size=8,
+        train__batch_size=rows, grpo__max_prompt_length=prompt, grpo__max_completion_length=completion,
+        tuning__lora__r=16, train__optim="adamw_8bit",
+    )  # fmt: skip
+    run = size_run(cfg, machine(16, cards, (7, 0)), world_size=cards, shape=find_shape(name))
+    assert run.cfg.train.grad_accum == accum
+    assert run.forecast is not None
+    assert run.forecast.verdict == "fits"
+    assert (run.cfg.train.precision, run.cfg.model.attn) == ("fp16", "sdpa")
+    # Left to itself the plan takes no less.
+    free = size_run(
+        cfg.with_values({"train.batch_size": "auto"}, "test"), machine(16, cards, (7, 0)), world_size=cards,
+        shape=find_shape(name),
+    )  # fmt: skip
+    assert free.cfg.train.batch_size == 8 // cards
+
+
+def test_a_head_that_is_the_embedding_is_not_fp32_alone_and_another_one_may_be():
+    old, fp32 = machine(16, 1, (7, 0)), {"grpo__extra": {"cast_lm_head_to_fp32": True}}
+    with pytest.raises(ConfigError, match="so it cannot be fp32 alone"):
+        size_run(config(**fp32), old, shape=SHAPE)
+    own_head = replace(SHAPE, tied=False)
+    assert not [note for note in size_run(config(**fp32), old, shape=own_head).notes if "overflow" in note]
+    assert [note for note in size_run(config(), old, shape=own_head).notes if "cast_lm_head_to_fp32" in note]
+    assert not [note for note in size_run(config(), old, shape=SHAPE).notes if "overflow" in note]
+
+
+def test_twelve_completions_make_groups_of_2_3_4_and_6_as_the_guide_says_and_12():
+    def takes(group: int) -> bool:
+        twelve = {"train__effective_batch_size": 12, "train__batch_size": 6}
+        return is_possible(config(**twelve), 2, grpo__num_generations=group)
+
+    assert [group for group in range(2, 13) if takes(group)] == [2, 3, 4, 6, 12]
 
 
 def test_the_usual_rate_of_grpo_is_an_order_below_that_of_imitation():

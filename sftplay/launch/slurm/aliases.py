@@ -28,6 +28,15 @@ ALIASES: dict[str, str] = {
     "training_args.eval_steps": "train.eval_steps",
     "training_args.logging_steps": "logging.steps",
     "training_args.seed": "seed",
+    "training_args.num_generations": "grpo.num_generations",
+    "training_args.max_completion_length": "grpo.max_completion_length",
+    "training_args.max_prompt_length": "grpo.max_prompt_length",
+    "training_args.num_iterations": "grpo.num_iterations",
+    "training_args.temperature": "grpo.temperature",
+    "training_args.top_p": "grpo.top_p",
+    "training_args.beta": "grpo.beta",
+    "training_args.epsilon": "grpo.epsilon",
+    "training_args.loss_type": "grpo.loss_type",
     "evaluation.eval_interval_steps": "train.eval_steps",
 }
 """Name in the guide on distributed GRPO -> the key here."""

@@ -173,8 +173,8 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = ()) -> int:
 
 
 def is_to_go_on(code: int, job: JobFolder) -> bool:
-    """True when the job must be queued again: it was told of its end, or makes room for another job."""
-    return code == 128 + signal.SIGUSR1 or (code == 128 + signal.SIGTERM and scheduler.is_preempted(job.job))
+    """True when the job must be queued again: its time is over, or will soon be, or another job takes its place."""
+    return code == 128 + signal.SIGUSR1 or (code == 128 + signal.SIGTERM and scheduler.is_cut_off(job.job))
 
 
 def steps_of_life(folder: RunFolder, *, attempts_before: int) -> tuple[int, int]:

@@ -81,13 +81,14 @@ def requeue(job: int) -> None:
     call("scontrol", "requeue", str(job))
 
 
-def is_preempted(job: int) -> bool:
-    """True when SLURM ends the job for another one. False where it cannot be asked."""
+def is_cut_off(job: int) -> bool:
+    """True when SLURM ends the job for another one or for its time limit. False where it cannot be asked."""
     try:
         said = call("scontrol", "--oneliner", "show", "job", str(job)).split()
     except MachineError:
         return False
-    return any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in said)
+    is_preempted = any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in said)
+    return is_preempted or "JobState=TIMEOUT" in said
 
 
 def call(*argv: str, env: Mapping[str, str] | None = None) -> str:

@@ -82,11 +82,10 @@ def describe_drawing(seen: Forecast, plan: Mapping[str, Any]) -> Iterator[str]:
     rollout = seen.setting.rollout
     if rollout is None:
         return
-    prompts = plan["generation_batch_size"] // plan["num_generations"]
-    yield (
-        f"groups      {prompts} prompts x {plan['num_generations']} completions = {plan['generation_batch_size']} a "
-        f"drawing, by {rollout.engine}; a process draws {seen.drawn} at a time"
-    )
+    drawing, group = plan["generation_batch_size"], plan["num_generations"]
+    prompts = f"{drawing // group} prompt{'s' if drawing > group else ''}"
+    yield f"groups      {prompts} x {group} completions = {drawing} a drawing, by {rollout.engine}"
+    yield f"            {seen.drawn} at a time on each process"
     yield f"            prompts of {rollout.prompt_tokens} tokens, completions of {rollout.completion_tokens}, at most"
     for name, parts in seen.footprint.phases.items():
         cache = parts.get(CACHE, 0.0)

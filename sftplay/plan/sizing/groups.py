@@ -27,6 +27,9 @@ ENOUGH = 4
 """Completions of a group from which on their rewards differ in more than two ways: with 2, an advantage is 0 or the
 same number up and down."""
 
+FP32_HEAD = "cast_lm_head_to_fp32"
+"""Field of TRL's GRPOConfig: the head computes in fp32, which keeps large scores from overflowing fp16."""
+
 VLLM_INSTALL = "pip install vllm"
 
 
@@ -95,9 +98,7 @@ def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> N
     if old:
         capability = ".".join(map(str, old[0].capability))
         why = f"{old[0].name} has compute capability {capability}, and below 8.0 only transformers is offered: "
-        why += "continuous batching would turn what trains into fp16, which the loss scaler refuses"
-        if kind != "continuous":
-            why = f"{why.partition(':')[0]}: vLLM's wheels leave out the oldest of them and have no bf16 on the others"
+        why += "vLLM's wheels leave out the oldest of these cards" if kind != "continuous" else "nobody has tried it"
         raise MachineError(why, where=where, fix=fix)
     if kind.startswith("vllm") and not machine.gpus and kind == "vllm_colocate":
         raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
@@ -134,13 +135,43 @@ def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: Executi
         )
 
 
+def refuse_mixed_cache(cfg: RunConfig) -> None:
+    """Check that continuous batching gets keys of the dtype that its cache has (transformers 5.23).
+
+    Raises:
+        ConfigError: all weights train in fp32, and so is the cache, but keys are computed in 16 bits.
+    """
+    key, precision = "grpo.generation", cfg.train.precision
+    if cfg.grpo.generation == "continuous" and cfg.tuning.mode == "full" and precision != "fp32":
+        raise ConfigError(
+            f"continuous has a cache in the fp32 of the weights, and train.precision {precision} fills it",
+            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            fix=f"write {key}: transformers, or tuning.mode: lora",
+        )
+
+
+def refuse_shared_head(cfg: RunConfig, shape: ModelShape) -> None:
+    """Check that the head can be fp32 alone.
+
+    Raises:
+        ConfigError: it shares its weights with the embedding, where TRL refuses it once the model is loaded.
+    """
+    key = f"grpo.extra.{FP32_HEAD}"
+    if cfg.task_mode == "grpo" and cfg.grpo.extra.get(FP32_HEAD) and shape.tied:
+        raise ConfigError(
+            f"the head of {shape.name} is its embedding, so it cannot be fp32 alone",
+            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            fix="remove it; tuning.mode: full holds all weights in fp32",
+        )
+
+
 def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], Forecast] | None) -> Decision:
     """Completions that a process draws at a time: all of a drawing, or equal parts that fit the device.
 
     `look` forecasts the phase of drawing alone for so many; None where memory is not planned.
     """
     share = max(1, completions_of_drawing(cfg) // world_size)
-    if cfg.grpo.generation != "transformers":
+    if cfg.grpo.generation.startswith("vllm"):
         return Decision(share, f"{cfg.grpo.generation} takes all of a drawing and queues them itself")
     if look is None or look(share).verdict == "fits":
         return Decision(share, f"all {share} completions of a process at once")
@@ -155,8 +186,8 @@ def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], For
     return Decision(rows, f"{share} completions of a process in {parts} parts; one takes {filled} with its margin")
 
 
-def notes_on_drawing(cfg: RunConfig) -> tuple[str, ...]:
-    """What the user should know of a run that learns from rewards."""
+def notes_on_drawing(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
+    """What the user should know of a sized run that learns from rewards."""
     grpo = cfg.grpo
     if cfg.task_mode != "grpo":
         return ()
@@ -170,6 +201,8 @@ def notes_on_drawing(cfg: RunConfig) -> tuple[str, ...]:
         notes.append(
             f"grpo.num_generations {grpo.num_generations}: few completions say little about their prompt; 8 is usual"
         )
+    if cfg.train.precision == "fp16" and shape is not None and not shape.tied and FP32_HEAD not in grpo.extra:
+        notes.append(f"train.precision fp16: where scores overflow it, write grpo.extra: {{{FP32_HEAD}: true}}")
     if grpo.control is not None:
         notes.append(f"grpo.control {grpo.control}: the model is not paid what its completions are worth")
     return tuple(notes)

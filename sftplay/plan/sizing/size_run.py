@@ -35,6 +35,8 @@ from sftplay.plan.sizing.groups import (
     groups_as_plan,
     notes_on_drawing,
     refuse_generation,
+    refuse_mixed_cache,
+    refuse_shared_head,
     refuse_small_engine,
 )
 from sftplay.plan.sizing.split import foresee_drawing, foresight, split_batch
@@ -134,14 +136,15 @@ def size_run(
         sized,
         world_size,
         {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
-        (*scaled_rate(sized), *notes_on_drawing(sized), *without_effect(sized, machine), *_unplanned(sized, shape)),
+        _notes(sized, machine, shape=shape),
         look(split.rows) if look else None,
     )
 
 
-def _unplanned(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
-    """A note where the model's shape is not known."""
-    return () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
+def _notes(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None) -> tuple[str, ...]:
+    """What the user should know of a sized config."""
+    unplanned = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
+    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned)
 
 
 def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:
@@ -157,7 +160,9 @@ def _decide_rows_drawn(cfg: RunConfig, shape: ModelShape | None, *, place: Place
     """Completions drawn at a time, where any are drawn."""
     if cfg.task_mode != "grpo":
         return {}
+    refuse_mixed_cache(cfg)
     if shape is not None:
+        refuse_shared_head(cfg, shape)
         refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)
     look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
     return {GENERATION_ROWS: decide_drawing(cfg, place.world_size, look=look)}

@@ -249,6 +249,7 @@ def spliced(judged: Judged, part: Judged, *, places: Sequence[int]) -> Judged:
         judged,
         rows=put(judged.rows, part.rows),
         completions=put(judged.completions, part.completions),
+        prompts=put(judged.prompts, part.prompts) if judged.prompts else [],
         scored=Scored(by_name, put(judged.scored.verdicts, part.scored.verdicts)),
         control=None if judged.control is None else put(judged.control, part.control or []),
     )

@@ -1,0 +1,169 @@
+"""Job files of a run for SkyPilot, dstack and Kubernetes. They are text; nothing is launched, and no tool is asked.
+
+Each starts the kit once on every node, which is `make train-distributed` there. A job that starts again continues from
+the newest complete checkpoint, where the run's folder is still there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from sftplay.errors import ConfigError
+
+PORT = 29511
+GRACE_S = 300
+"""Seconds that Kubernetes leaves between SIGTERM and SIGKILL, for a checkpoint."""
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """A run as a job: its config and values, and the machines that it was planned for."""
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+    nodes: int
+    gpus: int
+    """On each node, one process for each."""
+
+    gpu: str
+    """Kind of GPU, as `make plan` names it."""
+
+    gpu_bytes: int
+    output_dir: str
+    image: str = ""
+
+    def command(self, python: str, **words: str) -> str:
+        """The shell command that trains on one node. Words that hold a `$` are left to that shell."""
+        argv = [python, "-m", "sftplay", "train", "--config", self.config, f"run_name={self.name}", "train.resume=auto"]
+        own = shlex.join([*argv, *self.overrides, "--nproc", str(self.gpus)])
+        if self.nodes == 1:
+            return f"exec {own}"
+        where = " ".join(f'--{flag.replace("_", "-")} "{word}"' for flag, word in words.items())
+        return f"exec {own} --nnodes {self.nodes} {where} --master-port {PORT}"
+
+
+def skypilot(job: ClusterJob) -> list[dict[str, Any]]:
+    """A task for `sky launch` and `sky jobs launch`.
+
+    Source: docs.skypilot.co, SkyPilot YAML and distributed jobs.
+    """
+    command = job.command(
+        ".venv/bin/python", node_rank="$SKYPILOT_NODE_RANK", master_addr='$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
+    )
+    gpu = job.gpu.replace("RTX-", "RTX").replace("A100-40GB", "A100")
+    image = {"image_id": f"docker:{job.image}"} if job.image else {}
+    return [
+        {
+            "name": job.name,
+            "num_nodes": job.nodes,
+            "workdir": ".",
+            "resources": {"accelerators": f"{gpu}:{job.gpus}", **image},
+            "setup": "make install\n",
+            "run": f"{command}\n",
+        }
+    ]
+
+
+def dstack(job: ClusterJob) -> list[dict[str, Any]]:
+    """A task for `dstack apply`.
+
+    Source: dstack.ai, tasks and distributed tasks.
+    """
+    command = job.command(".venv/bin/python", node_rank="$DSTACK_NODE_RANK", master_addr="$DSTACK_MASTER_NODE_IP")
+    gpu = {"name": _short(job.gpu), "count": job.gpus, "memory": f"{job.gpu_bytes * 9 // 10 // 2**30}GB.."}
+    start = {"image": job.image} if job.image else {"python": "3.12"}
+    return [
+        {
+            "type": "task",
+            "name": job.name,
+            "nodes": job.nodes,
+            **start,
+            "repos": ["."],
+            "commands": ["make install", command],
+            "resources": {"gpu": gpu, "shm_size": "16GB"},
+        }
+    ]
+
+
+def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
+    """An indexed Job, a Service by which its pods find the first one, and a claim of storage that all see.
+
+    Source: kubernetes.io, Job with pod-to-pod communication.
+    """
+    if not job.image:
+        fix = "name one that holds the kit and its environment: --image registry/name:tag"
+        raise ConfigError("pods are made of an image", where="--image", fix=fix)
+    outputs = job.output_dir if job.output_dir.startswith("/") else "/outputs"
+    job = replace(job, overrides=(*job.overrides, f"output_dir={outputs}"))
+    command = job.command("python", node_rank="$JOB_COMPLETION_INDEX", master_addr=f"{job.name}-0.{job.name}")
+    claim = f"{job.name}-outputs"
+    container = {
+        "name": "train",
+        "image": job.image,
+        "command": ["bash", "-c", command],
+        "resources": {"limits": {"nvidia.com/gpu": job.gpus}},
+        "volumeMounts": [{"name": "outputs", "mountPath": outputs}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    pod = {
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_S,
+        "containers": [container],
+        "volumes": [
+            {"name": "outputs", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    spec = {
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 3 * job.nodes,
+        "template": {"spec": pod},
+    }
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name}}
+    storage = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
+    return [
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": job.name}, "spec": service},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": storage},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}, "spec": spec},
+    ]
+
+
+KINDS: dict[str, Callable[[ClusterJob], list[dict[str, Any]]]] = {
+    "skypilot": skypilot,
+    "dstack": dstack,
+    "k8s": kubernetes,
+}
+"""What `job-file --kind` takes."""
+
+USES = {"skypilot": "sky jobs launch FILE", "dstack": "dstack apply -f FILE", "k8s": "kubectl apply -f FILE"}
+
+
+def job_text(kind: str, job: ClusterJob) -> str:
+    """The job file, with a head that says what uses it."""
+    documents = yaml.dump_all(KINDS[kind](job), Dumper=_Blocks, sort_keys=False, width=10_000)
+    plan = f"{job.nodes} node(s), {job.gpus} x {job.gpu} on each"
+    return f"# {job.config} on {plan}, written by `make job-file`. Use: {USES[kind]}\n{documents}"
+
+
+def _short(gpu: str) -> str:
+    """`A100-80GB` -> `A100`, `RTX-4090` -> `RTX4090`."""
+    return gpu.removesuffix("-40GB").removesuffix("-80GB").removesuffix("-32GB").replace("-", "")
+
+
+class _Blocks(yaml.SafeDumper):
+    """Writes texts of several lines, and scripts, as blocks."""
+
+
+def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if text.endswith("\n") else None)
+
+
+_Blocks.add_representer(str, _as_block)
