@@ -39,6 +39,8 @@ from sftplay.errors import DataError
 
 ROOM = "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
 
+COMPLETIONS = "completions"
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -180,6 +182,11 @@ class _Pass:
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
         outcome.keys = short(keys.content), short(keys.prompt), short(keys.prompt)
         outcome.tested = published_test_id(prompt.row)
+        columns = columns_of(prompt.row, source, reading=self._reading)
+        if COMPLETIONS in columns:
+            outcome.refused = f"has a column {COMPLETIONS!r}, the name by which rewards get the answers"
+            outcome.fix = "give the column another name"
+            return outcome, {}
         try:
             ids = prompt.prompt(self._renderer)
         except DataError as error:
@@ -191,7 +198,6 @@ class _Pass:
             return outcome, {}
         # Nothing of a prompt is learned; what the report needs of an example is the number of its tokens.
         outcome.examples = [Example(bytes(4 * len(ids)), b"", 0, is_cut=False, ends_learned=False)]
-        columns = columns_of(prompt.row, source, reading=self._reading)
         self._columns |= dict.fromkeys(columns)
         content = json.dumps({"question": prompt.question, "columns": columns}, default=str)
         place = {"path": source.path, "line": source.line, "record": source.record}
