@@ -1,8 +1,8 @@
 """Task grpo beside a plain TRL script of the same settings, in one alternating run. `make bench-grpo` runs it.
 
 Two questions. Is a step as fast, with the same rewards (`--only speed`)? And how many tokens does each generate until
-the toy's sampled pass@1 reaches a goal, where ours draws silent groups again (`--only redraws`)? Both use the toy of
-workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one.
+the toy's sampled pass@1 reaches a goal, where ours draws silent groups again (`--only redraws`)? The first uses the toy
+of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ from sftplay.data.order import training_order
 ROOT = Path(__file__).resolve().parents[1]
 TOY, WARM = ROOT / "configs" / "run_grpo_toy.yaml", ROOT / "configs" / "run_grpo_toy_sft.yaml"
 ROWS = {"toy": ROOT / "data" / "one_liners" / "train.jsonl", "long": ROOT / "data" / "word_problems" / "train.jsonl"}
-GOALS = (0.85, 0.9, 0.95)
-"""Sampled pass@1 that counts as learned."""
-
-EVERY = 5
-"""Steps between two measurements of it."""
 
 
 @dataclass
@@ -44,15 +39,12 @@ class Course:
     """Prompt and completion tokens that it learned from, since the first step."""
 
     rewards: list[float]
-    generated_tokens: list[float]
-    checkpoints: Path
 
 
 def main() -> int:
     options = parse_options()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         work = Path(name)
-        warm = options.warm or train_warm(work)
         print(
             f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, {options.threads} thread(s), "
             f"load {os.getloadavg()[0]:.1f}, "
@@ -60,10 +52,13 @@ def main() -> int:
         )
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
         if options.only != "redraws":
+            warm = options.warm or train_warm(work)
             for shape in ("toy", "long"):
                 print(compare_speed(work / shape, warm, shape=shape, options=options))
         if options.only != "speed":
-            print(compare_redraws(work / "redraws", warm, options=options))
+            from benchmarks.grpo_redraws import compare_redraws  # brings torch and TRL
+
+            print(compare_redraws(seeds=options.seeds, steps=options.goal_steps))
     return 0
 
 
@@ -73,7 +68,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of each run that is timed")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--goal-steps", type=int, default=70, help="of each run that is to reach the goal")
+    parser.add_argument("--goal-steps", type=int, default=110, help="of each run that is to reach the goal")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--warm", type=Path, help="folder of a warm run, made by configs/run_grpo_toy_sft.yaml")
     return parser.parse_args()
@@ -87,12 +82,17 @@ def train_warm(work: Path) -> Path:
 
 def settings(shape: str) -> list[str]:
     """Values of the config that make a shape: the toy, or long answers of different lengths, none of them right."""
-    same = ["train.batch_size=16", "train.grad_accum=4", "train.save_steps=1000", "eval.limit=1"]
+    same = ["train.batch_size=16", "train.grad_accum=4", "train.save_steps=1000", "data.split=0", "data.val_path=null"]
     if shape == "toy":
         return same
     rewards = json.dumps([{"name": "correct", "use": "math"}])
-    data = [f"data.train_path={ROWS['long']}", f"data.val_path={ROWS['long'].with_name('held_out.jsonl')}"]
-    return [*same, *data, f"rewards={rewards}", "grpo.max_completion_length=128", "model.max_seq_len=256"]
+    return [
+        *same,
+        f"data.train_path={ROWS['long']}",
+        f"rewards={rewards}",
+        "grpo.max_completion_length=128",
+        "model.max_seq_len=256",
+    ]
 
 
 def compare_speed(work: Path, warm: Path, *, shape: str, options: argparse.Namespace) -> str:
@@ -131,38 +131,6 @@ def tokens_per_s(course: Course) -> float:
     return (course.tokens[-1] - course.tokens[0]) / sum(course.seconds[1:])
 
 
-def compare_redraws(work: Path, warm: Path, *, options: argparse.Namespace) -> str:
-    """A table of generated tokens until each goal, by seed; curves go to stderr."""
-    from benchmarks.sampled_pass import SampledPass, tokens_until
-
-    lines = [f"\nGenerated tokens until sampled pass@1 is ...; measured every {EVERY} steps, between them by line", ""]
-    lines += ["| seed | " + " | ".join(f"{goal}: TRL | redraws=1 | ratio" for goal in GOALS) + " |"]
-    lines += ["| --- " * (1 + 3 * len(GOALS)) + "|"]
-    ratios: dict[float, list[float]] = {goal: [] for goal in GOALS}
-    with SampledPass(TOY, ROWS["toy"], warm) as judge:
-        for seed in range(1, options.seeds + 1):
-            home = work / str(seed)
-            changes = [
-                *settings("toy"), f"train.max_steps={options.goal_steps}", f"seed={seed}",
-                f"train.save_steps={EVERY}", "train.save_total_limit=100",
-            ]  # fmt: skip
-            ours = run_ours(home / "ours", warm, [*changes, "grpo.redraws=1"])
-            plain = run_plain(home / "plain", warm, like=home / "ours" / "run", rows=ROWS["toy"], save_steps=EVERY)
-            curves = [judge.curve(each) for each in (plain, ours)]
-            print(f"seed {seed}: {curves}", file=sys.stderr, flush=True)
-            cells = [str(seed)]
-            for goal in GOALS:
-                theirs, mine = (tokens_until(goal, curve) for curve in curves)
-                cells += ["-" if value is None else f"{value:.0f}" for value in (theirs, mine)]
-                cells.append("-" if theirs is None or mine is None else f"{mine / theirs:.2f}")
-                if theirs is not None and mine is not None:
-                    ratios[goal].append(mine / theirs)
-            lines.append("| " + " | ".join(cells) + " |")
-            print(lines[-1], file=sys.stderr, flush=True)
-    means = ", ".join(f"{mean(each):.2f} until {goal} ({len(each)} seeds)" for goal, each in ratios.items() if each)
-    return "\n".join([*lines, "", f"Mean ratios: {means}."])
-
-
 def run_ours(home: Path, warm: Path, changes: list[str]) -> Course:
     """The user's command."""
     where = [f"model.name={warm}", "run_name=run", f"output_dir={home}", f"data.processed_dir={home / 'rows'}"]
@@ -172,12 +140,10 @@ def run_ours(home: Path, warm: Path, changes: list[str]) -> Course:
         seconds=[line["step_s"] for line in lines],
         tokens=[line["tokens_seen"] for line in lines],
         rewards=[line["reward"] for line in lines],
-        generated_tokens=[line["generated_tokens"] for line in lines],
-        checkpoints=home / "run" / "checkpoints",
     )
 
 
-def run_plain(home: Path, warm: Path, *, like: Path, rows: Path, save_steps: int = 0) -> Course:
+def run_plain(home: Path, warm: Path, *, like: Path, rows: Path) -> Course:
     """The script, with the settings, prompts and order of the run in the folder `like`."""
     home.mkdir(parents=True)
     cfg = load_resolved(like / "config.resolved.yaml")
@@ -185,13 +151,13 @@ def run_plain(home: Path, warm: Path, *, like: Path, rows: Path, save_steps: int
     drawn = cfg.train.max_steps * cfg.train.effective_batch_size // cfg.grpo.num_generations
     job = {
         "config": str(like / "config.resolved.yaml"), "model": str(warm / "model"), "out": str(home),
-        "columns": [name for name in records[0] if name != "prompt"], "save_steps": save_steps,
+        "columns": [name for name in records[0] if name != "prompt"],
         "rows": [records[n] for n in training_order(len(records), drawn, seed=cfg.seed)],
     }  # fmt: skip
     (home / "job.json").write_text(json.dumps(job))
     run([sys.executable, str(ROOT / "benchmarks" / "plain_grpo.py"), str(home / "job.json")])
     told = json.loads((home / "told.json").read_text())
-    return Course(told["seconds"], told["tokens"], told["rewards"], told["generated_tokens"], home)
+    return Course(told["seconds"], told["tokens"], told["rewards"])
 
 
 def as_prompt(record: dict) -> dict:

@@ -22,7 +22,7 @@ def main(job: dict) -> None:
     from sftplay.reward.reward_set import RewardSet, combined
 
     cfg = load_resolved(Path(job["config"]))
-    told = {"seconds": [], "rewards": [], "generated_tokens": []}
+    told = {"seconds": [], "rewards": []}
 
     class Clock(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
@@ -31,11 +31,9 @@ def main(job: dict) -> None:
         def on_step_end(self, args, state, control, **_):
             told["seconds"].append(time.perf_counter() - self.began)
 
-    def pay(completions, completion_ids, **columns):
+    def pay(completions, **columns):
         known = {name: columns[name] for name in job["columns"]}  # TRL hands over more than the data's columns
         paid = combined(reward_set.score(completions, known), reward_set.weights)
-        before = told["generated_tokens"][-1] if told["generated_tokens"] else 0
-        told["generated_tokens"].append(before + sum(map(len, completion_ids)))
         told["rewards"].append(sum(paid) / len(paid))
         return paid
 
@@ -64,9 +62,7 @@ def main(job: dict) -> None:
                 activation_checkpointing=False,
                 shuffle_dataset=False,
                 logging_steps=1,
-                save_strategy="steps" if job["save_steps"] else "no",
-                save_steps=job["save_steps"] or 1,
-                save_only_model=True,
+                save_strategy="no",
                 report_to="none",
                 disable_tqdm=True,
             ),
