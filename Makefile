@@ -65,7 +65,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel job-file \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -197,6 +197,8 @@ bench-ingest: $(READY) ## speed and memory of ingest for each format and for 1 G
 	@$(PROGRAM) benchmarks/ingest.py
 bench-documents: $(READY) ## libraries that read documents, side by side (ARGS="--folder ../shared/data/documents")
 	@$(PROGRAM) benchmarks/ingest_libraries.py
+bench-grpo: $(READY) ## task grpo beside a plain TRL script: speed, and tokens until the toy is learned (ARGS="--only speed")
+	@$(PROGRAM) benchmarks/grpo.py
 bench-sandbox: $(READY) ## programs a second in a box, beside a plain process (ARGS="--count 300")
 	@$(PROGRAM) benchmarks/sandbox.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer

@@ -885,6 +885,17 @@ def check_judges(_: Bench) -> None:
     assert [judges_form(reward) for reward in rewards] == [False, False, True, True, False, True]
 
 
+def check_packages(_: Bench) -> None:
+    answer, tests = "```python\nimport yaml\ndef f(): return yaml.safe_load('3')\n```", {"tests": [["assert f() == 3"]]}
+    for packages, expected in (([], 0.0), (["yaml"], 1.0)):
+        content = {
+            "model": {"name": "builtin:tiny"}, "rewards": [{"name": "code", "use": "code_tests"}],
+            "sandbox": {"executor": "none", "packages": packages},
+        }  # fmt: skip
+        with RewardSet(RunConfig.model_validate(content)) as opened:
+            assert opened.score([answer], tests).by_name["code"].values == [expected]
+
+
 def check_sandbox(_: Bench) -> None:
     """Three programs, which sleep too long for one test, for all tests, and take too much memory, if limits are low."""
     programs = [
@@ -1053,6 +1064,7 @@ TABLE: dict[str, Check] = {
     "sandbox.timeout": check_sandbox,
     "sandbox.test_timeout": check_sandbox,
     "sandbox.memory": check_sandbox,
+    "sandbox.packages": check_packages,
     "data.train_path": check_train_path,
     "data.val_path": check_val_path,
     "data.test_path": check_test_path,

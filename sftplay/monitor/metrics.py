@@ -161,7 +161,8 @@ class MetricsWriter(Observer):
         mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
         shown = step_figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
         reward = f"reward {line['reward']:.3f}  " if line.get("reward") is not None else ""
-        text = f"{reward}{shown}  padding {line['padding_share']:.0%}{mfu}"
+        shown = f"{reward}{shown}"
+        text = f"{shown}  padding {line['padding_share']:.0%}{mfu}"
         print_progress(state, state.logging_steps, text=f"step {line['step']}/{state.max_steps}  {text}")
         show_step(state, shown)
 

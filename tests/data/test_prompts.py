@@ -132,9 +132,10 @@ def test_every_row_is_counted_once(config_of: ConfigOf, tokenizer: Any):
     [
         ({"prompt": "salt " * 100}, {"data__too_long": "error"}, r"train\.jsonl:1 has \d+ tokens.*116"),
         ({"colour": "green"}, {}, r"train\.jsonl:1 has no question; its keys are 'colour'"),
+        ({"prompt": "one", "completions": []}, {}, r"train\.jsonl:1 has a column 'completions', the name by which"),
         ({"prompt": "is held out"}, {}, r"train\.jsonl:1 is held out as well, at .*held_out\.jsonl:1"),
     ],
-    ids=["too long", "no question", "leak"],
+    ids=["too long", "no question", "a taken name", "leak"],
 )
 def test_a_row_that_may_not_be_left_out_is_named_with_its_line(
     row: dict[str, Any], policy: dict[str, Any], said: str, config_of: ConfigOf, tokenizer: Any

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_run import grpo_inputs, grpo_options
 from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 from slurm_cluster import SlurmCluster, slurm_cluster, why_not
@@ -66,11 +67,11 @@ class Project(Outputs):
         return {**known, **hook, **self.cluster.environment, **more}
 
     def make(self, target: str, *settings: str, **more: str) -> subprocess.CompletedProcess[str]:
-        argv = ["make", "-s", "--no-print-directory", target, "READY=", f"PY={sys.executable}", *settings]
+        ready = ["READY=", f"PY={sys.executable}", f"CONFIG={self.config}"]
+        argv = ["make", "-s", "--no-print-directory", target, *ready, *settings]
         return subprocess.run(
-            [*argv, f"CONFIG={self.config}"], cwd=ROOT, env=self.environment(**more), capture_output=True, text=True,
-            check=False, timeout=HANG_S,
-        )  # fmt: skip
+            argv, cwd=ROOT, env=self.environment(**more), capture_output=True, text=True, check=False, timeout=HANG_S
+        )
 
     def submit(self, name: str, *settings: str, args: str = "", **more: str) -> int:
         """The job's number."""
@@ -140,19 +141,22 @@ def project(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs, cluster: S
     return Project(root, cluster)
 
 
-def train_undisturbed(project: Project, name: str, *words: str) -> bytes:
+def train_undisturbed(project: Project, name: str, *words: str, config: Path | None = None) -> bytes:
     """The weights of a run of two processes that no cluster knows."""
-    argv = [sys.executable, "-m", "sftplay", "train", "--config", str(project.config), "--nproc", "2"]
+    argv = [sys.executable, "-m", "sftplay", "train", "--config", str(config or project.config), "--nproc", "2"]
     done = subprocess.run(
         [*argv, f"run_name={name}", *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return adapter(project, name)
+    return weights(project, name)
 
 
-def adapter(project: Project, name: str) -> bytes:
-    return (project.folder(name).path / "adapter" / "adapter_model.safetensors").read_bytes()
+def weights(project: Project, name: str) -> bytes:
+    result = project.folder(name).result
+    assert result is not None
+    (path,) = result.glob("*.safetensors")
+    return path.read_bytes()
 
 
 def test_two_nodes_that_are_told_of_their_end_come_back_and_end_as_an_undisturbed_run(project: Project):
@@ -168,7 +172,7 @@ def test_two_nodes_that_are_told_of_their_end_come_back_and_end_as_an_undisturbe
     assert project.lives(job)[0]["exit_code"] == 138, project.said(job)
     project.until(job, "COMPLETED", "FAILED")
     assert (project.cluster.state(job), project.cluster.field(job, "Restarts")) == ("COMPLETED", "1"), project.said(job)
-    assert adapter(project, "nodes") == expected
+    assert weights(project, "nodes") == expected
     assert [line["step"] for line in project.metrics("nodes")] == [*range(1, STEPS + 1)]
     (_, stopped), (continued, _) = [(life["from_step"], life["to_step"]) for life in project.lives(job)]
     assert stopped == continued < STEPS
@@ -269,6 +273,29 @@ def test_recommended_commands_of_the_guide_run_on_the_builtin_model(project: Pro
 
 
 @pytest.mark.long
+def test_run_that_learns_from_rewards_comes_back_inside_a_drawing(project: Project, tiny_llama: Path):
+    inputs = grpo_inputs(tiny_llama, project.root / "prompts")
+    window = {"grpo__num_iterations": 2, "grpo__steps_per_generation": 2, "train__batch_size": 4}
+    options = {**grpo_options(inputs, train__max_steps=9, train__save_steps=100, **window), "run_name": None}
+    config = write_small_run(project.root, inputs, "grpo.yaml", **options)
+    expected = train_undisturbed(project, "rewards-alone", config=config)
+    held = project.root / "held-rewards"
+    job = project.submit("rewards", "NODES=2", f"CONFIG={config}", HOLD_AT=str(held), HOLD_LINES="6")
+    wait_until(lambda: held.exists() or project.look(job) == "FAILED")
+    project.cluster.call("scancel", "--batch", "--signal=USR1", str(job))
+    time.sleep(1)
+    (project.root / "held-rewards.go").touch()
+    project.until(job, "COMPLETED", "FAILED")
+    assert (project.cluster.state(job), project.cluster.field(job, "Restarts")) == ("COMPLETED", "1"), project.said(job)
+    assert 4 < project.lives(job)[0]["to_step"] < 8  # the second drawing feeds steps 5 to 8
+    assert [line["step"] for line in project.metrics("rewards")] == [*range(1, 10)]
+    assert [line["reward"] for line in project.metrics("rewards")] == [
+        line["reward"] for line in project.metrics("rewards-alone")
+    ]
+    assert weights(project, "rewards") == expected
+
+
+@pytest.mark.long
 def test_real_time_limit_is_survived(project: Project):
     """SLURM counts minutes and looks every 30 s, so this takes two of them."""
     job = project.submit("limit", "TIME=1", args="train.max_steps=400 train.save_steps=1000")
@@ -311,22 +338,23 @@ def test_node_that_goes_down_is_survived(project: Project):
 
 
 @pytest.mark.long
-def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Project):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Project, nodes: int):
     """A step takes some milliseconds. The hook makes it a tenth of a second, so that moments differ."""
-    steps, rng = 600, random.Random(20)
+    steps, rng, name = 600, random.Random(20), f"wild-{nodes}"
     words = f"train.max_steps={steps} train.save_steps=7"
-    expected = train_undisturbed(project, "calm", *words.split())
-    (project.root / "slow").mkdir()
+    expected = train_undisturbed(project, f"calm-{nodes}", "--nproc", str(nodes), *words.split())
+    (project.root / "slow").mkdir(exist_ok=True)
     slow = (
         HOOK + "\nif 'tasks.worker' in words: sys.addaudithook(lambda event, args: time.sleep(0.1) if event == 'open'"
     )
     slow += " and args[1] == 'a' and str(args[0]).endswith('metrics.jsonl') else None)\n"
     (project.root / "slow" / "sitecustomize.py").write_text(HOOK + slow)
-    job = project.submit("wild", "NODES=2", args=words, PYTHONPATH=str(project.root / "slow"))
+    job = project.submit(name, f"NODES={nodes}", args=words, PYTHONPATH=str(project.root / "slow"))
     for number in range(20):
         project.until(job, "RUNNING")
-        begun = project.step("wild")
-        wait_until(lambda begun=begun: project.step("wild") > begun or project.look(job) != "RUNNING", 120)
+        begun = project.step(name)
+        wait_until(lambda begun=begun: project.step(name) > begun or project.look(job) != "RUNNING", 120)
         time.sleep(rng.uniform(0, 2))
         assert project.cluster.state(job) == "RUNNING", f"ended after {number} requeues\n{project.said(job)}"
         if number % 4:
@@ -334,9 +362,8 @@ def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Proj
         else:  # without notice: SIGTERM, and SIGKILL ten seconds later
             project.cluster.call("scontrol", "requeue", str(job))
         wait_until(lambda: project.look(job) != "RUNNING", 120)
-        project.cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
     project.until(job, "COMPLETED", "FAILED")
     assert project.cluster.state(job) == "COMPLETED", project.said(job)
     assert int(project.cluster.field(job, "Restarts")) == 20
-    assert [line["step"] for line in project.metrics("wild")] == [*range(1, steps + 1)]
-    assert adapter(project, "wild") == expected
+    assert [line["step"] for line in project.metrics(name)] == [*range(1, steps + 1)]
+    assert weights(project, name) == expected

@@ -193,6 +193,36 @@ def test_submitted_run_has_its_job_and_shows_it(
     assert "the run 'run' has the job 17, which is PENDING" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["logs", "cancel", "status"])
+def test_run_without_a_job_is_named_as_such(
+    verb: str, write_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = write_config()
+    assert main([verb, "--config", str(config), "--run", "nobody"]) == 2
+    assert "no run 'nobody' with a job" in capsys.readouterr().err
+    RunFolder(tmp_path / "outputs" / "run").create()
+    RunFolder(tmp_path / "outputs" / "run").update_status(state="done")
+    assert main([verb, "--config", str(config), "--run", "run"]) == 2
+    assert "the run 'run' was not submitted" in capsys.readouterr().err
+
+
+def test_run_that_has_begun_goes_on_in_a_new_job_where_that_is_asked_for(
+    write_config: Callable[..., Path], slurm: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    slurm(sbatch="echo 18", squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    config, folder = write_config(), RunFolder(tmp_path / "outputs" / "run")
+    folder.create()
+    folder.resolved.write_text("")
+    folder.update_status(state="stopped", step=3)
+    (folder.path / "slurm.jsonl").write_text('{"job_id": 17}\n')
+    assert submit(config) == 2
+    assert "a run called 'run' exists" in capsys.readouterr().err
+    assert submit(config, "train.resume=auto") == 0
+    assert newest_job(folder.path) == JobFolder(folder.path, 18)
+    assert main(["status", "--config", str(config), "--run", "run"]) == 0
+    assert "run: job 18 has left the queue, run stopped at step 3" in capsys.readouterr().out
+
+
 def test_dry_run_prints_the_job_file_and_leaves_nothing(
     write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from grpo_run import grpo_inputs, grpo_options
 from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
+from small_run import write_small_run
 
+from sftplay.config.load import load_config
 from sftplay.errors import RunError
 from sftplay.tasks.grpo.rollouts import Rollouts
 
@@ -29,7 +31,7 @@ def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Input
 def paid_by(text: str, inputs: Inputs, **changes: Any) -> dict[str, Any]:
     path = inputs.train.parent / f"pay{abs(hash(text))}.py"
     path.write_text(text)
-    rewards = [{"name": "pay", "use": f"{path}:pay"}]
+    rewards = [{"name": "pay", "use": f"{path}:pay", "judges": "form"}]
     return grpo_options(inputs, rewards=rewards, **changes)
 
 
@@ -105,3 +107,22 @@ def test_a_resumed_run_draws_the_same_prompts_again(prompts: Inputs, tmp_path: P
     resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
     for name in ("loss", "reward", "generated_tokens", "redrawn_groups", "passed_turns", "first_reward"):
         assert column(resumed, name) == column(whole, name)
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_group_draw_it_again_together(tiny_llama: Path, tmp_path: Path, sftplay: Any):
+    inputs = grpo_inputs(tiny_llama, tmp_path / "prompts")
+    rows = [json.loads(line) for line in inputs.train.read_text().splitlines()]
+    for row in rows:
+        del row["answer"]  # without one the reward, which makes no sense, is not tried before the run
+    inputs.train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"train__effective_batch_size": 12, "train__max_steps": 4, "train__batch_size": 3, "grpo__redraws": 2}
+    config = write_small_run(tmp_path, inputs, **paid_by(SILENT, inputs, **sizes))
+    done = sftplay("train", "--config", config, "--nproc", "2", "run_name=two")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = Path(load_config(str(config)).output_dir) / "two"
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["redrawn_groups"] > 0
+    for path in (folder / "samples").glob("step-*.jsonl"):
+        rows = [json.loads(line)["prompt_id"] for line in path.read_text().splitlines()]
+        assert [len(set(rows[n : n + 4])) for n in (0, 4, 8)] == [1, 1, 1]

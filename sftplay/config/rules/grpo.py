@@ -38,7 +38,7 @@ def idle_grpo_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     of_vllm |= {"url", "timeout"} if grpo.generation != "vllm_server" else set()
     for name in sorted(of_vllm):
         yield f"grpo.vllm.{name}", kind, f"{kind} is {grpo.generation}"
-    if grpo.generation != "transformers":
+    if grpo.generation.startswith("vllm"):
         yield "grpo.generation_rows", kind, f"{grpo.generation} decides itself how many completions it draws at a time"
     if grpo.loss_type in UNCLIPPED:
         yield "grpo.epsilon", LOSS, f"loss_type {grpo.loss_type} does not use it"

@@ -130,8 +130,8 @@ class GrpoConfig(Section):
     default is the first."""
 
     generation_rows: Positive | None = None
-    """Completions that a process draws at the same time (generation transformers); the rest follow. None means as many
-    as fit into memory beside the model. TRL draws all at once."""
+    """Completions that a process draws at the same time (generation transformers, continuous); the rest follow. None
+    means as many as fit into memory beside the model. TRL draws all at once."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     """What vLLM is told."""

@@ -98,9 +98,7 @@ def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> N
     if old:
         capability = ".".join(map(str, old[0].capability))
         why = f"{old[0].name} has compute capability {capability}, and below 8.0 only transformers is offered: "
-        why += "continuous batching would turn what trains into fp16, which the loss scaler refuses"
-        if kind != "continuous":
-            why = f"{why.partition(':')[0]}: vLLM's wheels leave out the oldest of them and have no bf16 on the others"
+        why += "vLLM's wheels leave out the oldest of these cards" if kind != "continuous" else "nobody has tried it"
         raise MachineError(why, where=where, fix=fix)
     if kind.startswith("vllm") and not machine.gpus and kind == "vllm_colocate":
         raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
@@ -137,6 +135,21 @@ def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: Executi
         )
 
 
+def refuse_mixed_cache(cfg: RunConfig) -> None:
+    """Check that continuous batching gets keys of the dtype that its cache has (transformers 5.23).
+
+    Raises:
+        ConfigError: all weights train in fp32, and so is the cache, but keys are computed in 16 bits.
+    """
+    key, precision = "grpo.generation", cfg.train.precision
+    if cfg.grpo.generation == "continuous" and cfg.tuning.mode == "full" and precision != "fp32":
+        raise ConfigError(
+            f"continuous has a cache in the fp32 of the weights, and train.precision {precision} fills it",
+            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            fix=f"write {key}: transformers, or tuning.mode: lora",
+        )
+
+
 def refuse_shared_head(cfg: RunConfig, shape: ModelShape) -> None:
     """Check that the head can be fp32 alone.
 
@@ -158,7 +171,7 @@ def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], For
     `look` forecasts the phase of drawing alone for so many; None where memory is not planned.
     """
     share = max(1, completions_of_drawing(cfg) // world_size)
-    if cfg.grpo.generation != "transformers":
+    if cfg.grpo.generation.startswith("vllm"):
         return Decision(share, f"{cfg.grpo.generation} takes all of a drawing and queues them itself")
     if look is None or look(share).verdict == "fits":
         return Decision(share, f"all {share} completions of a process at once")

@@ -35,6 +35,7 @@ from sftplay.plan.sizing.groups import (
     groups_as_plan,
     notes_on_drawing,
     refuse_generation,
+    refuse_mixed_cache,
     refuse_shared_head,
     refuse_small_engine,
 )
@@ -159,6 +160,7 @@ def _decide_rows_drawn(cfg: RunConfig, shape: ModelShape | None, *, place: Place
     """Completions drawn at a time, where any are drawn."""
     if cfg.task_mode != "grpo":
         return {}
+    refuse_mixed_cache(cfg)
     if shape is not None:
         refuse_shared_head(cfg, shape)
         refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)

@@ -22,6 +22,7 @@ from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
 from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.tasks.grpo.completions.continuous import dtypes_kept
 from sftplay.tasks.grpo.completions.gathered_root import gathered_root
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.judged import Judged
@@ -80,6 +81,9 @@ class Rollouts(Base):
         self.last_rows: list[int] = []
         """Prompts of this rank's last step."""
 
+        self.facts = {"rewards": judge.learned, "executor": judge.rewards.executor or None}
+        """What the manifest says of the task."""
+
         self.drawing: dict[str, float | None] = {}
         """Figures of the completions that are being learned from."""
 
@@ -109,7 +113,9 @@ class Rollouts(Base):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         """As TRL's; transformers draws so many completions at a time as memory has room for."""
         if self.cfg.grpo.generation != "transformers":
-            return super()._generate_single_turn(prompt_ids, *given, **named)
+            is_continuous = self.cfg.grpo.generation == "continuous"
+            with dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext():
+                return super()._generate_single_turn(prompt_ids, *given, **named)
 
         def draw(part: slice) -> list[list[int]]:
             self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long

@@ -68,14 +68,11 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
     """A trainer that draws completions of the prompts in their order."""
     cfg, judge = parts.cfg, Judge(parts.cfg, parts.rows.report["columns"])
-    stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
-    config = GRPOConfig(
-        **{
-            **parts.arguments,
-            **grpo_arguments(cfg),
-            "reward_weights": list(judge.learned.values()),
-        }
-    )
+    ends = stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
+    arguments = {**parts.arguments, **grpo_arguments(cfg)}
+    if cfg.grpo.generation.startswith("vllm"):  # which reads its own copy of the model's settings
+        arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
+    config = GRPOConfig(**arguments, reward_weights=list(judge.learned.values()))
     frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
     trainer = PromptTrainer(
         parts.step,
@@ -113,8 +110,12 @@ def evaluation_of(parts: TrainerParts, judge: Judge) -> EvaluatePrompts:
     )
 
 
-def stop_at(model: Any, end_token_ids: Sequence[int]) -> None:
-    """Let completions also end where the chat template ends a turn, as answers do; TRL reads the model's own end."""
+def stop_at(model: Any, end_token_ids: Sequence[int]) -> list[int]:
+    """Let completions also end where the chat template ends a turn, as answers do; all tokens that end them.
+
+    TRL reads the model's own ends.
+    """
     shipped = model.generation_config.eos_token_id or []
     ends = {*end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
     model.generation_config.eos_token_id = sorted(ends)
+    return sorted(ends)

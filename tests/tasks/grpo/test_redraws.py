@@ -37,7 +37,9 @@ def judge_local(inputs: list[dict[str, Any]], places: list[int]) -> Drawn:
         1.0 if is_silent(row["row"]) else float(place) for row, place in zip(inputs, places, strict=True)
     ]
     scored = Scored({"r": Scores(values, [])}, [None] * len(values))
-    return Drawn(rows=[row["row"] for row in inputs], completions=[str(row["row"]) for row in inputs], scored=scored)
+    rows = [row["row"] for row in inputs]
+    words = [f"asked {row}" for row in rows]
+    return Drawn(rows=rows, completions=[str(row) for row in rows], scored=scored, prompts=words)
 
 
 def as_one(ranks: list[Drawn]) -> Judged:
@@ -113,6 +115,8 @@ def test_silent_groups_get_other_prompts_until_none_is_silent_or_the_bound_is_re
     assert len({row["row"] for row in share.inputs}) == 3
     assert [each[0] for each in share.completion_ids] == [row["row"] for row in share.inputs] == judged.rows
     assert share.prompt_ids == [[row] for row in judged.rows]
+    assert judged.completions == [str(row) for row in judged.rows]
+    assert judged.prompts == [f"asked {row}" for row in judged.rows]
     # each group drawn again is one of the calls of GROUP completions; nothing else is drawn
     assert world.generated == [[3 * GROUP, *world.generated[0][1:]]]
     assert sum(world.generated[0]) == (3 + redrawn) * GROUP

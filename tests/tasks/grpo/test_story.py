@@ -15,13 +15,15 @@ import pytest
 import torch
 from in_process import Finished, Inputs, train
 from processes import HANG_S
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("sftplay", "workflows", "configs", "Makefile", "data/base", "data/one_liners")
 
 pytestmark = pytest.mark.slow
+
+SHORTER = ("train.max_steps=28", "train.learning_rate=3e-4", "train.eval_steps=14", "train.save_steps=28")
+"""A higher rate than the config's reaches the end in half the steps."""
 
 
 class Kit:
@@ -54,10 +56,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "model" / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def kit(builtin_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Kit:
     return Kit(tmp_path_factory.mktemp("story") / "kit")
@@ -65,9 +63,8 @@ def kit(builtin_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 @pytest.fixture(scope="module")
 def shown(kit: Kit) -> str:
-    """What the workflow prints. A higher rate than the config's reaches the end in half the steps."""
-    values = ("train.max_steps=28", "train.learning_rate=3e-4", "train.eval_steps=14", "train.save_steps=28")
-    return kit.call(kit.home / "workflows" / "sft_then_grpo.sh", "--", *values)
+    """What the workflow prints."""
+    return kit.call(kit.home / "workflows" / "sft_then_grpo.sh", "--", *SHORTER)
 
 
 def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
@@ -87,6 +84,14 @@ def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
     assert 'id="learned"' in (run / "report.html").read_text()
 
 
+def test_what_has_been_learned_is_not_learned_again(kit: Kit, shown: str):
+    run = kit.home / "outputs" / "toy-grpo"
+    before = (run / "metrics.jsonl").read_text()
+    words = ("--config", "configs/run_grpo_toy.yaml", "run_name=toy-grpo", "model.name=outputs/toy-sft")
+    kit.call(sys.executable, "-m", "sftplay", "train", *words, "train.resume=auto", *SHORTER)
+    assert (run / "metrics.jsonl").read_text() == before
+
+
 def test_another_executor_pays_every_completion_the_same(kit: Kit, shown: str):
     words = ("--config", "configs/run_grpo_toy.yaml", "--run", "toy-grpo", "--json", "sandbox.executor=none")
     found = json.loads(kit.call(sys.executable, "-m", "sftplay", "reward-check", *words))
@@ -94,6 +99,18 @@ def test_another_executor_pays_every_completion_the_same(kit: Kit, shown: str):
         ("tests", 28 * 64, 0),
         ("syntax", 28 * 64, 0),
     ]
+
+
+def test_two_processes_share_the_questions_and_answer_them_as_one_does(kit: Kit, shown: str):
+    values = ("train.max_steps=2", "train.learning_rate=3e-4", "train.eval_steps=2", "train.save_steps=2")
+    kit.second("two", *values, "--nproc=2")
+    one, two = (kit.home / "outputs" / name for name in ("toy-grpo", "two"))
+    asked, again = ([line["prompt_id"] for line in lines(run / "samples" / "step-1.jsonl")] for run in (one, two))
+    assert asked == again
+    assert len(asked) == 64
+    before, after = (lines(run / "eval" / "step-0.jsonl") for run in (one, two))
+    assert [line["prediction"] for line in before] == [line["prediction"] for line in after]
+    assert [line["row"] for line in after] == list(range(9))
 
 
 def test_random_rewards_teach_nothing(kit: Kit, shown: str):
