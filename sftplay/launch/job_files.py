@@ -155,8 +155,7 @@ def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
         "parallelism": job.nodes,
         "completionMode": "Indexed",
         "backoffLimit": LOSSES * (job.nodes - 1),
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": _failure_rules()},
+        **_FAILURES,
         "template": {"spec": pod},
     }
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name}}
@@ -197,6 +196,9 @@ def _failure_rules() -> list[dict[str, Any]]:
 
     moved = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     return [moved, codes("Ignore", [STOPPED, TERMINATED]), codes("FailJob", NEVER_AGAIN)]
+
+
+_FAILURES = {"podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": _failure_rules()}}
 
 
 def _affinity(job: ClusterJob) -> dict[str, Any]:
