@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import isfinite
 from multiprocessing.connection import Connection
 from numbers import Number
@@ -189,10 +188,7 @@ def checked(answer: Any, n: int) -> Scores:
 
 def load_reward(use: str, options: Mapping[str, Any]) -> RewardFunction:
     """The function of a shipped reward or of the user's, with its options filled in. No column replaces an option."""
-    if is_user_function(use):
-        function = load_function(use)
-    else:
-        function = getattr(import_module(f"sftplay.reward.{SHIPPED[use].module}"), SHIPPED[use].function)
+    function = load_function(use) if is_user_function(use) else SHIPPED[use].load()
     return lambda **given: function(**{**given, **options})
 
 

@@ -277,6 +277,14 @@ def test_a_config_without_rewards_is_refused(tmp_path, capsys):
         ({"use": "code_tests", "options": {"mode": "al"}}, "mode of the reward code_tests is 'al'"),
         ({"use": "format", "options": {"form": "box"}}, "form of the reward format is 'box'"),
         ({"use": "math", "options": {"falback": "none"}}, "no option 'falback'"),
+        ({"use": "math", "options": {"fallback": "last"}}, "fallback of the reward math is 'last'"),
+        ({"use": "code_tests", "options": {"shown_weight": "half"}}, "shown_weight of the reward code_tests is 'half'"),
+        ({"use": "length", "options": {"most": "ten"}}, "most of the reward length is 'ten'\n.*a whole number"),
+        ({"use": "repetition", "options": {"words": 0}}, "words of the reward repetition is 0\n.*1 or more"),
+        ({"use": "regex", "options": {"pattern": "("}}, r"pattern of the reward regex is '\('\n.*unterminated"),
+        ({"use": "regex", "options": {"pattern": "a", "whole": "no"}}, "is 'no'\n.*true or false"),
+        ({"use": "exact_match", "options": {"after": 4}}, "is 4\n.*a text"),
+        ({"use": "json_schema", "options": {"schema": {"type": "objct"}}}, "\n.*'objct' is not valid"),
     ],
 )
 def test_a_wrong_name_is_refused_before_anything_runs(tmp_path, capsys, reward, said):
