@@ -21,6 +21,7 @@ from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RESOLVED, RunFolder, find_run
 from sftplay.machine.probe import probe
+from sftplay.model.start_point import resolve_names
 from sftplay.monitor.checkpoints import list_checkpoints, read_marker
 from sftplay.plan.sizing.size_run import SizedRun
 
@@ -122,7 +123,7 @@ def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale
 
 def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cfg: RunConfig) -> int:
     filled = cfg.with_values({key: stored.value_of(key) for key in _left_open(cfg)}, "resume")
-    _refuse_changes(stored, filled, folder=folder)
+    _refuse_changes(stored, resolve_names(filled), folder=folder)
     log.say(f"{folder.path} is finished: nothing to do", "resume")
     if args.json:
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))

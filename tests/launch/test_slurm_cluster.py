@@ -338,22 +338,23 @@ def test_node_that_goes_down_is_survived(project: Project):
 
 
 @pytest.mark.long
-def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Project):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Project, nodes: int):
     """A step takes some milliseconds. The hook makes it a tenth of a second, so that moments differ."""
-    steps, rng = 600, random.Random(20)
+    steps, rng, name = 600, random.Random(20), f"wild-{nodes}"
     words = f"train.max_steps={steps} train.save_steps=7"
-    expected = train_undisturbed(project, "calm", *words.split())
-    (project.root / "slow").mkdir()
+    expected = train_undisturbed(project, f"calm-{nodes}", "--nproc", str(nodes), *words.split())
+    (project.root / "slow").mkdir(exist_ok=True)
     slow = (
         HOOK + "\nif 'tasks.worker' in words: sys.addaudithook(lambda event, args: time.sleep(0.1) if event == 'open'"
     )
     slow += " and args[1] == 'a' and str(args[0]).endswith('metrics.jsonl') else None)\n"
     (project.root / "slow" / "sitecustomize.py").write_text(HOOK + slow)
-    job = project.submit("wild", "NODES=2", args=words, PYTHONPATH=str(project.root / "slow"))
+    job = project.submit(name, f"NODES={nodes}", args=words, PYTHONPATH=str(project.root / "slow"))
     for number in range(20):
         project.until(job, "RUNNING")
-        begun = project.step("wild")
-        wait_until(lambda begun=begun: project.step("wild") > begun or project.look(job) != "RUNNING", 120)
+        begun = project.step(name)
+        wait_until(lambda begun=begun: project.step(name) > begun or project.look(job) != "RUNNING", 120)
         time.sleep(rng.uniform(0, 2))
         assert project.cluster.state(job) == "RUNNING", f"ended after {number} requeues\n{project.said(job)}"
         if number % 4:
@@ -361,9 +362,8 @@ def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Proj
         else:  # without notice: SIGTERM, and SIGKILL ten seconds later
             project.cluster.call("scontrol", "requeue", str(job))
         wait_until(lambda: project.look(job) != "RUNNING", 120)
-        project.cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
     project.until(job, "COMPLETED", "FAILED")
     assert project.cluster.state(job) == "COMPLETED", project.said(job)
     assert int(project.cluster.field(job, "Restarts")) == 20
-    assert [line["step"] for line in project.metrics("wild")] == [*range(1, steps + 1)]
-    assert weights(project, "wild") == expected
+    assert [line["step"] for line in project.metrics(name)] == [*range(1, steps + 1)]
+    assert weights(project, name) == expected

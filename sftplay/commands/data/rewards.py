@@ -37,12 +37,13 @@ def reward_check(args: Namespace) -> int:
     if not cfg.rewards:
         fix = "write rewards: [{name: answer, use: exact_match}]"
         raise ConfigError("the config has no rewards", where=args.config, fix=fix)
-    from sftplay.control.rewards.trial import read_cases
+    from sftplay.control.rewards.trial import check_solutions, read_cases
     from sftplay.reward.check import check_rewards, refusal_of
     from sftplay.reward.reward_set import RewardSet
 
     cases = read_cases(cfg, args.n or ROWS)
     with RewardSet(cfg) as rewards:
+        check_solutions(cfg, rewards)
         findings = check_rewards(rewards, cases, cfg=cfg)
     bad = [finding for finding in findings if finding.verdict != "ok"]
     if args.json:

@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from datasets import Dataset
 
 from sftplay.config.schema.run import RunConfig
@@ -31,7 +30,7 @@ from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.problems.rows import published_test_id
 from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
-from sftplay.data.prompts.questions import SCHEMA, Questions
+from sftplay.data.prompts.questions import Questions, QuestionWriter
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.data.template.templates import resolve_template
@@ -145,9 +144,7 @@ class _Pass:
                 if isinstance(prompt, Prompt):
                     self._policies.guard(_key(prompt), prompt.source)
         with ExitStack() as files:
-            writers = {
-                side: files.enter_context(pa.ipc.new_stream(str(folder / f"{side}.arrow"), SCHEMA)) for side in SIDES
-            }
+            writers = {side: files.enter_context(QuestionWriter(folder / f"{side}.arrow")) for side in SIDES}
             refused = files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
             # Held-out rows go first: a training row must be compared with all of them.
             for given in reversed(inputs):
@@ -155,7 +152,7 @@ class _Pass:
                     outcome, row = self._judged(prompt, share=given.share)
                     side: Side = "held_out" if outcome.held_out else "train"
                     if self._policies.keep(outcome, side):
-                        writers[side].write_batch(pa.RecordBatch.from_pylist([row], schema=SCHEMA))
+                        writers[side].write(row)
                     elif outcome.refused:
                         refused.write(refused_line(outcome.source, outcome.refused))
         self._policies.check()

@@ -22,6 +22,9 @@ PARTS = ("sftplay", "workflows", "configs", "Makefile", "data/base", "data/one_l
 
 pytestmark = pytest.mark.slow
 
+SHORTER = ("train.max_steps=28", "train.learning_rate=3e-4", "train.eval_steps=14", "train.save_steps=28")
+"""A higher rate than the config's reaches the end in half the steps."""
+
 
 class Kit:
     """A checkout whose outputs are its own."""
@@ -60,9 +63,8 @@ def kit(builtin_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 @pytest.fixture(scope="module")
 def shown(kit: Kit) -> str:
-    """What the workflow prints. A higher rate than the config's reaches the end in half the steps."""
-    values = ("train.max_steps=28", "train.learning_rate=3e-4", "train.eval_steps=14", "train.save_steps=28")
-    return kit.call(kit.home / "workflows" / "sft_then_grpo.sh", "--", *values)
+    """What the workflow prints."""
+    return kit.call(kit.home / "workflows" / "sft_then_grpo.sh", "--", *SHORTER)
 
 
 def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
@@ -80,6 +82,14 @@ def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
     assert re.search(r"^pass@1, sampled +[\d.]+.% +[\d.]+.% +\+", shown, re.MULTILINE)
     assert "all agree" in shown
     assert 'id="learned"' in (run / "report.html").read_text()
+
+
+def test_what_has_been_learned_is_not_learned_again(kit: Kit, shown: str):
+    run = kit.home / "outputs" / "toy-grpo"
+    before = (run / "metrics.jsonl").read_text()
+    words = ("--config", "configs/run_grpo_toy.yaml", "run_name=toy-grpo", "model.name=outputs/toy-sft")
+    kit.call(sys.executable, "-m", "sftplay", "train", *words, "train.resume=auto", *SHORTER)
+    assert (run / "metrics.jsonl").read_text() == before
 
 
 def test_another_executor_pays_every_completion_the_same(kit: Kit, shown: str):
