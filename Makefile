@@ -8,7 +8,7 @@ UNSLOTH_PY := .venv-unsloth/bin/python
 override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
   GRES IMAGE IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
   NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SETUP SPLIT STYLE TEMPERATURE TIME \
-  TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK
+  TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
 # the value of a variable. make itself would expand each typed variable when it exports it: therefore unexport.
@@ -64,7 +64,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance submit status logs cancel job-file \
+  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel job-file \
   merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
@@ -151,6 +151,9 @@ train-deepspeed-tb: $(READY) ## the same with TensorBoard
 
 comm-check: $(READY) ## how fast processes exchange gradients: NPROC= (CONFIG=, NNODES=, DRY_RUN=1, JSON=1)
 	@$(SFTPLAY) comm-check $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
+
+train-ray: $(READY) ## train on a cluster of Ray (RAY_ADDRESS), or on one of its own: CONFIG= (WORKERS=2, DRY_RUN=1)
+	@$(SFTPLAY) train-ray $(WHICH) $(call flag,--workers,WORKERS) $(call switch,--dry-run,DRY_RUN) $(WORDS)
 
 submit: $(READY) ## queue a run as a SLURM job: CONFIG= (NODES=, GPUS_PER_NODE= or GRES=, TIME=, PARTITION=, DRY_RUN=1, JSON=1)
 	@$(SFTPLAY) submit $(WHICH) $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) \

@@ -84,6 +84,7 @@ VERBS = {
         "setup_accelerate",
         "write an accelerate config for this machine",
     ),
+    "train-ray": ("sftplay.commands.train.train_ray", "train_ray", "train on a cluster of Ray, or on one of its own"),
     "submit": ("sftplay.commands.scale.slurm", "submit", "queue the run of a config as a job of SLURM"),
     "status": ("sftplay.commands.scale.slurm", "status", "the job of a run and how far the run is"),
     "logs": ("sftplay.commands.scale.slurm", "logs", "the last lines of a run's job"),
@@ -136,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if strays := log.clear_cluster_variables():
             text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
             log.say(text, args.verb)
+        args.strays = strays
         limit_spinning()
         module, function, _ = VERBS[args.verb]
         exit_code: int = getattr(import_module(module), function)(args)

@@ -127,6 +127,11 @@ SUBMIT: Flags = {
     "--here": {"action": "store_true", "help": "train in the job that this is called in"},
 }
 
+TRAIN_RAY: Flags = {
+    "--workers": {"type": _processes, "default": 2, "help": "processes on all machines together"},
+    **{flag: LAUNCH[flag] for flag in ("--dry-run", "--tb", "--deepspeed")},
+}
+
 INGEST: Flags = {
     "--in": {"type": PATH, "dest": "input", "required": True, "help": "a folder of documents, or one file"},
     "--out": {"type": PATH, "required": True, "help": "the jsonl file to write; the report lies beside it"},
@@ -162,6 +167,7 @@ def flags_of(verb: str) -> Flags:
     special: dict[str, Flags] = {
         "train": {"--documents": {"action": "store_true", "help": "refuse a config of task sft"}, **LAUNCH},
         "resume": {**LAUNCH, **run},
+        "train-ray": TRAIN_RAY,
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
         "init": {

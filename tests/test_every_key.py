@@ -45,8 +45,10 @@ from sftplay.deliver.evaluate.sources import HeldOut, measure_sources
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
 from sftplay.heartbeat import Heartbeat
+from sftplay.launch.command import ray_command
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.command.network import nccl_environment
+from sftplay.launch.command.ray_command import DRIVER
 from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
@@ -406,12 +408,13 @@ def check_max_restarts(bench: Bench) -> None:
 
 
 def check_launcher(bench: Bench) -> None:
-    """That the runs are real ones is in tests/launch/test_signals_launchers.py."""
+    """That the runs are real ones is in tests/launch/test_signals_launchers.py and test_ray_train.py."""
     torchrun = "torch.distributed.run"
-    modules = {"auto": torchrun, "torchrun": torchrun, "accelerate": "accelerate.commands.launch"}
+    modules = {"auto": torchrun, "torchrun": torchrun, "accelerate": "accelerate.commands.launch", "ray": DRIVER}
     for launcher, module in modules.items():
         cfg = bench.plain.cfg.with_values({"cluster.launcher": launcher}, "test")
-        command = launching.build_command(cfg, bench.plain.folder, scale=Scale(2), machine=probe())
+        with patch.object(ray_command, "find_spec", return_value=True):
+            command = launching.build_command(cfg, bench.plain.folder, scale=Scale(2), machine=probe())
         assert command.argv[1:3] == ("-m", module)
 
 

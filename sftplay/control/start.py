@@ -209,7 +209,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
         nproc = int(args.nproc)
     else:
         raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
-    if 0 < len(machine.gpus) < nproc:
+    if 0 < len(machine.gpus) < nproc and not getattr(args, "is_elsewhere", False):
         raise MachineError(
             f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible",
             where="--nproc",

@@ -17,7 +17,31 @@ from sftplay.errors import ConfigError
 
 PORT = 29511
 GRACE_S = 300
-"""Seconds that Kubernetes leaves between SIGTERM and SIGKILL, for a checkpoint."""
+"""Seconds that dstack and Kubernetes leave between SIGTERM and SIGKILL, for a checkpoint."""
+
+STOPPED, TERMINATED = 138, 143
+"""Exit codes of a run that was stopped by SIGUSR1, which asks to be started again, or by SIGTERM."""
+
+NEVER_AGAIN = [1, 2, 3, 4]
+"""Exit codes of a bug, or of a config, machine or data that would be refused again."""
+
+LOSSES = 5
+"""How often a run of several nodes may lose one. The others then end with 5, which Kubernetes counts as failures."""
+
+LEAST_SHARE = 0.97
+"""Of a card's memory: what a driver reports where a part is kept for error correction."""
+
+_AGAIN = """\
+trap 'kill -TERM "$trainer"' TERM INT
+while :; do
+  {command} &
+  trainer=$!
+  code=0; wait "$trainer" || code=$?
+  while kill -0 "$trainer" 2>/dev/null; do code=0; wait "$trainer" || code=$?; done
+  [ "$code" = {stopped} ] || exit "$code"
+done
+"""
+"""For a tool that does not look at exit codes. A trap ends `wait` before the trainer has ended."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +73,22 @@ class ClusterJob:
 
 
 def skypilot(job: ClusterJob) -> list[dict[str, Any]]:
-    """A task for `sky launch` and `sky jobs launch`.
+    """A task for `sky launch` and `sky jobs launch`, which replaces a lost machine and starts again after 138.
 
     Source: docs.skypilot.co, SkyPilot YAML and distributed jobs.
     """
     command = job.command(
         ".venv/bin/python", node_rank="$SKYPILOT_NODE_RANK", master_addr='$(echo "$SKYPILOT_NODE_IPS" | head -n1)'
     )
-    gpu = job.gpu.replace("RTX-", "RTX").replace("A100-40GB", "A100")
+    gpu = job.gpu.replace("RTX-PRO-", "RTXPRO").replace("RTX-", "RTX").replace("A100-40GB", "A100")
+    recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]}
     image = {"image_id": f"docker:{job.image}"} if job.image else {}
     return [
         {
             "name": job.name,
             "num_nodes": job.nodes,
             "workdir": ".",
-            "resources": {"accelerators": f"{gpu}:{job.gpus}", **image},
+            "resources": {"accelerators": f"{gpu}:{job.gpus}", **image, "job_recovery": recovery},
             "setup": "make install\n",
             "run": f"{command}\n",
         }
@@ -71,7 +96,7 @@ def skypilot(job: ClusterJob) -> list[dict[str, Any]]:
 
 
 def dstack(job: ClusterJob) -> list[dict[str, Any]]:
-    """A task for `dstack apply`.
+    """A task for `dstack apply`, which replaces a lost machine. Its shell starts again after 138.
 
     Source: dstack.ai, tasks and distributed tasks.
     """
@@ -85,8 +110,10 @@ def dstack(job: ClusterJob) -> list[dict[str, Any]]:
             "nodes": job.nodes,
             **start,
             "repos": ["."],
-            "commands": ["make install", command],
+            "commands": ["make install", _AGAIN.format(command=command.removeprefix("exec "), stopped=STOPPED)],
             "resources": {"gpu": gpu, "shm_size": "16GB"},
+            "retry": {"on_events": ["no-capacity", "interruption"], "duration": "1d"},
+            "stop_duration": f"{GRACE_S}s",
         }
     ]
 
@@ -94,7 +121,9 @@ def dstack(job: ClusterJob) -> list[dict[str, Any]]:
 def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
     """An indexed Job, a Service by which its pods find the first one, and a claim of storage that all see.
 
-    Source: kubernetes.io, Job with pod-to-pod communication.
+    A pod that is moved, or ends with 138, is made again and counts as no failure; what would fail again ends the Job.
+
+    Source: kubernetes.io, Job with pod-to-pod communication, and pod failure policy (since 1.31).
     """
     if not job.image:
         fix = "name one that holds the kit and its environment: --image registry/name:tag"
@@ -112,6 +141,7 @@ def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
     }
     pod = {
         "subdomain": job.name,
+        "affinity": _affinity(job),
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_S,
         "containers": [container],
@@ -124,17 +154,19 @@ def kubernetes(job: ClusterJob) -> list[dict[str, Any]]:
         "completions": job.nodes,
         "parallelism": job.nodes,
         "completionMode": "Indexed",
-        "backoffLimit": 3 * job.nodes,
+        "backoffLimit": LOSSES * (job.nodes - 1),
+        **_FAILURES,
         "template": {"spec": pod},
     }
     service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name}}
-    storage = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
     return [
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": job.name}, "spec": service},
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": storage},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": _STORAGE},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job.name}, "spec": spec},
     ]
 
+
+_STORAGE = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
 
 KINDS: dict[str, Callable[[ClusterJob], list[dict[str, Any]]]] = {
     "skypilot": skypilot,
@@ -154,8 +186,27 @@ def job_text(kind: str, job: ClusterJob) -> str:
 
 
 def _short(gpu: str) -> str:
-    """`A100-80GB` -> `A100`, `RTX-4090` -> `RTX4090`."""
-    return gpu.removesuffix("-40GB").removesuffix("-80GB").removesuffix("-32GB").replace("-", "")
+    """`A100-80GB` -> `A100`, `RTX-4090` -> `RTX4090`, `RTX-A6000` -> `A6000`."""
+    return gpu.removesuffix("-40GB").removesuffix("-80GB").removesuffix("-32GB").replace("-", "").replace("RTXA", "A")
+
+
+def _failure_rules() -> list[dict[str, Any]]:
+    def codes(action: str, values: list[int]) -> dict[str, Any]:
+        return {"action": action, "onExitCodes": {"containerName": "train", "operator": "In", "values": values}}
+
+    moved = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return [moved, codes("Ignore", [STOPPED, TERMINATED]), codes("FailJob", NEVER_AGAIN)]
+
+
+_FAILURES = {"podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": _failure_rules()}}
+
+
+def _affinity(job: ClusterJob) -> dict[str, Any]:
+    """Nodes whose GPUs have the planned memory, by the label that NVIDIA's feature discovery gives them."""
+    least_mib = str(round(job.gpu_bytes * LEAST_SHARE) >> 20)
+    rule = {"key": "nvidia.com/gpu.memory", "operator": "Gt", "values": [least_mib]}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
 class _Blocks(yaml.SafeDumper):

@@ -17,7 +17,7 @@ from typing import Any
 
 from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, RunError, SftplayError
-from sftplay.launch.command.command import PARENT, Launch
+from sftplay.launch.command.command import PARENT, PASSED_ON, Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death, follows_from_death, signal_name
 from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
@@ -68,7 +68,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     for path, text in launch.files.items():
         write_text(Path(path), text)
     with forwarder.installed():
-        env = {**launch.env, PARENT: str(os.getpid())}
+        env = {**launch.env, PARENT: str(os.getpid()), PASSED_ON: " ".join(launch.env)}
         process = popen_tied(launch.argv, output=subprocess.PIPE, env=env)
         forwarder.attach(process)
         watchdog.attach(process.pid)
