@@ -82,7 +82,8 @@ def train_warm(work: Path) -> Path:
 
 def settings(shape: str) -> list[str]:
     """Values of the config that make a shape: the toy, or long answers of different lengths, none of them right."""
-    same = ["train.batch_size=16", "train.grad_accum=4", "train.save_steps=1000", "data.split=0", "data.val_path=null"]
+    same = ["train.batch_size=16", "train.grad_accum=4", "train.save_steps=1000"]
+    same += ["data.split=0", "data.val_path=null", "train.eval_steps=null"]
     if shape == "toy":
         return same
     rewards = json.dumps([{"name": "correct", "use": "math"}])

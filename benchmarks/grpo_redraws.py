@@ -64,7 +64,7 @@ def compare_redraws(*, seeds: int, steps: int) -> str:
                 if theirs is not None and ours is not None:
                     ratios[goal].append(ours / theirs)
             table.append("| " + " | ".join(cells) + " |")
-            print(table[-1], [curve[-1] for curve in curves], file=sys.stderr, flush=True)
+            print(table[-1], json.dumps(curves), file=sys.stderr, flush=True)
     means = ", ".join(f"{mean(each):.2f} until {goal} ({len(each)} seeds)" for goal, each in ratios.items() if each)
     return "\n".join([*table, "", f"Mean ratios: {means}."])
 

@@ -106,6 +106,8 @@ class Drawing(Base):
             return super()._generate_single_turn(prompts, *given, **named)
         with recorded(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
             completion_ids, _ = super()._generate_single_turn(prompts, *given, **named)
+        if len(rows) < len(completion_ids):  # a wrapper around the model hides its generation
+            return completion_ids, None
         return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
 
     def _judge(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> Judged:

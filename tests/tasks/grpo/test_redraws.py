@@ -183,9 +183,15 @@ def test_the_reserve_shows_every_prompt_once_before_any_comes_again_and_goes_on_
     assert not {0, 30} & set(following)
 
 
-def test_where_every_prompt_is_silent_or_taken_one_is_still_found():
+def test_where_every_prompt_is_silent_or_taken_nothing_is_drawn_again(monkeypatch: pytest.MonkeyPatch):
     reserve = Reserve(ROWS[:3], seed=0)
-    for row in ROWS[:3]:
-        reserve.note(row, is_silent=True)
-    assert reserve.take(set(ROWS[:2])) == ROWS[2]
-    assert reserve.take(set(ROWS[:3])) in ROWS[:3]
+    reserve.note(ROWS[0], is_silent=True)
+    assert reserve.take({ROWS[1]}) == ROWS[2]
+    assert reserve.take(set(ROWS[1:3])) is None
+    world = World(1, monkeypatch, rounds=9)
+    for row in ROWS:
+        world.redraws[0].reserve.note(row, is_silent=True)
+    world.redraws[0].reserve.passes.clear()
+    [(_, judged, redrawn)] = world.draw([10, 20])
+    assert (judged.rows, redrawn) == ([10] * GROUP + [20] * GROUP, 0)
+    assert world.generated == [[2 * GROUP]]
