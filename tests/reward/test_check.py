@@ -272,6 +272,7 @@ def test_a_config_without_rewards_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
+        ({"use": "math", "name": "a b"}, r"'a b' is not text that matches \^\[A-Za-z0-9_-\]"),
         ({"use": "exact_mach"}, "there is no reward 'exact_mach'"),
         ({"use": "regex"}, "needs the option pattern"),
         ({"use": "code_tests", "options": {"mode": "al"}}, "mode of the reward code_tests is 'al'"),
