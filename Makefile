@@ -5,9 +5,10 @@ PYTHON ?= python3
 PY := .venv/bin/python
 UNSLOTH_PY := .venv-unsloth/bin/python
 
-override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS IN INTERACTIVE JSON \
-  MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NPROC OUT PORT PY PYTHON REVISION RUN RUN_A \
-  RUN_B SEED SERVER SPLIT STYLE TEMPERATURE TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK
+override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
+  GRES IMAGE IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
+  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SETUP SPLIT STYLE TEMPERATURE TIME \
+  TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
 # the value of a variable. make itself would expand each typed variable when it exports it: therefore unexport.
@@ -63,8 +64,8 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
-  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel job-file \
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -112,8 +113,8 @@ inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG=
 	@$(SFTPLAY) inspect $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
 render: $(READY) ## rows as the chat template writes them: CONFIG= (N=3, JSON=1; OUT=file.jsonl for all)
 	@$(SFTPLAY) render $(WHICH) $(COUNT) $(OUTPUT) $(JSONFLAG) $(WORDS)
-reward-check: $(READY) ## try the rewards on right answers and junk: CONFIG= (N=32, JSON=1)
-	@$(SFTPLAY) reward-check $(WHICH) $(COUNT) $(JSONFLAG) $(WORDS)
+reward-check: $(READY) ## try the rewards on right answers and junk: CONFIG= (N=32, JSON=1; RUN= computes a run's again)
+	@$(SFTPLAY) reward-check $(WHICH) $(RUNNAME) $(COUNT) $(JSONFLAG) $(WORDS)
 style: $(READY) ## set the system prompt: CONFIG= STYLE="..." (without STYLE: print it)
 	@$(SFTPLAY) style $(WHICH) $(call flag,--style,STYLE) $(JSONFLAG) $(WORDS)
 
@@ -151,6 +152,23 @@ train-deepspeed-tb: $(READY) ## the same with TensorBoard
 comm-check: $(READY) ## how fast processes exchange gradients: NPROC= (CONFIG=, NNODES=, DRY_RUN=1, JSON=1)
 	@$(SFTPLAY) comm-check $(WHICH) $(SCALE) $(JSONFLAG) $(WORDS)
 
+train-ray: $(READY) ## train on a cluster of Ray (RAY_ADDRESS), or on one of its own: CONFIG= (WORKERS=2, DRY_RUN=1)
+	@$(SFTPLAY) train-ray $(WHICH) $(call flag,--workers,WORKERS) $(call switch,--dry-run,DRY_RUN) $(WORDS)
+
+submit: $(READY) ## queue a run as a SLURM job: CONFIG= (NODES=, GPUS_PER_NODE= or GRES=, TIME=, PARTITION=, DRY_RUN=1, JSON=1)
+	@$(SFTPLAY) submit $(WHICH) $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) \
+	  $(call flag,--gres,GRES) $(call flag,--time,TIME) $(call flag,--partition,PARTITION) $(call flag,--nproc,NPROC) \
+	  $(call flag,--sbatch,SBATCH) $(call flag,--setup,SETUP) $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
+status: $(READY) ## the SLURM job of a run, or of all runs: RUN= (CONFIG=, JSON=1)
+	@$(SFTPLAY) status $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
+logs: $(READY) ## the last lines of a run's job: RUN= (N=50, WATCH=1)
+	@$(SFTPLAY) logs $(WHICH) $(RUNNAME) $(COUNT) $(call switch,--watch,WATCH) $(JSONFLAG) $(WORDS)
+cancel: $(READY) ## stop a run's job with a checkpoint: RUN= (FAST=1 does not wait for it)
+	@$(SFTPLAY) cancel $(WHICH) $(RUNNAME) $(call switch,--fast,FAST) $(JSONFLAG) $(WORDS)
+job-file: $(READY) ## a job file for other schedulers: KIND=skypilot, dstack or k8s, CONFIG= GPUS=2xH200 (NODES=, IMAGE=, OUT=file)
+	@$(SFTPLAY) job-file $(WHICH) $(call flag,--kind,KIND) $(call flag,--gpus,GPUS) $(call flag,--nodes,NODES) \
+	  $(call flag,--image,IMAGE) $(OUTPUT) $(JSONFLAG) $(WORDS)
+
 ##@ look
 plan: $(READY) ## what a run takes and whether it fits: CONFIG= (GPUS=2xH200 | VRAM=24GiB, NPROC=, COMPARE=1, JSON=1)
 	@$(SFTPLAY) plan $(WHICH) $(call flag,--gpus,GPUS) $(call flag,--vram,VRAM) $(call flag,--nproc,NPROC) \
@@ -179,6 +197,8 @@ bench-ingest: $(READY) ## speed and memory of ingest for each format and for 1 G
 	@$(PROGRAM) benchmarks/ingest.py
 bench-documents: $(READY) ## libraries that read documents, side by side (ARGS="--folder ../shared/data/documents")
 	@$(PROGRAM) benchmarks/ingest_libraries.py
+bench-grpo: $(READY) ## task grpo beside a plain TRL script: speed, and tokens until the toy is learned (ARGS="--only speed")
+	@$(PROGRAM) benchmarks/grpo.py
 bench-sandbox: $(READY) ## programs a second in a box, beside a plain process (ARGS="--count 300")
 	@$(PROGRAM) benchmarks/sandbox.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer

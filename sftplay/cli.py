@@ -84,6 +84,16 @@ VERBS = {
         "setup_accelerate",
         "write an accelerate config for this machine",
     ),
+    "train-ray": ("sftplay.commands.train.train_ray", "train_ray", "train on a cluster of Ray, or on one of its own"),
+    "submit": ("sftplay.commands.scale.slurm", "submit", "queue the run of a config as a job of SLURM"),
+    "status": ("sftplay.commands.scale.slurm", "status", "the job of a run and how far the run is"),
+    "logs": ("sftplay.commands.scale.slurm", "logs", "the last lines of a run's job"),
+    "cancel": ("sftplay.commands.scale.slurm", "cancel", "stop the job of a run with a checkpoint"),
+    "job-file": (
+        "sftplay.commands.scale.job_file",
+        "job_file",
+        "write a run as a job for SkyPilot, dstack or Kubernetes",
+    ),
     "sandbox": ("sftplay.commands.use.sandbox", "sandbox", "run programs of a model in a box, and judge them"),
     "check": ("sftplay.commands.look.machine", "check", "lint and types of this repository"),
 }
@@ -92,6 +102,7 @@ VERBS = {
 WITHOUT_CONFIG = (
     "demo", "init", "ingest", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop",
     "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate", "sandbox",
+    "status", "logs", "cancel",
 )  # fmt: skip
 """Verbs that run without --config."""
 
@@ -126,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if strays := log.clear_cluster_variables():
             text = f"note: the environment's {', '.join(strays)} are not used: this command starts its own processes"
             log.say(text, args.verb)
+        args.strays = strays
         limit_spinning()
         module, function, _ = VERBS[args.verb]
         exit_code: int = getattr(import_module(module), function)(args)

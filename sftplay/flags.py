@@ -107,6 +107,31 @@ LAUNCH: Flags = {
 """The flags of the verbs that launch a run."""
 
 
+PLAN: Flags = {
+    "--gpus": {"default": None, "help": "GPUs to plan for in place of these, such as 2xH200"},
+    "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
+    "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
+    "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
+}
+
+SUBMIT: Flags = {
+    "--dry-run": {"action": "store_true", "help": "print the job file, queue nothing"},
+    "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
+    "--gpus-per-node": {"type": _processes, "default": None, "help": "GPUs of each node, of any kind"},
+    "--gres": {"default": "", "help": "GPUs of each node as the cluster names them, such as gpu:volta:2"},
+    "--time": {"default": "", "help": "limit of the job: 12:00:00, 1-12:00:00, or minutes"},
+    "--partition": {"default": "", "help": "the partition of the cluster"},
+    "--nproc": {"type": _processes, "default": None, "help": "processes on each node; else one for each GPU"},
+    "--sbatch": {"default": "", "help": 'more options of sbatch, such as "--account=lab --mem=64G"'},
+    "--setup": {"type": PATH, "default": "", "help": "a file for the job's shell to read first"},
+    "--here": {"action": "store_true", "help": "train in the job that this is called in"},
+}
+
+TRAIN_RAY: Flags = {
+    "--workers": {"type": _processes, "default": 2, "help": "processes on all machines together"},
+    **{flag: LAUNCH[flag] for flag in ("--dry-run", "--tb", "--deepspeed")},
+}
+
 INGEST: Flags = {
     "--in": {"type": PATH, "dest": "input", "required": True, "help": "a folder of documents, or one file"},
     "--out": {"type": PATH, "required": True, "help": "the jsonl file to write; the report lies beside it"},
@@ -142,6 +167,7 @@ def flags_of(verb: str) -> Flags:
     special: dict[str, Flags] = {
         "train": {"--documents": {"action": "store_true", "help": "refuse a config of task sft"}, **LAUNCH},
         "resume": {**LAUNCH, **run},
+        "train-ray": TRAIN_RAY,
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
         "init": {
@@ -149,7 +175,10 @@ def flags_of(verb: str) -> Flags:
             "--out": {"default": "run.yaml", "help": "the config to write"},
         },
         "ingest": INGEST,
-        "reward-check": {"--n": {"type": _count, "default": 32, "help": "how many rows"}},
+        "reward-check": {
+            **run,
+            "--n": {"type": _count, "default": None, "help": "how many rows (32); of a run, how many steps (all)"},
+        },
         "completion": {"--shell": {"default": "", "help": "bash, zsh or fish"}},
         "inspect": count,
         "render": {**count, "--out": {"type": PATH, "default": None, "help": "a new jsonl file for all rows"}},
@@ -162,20 +191,40 @@ def flags_of(verb: str) -> Flags:
         **_result_flags(run),
         **_answer_flags(run),
         "tensorboard": {**run, "--port": {"type": int, "default": 6006}},
-        "plan": {
-            "--gpus": {"default": None, "help": "GPUs to plan for in place of these, such as 2xH200"},
-            "--vram": {"default": None, "help": "one GPU of so much memory, such as 24GiB"},
-            "--nproc": {"type": _processes, "default": None, "help": "processes; else one per GPU"},
-            "--compare": {"action": "store_true", "help": "all modes and strategies side by side"},
-        },
+        "plan": PLAN,
         "gpu-info": {"--torch": {"action": "store_true", "help": "ask torch too, which takes seconds"}},
         "memory-check": {"--watch": {"action": "store_true", "help": "again every two seconds, until Ctrl-C"}},
         "setup-accelerate": ACCELERATE,
         "gpu-check": GPU_CHECK,
         "sandbox": _sandbox_flags(),
+        **_job_flags(run),
         "doctor": {"--fast": {"action": "store_true", "help": "ask neither torch nor the network"}},
     }
     return special.get(verb, {})
+
+
+def _job_flags(run: Flags) -> dict[str, Flags]:
+    return {
+        "submit": SUBMIT,
+        "job-file": {
+            "--kind": {"choices": ["skypilot", "dstack", "k8s"], "required": True, "help": "the tool that reads it"},
+            "--gpus": {"default": None, "help": "GPUs of a node, such as 2xH200; else those here"},
+            "--nodes": {"type": _processes, "default": 1, "help": "nodes of the job"},
+            "--image": {"default": "", "help": "a container image with the kit; k8s needs one"},
+            "--out": {"type": PATH, "default": None, "help": "a new file; else it is printed"},
+        },
+        "status": run,
+        "logs": {
+            **run,
+            "--n": {"type": _count, "default": 50, "help": "how many lines of each file"},
+            "--watch": {"action": "store_true", "help": "show new lines until Ctrl-C"},
+        },
+        "cancel": {
+            **run,
+            "--wait": {"type": _seconds, "default": 300.0, "help": "seconds for the checkpoint"},
+            "--fast": {"action": "store_true", "help": "do not wait for a checkpoint"},
+        },
+    }
 
 
 def _answer_flags(run: Flags) -> dict[str, Flags]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,28 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 Handler = Callable[[int, Any], None]
 
+ECHO_S = 10.0
+"""SLURM sends the end of a job to each of its processes, and a parent forwards it too. Within this time after the first
+stop signal of a job, others are echoes of it."""
+
 
 class Stopped(BaseException):
     """A stop signal came outside a step. It is no `Exception`, so that no library catches it as one of its own."""
+
+
+class Echoes:
+    """Tells echoes of the first stop signal from a second one. Outside a job of SLURM no signal has an echo."""
+
+    def __init__(self) -> None:
+        self.are_possible = "SLURM_JOB_ID" in os.environ
+        self._until = 0.0
+
+    def is_echo(self) -> bool:
+        """True for an echo of the stop signal for which this was called first. Call it once for each signal."""
+        now, is_first = time.monotonic(), not self._until
+        if is_first:
+            self._until = now + ECHO_S
+        return self.are_possible and not is_first and now < self._until
 
 
 class StopAtOnce:
@@ -30,15 +50,22 @@ class StopAtOnce:
     def __init__(self) -> None:
         self.received = 0
         """The signal that came, 0 for none. It is kept for the case that a library swallows the exception."""
+        self.echoes = Echoes()
 
     def install(self) -> None:
         """Handle the stop signals of this process."""
         catch_signals(self._on_signal)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
+        if self.echoes.is_echo():
+            return
+        if self.received:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self.received = number
-        for each in STOP_SIGNALS:  # a second signal ends the process at once
-            signal.signal(each, signal.SIG_DFL)
+        if not self.echoes.are_possible:
+            for each in STOP_SIGNALS:  # a second signal ends the process at once, even inside foreign code
+                signal.signal(each, signal.SIG_DFL)
         raise Stopped(signal.Signals(number).name)
 
 

@@ -46,8 +46,10 @@ from sftplay.deliver.evaluate.sources import HeldOut, measure_sources
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import DataError
 from sftplay.heartbeat import Heartbeat
+from sftplay.launch.command import ray_command
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.command.network import nccl_environment
+from sftplay.launch.command.ray_command import DRIVER
 from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
@@ -407,12 +409,13 @@ def check_max_restarts(bench: Bench) -> None:
 
 
 def check_launcher(bench: Bench) -> None:
-    """That the runs are real ones is in tests/launch/test_signals_launchers.py."""
+    """That the runs are real ones is in tests/launch/test_signals_launchers.py and test_ray_train.py."""
     torchrun = "torch.distributed.run"
-    modules = {"auto": torchrun, "torchrun": torchrun, "accelerate": "accelerate.commands.launch"}
+    modules = {"auto": torchrun, "torchrun": torchrun, "accelerate": "accelerate.commands.launch", "ray": DRIVER}
     for launcher, module in modules.items():
         cfg = bench.plain.cfg.with_values({"cluster.launcher": launcher}, "test")
-        command = launching.build_command(cfg, bench.plain.folder, scale=Scale(2), machine=probe())
+        with patch.object(ray_command, "find_spec", return_value=True):
+            command = launching.build_command(cfg, bench.plain.folder, scale=Scale(2), machine=probe())
         assert command.argv[1:3] == ("-m", module)
 
 
@@ -883,6 +886,17 @@ def check_judges(_: Bench) -> None:
     assert [judges_form(reward) for reward in rewards] == [False, False, True, True, False, True]
 
 
+def check_packages(_: Bench) -> None:
+    answer, tests = "```python\nimport yaml\ndef f(): return yaml.safe_load('3')\n```", {"tests": [["assert f() == 3"]]}
+    for packages, expected in (([], 0.0), (["yaml"], 1.0)):
+        content = {
+            "model": {"name": "builtin:tiny"}, "rewards": [{"name": "code", "use": "code_tests"}],
+            "sandbox": {"executor": "none", "packages": packages},
+        }  # fmt: skip
+        with RewardSet(RunConfig.model_validate(content)) as opened:
+            assert opened.score([answer], tests).by_name["code"].values == [expected]
+
+
 def check_sandbox(_: Bench) -> None:
     """Three programs, which sleep too long for one test, for all tests, and take too much memory, if limits are low."""
     programs = [
@@ -1052,6 +1066,7 @@ TABLE: dict[str, Check] = {
     "sandbox.timeout": check_sandbox,
     "sandbox.test_timeout": check_sandbox,
     "sandbox.memory": check_sandbox,
+    "sandbox.packages": check_packages,
     "data.train_path": check_train_path,
     "data.val_path": check_val_path,
     "data.test_path": check_test_path,

@@ -21,7 +21,7 @@ from processes import HANG_S
 from small_run import WORDS, Inputs, write_small_run
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ("quick_start", "batch_process", "docs_to_model")
+SCRIPTS = ("quick_start", "batch_process", "docs_to_model", "sft_then_grpo")
 
 Workflow = Callable[..., CompletedProcess[str]]
 
@@ -55,6 +55,9 @@ def test_help_shows_how_to_call_the_script(name: str, tmp_path: Path):
         ("docs_to_model nowhere", "nowhere"),
         ("docs_to_model . chats.jsonl", "chats.jsonl"),
         ("docs_to_model --fast .", "no option called '--fast'"),
+        ("sft_then_grpo rows.jsonl", "no option called 'rows.jsonl'"),
+        ("sft_then_grpo --sft", "--sft needs a value"),
+        ("sft_then_grpo --grpo none.yaml", "none.yaml"),
         ("batch_process", "no config is given"),
         ("batch_process rows.jsonl", "no config is given"),
         ("batch_process --verbose a.yaml", "no option called '--verbose'"),

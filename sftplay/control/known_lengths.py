@@ -8,6 +8,11 @@ from sftplay.plan.memory.row_lengths import RowLengths
 
 
 def known_lengths(cfg: RunConfig) -> RowLengths | None:
-    """Lengths of the rows of a resolved config, where they were prepared before; None where nothing is known."""
+    """Lengths of the rows of a resolved config, where they were prepared before; None where nothing is known.
+
+    Nobody knows how long completions will be, so rows of task mode grpo count as full.
+    """
+    if cfg.task_mode == "grpo":
+        return None
     found = read_lengths(cfg)
     return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None

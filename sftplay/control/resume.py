@@ -11,7 +11,7 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
-from sftplay.config.rules.resume_keys import SIZES, differences, values_that_decide_weights
+from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, values_that_decide_weights
 from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
@@ -21,6 +21,7 @@ from sftplay.launch.command.command import Scale
 from sftplay.launch.nodes.rendezvous import Rendezvous
 from sftplay.launch.run_folder import OUT_OF_MEMORY, RESIZED, RESOLVED, RunFolder, find_run
 from sftplay.machine.probe import probe
+from sftplay.model.start_point import resolve_names
 from sftplay.monitor.checkpoints import list_checkpoints, read_marker
 from sftplay.plan.sizing.size_run import SizedRun
 
@@ -57,7 +58,7 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         _say_moved(before, sized)
     resized = moves or not fits or bool(kept and smaller_rows)
     starts_anew |= resized
-    sizes = {key: sized.cfg.value_of(key) for key in SIZES} if starts_anew else {}
+    sizes = {key: sized.cfg.value_of(key) for key in (*SIZES, DRAWN)} if starts_anew else {}
     _refuse_changes(stored.with_values(sizes, "resume"), sized.cfg, folder=folder)
     command = build_command(sized.cfg, folder, scale=scale, machine=machine)
     if args.dry_run:
@@ -68,8 +69,13 @@ def continue_run(args: Namespace, cfg: RunConfig, *, rendezvous: Rendezvous | No
         if starts_anew or "world_size" not in folder.read_json("plan.json"):
             folder.write_json("plan.json", {**sized.as_plan(), "notes": all_notes(sized)})
         if resized:
-            folder.add_event(RESIZED, world_size=sized.world_size, **{k.split(".")[1]: v for k, v in sizes.items()})
+            folder.add_event(RESIZED, world_size=sized.world_size, **_named(sizes))
         return run_workers(command, folder, cfg=sized.cfg, args=args, rendezvous=rendezvous)
+
+
+def _named(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by the last part of their keys; those that the task does not have are left out."""
+    return {key.rpartition(".")[2]: value for key, value in sizes.items() if value is not None}
 
 
 def _rows_after_shortage(folder: RunFolder) -> int | None:
@@ -88,7 +94,8 @@ def _kept_sizes(cfg: RunConfig, stored: RunConfig, *, smaller_rows: int | None) 
         train = stored.train
         world_size = train.effective_batch_size // (int(train.batch_size) * int(train.grad_accum))
         last = sizes_of(stored, smaller_rows, world_size=world_size)
-    return {key: last[key] for key in SIZES if cfg.value_of(key) == "auto"}
+    last[DRAWN] = stored.value_of(DRAWN)
+    return {key: value for key, value in last.items() if cfg.value_of(key) in ("auto", None)}
 
 
 def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale) -> None:
@@ -116,7 +123,7 @@ def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale
 
 def _leave_finished(args: Namespace, folder: RunFolder, *, stored: RunConfig, cfg: RunConfig) -> int:
     filled = cfg.with_values({key: stored.value_of(key) for key in _left_open(cfg)}, "resume")
-    _refuse_changes(stored, filled, folder=folder)
+    _refuse_changes(stored, resolve_names(filled), folder=folder)
     log.say(f"{folder.path} is finished: nothing to do", "resume")
     if args.json:
         print(json.dumps({"run": str(folder.path), **folder.read_json("status.json")}))

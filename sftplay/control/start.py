@@ -162,12 +162,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
         ConfigError: `cluster.max_restarts` is set for several nodes, whose parents know nothing of each other; or the
             launcher cannot start this run.
     """
-    if cfg.cluster.max_restarts and scale.nnodes > 1:
-        raise ConfigError(
-            f"a run of {scale.nnodes} nodes cannot restart by itself",
-            where=f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
-            fix="set cluster.max_restarts=0 and let the job continue it with train.resume=auto",
-        )
+    refuse_restarts(cfg, nnodes=scale.nnodes)
     has_gpu, strategy, launcher = bool(machine.gpus), None, cfg.cluster.launcher
     if launcher != "auto" and scale.world_size == 1:
         log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
@@ -181,6 +176,16 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
         return launch
     nccl = nccl_environment(cfg, folder.logs, has_gpu=has_gpu, environ=os.environ, interfaces=list_interfaces())
     return replace(launch, env={**launch.env, **nccl})
+
+
+def refuse_restarts(cfg: RunConfig, *, nnodes: int) -> None:
+    """Raise ConfigError where several nodes are asked to restart: their parents know nothing of each other."""
+    if cfg.cluster.max_restarts and nnodes > 1:
+        raise ConfigError(
+            f"a run of {nnodes} nodes cannot restart by itself",
+            where=f"{cfg.origins.get('cluster.max_restarts', 'cluster')} cluster.max_restarts",
+            fix="set cluster.max_restarts=0 and let the job continue it with train.resume=auto",
+        )
 
 
 def read_scale(args: Namespace, machine: Machine) -> Scale:
@@ -204,7 +209,7 @@ def read_scale(args: Namespace, machine: Machine) -> Scale:
         nproc = int(args.nproc)
     else:
         raise ConfigError(f"not a number of processes: {args.nproc!r}", where="--nproc", fix="write --nproc 2")
-    if 0 < len(machine.gpus) < nproc:
+    if 0 < len(machine.gpus) < nproc and not getattr(args, "is_elsewhere", False):
         raise MachineError(
             f"{nproc} processes need {nproc} GPUs, {len(machine.gpus)} are visible",
             where="--nproc",

@@ -97,6 +97,8 @@ class RunFolder:
     def set_aside(self) -> RunFolder:
         """Move the folder below SET_ASIDE, under its name and the time. The caller holds the run's lock.
 
+        What belongs to jobs of SLURM stays: the job writes into it until its end, and SLURM knows its path.
+
         Raises:
             MachineError: it cannot be moved.
         """
@@ -105,6 +107,9 @@ class RunFolder:
         shutil.rmtree(self.path / "base", ignore_errors=True)  # as large as the model, and merged again from its files
         try:
             self.path.rename(target)
+            for path in target.glob("slurm*"):
+                self.path.mkdir(exist_ok=True)
+                path.rename(self.path / path.name)
         except OSError as error:
             raise _not_writable(target, error) from error
         return RunFolder(target)

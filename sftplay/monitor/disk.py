@@ -23,6 +23,9 @@ from sftplay.monitor.checkpoints import is_marked, list_checkpoints, list_marked
 TORCH_WRITE_FAILED = ("PytorchStreamWriter", "unexpected pos", "iostream error")
 """Texts in torch.save's errors when the disk is full (caffe2/serialize/inline_container.cc)."""
 
+SAFETENSORS_WRITE_FAILED = "while serializing"
+"""Text in safetensors' errors when a file cannot be written; those of reading have another one."""
+
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 SMALL_FILES_BYTES = 1 << 16
@@ -81,6 +84,8 @@ def report_full_disk(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in TORCH_WRITE_FAILED):
+            raise
+        if isinstance(error, SafetensorError) and SAFETENSORS_WRITE_FAILED not in str(error):
             raise
         is_full = not isinstance(error, OSError) or error.errno in DISK_ERRORS
         room = _describe_room(folder) if is_full else ""

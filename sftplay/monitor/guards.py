@@ -20,7 +20,7 @@ from sftplay.errors import RunError
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
-from sftplay.signals import StopAtOnce, catch_signals
+from sftplay.signals import Echoes, StopAtOnce, catch_signals
 
 FP16_PATIENCE = 16
 """Steps in a row that an fp16 run may skip. The gradient scaler begins at 2^16 and halves its scale once a step."""
@@ -40,6 +40,7 @@ class StopOnSignal(Observer):
         self.received = 0
         self._has_own_signal = False
         self._outside = outside
+        self._echoes = outside.echoes if outside else Echoes()
 
     def install(self) -> None:
         """Take over the stop signals of this process."""
@@ -55,6 +56,8 @@ class StopOnSignal(Observer):
             self._outside.install()
 
     def _on_signal(self, number: int, _frame: Any) -> None:
+        if self._echoes.is_echo():
+            return
         if self._has_own_signal:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -161,7 +161,8 @@ class MetricsWriter(Observer):
         mfu = f"  MFU {line['mfu']:.0%}" if line["mfu"] is not None else ""
         shown = step_figures(line["loss"], line["learning_rate"], tokens_per_s=line["tokens_per_s"])
         reward = f"reward {line['reward']:.3f}  " if line.get("reward") is not None else ""
-        text = f"{reward}{shown}  padding {line['padding_share']:.0%}{mfu}"
+        shown = f"{reward}{shown}"
+        text = f"{shown}  padding {line['padding_share']:.0%}{mfu}"
         print_progress(state, state.logging_steps, text=f"step {line['step']}/{state.max_steps}  {text}")
         show_step(state, shown)
 
@@ -245,13 +246,14 @@ def compare_memory(memory: dict[str, int]) -> str:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove what lies after `step` in metrics.jsonl and eval/step-N.json, and a line that a crash cut short.
+    """Remove what lies after `step` in metrics.jsonl and eval/step-N, and a line that a crash cut short.
 
     Lines that are broken otherwise are named, and the file that has them is kept beside the new one.
     """
     for evaluation in (path.parent / "eval").glob("step-*.json"):
         number = evaluation.stem.removeprefix("step-")
         if number.isdecimal() and int(number) > step:
+            evaluation.with_suffix(".jsonl").unlink(missing_ok=True)
             evaluation.unlink()
     if not path.is_file():
         return

@@ -8,16 +8,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
 from math import isfinite
 from multiprocessing.connection import Connection
-from numbers import Real
+from numbers import Number
+from pathlib import Path
 from typing import Any
 
-from sftplay.errors import SftplayError
+from sftplay.errors import ConfigError, SftplayError
 from sftplay.reward.table import SHIPPED
 from sftplay.reward.user_function import RewardFunction, is_user_function, load_function
 from sftplay.signals import STOP_SIGNALS, die_with_parent
@@ -26,6 +27,9 @@ START_S = 120.0
 """How long a process may import what its reward needs; a busy cluster's disk is slow."""
 
 LONGEST_REASON = 500
+
+PACKAGE = str(Path(__file__).parents[1])
+"""Where the kit's own code lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class RewardCall:
         self._pipe: Connection | None = None
         self._is_ready = self._is_over = False
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: Sequence[Any], /, **columns: Any) -> Scores:
         """The scores of the completions; `columns` are aligned with them."""
         if is_user_function(self.use):
             return self._whole(completions, columns)
@@ -89,18 +93,26 @@ class RewardCall:
     def stop(self) -> None:
         """End its process from another thread than the one that may wait for it; no other process follows."""
         self._is_over = True
-        if self._process is not None:
-            self._process.kill()
+        self._kill()
 
     def close(self) -> None:
         """End the process, if there is one."""
+        self._kill()
         if self._process is not None:
-            self._process.kill()
             self._process.join()
             self._process.close()
         if self._pipe is not None:
             self._pipe.close()
         self._process = self._pipe = None
+
+    def _kill(self) -> None:
+        """End the process, and those that it has started, unless they have left its group."""
+        if self._process is None:
+            return
+        with suppress(OSError):  # it is reaped already: its number may be another's now
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     def wait_ready(self) -> Connection:
         """The pipe to a process that is ready.
@@ -112,8 +124,7 @@ class RewardCall:
         self.start()
         assert self._pipe is not None
         if not self._is_ready:
-            pipe = self._pipe
-            refusal = pipe.recv() if pipe.poll(START_S) else TimeoutError(f"did not start within {START_S:g} s")
+            refusal = _first_word(self._pipe, self.use)
             if refusal is not None:
                 self.close()
                 raise refusal
@@ -127,7 +138,7 @@ class RewardCall:
             return Scores([None] * n, ["it was ended"])
         try:
             pipe = self.wait_ready()
-            pipe.send({"completions": list(completions), **columns})
+            pipe.send({**columns, "completions": list(completions)})
             if not pipe.poll(self.deadline_s):
                 self.close()
                 return Scores([None] * n, [f"took longer than {self.deadline_s:g} s"])
@@ -140,6 +151,18 @@ class RewardCall:
         if kind == "raised":
             return Scores([None] * n, [answer])
         return checked(answer, n)
+
+
+def _first_word(pipe: Connection, use: str) -> Exception | None:
+    """Why the process cannot serve; None when it can."""
+    if not pipe.poll(START_S):
+        return TimeoutError(f"did not start within {START_S:g} s")
+    try:
+        said: Exception | None = pipe.recv()
+    except (EOFError, OSError):
+        fix = "import it by hand: something in it ends the process"
+        return ConfigError(f"{use!r} cannot be loaded: its process ended", where="rewards", fix=fix)
+    return said
 
 
 def checked(answer: Any, n: int) -> Scores:
@@ -164,12 +187,9 @@ def checked(answer: Any, n: int) -> Scores:
 
 
 def load_reward(use: str, options: Mapping[str, Any]) -> RewardFunction:
-    """The function of a shipped reward or of the user's, with its options filled in."""
-    if is_user_function(use):
-        function = load_function(use)
-    else:
-        function = getattr(import_module(f"sftplay.reward.{SHIPPED[use].module}"), SHIPPED[use].function)
-    return partial(function, **options)
+    """The function of a shipped reward or of the user's, with its options filled in. No column replaces an option."""
+    function = load_function(use) if is_user_function(use) else SHIPPED[use].load()
+    return lambda **given: function(**{**given, **options})
 
 
 def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) -> None:
@@ -177,18 +197,21 @@ def _serve(pipe: Connection, use: str, *, options: dict[str, Any], parent: int) 
     for each in STOP_SIGNALS:  # the parent decides when to stop
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    try:
-        function = load_reward(use, options)
-    except SftplayError as error:
-        pipe.send(error)
-        return
-    pipe.send(None)
-    while True:
+    os.setpgid(0, 0)
+    os.dup2(2, 1)  # what the function prints is no output of the command
+    own = os.getpid()
+    with suppress(EOFError, OSError):  # the parent has left
         try:
-            given = pipe.recv()
-        except EOFError:
+            function = load_reward(use, options)
+        except SftplayError as error:
+            pipe.send(error)
             return
-        pipe.send(_answer(function, given))
+        pipe.send(None)
+        while True:
+            answer = _answer(function, pipe.recv())
+            if os.getpid() != own:
+                os._exit(0)  # the function forked: two processes would answer
+            pipe.send(answer)
 
 
 def _answer(function: RewardFunction, given: dict[str, Any]) -> tuple[str, Any]:
@@ -196,8 +219,9 @@ def _answer(function: RewardFunction, given: dict[str, Any]) -> tuple[str, Any]:
         answer = function(**given)
     except SftplayError as error:
         return "raised", str(error)[:LONGEST_REASON]
-    except Exception as error:  # noqa: BLE001 - a border to foreign code
-        return "raised", f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
+    except BaseException as error:  # noqa: BLE001 - a border to foreign code, which may raise SystemExit
+        said = f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]
+        return "raised", f"{said}{_place_of(error)}"
     as_list = getattr(answer, "tolist", None)  # of a tensor or an array
     values = as_list() if as_list else answer
     if not isinstance(values, list | tuple):
@@ -205,11 +229,19 @@ def _answer(function: RewardFunction, given: dict[str, Any]) -> tuple[str, Any]:
     return "scores", [_as_number(value) for value in values]
 
 
+def _place_of(error: BaseException) -> str:
+    """The line of the user's file in which it was raised; empty for a shipped reward, whose lines say nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+    lines = [frame.lineno for frame in own if frame.filename == own[0].filename]
+    return f" ({Path(own[0].filename).name}:{lines[-1]})" if frames[-1] in own and lines else ""
+
+
 def _as_number(value: Any) -> float | str | None:
     """A plain float, so that nothing of a class of the user's crosses the pipe; else what was returned, in words."""
     if value is None:
         return None
     try:
-        return float(value) if isinstance(value, Real) or hasattr(value, "item") else repr(value)[:LONGEST_REASON]
+        return float(value) if isinstance(value, Number) or hasattr(value, "item") else repr(value)[:LONGEST_REASON]
     except Exception as error:  # noqa: BLE001 - an object of foreign code
         return f"{type(value).__name__} ({type(error).__name__})"

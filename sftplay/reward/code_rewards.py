@@ -22,6 +22,9 @@ MACHINERY = "infra"
 NO_CODE = "no_code"
 """The status of an answer in which no program was found."""
 
+COLUMNS = ("tests", "setup", "entry_point")
+"""Columns of a row that say how its program is tried."""
+
 SHOWN_WEIGHT = 0.5
 """What a test counts that stood in the prompt, beside 1 for a hidden one: it can be passed by heart."""
 
@@ -137,16 +140,17 @@ class CodeTests:
         self.options, self.deadline_s = dict(options), deadline_s
         self._sandbox, self._limits = sandbox, limits
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: Sequence[Any], /, **columns: Any) -> Scores:
         """The scores of the completions; `columns` are aligned with them."""
         return self.judge(completions, columns)[0]
 
     def judge(self, completions: Sequence[Any], columns: Mapping[str, Any]) -> tuple[Scores, list[dict[str, Any]]]:
         """The scores of the completions, and what became of each program."""
         turns = math.ceil(len(completions) / self._sandbox.workers)
+        read = {name: columns[name] for name in COLUMNS if name in columns}  # rows may have a column `limits`
         try:
             tried = try_programs(
-                completions, sandbox=self._sandbox, limits=self._limits, within_s=self.deadline_s * turns, **columns
+                completions, sandbox=self._sandbox, limits=self._limits, within_s=self.deadline_s * turns, **read
             )
         except DataError as error:
             return Scores([None] * len(completions), [str(error)]), [{"status": MACHINERY} for _ in completions]

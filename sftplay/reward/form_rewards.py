@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from sftplay.config.schema.section import Positive
 from sftplay.reward.code_answer import PYTHON_LABELS, fenced_blocks, find_code, is_program
 from sftplay.reward.completions import Completion, text_of, without_reasoning
+
+Count = Annotated[int, Field(ge=0)]
 
 Form = Literal["code_block", "reasoning", "answer_tag", "boxed", "hashes"]
 
@@ -65,7 +70,7 @@ def is_code(completions: Sequence[Completion], *, entry_point: Sequence[str] | N
 
 
 def has_length(
-    completions: Sequence[Completion], *, most: int, least: int = 1, completion_ids: Any = None, **_: Any
+    completions: Sequence[Completion], *, most: Positive, least: Count = 1, completion_ids: Any = None, **_: Any
 ) -> list[float]:
     """1 where the completion has `least` to `most` tokens, else 0. Without `completion_ids` words are counted.
 
@@ -76,7 +81,7 @@ def has_length(
 
 
 def not_overlong(
-    completions: Sequence[Completion], *, most: int, soft: int, completion_ids: Any = None, **_: Any
+    completions: Sequence[Completion], *, most: Positive, soft: Count, completion_ids: Any = None, **_: Any
 ) -> list[float]:
     """0 up to `most` - `soft` tokens, falling in a line to -1 at `most`, -1 beyond (DAPO, arXiv 2503.14476, eq. 13).
 
@@ -88,7 +93,7 @@ def not_overlong(
         completions, completion_ids)]  # fmt: skip
 
 
-def not_repetitive(completions: Sequence[Completion], *, words: int = 3, **_: Any) -> list[float]:
+def not_repetitive(completions: Sequence[Completion], *, words: Positive = 3, **_: Any) -> list[float]:
     """0 where no run of `words` words comes twice, down to -1: minus the share of runs that came before.
 
     >>> not_repetitive(["a b c d", "a b a b a b"], words=2)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from sftplay.config.schema.reward import CODE_TESTS
 from sftplay.config.schema.run import RewardConfig, RunConfig
-from sftplay.errors import RunError
+from sftplay.errors import ConfigError, RunError
 from sftplay.reward.calls import RewardCall, Scores
 from sftplay.reward.code_rewards import CodeTests, limits_of
 from sftplay.reward.completions import Completion
@@ -52,7 +52,8 @@ class RewardSet:
         """
         self.names = tuple(reward.name for reward in cfg.rewards)
         self.weights = tuple(reward.weight for reward in cfg.rewards)
-        self._sandbox: Sandbox | None = None
+        self.sandbox: Sandbox | None = None
+        """The boxes of its programs; None where no reward runs any."""
         self._threads: ThreadPoolExecutor | None = None
         self._calls: dict[str, RewardCall] = {}
         self._code: dict[str, CodeTests] = {}
@@ -65,22 +66,26 @@ class RewardSet:
     @property
     def executor(self) -> str:
         """What the boxes are made of, to be recorded with results; empty where no programs run."""
-        return self._sandbox.executor if self._sandbox else ""
+        return self.sandbox.executor if self.sandbox else ""
 
     def _open(self, cfg: RunConfig, *, workers: int) -> None:
+        box = cfg.sandbox
         for reward in cfg.rewards:
             if reward.use == CODE_TESTS:
-                self._sandbox = self._sandbox or Sandbox(cfg.sandbox.executor, workers=workers)
-                self._code[reward.name] = _code_tests(reward, cfg=cfg, sandbox=self._sandbox)
+                with _named(cfg, "sandbox.packages"):
+                    self.sandbox = self.sandbox or Sandbox(box.executor, workers=workers, packages=box.packages)
+                self._code[reward.name] = _code_tests(reward, cfg=cfg, sandbox=self.sandbox)
             else:
                 self._calls[reward.name] = RewardCall(reward.use, reward.options, deadline_s=reward.deadline)
         # Linux ends a process with the thread that started it. The main thread starts them; these threads stay, too.
         self._threads = ThreadPoolExecutor(max(1, len(self._calls)), thread_name_prefix="reward")
         for call in self._calls.values():
             call.start()
-        for call in self._calls.values():
-            with suppress(TimeoutError):  # the first batch asks again, and has the reason
-                call.wait_ready()
+        for number, reward in enumerate(cfg.rewards):
+            if reward.name not in self._calls:
+                continue
+            with suppress(TimeoutError), _named(cfg, f"rewards.{number}.use"):  # the first batch asks again
+                self._calls[reward.name].wait_ready()
 
     def call_of(self, name: str) -> RewardCall | CodeTests:
         """One of the rewards, to be asked alone."""
@@ -106,14 +111,24 @@ class RewardSet:
             self._threads.shutdown(cancel_futures=True)
         for call in self._calls.values():
             call.close()
-        if self._sandbox is not None:
-            self._sandbox.close()
+        if self.sandbox is not None:
+            self.sandbox.close()
 
     def __enter__(self) -> RewardSet:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _named(cfg: RunConfig, key: str) -> Iterator[None]:
+    """Let a ConfigError name the key that it is about, with its place in the config."""
+    try:
+        yield
+    except ConfigError as error:
+        where = f"{cfg.origins.get(key, '')} {key}".strip()
+        raise ConfigError(error.what, where=where, fix=error.fix, nearest=error.nearest) from error
 
 
 def _code_tests(reward: RewardConfig, *, cfg: RunConfig, sandbox: Sandbox) -> CodeTests:

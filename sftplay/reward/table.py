@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from sftplay.config.schema.reward import CODE_TESTS
 from sftplay.config.schema.run import RewardConfig, RunConfig
 from sftplay.errors import ConfigError, nearest_names
-from sftplay.reward.user_function import is_user_function
+from sftplay.reward.user_function import RewardFunction, is_user_function
 
 Judges = Literal["content", "form"]
 
@@ -32,14 +35,14 @@ class Shipped:
     options: tuple[str, ...] = ()
     """Options that may be given."""
 
-    values: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """What an option may be, for those that are one word out of a few."""
+    def load(self) -> RewardFunction:
+        """The function. The types of its parameters say what options may be."""
+        function: RewardFunction = getattr(import_module(f"sftplay.reward.{self.module}"), self.function)
+        return function
 
-
-FORMS = ("code_block", "reasoning", "answer_tag", "boxed", "hashes")
 
 SHIPPED = {
-    "format": Shipped("form_rewards", "has_form", "form", options=("form",), values={"form": FORMS}),
+    "format": Shipped("form_rewards", "has_form", "form", options=("form",)),
     "syntax": Shipped("form_rewards", "is_code", "form", columns=("entry_point",)),
     "length": Shipped("form_rewards", "has_length", "form", needs=("most",), options=("least",)),
     "overlong": Shipped("form_rewards", "not_overlong", "form", needs=("most", "soft")),
@@ -53,7 +56,6 @@ SHIPPED = {
         "content",
         ("tests",),
         options=("mode", "shown_weight"),
-        values={"mode": ("fraction", "all")},
     ),
     "math": Shipped("math_rewards", "solves", "content", ("answer",), options=("fallback",)),
 }
@@ -102,8 +104,27 @@ def _option_problems(reward: RewardConfig, *, key: str, where: str) -> Iterator[
         if name not in reward.options:
             what = f"the reward {reward.use} needs the option {name}"
             yield ConfigError(what, where=where, fix=f"write {key}.options: {{{name}: ...}}")
-    for name, values in shipped.values.items():
-        if (value := reward.options.get(name)) is not None and value not in values:
-            near = nearest_names(str(value), list(values))
-            fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(values)}"
+    types = get_type_hints(shipped.load(), include_extras=True)
+    for name, value in reward.options.items():
+        if name not in known or name in shipped.columns:
+            continue
+        try:
+            TypeAdapter(types[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            words = [each for each in get_args(types[name]) if isinstance(each, str)]
+            near = nearest_names(str(value), words)
+            fix = f"did you mean {near[0]!r}?" if near else _wanted(error, words)
             yield ConfigError(f"{name} of the reward {reward.use} is {value!r}", where=where, fix=fix, nearest=near)
+
+
+def _wanted(error: ValidationError, words: Sequence[str]) -> str:
+    """What to write in place of a value that was refused; `words` are the choices, if there are some."""
+    first = error.errors()[0]
+    kinds = {"int_type": "a whole number", "string_type": "a text", "bool_type": "true or false"}
+    if words:
+        return f"there are {', '.join(words)}"
+    if first["type"] == "greater_than_equal":
+        return f"write {first['ctx']['ge']:g} or more"
+    if first["type"] == "value_error":
+        return f"mend it: {first['ctx']['error']}"
+    return f"write {kinds.get(first['type'], 'what docs/rewards.md says')}"

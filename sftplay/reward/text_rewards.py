@@ -5,10 +5,35 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from sftplay.reward.code_answer import fenced_blocks
 from sftplay.reward.completions import Completion, text_of, without_reasoning
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"it is no pattern, {error}") from error
+    return pattern
+
+
+def _is_schema(schema: Any) -> Any:
+    from jsonschema import SchemaError, validators
+
+    try:
+        if isinstance(schema, Mapping):
+            validators.validator_for(schema).check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"it is no JSON schema, {error.message}") from error
+    return schema
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+Schema = Annotated[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str], AfterValidator(_is_schema)]
 
 
 def exact_match(
@@ -38,7 +63,7 @@ def exact_match(
     return scores
 
 
-def matches(completions: Sequence[Completion], *, pattern: str, whole: bool = True, **_: Any) -> list[float]:
+def matches(completions: Sequence[Completion], *, pattern: Pattern, whole: bool = True, **_: Any) -> list[float]:
     """1 where the text behind the reasoning matches `pattern` (Python's `re`), else 0. `whole`: all of it must.
 
     >>> matches(["yes", "yes and no"], pattern="yes|no")
@@ -52,7 +77,7 @@ def matches(completions: Sequence[Completion], *, pattern: str, whole: bool = Tr
 def fits_schema(
     completions: Sequence[Completion],
     *,
-    schema: Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str],
+    schema: Schema,
     **_: Any,
 ) -> list[float]:
     """1 where the answer is one JSON value that fits the JSON schema, else 0.

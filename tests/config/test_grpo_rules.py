@@ -3,9 +3,7 @@
 import pytest
 
 from sftplay.config.rules.general import notes
-from sftplay.config.rules.grpo import groups_of
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
-from sftplay.config.schema.grpo import GrpoConfig
 
 GRPO = "task_mode: grpo\nrewards: [{name: answer, use: exact_match}]\n"
 
@@ -15,31 +13,6 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
     assert problem.what == "grpo learns from rewards, and there is none"
     (problem,) = refusals("task_mode: grpo\nrewards: [{name: answer, use: exact_match, weight: 0}]\n")
     assert problem.what == "every weight is 0, so nothing would be learned"
-
-
-def test_a_batch_of_broken_groups_is_refused_with_the_nearest_batches_and_groups(refusals):
-    (problem,) = refusals(f"{GRPO}train: {{effective_batch_size: 20}}\n")
-    assert problem.what == "20 completions a step do not make whole groups of grpo.num_generations 8"
-    assert problem.fix == "write train.effective_batch_size: 16 or 24; or grpo.num_generations: 5 or 10"
-
-
-def test_groups_may_be_whole_over_several_steps(load, refusals):
-    assert load(f"{GRPO}train: {{effective_batch_size: 12}}\ngrpo: {{steps_per_generation: 2}}\n")
-    (problem,) = refusals(f"{GRPO}train: {{effective_batch_size: 13}}\ngrpo: {{steps_per_generation: 2}}\n")
-    assert "13 completions a step x grpo.steps_per_generation 2" in problem.what
-    assert "12 or 16" in problem.fix
-
-
-def test_the_nearest_sizes_are_possible_and_none_lies_between():
-    for processes in (1, 2, 3, 4):
-        for effective in range(1, 40):
-            for steps in (1, 2, 3):
-                grpo = GrpoConfig(num_generations=6, steps_per_generation=steps)
-                batches, groups = groups_of(effective, grpo, processes=processes)
-                possible = [n for n in range(1, 90) if n % processes == 0 and n * steps % 6 == 0]
-                below, above = [n for n in possible if n <= effective], [n for n in possible if n > effective]
-                assert batches == [*below[-1:], above[0]]
-                assert all(effective * steps % group == 0 for group in groups)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +30,7 @@ def test_the_nearest_sizes_are_possible_and_none_lies_between():
         ("grpo: {max_prompt_length: 2000}", "grpo.max_prompt_length", "write model.max_seq_len: 2512"),
         ("train: {packing: true}", "train.packing", "write train.packing: false"),
         ("train: {neftune_alpha: 5}", "train.neftune_alpha", "write train.neftune_alpha: null"),
-        ("train: {loss_head: chunked}", "train.loss_head", "write train.loss_head: auto"),
+        ("train: {loss_head: standard}", "train.loss_head", "write train.loss_head: auto"),
         ("train: {best_metric: loss}", "train.best_metric", "write train.best_metric: null"),
         ("train: {early_stopping: 2}", "train.early_stopping", "write train.early_stopping: null"),
         ("train: {batching: tokens}", "train.batching", "write train.batching: examples"),

@@ -33,6 +33,7 @@ def test_the_shipped_files_are_those_the_documents_name():
         "run_grpo_math",
         "run_grpo_toy",
         "run_grpo_toy_sft",
+        "run_grpo_v100",
         "run_llama70b",
         "run_lora",
     ]

@@ -122,7 +122,9 @@ def test_every_row_is_counted_once(config_of: ConfigOf, tokenizer: Any):
     assert (train["read"], train["kept"], train["refused"]) == (5, 1, 1)
     assert report["read"] == report["kept"] + report["cut"] + sum(report["dropped"].values()) + report["refused"]
     (line,) = Path(report["refused_rows"]).read_text().splitlines()
-    assert json.loads(line)["place"].endswith("train.jsonl:4")
+    refused = json.loads(line)
+    assert (refused["path"], refused["line"]) == (cfg.data.train_path, 4)
+    assert refused["reason"].startswith("has no question")
 
 
 @pytest.mark.parametrize(
@@ -130,9 +132,10 @@ def test_every_row_is_counted_once(config_of: ConfigOf, tokenizer: Any):
     [
         ({"prompt": "salt " * 100}, {"data__too_long": "error"}, r"train\.jsonl:1 has \d+ tokens.*116"),
         ({"colour": "green"}, {}, r"train\.jsonl:1 has no question; its keys are 'colour'"),
+        ({"prompt": "one", "completions": []}, {}, r"train\.jsonl:1 has a column 'completions', the name by which"),
         ({"prompt": "is held out"}, {}, r"train\.jsonl:1 is held out as well, at .*held_out\.jsonl:1"),
     ],
-    ids=["too long", "no question", "leak"],
+    ids=["too long", "no question", "a taken name", "leak"],
 )
 def test_a_row_that_may_not_be_left_out_is_named_with_its_line(
     row: dict[str, Any], policy: dict[str, Any], said: str, config_of: ConfigOf, tokenizer: Any

@@ -201,4 +201,16 @@ def test_metrics_after_the_checkpoint_and_a_torn_line_are_removed(tmp_path: Path
     cut_back(path, 0)
     assert path.read_text() == ""
     cut_back(tmp_path / "none.jsonl", 3)
+
+
+def test_measurements_behind_the_checkpoint_go_with_their_answers_and_all_others_stay(tmp_path):
+    folder = tmp_path / "eval"
+    folder.mkdir()
+    names = [
+        f"{stem}{kind}" for stem in ("step-0", "step-4", "step-6", "before", "code-9") for kind in (".json", ".jsonl")
+    ]
+    for name in names:
+        (folder / name).write_text("{}")
+    cut_back(tmp_path / "metrics.jsonl", 4)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(set(names) - {"step-6.json", "step-6.jsonl"})
     assert not (tmp_path / "none.jsonl").exists()

@@ -1,47 +1,177 @@
-"""GRPO's phases: what answers being written take, what scoring takes, and that learning is SFT's own estimate."""
+"""GRPO's phases against a real model on the CPU: its cache, what drawing takes, TRL's scores in tiles."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from oracle.live_bytes import LiveBytes
+from oracle.trace import recompute
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from trl.trainer.utils import add_fused_lm_head
 
 from sftplay.plan.memory.execution import Adapter, Execution
-from sftplay.plan.memory.rollout import Rollout, cache_bytes, estimate_grpo
-from sftplay.plan.memory.step import Size, estimate
+from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE, Rollout, cache_bytes, estimate_rollout
+from sftplay.plan.memory.sharding import share_of
+from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
+from sftplay.plan.shape.from_config import shape_from_config
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")
-LORA = Execution(weight_bytes=2, compute_bytes=2, stream_bytes=2, has_autocast=True, adapter=Adapter(rank=16))
-FULL = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True)
-SHORT = Rollout(answers=16, prompt_tokens=512, answer_tokens=512, learned_at_a_time=2)
+LORA = Execution(
+    weight_bytes=2, compute_bytes=2, stream_bytes=2, has_autocast=True, adapter=Adapter(rank=16), head="tiled"
+)
+FULL = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True, head="tiled")
+ON_CPU = Execution(
+    weight_bytes=4, compute_bytes=4, stream_bytes=4, attention="efficient", repeats_kv=True, is_masked=True,
+    head="tiled", folds_tiles=False, logits_bytes=4,
+)  # fmt: skip
+SHORT = Rollout(completions=4, prompt_tokens=512, completion_tokens=512, micro_batch=2)
 
 
-def test_the_cache_of_llama_3_8b_is_128_kib_a_token():
-    # 2 x 32 layers x 8 heads x 128 x 2 bytes = 131,072, as Meta's grouped keys and values give.
-    assert cache_bytes(LLAMA, LORA, rollout=SHORT) == 16 * 1024 * 131_072
+@pytest.mark.parametrize(
+    ("name", "kib"),
+    [
+        ("meta-llama/Llama-3.1-8B", 128),  # 2 x 32 layers x 8 heads x 128 x 2 bytes
+        ("Qwen/Qwen2.5-0.5B", 12),  # 2 x 24 x 2 x 64 x 2
+        ("Qwen/Qwen2.5-1.5B", 28),  # 2 x 28 x 2 x 128 x 2
+    ],
+)
+def test_the_cache_of_a_token_is_that_of_the_published_shape(name, kib):
+    assert cache_bytes(find_shape(name), LORA, completions=16, tokens=1024) == 16 * 1024 * kib * 1024
 
 
-def test_learning_takes_what_supervised_tuning_takes():
-    update = estimate(LLAMA, LORA, size=Size(rows=2, seq=1024, accumulates=True))
-    assert estimate_grpo(LLAMA, LORA, rollout=SHORT).phases["step"]["gradients"] == update.phases["step"]["gradients"]
-    largest = max(sum(parts.values()) for parts in update.phases.values())
-    assert estimate_grpo(LLAMA, LORA, rollout=SHORT).peak_bytes >= largest - 8
+def tiny(vocab: int = 2_000, **changes: Any) -> tuple[Qwen2ForCausalLM, Any]:
+    config = Qwen2Config(
+        vocab_size=vocab, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=8,
+        max_position_embeddings=512, tie_word_embeddings=True, **({"num_key_value_heads": 2} | changes),
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval(), shape_from_config(config.to_dict(), name="tiny")
 
 
-def test_many_long_answers_move_the_peak_to_generation():
-    assert estimate_grpo(LLAMA, LORA, rollout=SHORT).peak_phase != "generate"
-    many = replace(SHORT, answers=512)
-    assert estimate_grpo(LLAMA, LORA, rollout=many).peak_phase == "generate"
+def padded(rows: int, tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 50, (rows, tokens))
+    mask = torch.ones_like(ids)
+    ids[0, :3] = mask[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("phase", ["generate", "score", "head", "layer", "step"])
-def test_a_reference_adds_the_frozen_weights_to_every_phase_when_all_trains(phase):
-    without = estimate_grpo(LLAMA, FULL, rollout=SHORT).phases[phase]
-    reference = estimate_grpo(LLAMA, FULL, rollout=replace(SHORT, has_reference=True)).phases[phase]
-    assert sum(reference.values()) - sum(without.values()) == pytest.approx(without["weights"])
+class Beside(LiveBytes):
+    """Counts what lives beside a model's weights and gradients."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __enter__(self) -> Beside:
+        super().__enter__()
+        for parameter in self.model.parameters():
+            held = [parameter.detach(), *([parameter.grad.detach()] if parameter.grad is not None else [])]
+            assert held
+        self.enter_phase("run")
+        self.resting = self.live_bytes
+        return self
+
+    @property
+    def peak(self) -> int:
+        return self.peaks_bytes["run"] - self.resting
 
 
-def test_with_an_adapter_the_reference_is_the_base_and_costs_nothing():
-    with_it = estimate_grpo(LLAMA, LORA, rollout=replace(SHORT, has_reference=True))
-    assert with_it.peak_bytes == estimate_grpo(LLAMA, LORA, rollout=SHORT).peak_bytes
+@pytest.mark.parametrize(
+    ("prompt", "completion", "vocab", "changes", "options"),
+    [
+        (8, 56, 200, {"num_key_value_heads": 8}, {}),  # the cache decides
+        (100, 4, 200, {}, {}),  # the prompts decide
+        (8, 4, 20_000, {}, {}),  # the scores decide
+        (8, 4, 20_000, {}, {"top_p": 0.9}),
+    ],
+)
+def test_drawing_takes_what_a_real_model_takes(prompt, completion, vocab, changes, options):
+    model, shape = tiny(vocab, **changes)
+    how = GenerationConfig(do_sample=True, max_new_tokens=completion, top_k=0, pad_token_id=0, **options)
+    with Beside(model) as live, torch.no_grad():
+        made = model.generate(**padded(16, prompt), generation_config=how, return_dict_in_generate=True)
+    assert made.sequences.shape == (16, prompt + completion)
+    cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in made.past_key_values.layers)
+    # The last token is drawn and never read.
+    assert cache == cache_bytes(shape, ON_CPU, completions=16, tokens=prompt + completion - 1)
+    rollout = Rollout(
+        completions=16, prompt_tokens=prompt, completion_tokens=completion, micro_batch=1,
+        limits_probability="top_p" in options,
+    )  # fmt: skip
+    parts = estimate_rollout(shape, ON_CPU, rollout=rollout).phases[DRAW]
+    beside = sum(parts[name] for name in (CACHE, "layer", "head"))
+    assert beside == pytest.approx(live.peak, rel=0.06)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_learning_and_scoring_take_what_trl_takes_on_a_real_model(checkpointing):
+    model, shape = tiny(40_000)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    batch = padded(2, 40)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels[:, :-30] = -100
+    with Beside(model) as scoring, torch.no_grad():
+        model(**batch, labels=labels, fused_lm_head=True)
+    model.train()
+    if checkpointing:
+        recompute(model, {"use_reentrant": False})
+    model(**batch, labels=labels, fused_lm_head=True).log_probs.sum().backward()
+    with Beside(model) as learning:
+        model(**batch, labels=labels, fused_lm_head=True).log_probs.sum().backward()
+    execution = replace(ON_CPU, checkpointing=checkpointing)
+    rollout = Rollout(completions=2, prompt_tokens=10, completion_tokens=30, micro_batch=2, scores_first=True)
+    phases = estimate_rollout(shape, execution, rollout=rollout).phases
+    moving = ("mask", "activations", "head", "layer")
+    assert sum(phases[SCORE].get(name, 0) for name in moving) == pytest.approx(scoring.peak, rel=0.03)
+    assert sum(phases["head"].get(name, 0) for name in moving) == pytest.approx(learning.peak, rel=0.03)
+
+
+def test_learning_takes_what_supervised_tuning_takes_beside_its_head():
+    size = Size(rows=2, seq=1024, labelled=1024, accumulates=True)
+    ours = estimate_rollout(LLAMA, LORA, rollout=SHORT).phases
+    for name, parts in estimate(LLAMA, LORA, size=size).phases.items():
+        assert sum(ours[name].values()) == sum(parts.values())
+
+
+def test_tiles_of_scores_are_bounded_where_whole_ones_grow_with_the_micro_batch():
+    def head(micro_batch):
+        return estimate_rollout(LLAMA, LORA, rollout=replace(SHORT, micro_batch=micro_batch)).phases["head"]["head"]
+
+    # 8 rows are one tile of tokens: from here on a row adds hidden states, not 512 x 128256 scores.
+    assert head(17) - head(16) < 512 * LLAMA.vocab * 2 / 4
+
+
+def test_many_long_completions_move_the_peak_to_drawing():
+    assert estimate_rollout(LLAMA, LORA, rollout=SHORT).peak_phase != DRAW
+    assert estimate_rollout(LLAMA, LORA, rollout=replace(SHORT, completions=64)).peak_phase == DRAW
+
+
+@pytest.mark.parametrize("phase", [DRAW, "head", "layer", "step"])
+def test_a_reference_is_a_second_copy_of_what_the_run_began_with_and_nothing_for_a_fresh_adapter(phase):
+    for execution, continues, part in ((FULL, False, "weights"), (LORA, True, "adapters"), (LORA, False, "mask")):
+        without = estimate_rollout(LLAMA, execution, rollout=SHORT).phases[phase]
+        compares = replace(SHORT, has_reference=True, continues_adapter=continues)
+        reference = estimate_rollout(LLAMA, execution, rollout=compares).phases[phase]
+        assert reference[REFERENCE] == without.get(part, 0.0)
+        assert sum(reference.values()) - sum(without.values()) == pytest.approx(without.get(part, 0.0))
+
+
+def test_a_process_that_shares_the_weights_gathers_all_of_them_to_draw():
+    share = share_of(LLAMA, FULL, standing=standing_bytes(LLAMA, FULL), strategy="zero3", world_size=4)
+    found = estimate_rollout(LLAMA, FULL, rollout=SHORT, share=share, strategy="zero3", world_size=4)
+    assert sum(found.phases[DRAW].values()) >= LLAMA.total_params * 2
+    assert found.phases["step"]["weights"] == pytest.approx(LLAMA.total_params * 2 / 4)
+
+
+def test_an_engine_beside_the_trainer_takes_its_share_and_gives_it_back_while_it_sleeps():
+    beside = replace(SHORT, engine="vllm_colocate", engine_bytes=2**34, scores_first=True)
+    awake = estimate_rollout(LLAMA, LORA, rollout=beside).phases
+    asleep = estimate_rollout(LLAMA, LORA, rollout=replace(beside, engine_sleeps=True)).phases
+    assert {name: parts[ENGINE] for name, parts in awake.items()} == dict.fromkeys(awake, 2**34)
+    assert {name: parts[ENGINE] for name, parts in asleep.items() if parts[ENGINE]} == {DRAW: 2**34}
+    assert CACHE not in awake[DRAW]  # it is within the share
+    server = estimate_rollout(LLAMA, LORA, rollout=replace(SHORT, engine="vllm_server")).phases
+    assert sum(server[DRAW].values()) < sum(awake[DRAW].values())

@@ -13,8 +13,9 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.plan.shape.from_config import shape_from_config
 from sftplay.plan.sizing import decisions
-from sftplay.plan.sizing import size_run as sizing
-from sftplay.plan.sizing.size_run import size_run, split_batch
+from sftplay.plan.sizing import split as sizing
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.split import split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -87,7 +88,7 @@ def test_an_automatic_micro_batch_is_the_largest_that_stays_within_its_tokens(ef
 
 
 LEFT_AUTO = {"tuning.lora.target_modules", "data.format", "data.template", "data.encoding", "data.delimiter"}
-LEFT_AUTO |= {"train.probe", "cluster.launcher"}
+LEFT_AUTO |= {"train.probe", "cluster.launcher", "sandbox.executor"}
 """Resolved later: from the loaded model, from the rows, from the tokenizer. None of them depends on the machine, but
 for the probe and the launcher, which have done their part when the workers read the config."""
 

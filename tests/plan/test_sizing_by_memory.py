@@ -16,7 +16,8 @@ from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing import strategy
-from sftplay.plan.sizing.size_run import PLATEAU_TOKENS, size_run, split_batch
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.plan.sizing.split import PLATEAU_TOKENS, split_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -121,8 +121,8 @@ def config(tmp_path, rewards, rows=None):
 
 
 def checked(tmp_path, rewards, capsys, **named):
-    code = reward_check(Namespace(config=config(tmp_path, rewards, **named), overrides=[], n=32, json=True))
-    return code, json.loads(capsys.readouterr().out)
+    code = reward_check(Namespace(config=config(tmp_path, rewards, **named), overrides=[], run=None, n=32, json=True))
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_verb_reads_rows_and_ends_with_5_unless_all_are_ok(tmp_path, user, capsys):
@@ -159,13 +159,37 @@ def test_rewards_for_programs_are_tried_with_programs_that_cheat(tmp_path, user,
     assert (code, {each["verdict"] for each in findings}) == (5, {"cannot_tell"})
 
 
+@needs_boxes
+def test_a_problem_whose_own_solution_fails_is_named(tmp_path, capsys):
+    wrong = {**PROBLEMS[0], "text": "Add 0.", "code": "def add_1(x):\n    return x"}
+    path = config(tmp_path, [{"name": "tests", "use": "code_tests"}], rows=[*PROBLEMS, *PROBLEMS, wrong])
+    assert main(["reward-check", "--config", path, "--json"]) == 0
+    assert f"{tmp_path}/rows.jsonl:13 is solved by no answer" in capsys.readouterr().err
+
+
+@needs_boxes
+def test_a_test_that_is_no_python_is_refused_with_its_line(tmp_path, capsys):
+    broken = {**PROBLEMS[0], "text": "Add 0.", "test_list": ["assert add_1(1) == 2", "assert add_1(1) =="]}
+    with pytest.raises(DataError, match="is no Python") as refusal:
+        checked(tmp_path, [{"name": "tests", "use": "code_tests"}], capsys, rows=[*PROBLEMS, broken])
+    assert refusal.value.where == f"{tmp_path}/rows.jsonl:7, tests[1]"
+
+
+def test_a_function_that_is_not_there_is_named_with_its_line_before_a_run_begins(tmp_path, user, capsys):
+    path, out = config(tmp_path, [{"name": "own", "use": f"{user}:nothing"}]), tmp_path / "out"
+    assert main(["train", "--config", path, f"output_dir={out}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}:1 rewards.0.use: " in said
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     if "code_tests" in path.read_text() and all(map(problem_of, SAFE)):
         pytest.skip("needs bubblewrap or sandlock")
-    assert reward_check(Namespace(config=str(path), overrides=[], n=12, json=True)) == 0
-    assert {each["verdict"] for each in json.loads(capsys.readouterr().out)} == {"ok"}
+    assert reward_check(Namespace(config=str(path), overrides=[], run=None, n=12, json=True)) == 0
+    assert {each["verdict"] for each in json.loads(capsys.readouterr().out.splitlines()[-1])} == {"ok"}
 
 
 def test_configs_with_rewards_are_shipped():
@@ -248,11 +272,20 @@ def test_a_config_without_rewards_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
+        ({"use": "math", "name": "a b"}, r"'a b' is not text that matches \^\[A-Za-z0-9_-\]"),
         ({"use": "exact_mach"}, "there is no reward 'exact_mach'"),
         ({"use": "regex"}, "needs the option pattern"),
         ({"use": "code_tests", "options": {"mode": "al"}}, "mode of the reward code_tests is 'al'"),
         ({"use": "format", "options": {"form": "box"}}, "form of the reward format is 'box'"),
         ({"use": "math", "options": {"falback": "none"}}, "no option 'falback'"),
+        ({"use": "math", "options": {"fallback": "last"}}, "fallback of the reward math is 'last'"),
+        ({"use": "code_tests", "options": {"shown_weight": "half"}}, "shown_weight of the reward code_tests is 'half'"),
+        ({"use": "length", "options": {"most": "ten"}}, "most of the reward length is 'ten'\n.*a whole number"),
+        ({"use": "repetition", "options": {"words": 0}}, "words of the reward repetition is 0\n.*1 or more"),
+        ({"use": "regex", "options": {"pattern": "("}}, r"pattern of the reward regex is '\('\n.*unterminated"),
+        ({"use": "regex", "options": {"pattern": "a", "whole": "no"}}, "is 'no'\n.*true or false"),
+        ({"use": "exact_match", "options": {"after": 4}}, "is 4\n.*a text"),
+        ({"use": "json_schema", "options": {"schema": {"type": "objct"}}}, "\n.*'objct' is not valid"),
     ],
 )
 def test_a_wrong_name_is_refused_before_anything_runs(tmp_path, capsys, reward, said):

@@ -61,6 +61,19 @@ def scores(answers):
         return rewards.score(answers, columns).by_name["tests"].values
 
 
+def test_a_row_may_have_columns_of_any_name():
+    columns = {"tests": [TESTS], "entry_point": ["add"], "shown": [1]}
+    columns |= {name: [None] for name in ("limits", "sandbox", "within_s", "completions", "self", "mode")}
+    content = {
+        "model": {"name": "builtin:tiny"},
+        "rewards": [{"name": "tests", "use": "code_tests"}, {"name": "form", "use": "format"}],
+    }
+    with RewardSet(RunConfig.model_validate(content)) as rewards:
+        scored = rewards.score(RIGHT[:1], columns)
+        assert [scores.values for scores in scored.by_name.values()] == [[1.0], [1.0]]
+        assert rewards.call_of("tests")(RIGHT[:1], **columns).values == [1.0]
+
+
 def test_programs_that_cheat_get_nothing():
     found = scores([f"```python\n{program}\n```" for program in CHEATS])
     assert {program: value for program, value in zip(CHEATS, found, strict=True) if value != 0} == {}

@@ -39,6 +39,30 @@ class Always(float):
 def odd(completions, **_):
     return [True, Always(0.25), math.nan, math.inf, None, "1", 3][: len(completions)]
 
+def leaves(completions, **_):
+    raise SystemExit(3)
+
+def forks(completions, answer, **_):
+    if os.fork() == 0:
+        time.sleep(0.2)
+    return [float(text == right) for text, right in zip(completions, answer)]
+
+def starts_another(completions, pid_file, **_):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    open(pid_file[0], "w").write(str(pid))
+    return [1.0] * len(completions)
+
+def prints(completions, **_):
+    print("from the reward")
+    os.write(1, b"from its descriptor")
+    return [1.0] * len(completions)
+
+def decimals(completions, **_):
+    import decimal, fractions
+    return [decimal.Decimal("0.5"), fractions.Fraction(1, 4)]
+
 def short(completions, **_):
     return [1.0]
 
@@ -90,7 +114,8 @@ def test_a_process_that_ignores_signals_is_cut_off(user):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("raises", "raised ZeroDivisionError: no reward today"),
+        ("raises", "raised ZeroDivisionError: no reward today (my rewards.py:13)"),
+        ("leaves", "raised SystemExit: 3 (my rewards.py:31)"),
         ("dies", "its process died"),
         ("short", "returned 1 values for 2 completions"),
         ("number", "returned a float for 2 completions"),
@@ -112,6 +137,57 @@ def test_only_finite_numbers_count(user):
 def test_numbers_of_numpy_count(user):
     assert user("arrays")(["a", "b"]).values == [0.0, 1.0]
     assert user("numpy_scalars")(["a"]).values == [0.5]
+
+
+def test_other_kinds_of_numbers_count(user):
+    assert user("decimals")(["a", "b"]).values == [0.5, 0.25]
+
+
+def test_a_function_that_forks_answers_each_call_once(user):
+    call = user("forks")
+    assert call(["a"], answer=["a"]).values == [1.0]
+    time.sleep(0.5)
+    assert call(["b"], answer=["x"]).values == [0.0]
+    assert call(["c"], answer=["c"]).values == [1.0]
+
+
+def test_what_a_function_starts_ends_with_it(user, tmp_path):
+    call = user("starts_another")
+    assert call(["a"], pid_file=[str(tmp_path / "pid")]).values == [1.0]
+    pid = int((tmp_path / "pid").read_text())
+    call.close()
+    until = time.monotonic() + 60
+    while time.monotonic() < until and _runs(pid):
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as handle:
+            return handle.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_a_function_prints_is_no_output_of_the_command(user, capfd):
+    assert user("prints")(["a"]).values == [1.0]
+    said = capfd.readouterr()
+    assert said.out == ""
+
+
+def test_a_column_replaces_no_option_and_no_completion(tmp_path):
+    (tmp_path / "own.py").write_text("def f(completions, most, **_): return [float(len(completions[0]) <= most)]\n")
+    call = RewardCall(f"{tmp_path}/own.py:f", {"most": 3}, deadline_s=20.0)
+    assert call(["abc"], most=[1], completions=["abcdef"]).values == [1.0]
+    call.close()
+
+
+def test_a_module_that_ends_its_process_is_refused_by_name(tmp_path):
+    (tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
+    call = RewardCall(f"{tmp_path}/ends.py:f", {}, deadline_s=20.0)
+    with pytest.raises(ConfigError, match=r"ends.py:f' cannot be loaded: its process ended"):
+        call(["a"])
 
 
 def test_one_answer_that_hangs_a_shipped_reward_costs_only_itself():

@@ -99,7 +99,7 @@ def test_boxes_that_fail_or_hang_abstain_with_a_reason(monkeypatch):
     answers = [block("def f(x): return x + 1"), "no program"]
     columns = {"tests": [["assert f(1) == 2"]] * 2}
     with RewardSet(config({"use": "code_tests", "deadline": 5.0})) as rewards:
-        sandbox = rewards._sandbox
+        sandbox = rewards.sandbox
         late = Verdict(status="infra", stderr="the box did not start")
         monkeypatch.setattr(sandbox, "_judge", lambda job: late)
         scores = rewards.score(answers, columns).by_name["r0"]
@@ -178,7 +178,7 @@ def test_a_reward_of_the_user_s_that_fails_stops_the_run_by_name(user, use, dead
 @pytest.mark.skipif(bool(problem_of("bwrap")), reason="needs bubblewrap")
 def test_an_executor_that_is_gone_stops_the_run(monkeypatch):
     with RewardSet(config({"use": "code_tests"}, executor="bwrap")) as rewards:
-        for executor in rewards._sandbox._all:
+        for executor in rewards.sandbox._all:
             monkeypatch.setattr(executor, "_program", shutil.which("true"))
         with pytest.raises(RunError, match="the sandbox failed") as refusal:
             ask_20_times(rewards, Abstentions(), columns={"tests": [["assert f(1) == 2"]] * 8})

@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 
+from sftplay.commands.use.sandbox import read_jobs
 from sftplay.errors import ConfigError, MachineError
 from sftplay.sandbox import choose
 from sftplay.sandbox.choose import SAFE, problem_of
@@ -112,6 +114,30 @@ def test_the_verb_answers_each_line_with_a_line(tmp_path, sftplay):
     assert done.returncode == 4
     assert "line 2, test: is no key of a job" in done.stderr
     assert "did you mean" in done.stderr or "there are code, tests" in done.stderr
+
+
+def test_a_refused_start_leaves_earlier_verdicts_alone(tmp_path, sftplay):
+    out, jobs = tmp_path / "verdicts.jsonl", tmp_path / "jobs.jsonl"
+    out.write_text("earlier")
+    jobs.write_text('{"code": "x = 1"}\n{"code": 3}')
+    assert sftplay("sandbox", "--in", jobs, "--out", out).returncode == 4
+    assert out.read_text() == "earlier"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["jobs.jsonl", "verdicts.jsonl"]
+
+
+def test_verdicts_may_go_to_a_new_folder_or_nowhere_or_replace_their_jobs(tmp_path, sftplay):
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"code": "x = 1"}\n')
+    assert sftplay("sandbox", "--in", jobs, "--out", tmp_path / "new" / "verdicts.jsonl").returncode == 0
+    assert sftplay("sandbox", "--in", jobs, "--out", "/dev/null").returncode == 0
+    assert Path("/dev/null").is_char_device()
+    assert sftplay("sandbox", "--in", jobs, "--out", jobs).returncode == 0
+    assert json.loads(jobs.read_text())["status"] == "ok"
+
+
+def test_a_program_may_have_any_bytes():
+    source = TextIOWrapper(BytesIO(b'{"code": "x = \xff"}\n{"code": "x = 1"}\n'), encoding="utf-8")
+    assert [job.code for job in read_jobs(source, timeout_s=5.0)] == ["x = \udcff", "x = 1"]
 
 
 @pytest.mark.skipif(bool(problem_of("bwrap", is_warm=True)), reason="needs bubblewrap, and user namespaces in it")

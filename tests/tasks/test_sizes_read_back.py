@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from grpo_run import grpo_inputs, grpo_options
 from in_process import Inputs, new_run, train_in
+from transformers import GenerationMixin
 
 from sftplay.errors import RunError
 from sftplay.tasks.run.preflight import find_other_sizes
@@ -42,6 +45,34 @@ def test_micro_batches_that_run_have_the_rows_and_the_number_that_the_plan_says(
     assert [len(line["row_ids"][0]) for line in done.metrics] == [SIZES["effective_batch_size"]] * 2
     sizes = json.loads((folder.path / "status.json").read_text())["ranks"][0]["sizes"]
     assert sizes == SIZES
+
+
+DRAWN = {"num_generations": 4, "generation_batch_size": 16, "steps_per_generation": 8, "generation_rows": 6}
+
+
+@pytest.mark.parametrize("key", [None, "generation_batch_size", "generation_rows"])
+def test_the_drawings_of_grpo_are_those_that_the_plan_says(key: str | None, tiny_llama: Path, tmp_path: Path):
+    """Two steps of 2 x 4 completions learn from 16, which are drawn in 3 parts."""
+    inputs = grpo_inputs(tiny_llama, tmp_path / "data")
+    options = grpo_options(inputs, train__max_steps=2, train__batch_size=2, grpo__steps_per_generation=2)
+    cfg, folder = new_run(tmp_path, inputs, **options, grpo__generation_rows=6)
+    plan = {**SIZES, **DRAWN}
+    folder.write_json("plan.json", plan | ({key: plan[key] + 1} if key else {}))
+    if key is not None:
+        with pytest.raises(RunError, match=f"{key} is {plan[key]} where plan.json says {plan[key] + 1}"):
+            train_in(cfg, folder)
+        return
+    drawn: list[int] = []
+    generate = GenerationMixin.generate
+
+    def count(self: Any, input_ids: Any, **named: Any) -> Any:
+        drawn.append(len(input_ids))
+        return generate(self, input_ids, **named)
+
+    with patch.object(GenerationMixin, "generate", count):
+        train_in(cfg, folder)
+    assert drawn[:4] == [4, 6, 6, 4]  # first the held-out prompts
+    assert json.loads((folder.path / "status.json").read_text())["ranks"][0]["sizes"] == plan
 
 
 @pytest.mark.parametrize("key", SIZES)

@@ -1,4 +1,7 @@
-"""The verb `reward-check`: the rewards of a config tried on right answers and on junk, before anything is trained."""
+"""The verb `reward-check`: the rewards of a config tried on right answers and on junk, before anything is trained.
+
+With the name of a run: the rewards of the completions that it has kept, computed once more.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,39 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.control.finished_run import prepare_environment
 from sftplay.control.inputs import load_checked
-from sftplay.errors import ConfigError, RunError
+from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.launch.run_folder import find_run
+from sftplay.model.start_point import resolve_names
 
 if TYPE_CHECKING:
     from sftplay.reward.check import Finding
 
 
+ROWS = 32
+"""Rows on which rewards are tried."""
+
+
 def reward_check(args: Namespace) -> int:
-    """`reward-check`: each reward of the config on its rows; 5 unless every reward tells right answers from junk."""
+    """`reward-check`: each reward of the config on its rows; 5 unless every reward tells right answers from junk.
+
+    With --run: each reward of the run on its own samples; 5 where one has another value now.
+    """
+    if args.run:
+        return _recheck(args)
     cfg = load_checked(args.config, args.overrides, asks_hub=False)  # no model answers here
     if not cfg.rewards:
         fix = "write rewards: [{name: answer, use: exact_match}]"
         raise ConfigError("the config has no rewards", where=args.config, fix=fix)
-    from sftplay.control.rewards.trial import read_cases
+    from sftplay.control.rewards.trial import check_solutions, read_cases
     from sftplay.reward.check import check_rewards, refusal_of
     from sftplay.reward.reward_set import RewardSet
 
-    cases = read_cases(cfg, args.n)
+    cases = read_cases(cfg, args.n or ROWS)
     with RewardSet(cfg) as rewards:
+        check_solutions(cfg, rewards)
         findings = check_rewards(rewards, cases, cfg=cfg)
     bad = [finding for finding in findings if finding.verdict != "ok"]
     if args.json:
@@ -37,6 +54,40 @@ def reward_check(args: Namespace) -> int:
     if bad:
         raise refusal_of(bad)
     return 0
+
+
+def _recheck(args: Namespace) -> int:
+    given = load_config(args.config, args.overrides)
+    folder = find_run(given, args.config, run=args.run)
+    cfg = resolve_names(load_config(folder.resolved))
+    cfg = cfg.with_values({"sandbox": given.sandbox.model_dump()}, "command line")
+    from sftplay.deliver.evaluate.recomputed import kept_steps, recompute
+
+    files = kept_steps(folder.path)
+    if not files:
+        raise DataError(
+            "no completions are kept there", where=str(folder.path / "samples"),
+            fix="name a run of task_mode grpo whose grpo.samples is not 0",
+        )  # fmt: skip
+    if args.n:
+        files = [files[at * len(files) // args.n] for at in range(args.n)] if args.n < len(files) else files
+    prepare_environment(cfg)
+    from sftplay.data.prompts.load import load_prompts
+    from sftplay.model.tokenizer import load_tokenizer
+    from sftplay.reward.reward_set import RewardSet
+
+    prompts = load_prompts(cfg, load_tokenizer(cfg.model))
+    with RewardSet(cfg) as rewards:
+        found = recompute(files, prompts.train, columns=prompts.report["columns"], reward_set=rewards)
+        executor = rewards.executor
+    if args.json:
+        print(json.dumps([asdict(each) for each in found]))
+    for each in found if not args.json else []:
+        said = f"{each.differ:,} differ, first {each.first}" if each.differ else "all agree"
+        log.say(f"{each.name:<16} {each.n:,} completions of {len(files):,} steps: {said}", "reward")
+    if executor and not args.json:
+        log.say(f"programs ran in {executor}", "reward")
+    return RunError.exit_code if any(each.differ for each in found) else 0
 
 
 def _show(finding: Finding) -> None:

@@ -20,6 +20,7 @@ from sftplay.plan.report.advice import suggest
 from sftplay.plan.report.compare import compare
 from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.report.tables import (
+    describe_drawing,
     describe_memory,
     describe_model,
     describe_rows,
@@ -53,10 +54,12 @@ def plan(args: Namespace) -> int:
         return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
     train = sized.cfg.train
     sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
+    unit = "completions" if sized.cfg.task_mode == "grpo" else "rows"
     lines = [
         *describe_model(forecast),
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {_rows(sized)}",
-        f"batch       {sizes} rows a step (batch_size x grad_accum x processes = effective batch)",
+        f"batch       {sizes} {unit} a step (batch_size x grad_accum x processes = effective batch)",
+        *describe_drawing(forecast, sized.as_plan()),
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),
@@ -76,6 +79,8 @@ def _rows(sized: SizedRun) -> str:
     planned = sized.forecast.size.seq if sized.forecast else limit
     if sized.cfg.learns_documents:
         return f"full blocks of {planned} tokens, every one learned"
+    if sized.cfg.task_mode == "grpo":
+        return f"prompts and completions of {planned} tokens together"
     shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
     return f"rows of {planned} tokens{shorter}"
 

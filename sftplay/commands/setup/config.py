@@ -9,11 +9,13 @@ from sftplay import log
 from sftplay.config.explain.manual import manual_text, schema_text
 from sftplay.config.rules.general import notes
 from sftplay.control.inputs import load_checked
+from sftplay.plan.sizing.groups import refuse_broken_groups
 
 
 def validate(args: Namespace) -> int:
     """`validate`: every problem of config, files and model name, or each value that is no default and its origin."""
     cfg = load_checked(args.config, args.overrides, asks_hub=False)
+    refuse_broken_groups(cfg, 1)
     if args.json:
         print(json.dumps({"valid": True, "config": cfg.model_dump(), "origins": cfg.origins, "notes": notes(cfg)}))
         return 0

@@ -93,7 +93,8 @@ def _measure(
     limits = measuring_limits(subject.cfg.sandbox)
     seed = subject.cfg.seed if args.seed is None else args.seed
     executor = args.executor or subject.cfg.sandbox.executor
-    with Sandbox(executor) as sandbox:  # before the heavy libraries: a box that waits is forked from it
+    packages = subject.cfg.sandbox.packages
+    with Sandbox(executor, packages=packages) as sandbox:  # before the heavy libraries: boxes are forked from it
         problems, failed = _problems(args, sandbox, seed=seed, limits=limits)
         questions = questions_of([question_of(each) for each in problems], cfg=subject.cfg, args=args)
         log.say(f"{len(problems):,} problems, {args.n} answers each; programs run in {sandbox.executor}", "eval")

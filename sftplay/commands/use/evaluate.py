@@ -6,6 +6,8 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import nan
+from pathlib import Path
 from typing import Any, get_args
 
 from sftplay import log
@@ -100,36 +102,55 @@ def _nothing_held_out() -> DataError:
 
 def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str, dict[str, Any]]:
     """Figures of the base (if the measure has it) and of the result."""
-    from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
     from sftplay.model.load import load_result, load_untrained
 
-    examples = _data_of(cfg, folder, split=measure.split)
-    if examples.held_out is None:
+    measure_model = _measure_prompts if cfg.task_mode == "grpo" else _measure_examples
+    rows = _data_of(cfg, folder, split=measure.split)
+    if not rows.held_out:
         raise _nothing_held_out()
     figures = {}
     if measure.has_base:
         before = folder.eval / f"{measure.prefix}before.json"
-        figures["before"] = measure_model(load_untrained(cfg, folder.path), examples, cfg=cfg, path=before)
+        figures["before"] = measure_model(load_untrained(cfg, folder.path), rows, cfg=cfg, path=before)
     after = folder.eval / f"{measure.prefix}after.json"
-    figures["after"] = measure_model(load_result(cfg, folder.path), examples, cfg=cfg, path=after)
+    figures["after"] = measure_model(load_result(cfg, folder.path), rows, cfg=cfg, path=after)
     return figures
 
 
+def _measure_examples(model: Any, examples: Any, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
+    from sftplay.deliver.evaluate.evaluate import evaluate as measure_model
+
+    return measure_model(model, examples, cfg=cfg, path=path)
+
+
+def _measure_prompts(model: Any, prompts: Any, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
+    """Greedy answers as long as in training, and what the rewards of the run say of them."""
+    from sftplay.deliver.evaluate.rewarded import evaluate_prompts
+
+    return evaluate_prompts(model, prompts, cfg=cfg, path=path)
+
+
 def _figures_table(figures: dict[str, dict[str, Any]]) -> str:
-    titles = {"before": "base", "after": "tuned"}
-    lines = [" " * 12 + "".join(f"{titles[side]:>12}" for side in figures)]
+    titles, width = {"before": "base", "after": "tuned"}, max(12, 2 + max(map(len, figures["after"])))
+    lines = [" " * width + "".join(f"{titles[side]:>12}" for side in figures)]
     for key in figures["after"]:
-        form = "12" if key == "n" else "12.4f"
-        lines.append(f"{key:12}" + "".join(f"{of[key]:{form}}" for of in figures.values()))
+        if isinstance(figures["after"][key], int | float):  # others are in the file
+            form = "12" if key == "n" else "12.4f"
+            lines.append(f"{key:{width}}" + "".join(f"{of.get(key, nan):{form}}" for of in figures.values()))
     return "\n".join(lines)
 
 
 def _data_of(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
     from sftplay.data.pipeline import load_examples, load_held_out
+    from sftplay.data.prompts.load import load_held_out_prompts, load_prompts
     from sftplay.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     template = stored_template(tokenizer, folder)
+    if cfg.task_mode == "grpo":
+        if split == "test":
+            return load_held_out_prompts(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
+        return load_prompts(cfg, tokenizer, renderer_template=template)
     if split == "test":
         return load_held_out(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
     checked = folder.read_json("data_report.json").get("files")

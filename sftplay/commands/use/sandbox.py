@@ -6,13 +6,14 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from sftplay import log
-from sftplay.atomic import write_text
+from sftplay.atomic import whole_file, write_text
 from sftplay.errors import ConfigError, DataError, MachineError, RunError
 
 if TYPE_CHECKING:
@@ -33,11 +34,11 @@ def sandbox(args: Namespace) -> int:
 
     with ExitStack() as stack:
         source: TextIO = stack.enter_context(_open(args.input)) if args.input else sys.stdin
-        target: TextIO = stack.enter_context(Path(args.out).open("w", encoding="utf-8")) if args.out else sys.stdout
         packages = [name for name in args.packages.split(",") if name]
         box = stack.enter_context(
             Sandbox(args.executor, workers=args.workers, is_warm=not args.fresh, packages=packages)
         )
+        target: TextIO = stack.enter_context(_whole(Path(args.out))) if args.out else sys.stdout
         jobs = read_jobs(source, timeout_s=args.timeout)
         while batch := list(islice(jobs, BATCH)):
             for verdict in box.run(batch):
@@ -55,6 +56,8 @@ def read_jobs(source: TextIO, *, timeout_s: float) -> Iterator[Job]:
     from sftplay.sandbox.verdicts.job import Limits, job_from_dict
 
     limits = Limits(timeout_s=timeout_s, test_timeout_s=min(timeout_s, Limits().test_timeout_s))
+    if isinstance(source, TextIOWrapper):  # a program may have any bytes
+        source.reconfigure(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(source, start=1):
         if not line.strip():
             continue
@@ -113,9 +116,18 @@ def _show(text: str, out: str | None) -> None:
     write_text(Path(out), text + "\n")
 
 
+@contextmanager
+def _whole(path: Path) -> Iterator[TextIO]:
+    """A file to write to. It takes the place of what is there when all is written: that may be the jobs themselves."""
+    with ExitStack() as stack:
+        is_special = path.exists() and not path.is_file()  # /dev/null stays what it is
+        scratch = path if is_special else stack.enter_context(whole_file(path))
+        yield stack.enter_context(scratch.open("w", encoding="utf-8"))
+
+
 def _open(path: str) -> TextIO:
     try:
-        return Path(path).open(encoding="utf-8", errors="surrogateescape")
+        return Path(path).open(encoding="utf-8")
     except OSError as error:
         raise DataError(
             f"cannot be read ({error.strerror})", where=path, fix="name a file with one job a line"

@@ -229,6 +229,26 @@ def kit_answer(name: str, *, draws: bool = False) -> Answer | None:
     return Answer("", _LAUNCH, "remove it") if name.startswith("ddp_") else None
 
 
+CLUSTER_KEYS: dict[str, str] = {
+    "name": "write cluster.strategy: ddp, fsdp, hsdp, zero1, zero2 or zero3; Ray is a target, make train-ray",
+    "num_workers": "the command says how many processes: make train-ray WORKERS=4, or make train NPROC=4",
+    "num_gpus": "the command says how many: make train-distributed takes every GPU, with NPROC=4 four",
+    "num_nodes": "the command says how many: make submit NODES=4, or NNODES=4 with make train-distributed on each",
+    "gpus_per_node": "make train-distributed takes every GPU of a node; make submit GPUS_PER_NODE=8",
+    "resources_per_worker": (
+        "each process has one whole GPU, as two ranks of NCCL cannot share one; for more of the rest: make train-ray "
+        "ARGS='-- --resources CPU=4'"
+    ),
+    "placement_group": "make train-ray ARGS='-- --placement PACK'",
+    "resources": "remove it: every step waits for its slowest process, so all get the same; make plan says how much",
+    "fsdp_config": (
+        "write cluster.strategy: fsdp; NO_SHARD is ddp, SHARD_GRAD_OP zero2; the rest is train.precision, "
+        "train.gradient_checkpointing, and for offloading cluster.deepspeed"
+    ),
+    "pipeline_config": "write cluster.strategy: fsdp; a pipeline needs a schedule that the Trainer does not have",
+}
+"""Key below `cluster` as guides for Ray and NeMo RL write it -> what to do here."""
+
 PLANNED_TASKS = ("hrm",)
 """Tasks of the design that this version does not have."""
 

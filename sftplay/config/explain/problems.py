@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from sftplay.config.explain.other_kits import OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, REFUSED_CHOICES, key_of
+from sftplay.config.explain.other_kits import (
+    CLUSTER_KEYS,
+    OTHER_KITS,
+    PLANNED_CHOICES,
+    PLANNED_KEYS,
+    REFUSED_CHOICES,
+    key_of,
+)
 from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.config.read.yaml12 import KeyPath, scalar
 from sftplay.config.schema.describe import accepts, choices_of, described, listed
@@ -106,6 +113,8 @@ def _unknown(path: KeyPath) -> _Refusal:
     if name in all_keys():
         fix = f"dots are for the command line: write {' / '.join(name.split('.'))}, each one indented"
         return _Refusal(what, fix, [name])
+    if inside == "cluster" and name in CLUSTER_KEYS:
+        return _Refusal(f"{name!r} is another kit's name", CLUSTER_KEYS[name])
     if homes := [home for home in homes_of(name) if home != dotted]:
         return _Refusal(what, f"it belongs elsewhere: write {' or '.join(homes)}", homes)
     if action := OTHER_KITS.get(_plain(name)):

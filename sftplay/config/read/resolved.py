@@ -11,6 +11,7 @@ from sftplay.config.schema.keys import entry_of, section_of
 from sftplay.config.schema.run import RunConfig, Section
 
 _HEAD = "# Every key of the run; a comment names where a value comes from, all others are defaults."
+_GIVEN = "# The values of the run that were set; a comment names where each comes from."
 _MARK = "  # "
 _BARE = re.compile(r"[A-Za-z_/.][A-Za-z0-9_./@+-]*[A-Za-z0-9_/]|[A-Za-z]")
 
@@ -22,6 +23,22 @@ def dump_resolved(cfg: RunConfig) -> str:
     """
     lines = [_HEAD, *(line + _comment(cfg.origins.get(key)) for key, line in _lines(cfg, ""))]
     return "\n".join(lines) + "\n"
+
+
+def dump_given(cfg: RunConfig) -> str:
+    """YAML of the values that were set, each with its origin; `load_config` reads it back to an equal config."""
+
+    def is_given(key: str) -> bool:
+        return not key or any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in cfg.origins)
+
+    def indent(line: str) -> int:
+        return len(line) - len(line.lstrip())
+
+    kept: list[str] = []
+    for key, line in reversed([each for each in _lines(cfg, "") if is_given(each[0])]):
+        if key or (kept and indent(kept[-1]) > indent(line)):  # a section of which nothing was set is left out
+            kept.append(line + _comment(cfg.origins.get(key)))
+    return "\n".join([_GIVEN, *reversed(kept)]) + "\n"
 
 
 def read_origins(cfg: RunConfig, text: str) -> dict[str, str]:

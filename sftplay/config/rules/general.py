@@ -5,6 +5,7 @@ Single values are the schema's business. Nothing here looks at the machine: whet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from sftplay.config.rules.cluster import broken_cluster_rules
@@ -169,10 +170,10 @@ def _batch_is_exact(cfg: RunConfig) -> Iterator[Violation]:
     if isinstance(train.batch_size, int) and isinstance(train.grad_accum, int):
         product = train.batch_size * train.grad_accum
         if effective % product:
-            below = max(effective // product, 1)
-            near = [below * product, (below + 1) * product]
+            unit = math.lcm(product, cfg.grpo.step_multiple if cfg.task_mode == "grpo" else 1)
+            below = max(effective // unit, 1)
             sizes = f"{train.batch_size} * grad_accum {train.grad_accum} = {product}"
-            fix = f"write {keys[2]}: {near[0]} or {near[1]}"
+            fix = f"write {keys[2]}: {below * unit} or {(below + 1) * unit}"
             yield Violation(keys, f"{sizes} does not divide {keys[2]} {effective}", fix=fix)
         return
     for key, value in zip(keys[:2], (train.batch_size, train.grad_accum), strict=True):

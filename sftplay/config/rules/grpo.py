@@ -1,19 +1,16 @@
 """Rules about learning from rewards: what a run of task mode grpo needs, and what has no meaning in it.
 
-Nothing here looks at the number of processes: `plan.sizing` divides the batch among them.
+Whether the batch holds whole groups depends on the number of processes: `plan.sizing.groups` looks at that.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.grpo import GrpoConfig
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig
 
-GENERATIONS, EFFECTIVE = "grpo.num_generations", "train.effective_batch_size"
 COMPLETION, PROMPT = "grpo.max_completion_length", "grpo.max_prompt_length"
 LEVEL, LOSS = "grpo.importance_sampling_level", "grpo.loss_type"
 
@@ -25,7 +22,6 @@ def broken_grpo_rules(cfg: RunConfig) -> Iterator[Violation]:
     """Every rule of task mode grpo that the config breaks."""
     if cfg.task_mode == "grpo":
         yield from _rewards(cfg)
-        yield from _groups(cfg)
         yield from _lengths(cfg)
         yield from _loss(cfg)
         yield from settings_of_labels(cfg)
@@ -42,30 +38,12 @@ def idle_grpo_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     of_vllm |= {"url", "timeout"} if grpo.generation != "vllm_server" else set()
     for name in sorted(of_vllm):
         yield f"grpo.vllm.{name}", kind, f"{kind} is {grpo.generation}"
-    if grpo.generation != "transformers":
+    if grpo.generation.startswith("vllm"):
         yield "grpo.generation_rows", kind, f"{grpo.generation} decides itself how many completions it draws at a time"
     if grpo.loss_type in UNCLIPPED:
         yield "grpo.epsilon", LOSS, f"loss_type {grpo.loss_type} does not use it"
     if grpo.loss_type in ("sapo", "vespo"):
         yield "grpo.epsilon_high", LOSS, f"loss_type {grpo.loss_type} does not use it"
-
-
-def groups_of(effective: int, grpo: GrpoConfig, *, processes: int = 1) -> tuple[list[int], list[int]]:
-    """The nearest effective batches, and the nearest num_generations, with which every drawing holds whole groups.
-
-    A drawing is steps_per_generation optimizer steps long; TRL asks that num_generations divides it. Both lists are in
-    ascending order, and the second is empty where no number of completions fits.
-    """
-    group, steps = grpo.num_generations, grpo.steps_per_generation
-    unit = math.lcm(processes, group // math.gcd(group, steps))
-    batches = [size for size in (effective // unit * unit, (effective // unit + 1) * unit) if size]
-    drawn = effective * steps
-    fitting = [size for size in range(2, drawn + 1) if drawn % size == 0] if effective % processes == 0 else []
-    near = [
-        max((size for size in fitting if size <= group), default=0),
-        min((s for s in fitting if s > group), default=0),
-    ]
-    return batches, [size for size in near if size]
 
 
 def _rewards(cfg: RunConfig) -> Iterator[Violation]:
@@ -75,19 +53,6 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
     elif not any(reward.weight for reward in cfg.rewards):
         what = "every weight is 0, so nothing would be learned"
         yield Violation(("rewards.0.weight", "rewards"), what, fix="give one reward another weight")
-
-
-def _groups(cfg: RunConfig) -> Iterator[Violation]:
-    grpo, effective = cfg.grpo, cfg.train.effective_batch_size
-    drawn = effective * grpo.steps_per_generation
-    if drawn % grpo.num_generations == 0:
-        return
-    steps = f" x grpo.steps_per_generation {grpo.steps_per_generation}" if grpo.steps_per_generation > 1 else ""
-    what = f"{effective} completions a step{steps} do not make whole groups of {GENERATIONS} {grpo.num_generations}"
-    batches, groups = groups_of(effective, grpo)
-    fix = f"write {EFFECTIVE}: {' or '.join(map(str, batches))}"
-    fix += f"; or {GENERATIONS}: {' or '.join(map(str, groups))}" if groups else ""
-    yield Violation((EFFECTIVE, GENERATIONS, "grpo.steps_per_generation"), what, fix=fix)
 
 
 def _lengths(cfg: RunConfig) -> Iterator[Violation]:
@@ -132,7 +97,11 @@ def settings_of_labels(cfg: RunConfig) -> Iterator[Violation]:
             "true packs rows, but prompts are padded to draw completions",
             "false",
         ),
-        "train.loss_head": (train.loss_head in ("chunked", "liger"), f"{train.loss_head} is a loss of labels", "auto"),
+        "train.loss_head": (
+            train.loss_head in ("standard", "liger"),
+            f"{train.loss_head} is not offered: TRL takes the probabilities of completions in tiles",
+            "auto",
+        ),
         "train.neftune_alpha": (train.neftune_alpha is not None, "the noise would enter the probabilities", "null"),
         "train.best_metric": (train.best_metric is not None, "loss says nothing about rewards", "null"),
         "train.early_stopping": (train.early_stopping is not None, "it watches the loss on labels", "null"),

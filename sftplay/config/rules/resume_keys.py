@@ -57,6 +57,10 @@ SIZES = ("train.batch_size", "train.grad_accum")
 """How a step is cut into micro-batches. With other sizes, sums are rounded and dropout is drawn in another order."""
 
 
+DRAWN = "grpo.generation_rows"
+"""How a drawing is cut into parts. In other parts, random numbers are drawn in another order."""
+
+
 def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> JSON value of every key that decides which weights come out."""
     flat = flatten(cfg)

@@ -9,7 +9,7 @@ from pydantic import Field
 from sftplay.config.schema.section import Positive, Section, UserPath
 
 Strategy = Literal["auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline"]
-Launcher = Literal["auto", "torchrun", "accelerate", "deepspeed"]
+Launcher = Literal["auto", "torchrun", "accelerate", "deepspeed", "ray"]
 CommHook = Literal["none", "fp16", "bf16", "powersgd"]
 NcclDebug = Literal["VERSION", "WARN", "INFO", "TRACE"]
 
@@ -80,7 +80,7 @@ class ClusterConfig(Section):
 
     launcher: Launcher = "auto"
     """What starts several processes; the run is the same. auto: torchrun. deepspeed starts only zero1, zero2 and zero3,
-    on one node. A single process is started directly."""
+    on one node. ray: Ray Train, as `make train-ray` does. A single process is started directly."""
 
     deepspeed: UserPath | None = None
     """Your own DeepSpeed file for zero1, zero2 and zero3, such as deepspeed_configs/zero2_offload.json: JSON, comments

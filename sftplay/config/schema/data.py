@@ -88,7 +88,8 @@ class DataConfig(Section):
 
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to a row longer than max_seq_len. truncate: cut its end; where that would lose more than half of
-    what the rows teach, only if it is written down. drop: leave it out. error: stop with exit code 4."""
+    what the rows teach, only if it is written down. drop: leave it out. error: stop with exit code 4. In task mode grpo
+    it is about prompts, which are never cut: truncate leaves them out too, see grpo.max_prompt_length."""
 
     duplicates: Literal["keep", "drop"] = "keep"
     """What happens to a row that equals an earlier one, or differs only in white space, case or Unicode normalisation.

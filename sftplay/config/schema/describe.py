@@ -40,6 +40,8 @@ def _form(node: dict[str, Any]) -> str:
         return ("a whole number" if kind == "integer" else "a number") + _limits(node)
     if "propertyNames" in node:
         return f"text for any of {listed(node['propertyNames']['enum'])}"
+    if "pattern" in node:
+        return f"text that matches {node['pattern']}, of at most {node['maxLength']} characters"
     return {"boolean": "true or false", "string": "text", "object": "keys with values"}.get(kind, "any value")
 
 

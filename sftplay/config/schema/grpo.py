@@ -6,6 +6,7 @@ in `rules.grpo`.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -129,8 +130,8 @@ class GrpoConfig(Section):
     default is the first."""
 
     generation_rows: Positive | None = None
-    """Completions that a process draws at the same time (generation transformers); the rest follow. None means as many
-    as fit into memory beside the model. TRL draws all at once."""
+    """Completions that a process draws at the same time (generation transformers, continuous); the rest follow. None
+    means as many as fit into memory beside the model. TRL draws all at once."""
 
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     """What vLLM is told."""
@@ -158,3 +159,8 @@ class GrpoConfig(Section):
     extra: dict[str, Any] = Field(default_factory=dict)
     """Any other field of TRL's GRPOConfig, by its own name. It is checked against the fields of the installed
     version."""
+
+    @property
+    def step_multiple(self) -> int:
+        """What the completions of a step must be a multiple of, so that every drawing holds whole groups."""
+        return self.num_generations // math.gcd(self.num_generations, self.steps_per_generation)

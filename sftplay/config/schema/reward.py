@@ -59,3 +59,7 @@ class SandboxConfig(Section):
 
     memory: str | Positive = "512MiB"
     """Memory of one process of a program: 512MiB, 1GiB or a number of bytes. numpy needs 1GiB."""
+
+    packages: list[str] = Field(default_factory=list)
+    """Packages that programs may import beside Python's own, as `import` names them: [numpy, sympy]. The box shows
+    their folders and no others."""

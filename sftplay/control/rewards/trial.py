@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -9,26 +10,64 @@ from typing import Any
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.layouts.convert import reading_of
+from sftplay.data.problems.problem import Problem
+from sftplay.data.problems.references import sound_problems
 from sftplay.data.prompts.prompt import columns_of, to_prompt
 from sftplay.data.read.sources import dialect_of, read_rows
-from sftplay.data.records import Refused
+from sftplay.data.records import Refused, Source
 from sftplay.errors import DataError
 from sftplay.reward.check import TRIED_ROWS, check_before_training
+from sftplay.reward.code_answer import find_code
+from sftplay.reward.code_rewards import limits_of
 from sftplay.reward.junk import Case
 from sftplay.reward.reward_set import RewardSet
 
+SOLVED_ROWS = 1_000
+"""Rows whose own solutions are run; a solution takes some milliseconds, and the verdicts are kept."""
+
+Row = tuple[Source, dict[str, Any] | None]
+"""A row's place, and what rewards read of it; None for one that cannot be read."""
+
 
 def try_rewards(cfg: RunConfig) -> None:
-    """Refuse to learn from rewards that cannot tell right answers from junk, before a model is opened.
+    """Refuse rewards that cannot be asked, or that cannot tell right answers from junk, before a model is opened.
 
-    A control replaces the rewards, so there is nothing to try. Raises what `check_before_training` raises.
+    Only rewards that a model learns from must tell them apart: not those that other tasks measure, nor those that a
+    control replaces. Raises what `RewardSet`, `check_before_training` and `check_solutions` raise.
     """
-    if cfg.task_mode not in ("grpo", "score") or (cfg.task_mode == "grpo" and cfg.grpo.control is not None):
+    if not cfg.rewards:
         return
-    log.status("trying the rewards on right answers and on junk", "reward")
-    rows = [columns for columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]
     with RewardSet(cfg) as rewards:
+        if cfg.task_mode not in ("grpo", "score") or (cfg.task_mode == "grpo" and cfg.grpo.control is not None):
+            return
+        log.status("trying the rewards on right answers and on junk", "reward")
+        rows = [columns for _, columns in _first_rows(cfg, TRIED_ROWS) if columns is not None]
+        check_solutions(cfg, rewards)
         check_before_training(cfg, rows, rewards=rewards)
+
+
+def check_solutions(cfg: RunConfig, rewards: RewardSet) -> None:
+    """Say which rows' own solutions do not pass their tests: no answer to them can. Nothing is run without code_tests.
+
+    Raises:
+        DataError: a row's test or setup is no Python; or no solution passes.
+        RunError: the sandbox failed.
+    """
+    if rewards.sandbox is None:
+        return
+    problems = [problem for source, row in _first_rows(cfg, SOLVED_ROWS) if row and (problem := _problem(row, source))]
+    if problems:
+        limits, fate = limits_of(cfg.sandbox), "is solved by no answer"
+        sound_problems(problems, rewards.sandbox, limits=limits, fate=fate)
+
+
+def _problem(row: dict[str, Any], source: Source) -> Problem | None:
+    """The row's tests with its own solution; None where it lacks either. It is known by its place."""
+    tests, name = row.get("tests"), str(row.get("entry_point") or "")
+    code = find_code(str(row.get("answer") or ""), name).code
+    if not code or not isinstance(tests, Sequence) or isinstance(tests, str):
+        return None
+    return Problem(str(source), "", tuple(map(str, tests)), name, code, str(row.get("setup") or ""))
 
 
 def read_cases(cfg: RunConfig, n: int) -> list[Case]:
@@ -37,7 +76,7 @@ def read_cases(cfg: RunConfig, n: int) -> list[Case]:
     Raises:
         DataError: fewer than two rows have an answer.
     """
-    rows = _first_rows(cfg, n)
+    rows = [columns for _, columns in _first_rows(cfg, n)]
     cases = [Case(row["answer"], row) for row in rows if row and isinstance(row.get("answer"), str)]
     n_left_out = len(rows) - len(cases)
     if n_left_out:
@@ -48,8 +87,7 @@ def read_cases(cfg: RunConfig, n: int) -> list[Case]:
     return cases
 
 
-def _first_rows(cfg: RunConfig, n: int) -> list[dict[str, Any] | None]:
-    """What rewards read of the first `n` rows; None for one that cannot be read."""
+def _first_rows(cfg: RunConfig, n: int) -> list[Row]:
     reading, rows = reading_of(cfg.data), []
     for number, (source, row) in enumerate(islice(read_rows(cfg.rows_path, dialect_of(cfg.data)), n)):
         columns = None
@@ -57,5 +95,5 @@ def _first_rows(cfg: RunConfig, n: int) -> list[dict[str, Any] | None]:
             with suppress(DataError):
                 prompt = to_prompt(row, source, number=number, reading=reading)
                 columns = columns_of(prompt.row, source, reading=reading)
-        rows.append(columns)
+        rows.append((source, columns))
     return rows

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, Literal
 
-from sftplay.data.problems.problem import Problem, reward_columns
+from sftplay.data.problems.problem import REWARD_COLUMNS, Problem, reward_columns
 from sftplay.data.problems.published import problem_rows
 from sftplay.data.problems.rows import split_of, to_problem
 from sftplay.data.records import Refused, Source
@@ -51,7 +51,7 @@ def read_problem(row: Mapping[str, Any], source: Source) -> Problem:
         raise DataError(error.what, where=str(source), fix=error.fix) from error
 
 
-def columns_of(problems: list[Problem]) -> dict[str, list[Any]]:
+def columns_of(problems: Sequence[Problem]) -> dict[str, list[Any]]:
     """The problems as the columns that code rewards read."""
     rows = [reward_columns(problem) for problem in problems]
-    return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+    return {name: [row[name] for row in rows] for name in REWARD_COLUMNS}

@@ -50,16 +50,20 @@ def answer_of(problem: Problem) -> str:
     return f"```python\n{problem.reference.strip()}\n```"
 
 
+REWARD_COLUMNS = ("task_id", "answer", "tests", "setup", "entry_point", "shown")
+
+
 def reward_columns(problem: Problem) -> dict[str, Any]:
     """What rewards read of a problem, by name."""
-    return {
-        "task_id": problem.task_id,
-        "answer": answer_of(problem),
-        "tests": list(problem.tests),
-        "setup": problem.setup,
-        "entry_point": problem.entry_point,
-        "shown": problem.shown,
-    }
+    values = (
+        problem.task_id,
+        answer_of(problem),
+        list(problem.tests),
+        problem.setup,
+        problem.entry_point,
+        problem.shown,
+    )
+    return dict(zip(REWARD_COLUMNS, values, strict=True))
 
 
 def called_name(tests: tuple[str, ...], reference: str) -> str:

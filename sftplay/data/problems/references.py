@@ -39,16 +39,17 @@ class _TooSlowNow(Exception):
 
 
 def sound_problems(
-    problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits = LIMITS
+    problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits = LIMITS, fate: str = "is left out"
 ) -> tuple[list[Problem], dict[str, str]]:
     """The problems whose reference passes every test, and of each other the status of its reference, by task id.
 
-    What is left out is said. References run once for the same problems, limits and executor; the verdicts are cached,
-    unless one of them is that a reference takes too long: the machine may have been busy.
+    What becomes of the others is said, in the words of `fate`. References run once for the same problems, limits and
+    executor; the verdicts are cached, unless one of them is that a reference takes too long: the machine may have been
+    busy.
 
     Raises:
         RunError: the sandbox failed, so that nothing is known of a reference.
-        DataError: no problem is left.
+        DataError: a test or setup is no Python; or no problem is left.
     """
     key = fingerprint({
         "problems": [[each.task_id, each.reference, each.tests, each.setup, each.entry_point] for each in problems],
@@ -69,9 +70,9 @@ def sound_problems(
     except _TooSlowNow as slow:
         failed = slow.failed
     for task_id, why in list(failed.items())[:NAMED]:
-        log.say(f"problem {task_id} is left out, its own solution does not pass: {why}", "data")
+        log.say(f"problem {task_id} {fate}, its own solution does not pass: {why}", "data")
     if failed:
-        log.say(f"{len(failed):,} of {len(problems):,} problems are left out", "data")
+        log.say(f"the own solutions of {len(failed):,} of {len(problems):,} problems do not pass", "data")
     sound = [each for each in problems if each.task_id not in failed]
     if not sound:
         fix = "look at one by `make sandbox`, or name another file"
@@ -81,10 +82,7 @@ def sound_problems(
 
 def _failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits) -> dict[str, str]:
     """Task id -> why its reference fails. One that fails beside others is tried once more alone: they took its time."""
-    jobs = [
-        Job(code=each.reference, tests=each.tests, setup=each.setup, entry_point=each.entry_point, limits=limits)
-        for each in problems
-    ]
+    jobs = [_job(each, limits) for each in problems]
     verdicts = sandbox.run(jobs)
     failed = {}
     for problem, job, verdict in zip(problems, jobs, verdicts, strict=True):
@@ -96,6 +94,16 @@ def _failures(problems: Sequence[Problem], sandbox: Sandbox, *, limits: Limits) 
             status = "" if again.status == "infra" else again.status
             failed[problem.task_id] = f"{status} {again.stderr}".strip()
     return failed
+
+
+def _job(problem: Problem, limits: Limits) -> Job:
+    try:
+        return Job(
+            code=problem.reference, tests=problem.tests, setup=problem.setup, entry_point=problem.entry_point or None,
+            limits=limits,
+        )  # fmt: skip
+    except DataError as error:
+        raise DataError(error.what, where=f"{problem.task_id}, {error.where}", fix=error.fix) from error
 
 
 def _passes(verdict: Verdict) -> bool:

@@ -15,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from datasets import Dataset
 
 from sftplay.config.schema.run import RunConfig
@@ -26,18 +25,20 @@ from sftplay.data.order import is_held_out
 from sftplay.data.pipeline import CODE_VERSION, DEFAULT_SPLIT, READERS, expect_unchanged, sample_records
 from sftplay.data.prepare.batch import Example, RowOutcome, short
 from sftplay.data.prepare.one_pass import Input
-from sftplay.data.prepare.output import REFUSED, REPORT
+from sftplay.data.prepare.output import REFUSED, REPORT, refused_line
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
 from sftplay.data.prepare.report import total
 from sftplay.data.problems.rows import published_test_id
 from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
-from sftplay.data.prompts.questions import SCHEMA, Questions
+from sftplay.data.prompts.questions import Questions, QuestionWriter
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Refused, keys_of
 from sftplay.data.template.templates import resolve_template
 from sftplay.errors import DataError
 
 ROOM = "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
+
+COMPLETIONS = "completions"
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,7 @@ class _Pass:
                 if isinstance(prompt, Prompt):
                     self._policies.guard(_key(prompt), prompt.source)
         with ExitStack() as files:
-            writers = {
-                side: files.enter_context(pa.ipc.new_stream(str(folder / f"{side}.arrow"), SCHEMA)) for side in SIDES
-            }
+            writers = {side: files.enter_context(QuestionWriter(folder / f"{side}.arrow")) for side in SIDES}
             refused = files.enter_context((folder / REFUSED).open("w", encoding="utf-8"))
             # Held-out rows go first: a training row must be compared with all of them.
             for given in reversed(inputs):
@@ -153,10 +152,9 @@ class _Pass:
                     outcome, row = self._judged(prompt, share=given.share)
                     side: Side = "held_out" if outcome.held_out else "train"
                     if self._policies.keep(outcome, side):
-                        writers[side].write_batch(pa.RecordBatch.from_pylist([row], schema=SCHEMA))
+                        writers[side].write(row)
                     elif outcome.refused:
-                        line = {"place": str(outcome.source), "reason": outcome.refused}
-                        refused.write(json.dumps(line, ensure_ascii=False) + "\n")
+                        refused.write(refused_line(outcome.source, outcome.refused))
         self._policies.check()
         (folder / REPORT).write_text(json.dumps(self._report(inputs)), encoding="utf-8")
 
@@ -181,6 +179,11 @@ class _Pass:
         outcome = RowOutcome(prompt.number, source, held_out=share == 1.0 or is_held_out(keys, share))
         outcome.keys = short(keys.content), short(keys.prompt), short(keys.prompt)
         outcome.tested = published_test_id(prompt.row)
+        columns = columns_of(prompt.row, source, reading=self._reading)
+        if COMPLETIONS in columns:
+            outcome.refused = f"has a column {COMPLETIONS!r}, the name by which rewards get the answers"
+            outcome.fix = "give the column another name"
+            return outcome, {}
         try:
             ids = prompt.prompt(self._renderer)
         except DataError as error:
@@ -192,7 +195,6 @@ class _Pass:
             return outcome, {}
         # Nothing of a prompt is learned; what the report needs of an example is the number of its tokens.
         outcome.examples = [Example(bytes(4 * len(ids)), b"", 0, is_cut=False, ends_learned=False)]
-        columns = columns_of(prompt.row, source, reading=self._reading)
         self._columns |= dict.fromkeys(columns)
         content = json.dumps({"question": prompt.question, "columns": columns}, default=str)
         place = {"path": source.path, "line": source.line, "record": source.record}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,9 @@ SCHEMA = pa.schema(
     ]
 )
 """`content` is JSON text: in Arrow's own columns each object would get the keys of all the others."""
+
+BATCH_ROWS = 256
+"""Rows that are written together."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +68,28 @@ class Questions:
         """Where the row stands, as `Source` prints it."""
         row = self.rows[number]
         return str(Source(row["path"], row["line"], row["record"]))
+
+
+class QuestionWriter:
+    """Writes rows of SCHEMA to a new file, many at a time; closes it at the end of a `with`."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream, self._rows = pa.ipc.new_stream(str(path), SCHEMA), list[dict[str, Any]]()
+
+    def __enter__(self) -> QuestionWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+        self._stream.close()
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row."""
+        self._rows.append(row)
+        if len(self._rows) == BATCH_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._stream.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=SCHEMA))
+            self._rows = []

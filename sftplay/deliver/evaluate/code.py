@@ -8,17 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sftplay.config.schema.reward import SandboxConfig
+from sftplay.data.problems.load import columns_of
 from sftplay.data.problems.problem import PROMPT_VERSION, Problem
 from sftplay.data.problems.references import LIMITS
 from sftplay.deliver.evaluate.pass_at_k import mean_pass_at_k
 from sftplay.errors import RunError
-from sftplay.reward.code_answer import find_code
-from sftplay.reward.code_rewards import limits_of
+from sftplay.reward.code_rewards import NO_CODE, limits_of, try_programs
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
-
-NO_CODE = "no_code"
-"""The status of an answer in which no program was found."""
+from sftplay.sandbox.verdicts.job import Limits, Verdict
 
 MOST_UNKNOWN = 0.05
 """Share of answers for which the sandbox may fail before the figure would say nothing."""
@@ -75,22 +72,11 @@ def grade(
     problems: Sequence[Problem], answers: Sequence[str], *, sandbox: Sandbox, limits: Limits = LIMITS
 ) -> list[Graded]:
     """Each answer with what its program does in the sandbox; `answers` are aligned with `problems`."""
-    found = [find_code(answer, problem.entry_point) for problem, answer in zip(problems, answers, strict=True)]
-    jobs = [
-        Job(
-            code=each.code,
-            tests=problem.tests,
-            setup=problem.setup,
-            entry_point=problem.entry_point,
-            limits=limits,
-        )
-        for problem, each in zip(problems, found, strict=True)
-        if each.code.strip()
-    ]
-    verdicts = iter(sandbox.run(jobs))
+    columns: dict[str, Any] = columns_of(problems)
+    tried = try_programs(answers, sandbox=sandbox, limits=limits, **columns)
     return [
-        Graded(problem, answer, each.how, next(verdicts) if each.code.strip() else None)
-        for problem, answer, each in zip(problems, answers, found, strict=True)
+        Graded(problem, answer, each.found.how, each.verdict)
+        for problem, answer, each in zip(problems, answers, tried, strict=True)
     ]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RewardConfig, RunConfig
-from sftplay.data.prompts.questions import Question
+from sftplay.data.prompts.load import Prompts
+from sftplay.data.prompts.questions import Question, Questions
 from sftplay.deliver.evaluate.evaluate import ready_to_answer
 from sftplay.deliver.infer.generate import Generator, answer_all
 from sftplay.reward.reward_set import RewardSet, aligned, combined
@@ -133,13 +134,22 @@ def evaluate_questions(
     return figures
 
 
+def evaluate_prompts(model: Any, prompts: Prompts, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
+    """`evaluate_questions` on the held-out prompts of a run that learns from rewards, with answers as long as its own
+    completions."""
+    renderer = prompts.renderer
+    generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
+    questions = spread(prompts.held_out, cfg.eval.limit)
+    return evaluate_questions(generator, questions, columns=prompts.report["columns"], cfg=cfg, path=path)
+
+
 def said_of(figures: Mapping[str, Any]) -> str:
     """The figures in a line."""
     means = {key: value for key, value in figures.items() if key == PASS or key.startswith("reward")}
     return "  ".join(f"{key} {value:.3f}" for key, value in means.items()) + f"  (n {figures['n']})"
 
 
-def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
+def spread(questions: Sequence[Question] | Questions, limit: int | None) -> list[Question]:
     """At most `limit` of the questions, evenly spread over them."""
     count = len(questions) if limit is None else min(limit, len(questions))
     return [questions[at * len(questions) // count] for at in range(count)]

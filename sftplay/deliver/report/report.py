@@ -22,6 +22,7 @@ from sftplay.deliver.report.mixture import anchors_of, forgetting, mixture_table
 from sftplay.deliver.report.read.history import as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings, read_run_files
 from sftplay.deliver.report.remarks import find_remarks
+from sftplay.deliver.report.tries import tries_of
 from sftplay.launch.run_folder import RunFolder
 from sftplay.units import format_count, format_seconds
 
@@ -62,6 +63,7 @@ def render(run: RunFiles) -> str:
         sources=mixture_tables(run),
         forgetting=forgetting(run),
         answers=_answers(run),
+        tries=tries_of(run),
         data=sections.data_tables(run),
         data_facts=sections.data_facts(run),
         histogram=sections.histogram(run),

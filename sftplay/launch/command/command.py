@@ -25,6 +25,9 @@ ACCELERATE_CONFIG = "accelerate.yaml"
 PARENT = "SFTPLAY_PARENT"
 """The parent sets it to its own pid. By this a worker sees whether its parent is still alive."""
 
+PASSED_ON = "SFTPLAY_PASSED_ON"
+"""The parent sets it to the names of the variables that a launcher passes on to processes on other machines."""
+
 LARGE_BYTES = 4 * 2**20
 """Tensors of at least this size get pages of their own on a CPU. The size is two huge pages: with one huge page, runs
 took up to a tenth longer."""
@@ -79,7 +82,7 @@ def build_launch(
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = str(run_folder / ACCELERATE_CONFIG)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if has_gpu else None
-    argv = launcher_command(launcher, scale, strategy=strategy or {}, config=config, gpus=gpus)
+    argv = launcher_command(launcher, scale, strategy=strategy or {}, config=config, has_gpu=has_gpu, gpus=gpus)
     files = {config: accelerate_config(scale, strategy or {})} if launcher == "accelerate" else {}
     return Launch((*argv, WORKER, str(run_folder)), env, files)
 

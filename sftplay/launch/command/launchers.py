@@ -1,4 +1,4 @@
-"""The command of each launcher (torchrun, accelerate, deepspeed) that starts the workers. It starts nothing.
+"""The command of each launcher (torchrun, accelerate, deepspeed, ray) that starts the workers. It starts nothing.
 
 Options are those of torch 2.13, accelerate 1.15 (`commands/launch.py`) and DeepSpeed 0.19 (`launcher/runner.py`).
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from sftplay.config.schema.cluster import Launcher
 from sftplay.errors import ConfigError
+from sftplay.launch.command.ray_command import ray_command
 
 KEY = "cluster.launcher"
 DEEPSPEED = "sftplay.launch.command.deepspeed_runner"
@@ -46,7 +47,13 @@ class Scale:
 
 
 def launcher_command(
-    launcher: Launcher, scale: Scale, *, strategy: Mapping[str, str], config: str, gpus: str | None = None
+    launcher: Launcher,
+    scale: Scale,
+    *,
+    strategy: Mapping[str, str],
+    config: str,
+    has_gpu: bool = False,
+    gpus: str | None = None,
 ) -> list[str]:
     """The command up to the workers' module. The user's options for the launcher come last.
 
@@ -55,7 +62,13 @@ def launcher_command(
 
     Raises:
         ConfigError: the launcher cannot start such a run.
+        MachineError: it is not installed.
     """
+    if launcher == "ray":
+        if scale.nnodes > 1:
+            fix = "leave NNODES out: WORKERS= is the number of all processes, and Ray knows the nodes"
+            raise ConfigError("ray places the processes on its nodes itself", where=KEY, fix=fix)
+        return [*ray_command(scale.nproc, scale.launcher_args, has_gpu=has_gpu, environ=os.environ), "-m"]
     if launcher == "accelerate":
         argv = _accelerate_command(scale, precision_of(strategy), config=config)
     elif launcher == "deepspeed":

@@ -17,13 +17,13 @@ from typing import Any
 
 from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, RunError, SftplayError
-from sftplay.launch.command.command import PARENT, Launch
+from sftplay.launch.command.command import PARENT, PASSED_ON, Launch
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import Death, cause_of_death, find_death, follows_from_death, signal_name
 from sftplay.launch.supervise.processes import ENDING_S, descends_from, rank_of
 from sftplay.launch.supervise.watchdog import Stall, Watchdog, timeout_of
 from sftplay.log import new_console, show_marked
-from sftplay.signals import catch_signals, popen_tied
+from sftplay.signals import Echoes, catch_signals, popen_tied
 from sftplay.terminal.console import Console
 
 LAST_LINES = 20
@@ -68,7 +68,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     for path, text in launch.files.items():
         write_text(Path(path), text)
     with forwarder.installed():
-        env = {**launch.env, PARENT: str(os.getpid())}
+        env = {**launch.env, PARENT: str(os.getpid()), PASSED_ON: " ".join(launch.env)}
         process = popen_tied(launch.argv, output=subprocess.PIPE, env=env)
         forwarder.attach(process)
         watchdog.attach(process.pid)
@@ -213,7 +213,7 @@ class Forwarder:
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.received = folder, 0
         self.process: subprocess.Popen[bytes] | None = None
-        self._echo_until = 0.0
+        self._echo_until, self._echoes = 0.0, Echoes()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -232,7 +232,7 @@ class Forwarder:
             self._forward(self.received)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        if self._is_echo(number):
+        if self._echoes.is_echo() or self._is_echo_of_make(number):
             return
         is_second, self.received = bool(self.received), self.received or number
         if self.process is None:
@@ -243,7 +243,7 @@ class Forwarder:
         else:
             self._forward(number)
 
-    def _is_echo(self, number: int) -> bool:
+    def _is_echo_of_make(self, number: int) -> bool:
         """True for a SIGTERM that make forwards after the whole process group, this process included, has got it."""
         now, until = time.monotonic(), self._echo_until
         if number == signal.SIGTERM and "MAKELEVEL" in os.environ:

@@ -14,7 +14,7 @@ from sftplay.config.schema.run import Optimizer as OptimizerName
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
-Head = Literal["standard", "chunked", "liger"]
+Head = Literal["standard", "chunked", "liger", "tiled"]
 Attention = Literal["flash", "efficient", "eager"]
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 
@@ -87,6 +87,10 @@ class Execution:
     """True where rows are padded, so that the kernel needs a mask over rows x tokens x tokens."""
 
     head: Head = "standard"
+    folds_tiles: bool = True
+    """Of the head `tiled`: True where a kernel folds a tile of scores in place, as TRL's does on a GPU. Elsewhere torch
+    makes copies of it."""
+
     logits_bytes: int = 2
     """Bytes of a score as the head writes it; the loss always works on fp32."""
 
@@ -200,6 +204,8 @@ def execution_of(cfg: RunConfig) -> Execution:
 
 def _head(cfg: RunConfig) -> Head:
     head = cfg.train.loss_head
+    if cfg.task_mode == "grpo":
+        return "tiled"
     return "chunked" if head == "chunked" else "liger" if head == "liger" else "standard"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
 from sftplay.plan.memory.execution import Execution, execution_of
 from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
 from sftplay.plan.memory.sharding import Strategy, share_of
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes
@@ -31,6 +32,9 @@ class Setting:
     fit: Fit | None = None
     """What a probe measured of this model and execution on this device; None leaves the estimate as it is."""
 
+    rollout: Rollout | None = None
+    """Of a run that draws completions, each counted once; their numbers are the forecast's own."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -40,6 +44,8 @@ class Forecast:
     size: Size
     footprint: Footprint
     host_bytes: int
+    drawn: int = 0
+    """Completions that a process draws at a time; 0 where none are drawn."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -90,11 +96,22 @@ class Forecast:
         }
 
 
-def forecast(setting: Setting, size: Size) -> Forecast:
-    """Bytes of `size` in `setting`, in the steady state of training."""
+def forecast(setting: Setting, size: Size, *, drawn: int = 1) -> Forecast:
+    """Bytes of `size` in `setting`, in the steady state of training; `drawn` completions are drawn at a time."""
     shape, execution = setting.shape, setting.execution
     standing = standing_bytes(shape, execution)
     share = share_of(shape, execution, standing=standing, strategy=setting.strategy, world_size=setting.world_size)
+    if setting.rollout is not None:
+        footprint = estimate_rollout(
+            shape,
+            execution,
+            rollout=replace(setting.rollout, completions=drawn, micro_batch=size.rows),
+            share=share,
+            strategy=setting.strategy,
+            world_size=setting.world_size,
+            accumulates=size.accumulates,
+        )
+        return Forecast(setting, size, footprint, round(share.host), drawn)
     footprint = estimate(shape, execution, size=size, standing=share.standing, communication=share.communication)
     if setting.fit is not None:
         footprint = _scaled(footprint, setting, size=size, fit=setting.fit)
@@ -110,18 +127,27 @@ class Place:
     lengths: RowLengths | None = None
 
 
-def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy) -> Forecast:
-    """The forecast with one row a micro-batch, the least that a run can do with.
-
-    `cfg` has no `auto` besides its sizes.
-    """
-    setting = Setting(
+def setting_of(
+    cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy, fit: Fit | None = None
+) -> Setting:
+    """The setting of a config in which all but the sizes is decided."""
+    return Setting(
         shape=shape,
-        execution=execution_of(cfg),
+        execution=replace(execution_of(cfg), folds_tiles=place.device.is_gpu),
         device=place.device,
         strategy=strategy,
         world_size=place.world_size,
+        fit=fit,
+        rollout=rollout_of(cfg, device_bytes=place.device.total_bytes),
     )
+
+
+def forecast_one_row(cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy) -> Forecast:
+    """The forecast with one row a micro-batch, and one completion drawn at a time, the least that a run can do with.
+
+    `cfg` has no `auto` besides its sizes.
+    """
+    setting = setting_of(cfg, shape, place=place, strategy=strategy)
     accumulates = cfg.train.effective_batch_size > place.world_size
     return forecast(setting, Size(rows=1, seq=planned_tokens(cfg, place.lengths), accumulates=accumulates))
 

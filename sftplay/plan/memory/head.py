@@ -9,11 +9,23 @@ from sftplay.plan.shape.model_shape import ModelShape
 CHUNK_TOKENS = 256
 """Tokens whose scores exist at a time in the chunked loss (`tasks.step.chunked_head`)."""
 
+TILE_TOKENS, TILE_VOCAB = 4096, 32_768
+"""Scores that exist at a time where log-probabilities are taken in tiles (trl 1.16, `kernels/chunked_logprob.py` and
+`_CHUNKED_LOGPROB_CHUNK_SIZE`). The buffer is as wide as that for a smaller vocabulary too."""
+
+FORWARD_COPIES, BACKWARD_COPIES = 3, 7
+"""fp32 copies of a tile where torch folds it, in place of a kernel (ibid., `_forward_tile` and `_backward_tile`)."""
+
+TOKEN_SUMS = 9
+"""fp32 numbers a token beside the tile: running maxima, sums, and what is made of them (ibid.)."""
+
 
 def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
     """Bytes alive when the loss has just been computed, for `tokens` of which `labelled` carry a label."""
     out = norm_out_bytes(shape, execution)
     norm = tokens * (norm_kept(shape, execution) + out * shape.hidden)
+    if execution.head == "tiled":
+        return norm + _tiles(shape, execution, labelled=labelled, copies=FORWARD_COPIES)
     fp32_copy = 0 if execution.logits_bytes == FP32 else FP32
     shifted = FP32 if execution.shifts_scores else 0
     per_score = execution.logits_bytes + fp32_copy + shifted + FP32
@@ -24,6 +36,12 @@ def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, lab
 def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
     """Bytes alive in the loss's backward, or in that of the head's own weight where it trains."""
     norm = tokens * norm_kept(shape, execution)
+    if execution.head == "tiled":
+        # Sums of the gradients are fp32, and then get the dtype of what they are gradients of.
+        trains = execution.trains_all or "lm_head" in (execution.adapter.in_full if execution.adapter else ())
+        weight = shape.vocab * shape.hidden * FP32 if trains else 0
+        hidden = labelled * shape.hidden * (FP32 + norm_out_bytes(shape, execution))
+        return norm + weight + hidden + _tiles(shape, execution, labelled=labelled, copies=BACKWARD_COPIES)
     held = execution.logits_bytes if execution.holds_scores else 0
     rounded = _rounded_head(shape, execution)
     # Its log-softmax, which autograd saves, the gradient of that, and of what went in: all fp32
@@ -76,6 +94,20 @@ def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score
         float(liger_chunk(shape, labelled) * shape.vocab * per_score)
         + labelled * shape.hidden * execution.compute_bytes
     )
+
+
+def _tiles(shape: ModelShape, execution: Execution, *, labelled: int, copies: int) -> float:
+    """One tile of scores with what it is computed of, and the numbers of every token."""
+    rows, columns = min(labelled, TILE_TOKENS), min(shape.vocab, TILE_VOCAB)
+    out = norm_out_bytes(shape, execution)
+    tile = rows * TILE_VOCAB * execution.compute_bytes
+    if not execution.folds_tiles:
+        tile = rows * columns * (execution.compute_bytes + copies * FP32)
+    rounded = (columns if execution.weight_bytes != execution.compute_bytes else 0) + (
+        rows if out != execution.compute_bytes else 0
+    )
+    chosen = labelled * shape.hidden * out  # the hidden states of completions alone
+    return float(tile + rounded * shape.hidden * execution.compute_bytes + chosen + TOKEN_SUMS * FP32 * labelled)
 
 
 def _kept_for_chunks(shape: ModelShape, labelled: int) -> float:

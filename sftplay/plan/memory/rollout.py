@@ -1,77 +1,227 @@
-"""The three phases of a GRPO step: answers are written, scored without gradients, and learned from.
+"""The phases of a GRPO step: completions are drawn, scored without gradients where that is needed, and learned from.
 
-Only one phase runs at a time, so the peak is the largest of them. What an inference engine beside the trainer (vLLM)
-takes is its own share of the card and not counted here.
+Only one phase runs at a time, so the peak is the largest of them. What a vLLM engine beside the trainer takes is the
+share of the card that it is given.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from sftplay.plan.memory.execution import Execution
+from sftplay.config.schema.run import RunConfig
+from sftplay.plan.memory.execution import Execution, trained_params
 from sftplay.plan.memory.head import head_in_forward
-from sftplay.plan.memory.layer import inner_bytes, layer_bytes
-from sftplay.plan.memory.step import WORKSPACE_BYTES, Footprint, Size, estimate, standing_bytes
+from sftplay.plan.memory.layer import FP32, inner_bytes, stream_bytes
+from sftplay.plan.memory.sharding import HALF, DeviceShare, Strategy
+from sftplay.plan.memory.step import (
+    BIAS_BYTES,
+    MASK_BYTES,
+    SHARDING,
+    WORKSPACE_BYTES,
+    Footprint,
+    Size,
+    estimate,
+    standing_bytes,
+)
 from sftplay.plan.shape.model_shape import ModelShape
 
-LIVE_LAYERS = 2
-"""Layers whose tensors exist at a time in a forward pass without gradients: one at work, and the one it reads."""
+Engine = Literal["transformers", "continuous", "vllm_colocate", "vllm_server"]
+
+DRAW, SCORE = "drawing", "scoring"
+
+CACHE, REFERENCE, ENGINE = "key-value cache", "reference", "vLLM"
+
+SCORE_BYTES = 16
+"""Of a score of the newest token while a token is drawn: the model's, turned to fp32 by accelerate, an fp32 copy of
+it, its probability, and the random number it is divided by (transformers, `GenerationMixin._sample`; torch,
+`multinomial`)."""
+
+SORT_BYTES = 20
+"""The same for a limit on probabilities: scores and their places in order, probabilities and their sums
+(transformers, `TopPLogitsWarper`)."""
+
+LIVE_STREAMS = 4
+"""Residual streams that exist at a time in a forward pass without gradients: the embeddings, what enters a layer, what
+leaves its attention, and what its norm has made of that."""
+
+NORM_COPIES = 3
+"""fp32 copies of the stream in a norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """How many answers a device writes at a time, and how long they may be."""
+    """How many completions a device draws and learns from at a time, and how long they may be."""
 
-    answers: int
-    """Per device: micro-batch times generation steps; the answers to one prompt count one each."""
+    completions: int
+    """Drawn at a time on one device. The completions of a prompt count one each."""
 
     prompt_tokens: int
-    answer_tokens: int
-    learned_at_a_time: int
-    """Answers in a micro-batch of the update."""
+    completion_tokens: int
+    micro_batch: int
+    """Completions in a micro-batch of the update."""
 
     has_reference: bool = False
-    """True where the loss compares with frozen weights (beta > 0) and no adapter can be switched off for them."""
+    """True where the loss compares with frozen weights (beta > 0)."""
+
+    continues_adapter: bool = False
+    """True where these weights are those of an adapter. A fresh one is switched off in place of a copy."""
+
+    scores_first: bool = False
+    """True where probabilities under older or frozen weights are computed before the update."""
+
+    limits_probability: bool = False
+    """True where the likeliest tokens are sorted out (top_p below 1)."""
+
+    engine: Engine = "transformers"
+    engine_bytes: int = 0
+    """What vLLM takes of the card (vllm_colocate)."""
+
+    engine_sleeps: bool = False
+    """True where vLLM gives it back while the model is updated."""
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.answer_tokens
+        return self.prompt_tokens + self.completion_tokens
 
 
-def cache_bytes(shape: ModelShape, execution: Execution, *, rollout: Rollout) -> int:
-    """Keys and values of all layers for every answer at its longest; a sliding window keeps no more than itself."""
-    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * inner_bytes(shape, execution)
-    return rollout.answers * rollout.tokens * per_token
+def rollout_of(cfg: RunConfig, *, device_bytes: int, completions: int = 1, micro_batch: int = 1) -> Rollout | None:
+    """The rollout of a config on a device of so many bytes; None for a task that draws nothing."""
+    grpo = cfg.grpo
+    if cfg.task_mode != "grpo":
+        return None
+    colocated = grpo.generation == "vllm_colocate"
+    # TRL scores under the older weights where completions outlive a step, and always beside vLLM (trl 1.16,
+    # `_generate_and_score_completions`).
+    outlive = grpo.steps_per_generation * grpo.num_iterations > 1
+    return Rollout(
+        completions=completions,
+        prompt_tokens=cfg.prompt_tokens,
+        completion_tokens=grpo.max_completion_length,
+        micro_batch=micro_batch,
+        has_reference=grpo.beta > 0,
+        continues_adapter=cfg.model.adapter is not None,
+        scores_first=outlive or grpo.beta > 0 or grpo.generation.startswith("vllm"),
+        limits_probability=grpo.top_p < 1,
+        engine=grpo.generation,
+        engine_bytes=int(grpo.vllm.memory_share * device_bytes) if colocated else 0,
+        engine_sleeps=grpo.vllm.sleep,
+    )
 
 
-def estimate_grpo(shape: ModelShape, execution: Execution, *, rollout: Rollout) -> Footprint:
-    """Bytes of every phase of one GRPO step on one device that holds the whole model, in the steady state."""
-    standing = standing_bytes(shape, execution)
-    reference = standing.weights if rollout.has_reference and execution.trains_all else 0.0
+def cache_bytes(shape: ModelShape, execution: Execution, *, completions: int, tokens: int) -> int:
+    """Keys and values of all layers for every completion at its longest."""
+    return completions * tokens * 2 * shape.layers * _keys_bytes(shape, execution)
+
+
+def estimate_rollout(
+    shape: ModelShape,
+    execution: Execution,
+    *,
+    rollout: Rollout,
+    share: DeviceShare | None = None,
+    strategy: Strategy = "single",
+    world_size: int = 1,
+    accumulates: bool = True,
+) -> Footprint:
+    """Bytes of every phase of one GRPO step on one device, in the steady state.
+
+    `share` is what the device holds under `strategy`, None for all of the model.
+    """
+    share = share or DeviceShare(standing_bytes(shape, execution))
+    size = Size(
+        rows=rollout.micro_batch,
+        seq=rollout.tokens,
+        # Without a kernel of its own TRL scores prompts too (trl 1.16, `add_fused_lm_head`).
+        labelled=rollout.micro_batch * (rollout.completion_tokens if execution.folds_tiles else rollout.tokens),
+        accumulates=accumulates,
+    )
+    reference = 0.0
+    if rollout.has_reference and (execution.trains_all or rollout.continues_adapter):
+        reference = _reference(shape, execution, strategy=strategy, world_size=world_size)
     resident = {
-        "weights": standing.weights,
-        "adapters": standing.adapters,
-        "optimizer": standing.optimizer,
-        "reference": reference,
+        "weights": share.standing.weights,
+        "adapters": share.standing.adapters,
+        "optimizer": share.standing.optimizer,
+        REFERENCE: reference,
+        SHARDING: share.communication.buffers + share.communication.gathered,
         "workspace": float(WORKSPACE_BYTES),
     }
-    learned = Size(rows=rollout.learned_at_a_time, seq=rollout.tokens, accumulates=True)
-    one = layer_bytes(shape, execution, tokens=learned.tokens, seq=learned.seq)
-    scores = (
-        rollout.answers * shape.vocab * (execution.logits_bytes + 4)
-    )  # of the newest token, and in fp32 to draw from
-    generate = {
-        **resident,
-        "key-value cache": float(cache_bytes(shape, execution, rollout=rollout)),
-        "head": float(scores),
+    awake = 0.0 if rollout.engine_sleeps else float(rollout.engine_bytes)
+    update = estimate(shape, execution, size=size, standing=share.standing, communication=share.communication).phases
+    phases = {DRAW: {**resident, **_drawing(shape, execution, rollout=rollout)}}
+    if strategy.startswith("zero3") and rollout.engine != "vllm_server":
+        whole = standing_bytes(shape, execution).weights * HALF / execution.weight_bytes  # gathered to generate
+        phases[DRAW][SHARDING] = share.communication.buffers + max(whole, share.communication.gathered)
+    if rollout.scores_first:
+        phases[SCORE] = {**resident, ENGINE: awake, **_scoring(shape, execution, size=size)}
+    phases |= {name: {**parts, REFERENCE: reference, ENGINE: awake} for name, parts in update.items()}
+    return Footprint(phases)
+
+
+def _drawing(shape: ModelShape, execution: Execution, *, rollout: Rollout) -> dict[str, float]:
+    """What drawing adds to what is always held: the newest token at full length, or the prompts at the beginning."""
+    if rollout.engine.startswith("vllm"):
+        return {ENGINE: float(rollout.engine_bytes)}
+    number, prompt = rollout.completions, rollout.prompt_tokens
+    rounded = _rounded(shape, execution)
+    score = SCORE_BYTES + (SORT_BYTES if rollout.limits_probability else 0)
+    # A layer's keys are copied as they grow. One query a head reads keys that heads share (transformers, `pack_gqa`).
+    grown = number * rollout.tokens * _keys_bytes(shape, execution)
+    late = {
+        CACHE: float(cache_bytes(shape, execution, completions=number, tokens=rollout.tokens)),
+        "layer": float(grown),
+        "head": float(number * shape.vocab * score) + rounded,
     }
-    score = {
-        **resident,
-        "layer": LIVE_LAYERS * one.kept,
-        "head": head_in_forward(shape, execution, tokens=learned.tokens, labelled=learned.rows * rollout.answer_tokens),
+    early = {
+        CACHE: float(cache_bytes(shape, execution, completions=number, tokens=prompt)),
+        "layer": _forward_layer(shape, execution, rows=number, seq=prompt),
+        "head": rounded,
     }
-    update = {
-        name: {**parts, "reference": reference}
-        for name, parts in estimate(shape, execution, size=learned).phases.items()
-    }
-    return Footprint({"generate": generate, "score": score, **update})
+    return max(late, early, key=lambda parts: sum(parts.values()))
+
+
+def _scoring(shape: ModelShape, execution: Execution, *, size: Size) -> dict[str, float]:
+    """A micro-batch through the model without gradients."""
+    labelled = size.tokens if size.labelled is None else size.labelled
+    head = head_in_forward(shape, execution, tokens=size.tokens, labelled=labelled) + _rounded(shape, execution)
+    layer = _forward_layer(shape, execution, rows=size.rows, seq=size.seq) + _rounded(shape, execution)
+    return max({"head": head}, {"layer": layer}, key=lambda parts: sum(parts.values()))
+
+
+def _forward_layer(shape: ModelShape, execution: Execution, *, rows: int, seq: int) -> float:
+    """One layer at work without gradients: its MLP, its attention or one of its norms, and the streams beside it."""
+    inner, query = inner_bytes(shape, execution), shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    repeated = 2 * query if execution.repeats_kv and keys != query else 0
+    scores = shape.heads * seq * (FP32 + inner) if execution.attention == "eager" else 0
+    attention = inner * (2 * query + 2 * keys + repeated) + scores
+    mlp = inner * shape.mlp * (3 if shape.gated_mlp else 2)
+    norm = NORM_COPIES * FP32 * shape.hidden
+    token = max(mlp, attention, norm) + LIVE_STREAMS * shape.hidden * stream_bytes(shape, execution)
+    mask = rows * seq**2 * (MASK_BYTES + BIAS_BYTES) if execution.is_masked else 0
+    return float(rows * seq * token + mask)
+
+
+def _keys_bytes(shape: ModelShape, execution: Execution) -> int:
+    """A token's keys of one layer; its values are as large."""
+    return shape.kv_heads * shape.head_dim * inner_bytes(shape, execution)
+
+
+def _rounded(shape: ModelShape, execution: Execution) -> float:
+    """16-bit copies of what trains, which autocast keeps until a forward pass ends."""
+    if not execution.has_autocast or execution.trained_bytes == execution.compute_bytes:
+        return 0.0
+    all_weights = shape.linear_params + shape.vocab * shape.hidden
+    return float(execution.compute_bytes * (all_weights if execution.trains_all else trained_params(shape, execution)))
+
+
+def _reference(shape: ModelShape, execution: Execution, *, strategy: Strategy, world_size: int) -> float:
+    """The frozen model: a second copy of all weights, or of the adapter that the run began with."""
+    standing = standing_bytes(shape, execution)
+    if not execution.trains_all:
+        return standing.adapters
+    if strategy.startswith("zero"):
+        whole = standing.weights * HALF / execution.weight_bytes
+        return whole / world_size if strategy.startswith("zero3") else whole
+    return standing.weights / world_size if strategy.startswith("fsdp") else standing.weights

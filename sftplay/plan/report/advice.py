@@ -75,7 +75,7 @@ def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
         yield _step("train.gradient_checkpointing", True)
-    if train.loss_head == "standard":
+    if train.loss_head == "standard" and cfg.task_mode != "grpo":
         yield _step("train.loss_head", "chunked")
     if train.optim == "adamw_torch":
         yield _step("train.optim", "adamw_torch_fused")
@@ -95,11 +95,16 @@ def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
             {},
             "zero3_offload",
         )
-    key = "cpt.block_size" if cfg.learns_documents else "model.max_seq_len"
-    length = cfg.row_tokens // 2
-    while length >= SHORTEST:
+    if cfg.task_mode == "grpo":
+        yield from _shorter("grpo.max_completion_length", cfg.grpo.max_completion_length)
+        yield from _shorter("grpo.max_prompt_length", cfg.prompt_tokens)
+        return
+    yield from _shorter("cpt.block_size" if cfg.learns_documents else "model.max_seq_len", cfg.row_tokens)
+
+
+def _shorter(key: str, length: int) -> Iterator[_Step]:
+    while (length := length // 2) >= SHORTEST:
         yield _step(key, length)
-        length //= 2
 
 
 def _step(key: str, value: Any) -> _Step:

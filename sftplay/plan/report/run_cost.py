@@ -48,6 +48,8 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
     trained = trained_params(setting.shape, setting.execution)
     checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
     seconds, basis = _seconds(setting, tokens, rows=_described(cfg, lengths))
+    if cfg.task_mode == "grpo":
+        seconds, basis = None, "it depends on the length of completions, which the model decides"
     # One more lies there while the newest is written, and the result at the end.
     disk = checkpoint * (train.save_total_limit + 1) + trained * setting.execution.trained_bytes
     if cfg.tuning.new_tokens.is_on or (cfg.model.merge_adapter and cfg.tuning.mode != "full"):
@@ -59,6 +61,8 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
 def _described(cfg: RunConfig, lengths: RowLengths | None) -> str:
     if cfg.learns_documents:
         return f"full blocks of {cfg.row_tokens} tokens"
+    if cfg.task_mode == "grpo":
+        return "every completion at full length"
     return f"rows of {lengths.mean:.0f} tokens, as they are" if lengths else "every row at full length"
 
 
@@ -71,8 +75,10 @@ def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]
     rows = lengths.count if lengths else None if cfg.learns_documents else _count_rows(cfg)
     if rows is None:
         return None, "the rows are counted when the data are prepared"
-    steps = max(1, math.ceil(train.epochs * rows / train.effective_batch_size))
-    return steps, f"{rows} {'blocks an epoch' if cfg.learns_documents else 'rows'}, {_described(cfg, lengths)}"
+    completions = rows * (cfg.grpo.num_generations if cfg.task_mode == "grpo" else 1)
+    steps = max(1, math.ceil(train.epochs * completions / train.effective_batch_size))
+    kind = "blocks an epoch" if cfg.learns_documents else "prompts" if cfg.task_mode == "grpo" else "rows"
+    return steps, f"{rows} {kind}, {_described(cfg, lengths)}"
 
 
 def _count_rows(cfg: RunConfig) -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from sftplay.plan.memory.forecast import MARGIN, RUNTIME, Forecast
+from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE
 from sftplay.plan.report.advice import Suggestion
 from sftplay.plan.report.compare import Row
 from sftplay.plan.report.run_cost import Workload
@@ -21,12 +23,21 @@ LABELS = {
     "optimizer step": "copy of the gradients",
     "mask": "attention mask",
     "buckets and sharding": "buckets and sharding",
+    CACHE: "keys and values of completions",
+    REFERENCE: "model to compare with",
+    ENGINE: "vLLM's share",
     "workspace": "cuBLAS workspaces",
     RUNTIME: "process beside it",
     MARGIN: "margin of the estimate",
 }
 
-PHASES = {"head": "in the loss", "layer": "in a layer's backward pass", "step": "in the optimizer step"}
+PHASES = {
+    DRAW: "while completions are drawn",
+    SCORE: "while completions are scored without gradients",
+    "head": "in the loss",
+    "layer": "in a layer's backward pass",
+    "step": "in the optimizer step",
+}
 
 VERDICTS = {
     "fits": "fits",
@@ -64,6 +75,22 @@ def describe_memory(seen: Forecast) -> Iterator[str]:
     if seen.host_bytes:
         yield f"  {'on the host':24} {seen.host_bytes / GIB:9.3f} GiB"
     yield f"  {'budget':24} {seen.budget_bytes / GIB:9.3f} GiB: {VERDICTS[seen.verdict]}"
+
+
+def describe_drawing(seen: Forecast, plan: Mapping[str, Any]) -> Iterator[str]:
+    """Groups, and what each phase of a step takes; nothing for a task that draws no completions."""
+    rollout = seen.setting.rollout
+    if rollout is None:
+        return
+    drawing, group = plan["generation_batch_size"], plan["num_generations"]
+    prompts = f"{drawing // group} prompt{'s' if drawing > group else ''}"
+    yield f"groups      {prompts} x {group} completions = {drawing} a drawing, by {rollout.engine}"
+    yield f"            {seen.drawn} at a time on each process"
+    yield f"            prompts of {rollout.prompt_tokens} tokens, completions of {rollout.completion_tokens}, at most"
+    for name, parts in seen.footprint.phases.items():
+        cache = parts.get(CACHE, 0.0)
+        held = f", {cache / GIB:.3f} GiB of it keys and values" if cache else ""
+        yield f"  {PHASES[name]:48} {sum(parts.values()) / GIB:9.3f} GiB{held}"
 
 
 def describe_workload(work: Workload) -> Iterator[str]:

@@ -6,22 +6,19 @@ never changed, and every choice comes with its reason. Below this module no conf
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from sftplay.config.rules.cluster import BACKEND
 from sftplay.config.schema.run import RunConfig
-from sftplay.errors import ConfigError, MachineError
+from sftplay.errors import MachineError
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.execution import execution_of
-from sftplay.plan.memory.forecast import Forecast, Place, Setting, forecast
+from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
-from sftplay.plan.memory.step import Size
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.communication import refuse_hook
 from sftplay.plan.sizing.decisions import (
@@ -32,18 +29,21 @@ from sftplay.plan.sizing.decisions import (
     scaled_rate,
     without_effect,
 )
-from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy, planned_strategy
+from sftplay.plan.sizing.groups import (
+    GENERATION_ROWS,
+    decide_drawing,
+    groups_as_plan,
+    notes_on_drawing,
+    refuse_generation,
+    refuse_mixed_cache,
+    refuse_shared_head,
+    refuse_small_engine,
+)
+from sftplay.plan.sizing.split import foresee_drawing, foresight, split_batch
+from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy
 from sftplay.units import format_bytes
 
 LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"
-
-TOKENS_PER_MICRO_BATCH = {"gpu": 16_384, "cpu": 1_024}
-"""Tokens of an automatic micro-batch where memory is not planned. A GPU needs them to be busy. A CPU is busy with one
-row, and small micro-batches of rows of like length carry less padding (measured in docs/benchmarks.md)."""
-
-PLATEAU_TOKENS = 65_536
-"""Most tokens of a GPU's micro-batch where memory is planned. Matrices of that many rows keep any card busy (a product
-becomes bound by arithmetic at some hundred rows); more would only fill memory."""
 
 LARGE_SCORES_BYTES = 2**31
 """From here on the scores of one micro-batch are computed in chunks: a tenth of the RAM these kits usually run in."""
@@ -79,6 +79,7 @@ class SizedRun:
             "grad_accum": train.grad_accum,
             "effective_batch_size": train.effective_batch_size,
             "learning_rate": train.peak_rate,
+            **groups_as_plan(self.cfg),
             "decisions": [{"key": key, **vars(decision)} for key, decision in self.decisions.items()],
         }
         if self.forecast is None:
@@ -86,14 +87,6 @@ class SizedRun:
         setting = self.forecast.setting
         inputs = {"device": vars(setting.device), "strategy": setting.strategy, "model": setting.shape.name}
         return {**sizes, **self.forecast.as_dict(), **inputs}
-
-
-class Split(NamedTuple):
-    """Rows of a micro-batch, micro-batches of a step, and why."""
-
-    rows: int
-    accum: int
-    reason: str
 
 
 def size_run(
@@ -118,6 +111,7 @@ def size_run(
         MachineError: an explicit backend, precision, attention, loss head or hook cannot run here.
     """
     refuse_hook(cfg, machine, world_size=world_size)
+    refuse_generation(cfg, machine, world_size=world_size)
     has_gpu = bool(machine.gpus)
     place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
@@ -125,133 +119,59 @@ def size_run(
     rest = decide_numerics(decided, machine, shape=shape)
     decided = _fill(decided, rest)
     row_tokens = planned_tokens(decided, lengths)
-    vocab_size = shape.vocab if shape else vocab_size
-    rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=vocab_size)
+    rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=shape.vocab if shape else vocab_size)
     first[STRATEGY] = choose_strategy(_fill(decided, rest), shape, place=place)
+    rest |= _decide_rows_drawn(_fill(decided, {**first, **rest}), shape, place=place)
     decided = _fill(decided, {**first, **rest})
     look = None
     if shape is not None:
-        if has_gpu and cfg.train.loss_head == "auto":
+        if has_gpu and cfg.train.loss_head == "auto" and cfg.task_mode != "grpo":
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
-        look = foresight(decided, shape, place=place, fit=fit)
+        look = foresight(decided, shape, place=place, fit=fit, drawn=decided.grpo.generation_rows or 0)
     split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=row_tokens, look=look)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = _fill(decided, rest)
     return SizedRun(
         sized,
         world_size,
-        {key: decision for key, decision in {**first, **rest}.items() if _value_at(cfg, key) == "auto"},
-        (*scaled_rate(sized), *without_effect(sized, machine), *_unplanned(sized, shape)),
+        {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
+        _notes(sized, machine, shape=shape),
         look(split.rows) if look else None,
     )
 
 
-def _unplanned(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
-    """A note where the model's shape is not known."""
-    return () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
+def _notes(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None) -> tuple[str, ...]:
+    """What the user should know of a sized config."""
+    unplanned = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
+    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned)
 
 
 def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:
     """The config with decided values where it says `auto`."""
-    values = {key: decision.value for key, decision in decisions.items() if _value_at(cfg, key) == "auto"}
-    return cfg.with_values(values, "auto")
+    return cfg.with_values({key: each.value for key, each in decisions.items() if _is_open(cfg, key)}, "auto")
 
 
-def _value_at(cfg: RunConfig, dotted: str) -> Any:
-    value: Any = cfg
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
+def _is_open(cfg: RunConfig, key: str) -> bool:
+    return cfg.value_of(key) in ("auto", None)
 
 
-def foresight(cfg: RunConfig, shape: ModelShape, *, place: Place, fit: Fit | None = None) -> Callable[[int], Forecast]:
-    """The forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided."""
-    setting = Setting(
-        shape=shape,
-        execution=execution_of(cfg),
-        device=place.device,
-        strategy=planned_strategy(cfg, place.world_size),
-        world_size=place.world_size,
-        fit=fit,
-    )
-    share = cfg.train.effective_batch_size // place.world_size
-    tokens = planned_tokens(cfg, place.lengths)
-    return lambda rows: forecast(setting, Size(rows=rows, seq=tokens, accumulates=rows < share))
-
-
-def split_batch(
-    cfg: RunConfig,
-    world_size: int,
-    *,
-    has_gpu: bool,
-    row_tokens: int | None = None,
-    look: Callable[[int], Forecast] | None = None,
-) -> Split:
-    """Micro-batch and accumulation whose product over all processes is exactly the effective batch.
-
-    `row_tokens` is the length of the longest row, None for rows of full length.
-    With `look`, which forecasts a micro-batch, an automatic one is the largest that fits the device and still helps.
-    """
-    train, total = cfg.train, cfg.train.effective_batch_size
-    batch, accum = train.batch_size, train.grad_accum
-    given = {name: n for name, n in (("batch_size", batch), ("grad_accum", accum)) if isinstance(n, int)}
-    unit = world_size * math.prod(given.values())
-    if total % unit or (len(given) == 2 and total != unit):
-        made = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
-        low = total // unit * unit
-        raise _inexact(cfg, made, near=[unit] if len(given) == 2 else [low, low + unit])
-    share = total // world_size
-    if isinstance(batch, int) and isinstance(accum, int):
-        return Split(batch, accum, "as given")
-    if isinstance(batch, int):
-        return Split(batch, share // batch, f"{share} rows a process in micro-batches of {batch}")
-    if isinstance(accum, int):
-        return Split(share // accum, accum, f"{share} rows a process in {accum} micro-batches")
-    tokens = PLATEAU_TOKENS if look and has_gpu else TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
-    room = max(1, tokens // (row_tokens or cfg.row_tokens))
-    divisors = [n for n in range(1, share + 1) if share % n == 0]
-    helpful = [n for n in divisors if n <= room]
-    if look is None:
-        rows = helpful[-1]
-        return Split(rows, share // rows, f"largest divisor of {share} whose rows stay within {tokens} tokens")
-    rows = _largest_that_fits(helpful, look)
-    return Split(rows, share // rows, _why(look(rows), helpful, divisors=divisors, tokens=tokens))
-
-
-def _largest_that_fits(rows: list[int], look: Callable[[int], Forecast]) -> int:
-    """Of ascending numbers of rows; the smallest where none fits. A larger micro-batch never takes less."""
-    low, high = 0, len(rows)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if look(rows[middle]).verdict == "fits" else (low, middle)
-    return rows[max(0, low - 1)]
-
-
-def _why(chosen: Forecast, helpful: list[int], *, divisors: list[int], tokens: int) -> str:
-    rows, share = chosen.size.rows, divisors[-1]
-    filled = f"{format_bytes(chosen.peak_bytes)} of {format_bytes(chosen.budget_bytes)} planned with its margin"
-    if chosen.verdict != "fits":
-        return f"the smallest there is; {filled}: {chosen.verdict.replace('_', ' ')}"
-    if rows == share:
-        return f"all {share} rows of a process at once: {filled}"
-    if rows == helpful[-1]:
-        return f"largest divisor of {share} within {tokens} tokens, beyond which more is no faster: {filled}"
-    return f"largest divisor of {share} that fits: {filled}"
-
-
-def _inexact(cfg: RunConfig, made: str, *, near: list[int]) -> ConfigError:
-    names = " or ".join(str(n) for n in near if n > 0)
-    other = "leave batch_size and grad_accum on auto" if " x " in made else "use another number of processes"
-    return ConfigError(
-        f"effective batch {cfg.train.effective_batch_size} cannot be split exactly over {made}",
-        where=f"{cfg.origins.get('train.effective_batch_size', 'default')} train.effective_batch_size",
-        fix=f"set train.effective_batch_size to {names}, or {other}",
-    )
+def _decide_rows_drawn(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
+    """Completions drawn at a time, where any are drawn."""
+    if cfg.task_mode != "grpo":
+        return {}
+    refuse_mixed_cache(cfg)
+    if shape is not None:
+        refuse_shared_head(cfg, shape)
+        refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)
+    look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
+    return {GENERATION_ROWS: decide_drawing(cfg, place.world_size, look=look)}
 
 
 def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: int | None) -> Decision:
     wanted = cfg.train.loss_head
+    if cfg.task_mode == "grpo":
+        return Decision("chunked", "TRL takes the probabilities of completions in tiles of 4096 tokens x 32768 words")
     if wanted == "liger" and (not machine.gpus or find_spec("liger_kernel") is None):
         raise MachineError(
             "the liger loss head needs a GPU and the package liger-kernel",

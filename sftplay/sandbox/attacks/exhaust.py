@@ -271,8 +271,8 @@ def f():
         code="def f():\n    return dict.fromkeys(map(str, range(20_000)))",
     ),
     Attack(
-        name="has an error text of 100 MB", statuses=("runtime",),
-        code="def f():\n    raise ValueError('x' * (100 << 20))",
+        name="has an error text of 20 MB", statuses=("runtime",),
+        code="def f():\n    raise ValueError('x' * (20 << 20))",
     ),
 )  # fmt: skip
 

@@ -6,6 +6,11 @@ from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 
+CONTINUOUS = "transformers_continuous_batching_config"
+
+PAGE_TOKENS = 32
+"""Tokens of a completion's cache that are taken at a time."""
+
 
 def grpo_arguments(cfg: RunConfig) -> dict[str, Any]:
     """What GRPOConfig gets beside the arguments of every run, in which no value of `cfg` is `auto`.
@@ -63,4 +68,12 @@ def _generation(cfg: RunConfig) -> dict[str, Any]:
     if kind == "vllm_server":
         server = {"vllm_server_base_url": vllm.url, "vllm_server_timeout": float(vllm.timeout)}
         return {"use_vllm": True, "vllm_mode": "server", **server}
-    return {"use_vllm": False, "use_transformers_continuous_batching": kind == "continuous"}
+    if kind == "continuous":
+        return {"use_vllm": False, "use_transformers_continuous_batching": True, CONTINUOUS: _cache(cfg)}
+    return {"use_vllm": False, "use_transformers_continuous_batching": False}
+
+
+def _cache(cfg: RunConfig) -> dict[str, int]:
+    """Pages for all of a process's drawing at full length, in place of half of the free memory, which TRL takes."""
+    pages = -(-(cfg.prompt_tokens + cfg.grpo.max_completion_length) // PAGE_TOKENS)
+    return {"page_size": PAGE_TOKENS, "num_blocks": pages * int(cfg.grpo.generation_rows or 1) + 1}

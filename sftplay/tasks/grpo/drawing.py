@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sftplay.data.prompts.questions import Questions
+from sftplay.errors import ConfigError
 from sftplay.monitor.metrics import gather_objects
 from sftplay.tasks.grpo.completions.length_order import depends_on_cut, has_relative_places, order_by_length
 from sftplay.tasks.grpo.completions.sampler_gauge import SAMPLED, SCORED, SamplerGauge, recorded
@@ -41,7 +42,13 @@ class Drawing(Base):
 
     def __init__(self, *given: Any, questions: Questions, **named: Any) -> None:
         super().__init__(*given, **named)
-        grpo = self.cfg.grpo
+        grpo, rows = self.cfg.grpo, self.args.per_device_train_batch_size * self.args.steps_per_generation
+        if grpo.redraws and grpo.generation == "vllm_server" and rows % grpo.num_generations:
+            raise ConfigError(
+                f"a vLLM server answers whole groups of {grpo.num_generations}, but a process draws {rows} completions",
+                where="grpo.redraws",
+                fix="set grpo.redraws=0, or an effective batch of whole groups for each process",
+            )
         self.redraws = Redraws(
             PromptRows(questions),
             rows=questions.row_numbers,
@@ -99,10 +106,13 @@ class Drawing(Base):
             return super()._generate_single_turn(prompts, *given, **named)
         with recorded(self.accelerator.unwrap_model(self.model_wrapped)) as rows:
             completion_ids, _ = super()._generate_single_turn(prompts, *given, **named)
+        if len(rows) < len(completion_ids):  # a wrapper around the model hides its generation
+            return completion_ids, None
         return completion_ids, [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
 
     def _judge(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> Judged:
-        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        # Of no completions transformers makes one empty text.
+        texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True) if completion_ids else []
         return self.judge.judge(inputs, texts, heartbeat=self.heartbeat)
 
     def _calculate_rewards(self, inputs: list[Any], prompts: Any, completions: list[str], ids: Any) -> Tensor:

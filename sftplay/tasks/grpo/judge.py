@@ -48,8 +48,13 @@ class Judge:
         """
         with heartbeat.within("reward"):
             scored = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
-            rows = [row["row"] for row in inputs]
-            own = Drawn(rows=rows, completions=list(completions), scored=scored, control=self._paid(len(completions)))
+            own = Drawn(
+                rows=[row["row"] for row in inputs],
+                completions=list(completions),
+                scored=scored,
+                prompts=[row["words"] for row in inputs],
+                control=self._paid(len(completions)),
+            )
             ranks = gather_objects(own, heartbeat)
         judged = together(ranks, names=self.rewards.names, weights=self.rewards.weights)
         self._abstentions.add(judged.scored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
@@ -19,6 +19,9 @@ class Drawn:
     rows: list[int]
     completions: list[str]
     scored: Scored
+    prompts: list[str] = field(default_factory=list)
+    """What was asked, in words."""
+
     control: list[float] | None = None
     """What they are paid in place of the rewards, where the run is a control."""
 
@@ -32,6 +35,7 @@ class Judged:
     rows: list[int]
     completions: list[str]
     scored: Scored
+    prompts: list[str] = field(default_factory=list)
     control: list[float] | None = None
 
     @property
@@ -86,6 +90,7 @@ class Judged:
         return [
             {
                 "prompt_id": row,
+                "prompt": self.prompts[n] if self.prompts else "",
                 "completion": completion,
                 "rewards": {name: values[n] for name, values in by_name.items()},
                 **({} if self.control is None else {"control": self.control[n]}),
@@ -109,5 +114,6 @@ def together(ranks: Sequence[Drawn], *, names: tuple[str, ...], weights: tuple[f
         rows=[row for rank in ranks for row in rank.rows],
         completions=[text for rank in ranks for text in rank.completions],
         scored=Scored(by_name, [verdict for rank in ranks for verdict in rank.scored.verdicts]),
+        prompts=[text for rank in ranks for text in rank.prompts],
         control=None if ranks[0].control is None else [value for rank in ranks for value in rank.control or ()],
     )

@@ -27,7 +27,7 @@ class PromptRows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         """`prompt` holds token ids, so that TRL asks with the kit's own tokens, and takes completions as plain text."""
         question = self.question(row)
-        return {"prompt": question.ids, "row": question.row, "columns": question.columns}
+        return {"prompt": question.ids, "row": question.row, "words": question.question, "columns": question.columns}
 
     def question(self, row: int) -> Question:
         """The prompt at this place of the order."""

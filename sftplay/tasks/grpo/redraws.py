@@ -1,9 +1,10 @@
 """Dynamic sampling: a group whose rewards are all equal teaches nothing, so its place goes to another prompt.
 
 Two things happen where grpo.redraws is above 0. A prompt whose last groups were silent (all rewards equal) passes its
-next turns, before anything is drawn for it. And a group that turns out silent is drawn again, with the next prompt of
-the reserve, at most grpo.redraws times in a drawing. The reserve is a seeded order of all prompts, apart from that of
-the training. Everything follows from rewards that all ranks know, so they choose alike, and a checkpoint keeps it.
+next turns, before anything is drawn for it. And a group that turns out silent is drawn again with the next prompt of
+the reserve that is not known to be silent, at most grpo.redraws times in a drawing; where there is none, it is kept.
+The reserve is a seeded order of all prompts, apart from that of the training. Everything follows from rewards that all
+ranks know, so they choose alike, and a checkpoint keeps it.
 """
 
 from __future__ import annotations
@@ -91,14 +92,14 @@ class Reserve:
             self.passes[prompt] = left - 1
         return left > 0
 
-    def take(self, taken: Collection[int]) -> int:
-        """The next prompt that is neither among `taken` nor silent at present; failing that, one that is not taken."""
-        ahead = (self._at(self.position + n) for n in range(len(self.rows)))
-        free = [(n, prompt) for n, prompt in enumerate(ahead) if prompt not in taken]
-        lively = (each for each in free if each[1] not in self.silent)
-        step, prompt = next(lively, free[0] if free else (0, self._at(self.position)))
-        self.position += step + 1
-        return prompt
+    def take(self, taken: Collection[int]) -> int | None:
+        """The next prompt that is neither among `taken` nor silent at present; None: there is none."""
+        for step in range(len(self.rows)):
+            prompt = self._at(self.position + step)
+            if prompt not in taken and prompt not in self.silent:
+                self.position += step + 1
+                return prompt
+        return None
 
     def _at(self, position: int) -> int:
         epoch, place = divmod(position, len(self.rows))
@@ -137,9 +138,9 @@ class Redraws:
     def give_turns(self, inputs: list[dict[str, Any]], rows: Sequence[int]) -> int:
         """Replace the prompts that pass their turn, in place, and count them; `rows` are those of all ranks."""
         now = list(rows[:: self.group])
-        passing = [group for group, prompt in enumerate(now) if self.reserve.passes_turn(prompt)]
-        self._replace(inputs, self._chosen(passing, now))
-        return len(passing)
+        chosen = self._chosen([group for group, prompt in enumerate(now) if self.reserve.passes_turn(prompt)], now)
+        self._replace(inputs, chosen)
+        return len(chosen)
 
     def run(
         self,
@@ -159,20 +160,20 @@ class Redraws:
         self._note(judged, range(len(judged.rows) // self.group))
         for _ in range(self.rounds):
             silent = silent_groups(judged.paid, self.group)
-            if not silent:
-                break
-            redrawn += len(silent)
             chosen = self._chosen(silent, judged.rows[:: self.group])
+            if not chosen:
+                break
+            redrawn += len(chosen)
             places = self._replace(share.inputs, chosen)
             for place in places:
                 share.prompt_ids[place] = list(share.inputs[place]["prompt"])
-            if n_drawn := self._most_places(silent, len(share.inputs)) if self.together else len(places):
+            if n_drawn := self._most_places(chosen, len(share.inputs)) if self.together else len(places):
                 asked = [share.prompt_ids[place] for place in places] + [share.prompt_ids[0]] * (n_drawn - len(places))
                 share.put(places, generate(asked))
             part = judge([share.inputs[n] for n in places], [share.completion_ids[n] for n in places])
-            everywhere = [group * self.group + n for group in silent for n in range(self.group)]
+            everywhere = [group * self.group + n for group in chosen for n in range(self.group)]
             judged = spliced(judged, part, places=everywhere)
-            self._note(judged, silent)
+            self._note(judged, chosen)
         return judged, redrawn
 
     def _note(self, judged: Judged, groups: Collection[int]) -> None:
@@ -181,12 +182,14 @@ class Redraws:
             self.reserve.note(judged.rows[group * self.group], is_silent=group in silent)
 
     def _chosen(self, groups: Sequence[int], now: Sequence[int]) -> dict[int, int]:
-        """Group -> the prompt that takes its place; `now` are the prompts of all groups."""
+        """Group -> the prompt that takes its place, where there is one; `now` are the prompts of all groups."""
         taken = set(now)
         chosen = {}
         for group in groups:
-            chosen[group] = self.reserve.take(taken)
-            taken.add(chosen[group])
+            prompt = self.reserve.take(taken)
+            if prompt is not None:
+                chosen[group] = prompt
+                taken.add(prompt)
         return chosen
 
     def _replace(self, inputs: list[dict[str, Any]], chosen: Mapping[int, int]) -> list[int]:
@@ -197,7 +200,7 @@ class Redraws:
             inputs[place] = self.prompts[self._places[chosen[(first + place) // self.group]]]
         return places
 
-    def _most_places(self, groups: Sequence[int], share: int) -> int:
+    def _most_places(self, groups: Collection[int], share: int) -> int:
         """The most rows that a rank has in these groups, where each rank has `share` rows."""
         ranks = [(group * self.group + n) // share for group in groups for n in range(self.group)]
         return max(ranks.count(rank) for rank in set(ranks))
@@ -249,6 +252,7 @@ def spliced(judged: Judged, part: Judged, *, places: Sequence[int]) -> Judged:
         judged,
         rows=put(judged.rows, part.rows),
         completions=put(judged.completions, part.completions),
+        prompts=put(judged.prompts, part.prompts) if judged.prompts else [],
         scored=Scored(by_name, put(judged.scored.verdicts, part.scored.verdicts)),
         control=None if judged.control is None else put(judged.control, part.control or []),
     )

@@ -22,11 +22,14 @@ from sftplay.model.adapter import trained_weights_kept
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import TrainerView
 from sftplay.monitor.out_of_memory import AdaptiveBatches
+from sftplay.tasks.grpo.completions.continuous import dtypes_kept
+from sftplay.tasks.grpo.completions.gathered_root import gathered_root
 from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
 from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
 from sftplay.tasks.grpo.window_state import load_window, save_window
+from sftplay.tasks.run.preflight import has_sharded_weights
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
 
@@ -78,6 +81,9 @@ class Rollouts(Base):
         self.last_rows: list[int] = []
         """Prompts of this rank's last step."""
 
+        self.facts = {"rewards": judge.learned, "executor": judge.rewards.executor or None}
+        """What the manifest says of the task."""
+
         self.drawing: dict[str, float | None] = {}
         """Figures of the completions that are being learned from."""
 
@@ -87,6 +93,11 @@ class Rollouts(Base):
         self._figures: dict[str, list[float | None]] = defaultdict(list)
         self._seen_step = -1
         self._check_loss = step.check_loss if self.is_deepspeed_enabled and not self.args.fp16 else None
+
+    @property
+    def generation_rows(self) -> int:
+        """Completions that this rank draws at a time."""
+        return self._at_once.batch_size
 
     def train(self, resume_from_checkpoint: str | None = None, **named: Any) -> Any:
         """Train; from a checkpoint in the middle of a drawing with the completions that it has kept."""
@@ -102,14 +113,22 @@ class Rollouts(Base):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         """As TRL's; transformers draws so many completions at a time as memory has room for."""
         if self.cfg.grpo.generation != "transformers":
-            return super()._generate_single_turn(prompt_ids, *given, **named)
+            is_continuous = self.cfg.grpo.generation == "continuous"
+            with dtypes_kept(self.args, self.accelerator.device) if is_continuous else nullcontext():
+                return super()._generate_single_turn(prompt_ids, *given, **named)
 
         def draw(part: slice) -> list[list[int]]:
             self.heartbeat.enter(self.heartbeat.phase)  # a beat for each batch: only a single one can take too long
-            ids, _ = super(Rollouts, self)._generate_single_turn(prompt_ids[part], *given, **named)
+            with gathered_root(self.model_wrapped):
+                ids, _ = super(Rollouts, self)._generate_single_turn(prompt_ids[part], *given, **named)
             return list(ids)
 
-        return [ids for part in self._at_once.each(len(prompt_ids), draw) for ids in part], None
+        rows, size = len(prompt_ids), self._at_once.batch_size
+        if has_sharded_weights(self):  # ranks generate together: none may take smaller batches than the others
+            parts = [draw(slice(at, at + size)) for at in range(0, rows, size)]
+        else:
+            parts = list(self._at_once.each(rows, draw))
+        return [ids for part in parts for ids in part], None
 
     def _generate(self, prompts: list[list[int]]) -> Any:
         # Drawn with the precision with which their probabilities are computed later.

@@ -13,8 +13,7 @@ from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.report import prompts_table
-from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
-from sftplay.deliver.infer.generate import Generator
+from sftplay.deliver.evaluate.rewarded import evaluate_prompts, spread
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.grpo.arguments import grpo_arguments
 from sftplay.tasks.grpo.completions.sampler_copies import send_copies
@@ -63,24 +62,17 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Greedy answers to the held-out prompts, scored by the rewards of the run."""
-    renderer = rows.source.renderer
-    generator = Generator(model, renderer.tokenizer, renderer.end_token_ids, cfg.grpo.max_completion_length)
-    evaluate_questions(
-        generator, spread(rows.source.held_out, cfg.eval.limit), columns=rows.report["columns"], cfg=cfg, path=path
-    )
+    evaluate_prompts(model, rows.source, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> PromptTrainer:
     """A trainer that draws completions of the prompts in their order."""
     cfg, judge = parts.cfg, Judge(parts.cfg, parts.rows.report["columns"])
-    stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
-    config = GRPOConfig(
-        **{
-            **parts.arguments,
-            **grpo_arguments(cfg),
-            "reward_weights": list(judge.learned.values()),
-        }
-    )
+    ends = stop_at(parts.model, parts.rows.source.renderer.end_token_ids)
+    arguments = {**parts.arguments, **grpo_arguments(cfg)}
+    if cfg.grpo.generation.startswith("vllm"):  # which reads its own copy of the model's settings
+        arguments["generation_kwargs"] = {"stop_token_ids": ends, **(arguments.get("generation_kwargs") or {})}
+    config = GRPOConfig(**arguments, reward_weights=list(judge.learned.values()))
     frozen = [WatchBaseWeights(parts.folder)] if cfg.tuning.mode != "full" else []
     trainer = PromptTrainer(
         parts.step,
@@ -118,8 +110,12 @@ def evaluation_of(parts: TrainerParts, judge: Judge) -> EvaluatePrompts:
     )
 
 
-def stop_at(model: Any, end_token_ids: Sequence[int]) -> None:
-    """Let completions also end where the chat template ends a turn, as answers do; TRL reads the model's own end."""
+def stop_at(model: Any, end_token_ids: Sequence[int]) -> list[int]:
+    """Let completions also end where the chat template ends a turn, as answers do; all tokens that end them.
+
+    TRL reads the model's own ends.
+    """
     shipped = model.generation_config.eos_token_id or []
     ends = {*end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
     model.generation_config.eos_token_id = sorted(ends)
+    return sorted(ends)

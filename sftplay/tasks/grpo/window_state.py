@@ -17,9 +17,9 @@ from sftplay import log
 from sftplay.errors import RunError
 
 
-def window_path(checkpoint: Path) -> Path:
-    """This rank's file."""
-    return checkpoint / f"drawing-{log.rank()}.safetensors"
+def window_path(checkpoint: Path, *, rank: int | None = None) -> Path:
+    """The file of a rank, of this one where none is named."""
+    return checkpoint / f"drawing-{log.rank() if rank is None else rank}.safetensors"
 
 
 def save_window(trainer: Any, checkpoint: Path) -> None:
@@ -45,26 +45,27 @@ def load_window(trainer: Any, checkpoint: Path) -> None:
     """Let the trainer go on where the checkpoint was written. Smaller micro-batches are parts of the kept ones.
 
     Raises:
-        RunError: the drawing was made by another number of processes, or its micro-batches cannot be split evenly.
+        RunError: the drawing was made by another number of processes, its micro-batches cannot be split evenly, or it
+            is missing.
     """
     step = int(checkpoint.name.rpartition("-")[2])
     trainer._step = step * trainer.args.gradient_accumulation_steps
     if not _is_inside(trainer, step):
         return
-    facts = _facts(window_path(checkpoint))
-    kept = facts.get("micro_batches", 0)
-    parts, rest = divmod(trainer.args.steps_per_generation, kept) if kept else (0, 0)
-    if facts.get("processes") != log.world_size() or not parts or rest or facts["rows"] % parts:
+    facts = _facts(window_path(checkpoint, rank=0))
+    kept, now = facts["micro_batches"], trainer.args.steps_per_generation
+    parts, rest = divmod(now, kept)
+    if facts["processes"] != log.world_size() or not parts or rest or facts["rows"] % parts:
         raise RunError(
-            f"the checkpoint lies inside a drawing of {facts.get('processes', 'unknown')} processes with {kept}"
-            f" micro-batches each; now there are {log.world_size()} with {trainer.args.steps_per_generation}",
+            f"it lies inside a drawing of {facts['processes']} processes with {kept} micro-batches each; now there are"
+            f" {log.world_size()} processes with {now} each",
             where=str(checkpoint),
             fix="continue with the sizes of the first start (NPROC=, train.batch_size)",
         )
     micro_batches: list[dict[str, Any]] = [{} for _ in range(kept)]
-    for key, tensor in load_file(window_path(checkpoint), device=str(trainer.accelerator.device)).items():
+    for key, tensor in load_file(window_path(checkpoint)).items():  # it takes no device like cpu:0
         number, _, name = key.partition("/")
-        micro_batches[int(number)][name] = tensor
+        micro_batches[int(number)][name] = tensor.to(trainer.accelerator.device)
     trainer._buffered_inputs = [part for each in micro_batches for part in split_tensor_dict(each, parts)]
     trainer.drawing = facts["drawing"]
 
@@ -76,9 +77,9 @@ def _is_inside(trainer: Any, step: int) -> bool:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts: dict[str, Any] = json.loads(file.metadata()["facts"])
-            return facts
-    except FileNotFoundError:
-        return {}
+    if not path.exists():
+        fix = "continue from the checkpoint before it: set this one aside"
+        raise RunError("the completions of its drawing are missing", where=str(path), fix=fix)
+    with safe_open(path, framework="pt") as file:
+        facts: dict[str, Any] = json.loads(file.metadata()["facts"])
+    return facts

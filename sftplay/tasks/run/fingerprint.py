@@ -13,7 +13,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from sftplay import __version__, log
-from sftplay.config.rules.resume_keys import SIZES, differences, held_out_decides, values_that_decide_weights
+from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, held_out_decides, values_that_decide_weights
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.model.new_tokens.tokens import NewToken
@@ -91,7 +91,7 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any], *, resized
     changed = [
         f"{key} was {old!r} and is {new!r} now"
         for key, old, new in differences(before["config"], now["config"])
-        if not (resized and key in SIZES)
+        if not (resized and key in (*SIZES, DRAWN))
     ]
     if before.get("world_size") not in (None, now["world_size"]) and not resized:
         changed.append(f"it ran on {before['world_size']} processes and runs on {now['world_size']} now")

@@ -13,8 +13,8 @@ from sftplay.tasks.run.setup import RunSetup
 from sftplay.tasks.run.task import Rows
 
 
-def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any]) -> None:
-    """Record versions, machine, code, data, template, seed, sizing and what trains."""
+def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any], task: dict[str, Any]) -> None:
+    """Record versions, machine, code, data, template, seed, sizing and what trains; `task` adds what only it knows."""
     setup.folder.write_json(
         "manifest.json",
         {
@@ -31,6 +31,7 @@ def write_manifest(setup: RunSetup, rows: Rows, *, parameters: dict[str, Any]) -
             "order_sha256": setup.order_hash,
             "steps": setup.steps,
             "model": parameters,
+            **task,
             "sizing": setup.folder.read_json("plan.json"),
         },
     )

@@ -36,6 +36,9 @@ MUST_AGREE = {
 NOT_IN_STATUS = ("parameters", "base", "rows")
 """What is compared but not written to status.json."""
 
+OF_GROUPS = ("num_generations", "generation_batch_size", "steps_per_generation")
+"""Sizes of drawings, as GRPOConfig has them once it is made; other configs of TRL have none."""
+
 CHUNK_NUMBERS = 2**22
 """How many weights are summed at a time: their fp64 copy takes 32 MiB; one of 152,000 x 8192 weights takes 10 GB."""
 
@@ -97,7 +100,7 @@ class Preflight(Observer):
 
 
 def read_sizes(trainer: Any) -> dict[str, int]:
-    """Micro-batch, accumulation, effective batch and processes as trainer and micro_batcher really have them."""
+    """Micro-batch, accumulation, effective batch, processes and drawings as trainer and micro_batcher have them."""
     args, processes = trainer.args, trainer.accelerator.num_processes
     window_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     micro_batch = trainer.micro_batcher.micro_batch if trainer.micro_batcher else args.per_device_train_batch_size
@@ -106,6 +109,8 @@ def read_sizes(trainer: Any) -> dict[str, int]:
         "grad_accum": -(-window_rows // micro_batch),
         "effective_batch_size": window_rows * processes,
         "world_size": processes,
+        **{name: getattr(args, name) for name in OF_GROUPS if hasattr(args, name)},
+        **({"generation_rows": trainer.generation_rows} if hasattr(trainer, "generation_rows") else {}),
     }
 
 

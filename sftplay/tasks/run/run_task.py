@@ -66,7 +66,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
     if log.is_main():
         parameters = describe_parameters(trainer.model)
-        write_manifest(setup, rows, parameters=parameters)
+        write_manifest(setup, rows, parameters=parameters, task=getattr(trainer, "facts", {}))
         announce(train_run, parameters, rows=rows)
     outcome = train_run.train(trainer)
     weights = gather_weights(trainer) if outcome.stop_signal == 0 else None

@@ -41,6 +41,8 @@ class TokenRecord:
     def of(self, drawn: Tensor) -> list[list[float]]:
         """The numbers of the tokens that were drawn, int64 [rows, tokens]; those behind a row's end mean nothing."""
         self._settle(drawn[:, -1])
+        if not self._settled:
+            return []
         return [list(row) for row in torch.stack(self._settled, dim=1).tolist()]
 
     def _settle(self, tokens: Tensor) -> None:

@@ -1,0 +1,184 @@
+"""Task grpo beside a plain TRL script of the same settings, in one alternating run. `make bench-grpo` runs it.
+
+Two questions. Is a step as fast, with the same rewards (`--only speed`)? And how many tokens does each generate until
+the toy's sampled pass@1 reaches a goal, where ours draws silent groups again (`--only redraws`)? The first uses the toy
+of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.overhead import cpu_name
+from sftplay.config.load import load_resolved
+from sftplay.data.order import training_order
+
+ROOT = Path(__file__).resolve().parents[1]
+TOY, WARM = ROOT / "configs" / "run_grpo_toy.yaml", ROOT / "configs" / "run_grpo_toy_sft.yaml"
+ROWS = {"toy": ROOT / "data" / "one_liners" / "train.jsonl", "long": ROOT / "data" / "word_problems" / "train.jsonl"}
+
+
+@dataclass
+class Course:
+    """What a contestant did, step by step."""
+
+    seconds: list[float]
+    tokens: list[float]
+    """Prompt and completion tokens that it learned from, since the first step."""
+
+    rewards: list[float]
+
+
+def main() -> int:
+    options = parse_options()
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        work = Path(name)
+        print(
+            f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, {options.threads} thread(s), "
+            f"load {os.getloadavg()[0]:.1f}, "
+            + ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "trl"))
+        )
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        if options.only != "redraws":
+            warm = options.warm or train_warm(work)
+            for shape in ("toy", "long"):
+                print(compare_speed(work / shape, warm, shape=shape, options=options))
+        if options.only != "speed":
+            from benchmarks.grpo_redraws import compare_redraws  # brings torch and TRL
+
+            print(compare_redraws(seeds=options.seeds, steps=options.goal_steps, hopeless=options.hopeless))
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["speed", "redraws"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="of each run that is timed")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--goal-steps", type=int, default=110, help="of each run that is to reach the goal")
+    parser.add_argument("--hopeless", type=int, default=81, help="questions of the toy that nothing is right to")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--warm", type=Path, help="folder of a warm run, made by configs/run_grpo_toy_sft.yaml")
+    return parser.parse_args()
+
+
+def train_warm(work: Path) -> Path:
+    """The warm start, as the workflow makes it."""
+    sftplay("train", "--config", WARM, "run_name=warm", f"output_dir={work}")
+    return work / "warm"
+
+
+def settings(shape: str) -> list[str]:
+    """Values of the config that make a shape: the toy, or long answers of different lengths, none of them right."""
+    same = ["train.batch_size=16", "train.grad_accum=4", "train.save_steps=1000"]
+    same += ["data.split=0", "data.val_path=null", "train.eval_steps=null"]
+    if shape == "toy":
+        return same
+    rewards = json.dumps([{"name": "correct", "use": "math"}])
+    return [
+        *same,
+        f"data.train_path={ROWS['long']}",
+        f"rewards={rewards}",
+        "grpo.max_completion_length=128",
+        "model.max_seq_len=256",
+    ]
+
+
+def compare_speed(work: Path, warm: Path, *, shape: str, options: argparse.Namespace) -> str:
+    """A table of one shape: medians of all timed steps of all rounds. The first step of a run is not timed."""
+    work.mkdir()
+    ours, plain = [], []
+    for n in range(options.rounds):
+        changes = [*settings(shape), f"train.max_steps={options.steps}"]
+        ours.append(run_ours(work / f"ours-{n}", warm, changes))
+        plain.append(run_plain(work / f"plain-{n}", warm, like=work / f"ours-{n}" / "run", rows=ROWS[shape]))
+        print(f"{shape} round {n + 1}/{options.rounds}", file=sys.stderr)
+    same = next(
+        (
+            n
+            for n, pair in enumerate(zip(ours[0].rewards, plain[0].rewards, strict=True))
+            if abs(pair[0] - pair[1]) > 1e-6
+        ),
+        options.steps,
+    )
+    rows = {"SFT-Play": ours, "plain TRL": plain}
+    step_s = {name: median(second for each in courses for second in each.seconds[1:]) for name, courses in rows.items()}
+    rate = {name: median(tokens_per_s(each) for each in courses) for name, courses in rows.items()}
+    lines = [f"\n{shape}: {options.steps} steps of 64 completions, median of {options.rounds} runs each", ""]
+    lines += ["| path | s a step | tokens/s | beside TRL | mean reward |", "| --- | --- | --- | --- | --- |"]
+    for name, courses in rows.items():
+        ratio = step_s["plain TRL"] / step_s[name]
+        lines.append(
+            f"| {name} | {step_s[name]:.3f} | {rate[name]:.0f} | {ratio:.2f}x | {mean(courses[0].rewards):.4f} |"
+        )
+    return "\n".join(
+        [*lines, "", f"Mean rewards of the step are the same in the first {same} of {options.steps} steps."]
+    )
+
+
+def tokens_per_s(course: Course) -> float:
+    return (course.tokens[-1] - course.tokens[0]) / sum(course.seconds[1:])
+
+
+def run_ours(home: Path, warm: Path, changes: list[str]) -> Course:
+    """The user's command."""
+    where = [f"model.name={warm}", "run_name=run", f"output_dir={home}", f"data.processed_dir={home / 'rows'}"]
+    sftplay("train", "--config", TOY, *where, *changes)
+    lines = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
+    return Course(
+        seconds=[line["step_s"] for line in lines],
+        tokens=[line["tokens_seen"] for line in lines],
+        rewards=[line["reward"] for line in lines],
+    )
+
+
+def run_plain(home: Path, warm: Path, *, like: Path, rows: Path) -> Course:
+    """The script, with the settings, prompts and order of the run in the folder `like`."""
+    home.mkdir(parents=True)
+    cfg = load_resolved(like / "config.resolved.yaml")
+    records = [as_prompt(json.loads(line)) for line in rows.read_text(encoding="utf-8").splitlines()]
+    drawn = cfg.train.max_steps * cfg.train.effective_batch_size // cfg.grpo.num_generations
+    job = {
+        "config": str(like / "config.resolved.yaml"), "model": str(warm / "model"), "out": str(home),
+        "columns": [name for name in records[0] if name != "prompt"],
+        "rows": [records[n] for n in training_order(len(records), drawn, seed=cfg.seed)],
+    }  # fmt: skip
+    (home / "job.json").write_text(json.dumps(job))
+    run([sys.executable, str(ROOT / "benchmarks" / "plain_grpo.py"), str(home / "job.json")])
+    told = json.loads((home / "told.json").read_text())
+    return Course(told["seconds"], told["tokens"], told["rewards"])
+
+
+def as_prompt(record: dict) -> dict:
+    """A row of the data files as TRL takes it."""
+    if "messages" in record:
+        *prompt, answer = record.pop("messages")
+        return {"prompt": prompt, "answer": answer["content"], **record}
+    return {"prompt": [{"role": "user", "content": record.pop("question")}], **record}
+
+
+def sftplay(*words: object) -> None:
+    run([sys.executable, "-m", "sftplay", *map(str, words)])
+
+
+def run(argv: list[str]) -> None:
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{argv[1:5]} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""The verbs `submit`, `status`, `logs` and `cancel`: a run as a job of SLURM, known by the run's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+from sftplay import log
+from sftplay.config.load import load_config
+from sftplay.control.jobs import submit as submitting
+from sftplay.control.jobs.follow_up import as_text, describe
+from sftplay.control.jobs.follow_up import cancel as cancel_job
+from sftplay.errors import ConfigError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.slurm.records import JOB_FILE, JobFolder
+from sftplay.launch.slurm.request import JobRequest
+
+
+def submit(args: Namespace) -> int:
+    """`submit`: queue the run of a config as a job; with --here, train in the job that this is called in."""
+    if args.here:
+        return submitting.run_here(args, os.environ)
+    job = submitting.prepare(args, _request(args))
+    answer = {"job_id": None, "run": str(job.folder.path), "job_file": str(job.folder.path / JOB_FILE)}
+    if args.dry_run:
+        print(json.dumps({**answer, "text": job.text}) if args.json else job.text, end="\n" if args.json else "")
+        return 0
+    number = submitting.submit(job)
+    if args.json:
+        print(json.dumps({**answer, "job_id": number}))
+    else:
+        name = job.folder.name
+        log.say(
+            f"job {number} is queued: make status RUN={name}, make logs RUN={name}, make cancel RUN={name}", "submit"
+        )
+    return 0
+
+
+def status(args: Namespace) -> int:
+    """`status`: the job of a run and how far the run is; without RUN= of all runs with a job."""
+    output = _output(args)
+    jobs = [submitting.find_job(output, args.run)] if args.run else submitting.all_jobs(output)
+    facts = [describe(job) for job in jobs]
+    if args.json:
+        print(json.dumps(facts[0] if args.run else facts, ensure_ascii=False))
+    elif not facts:
+        log.say(f"no run below {output} has a job", "status")
+    for each in [] if args.json else facts:
+        log.show(as_text(each))
+    return 0
+
+
+def logs(args: Namespace) -> int:
+    """`logs`: the last lines of a run's job; with --watch also those to come."""
+    job = submitting.find_job(_output(args), args.run)
+    files = [path for path in (job.output, job.log) if path.exists()]
+    if args.json:
+        print(json.dumps({"run": job.run.name, "job_id": job.job, "files": list(map(str, files))}))
+    elif files:
+        return subprocess.call(["tail", "-n", str(args.n), *(["-F"] if args.watch else []), *map(str, files)])
+    else:
+        log.show(as_text(describe(job)))
+    return 0
+
+
+def cancel(args: Namespace) -> int:
+    """`cancel`: stop the job of a run with a checkpoint, or take it out of the queue."""
+    job = submitting.find_job(_output(args), args.run)
+    was_there = cancel_job(job, wait_s=0 if args.fast else args.wait)
+    facts = {"run": job.run.name, "job_id": job.job, "cancelled": was_there, **_end_of(job)}
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        how = "has ended" if was_there else "had ended before"
+        saved = f"; its last checkpoint is {facts['last_checkpoint']}" if facts["last_checkpoint"] else ""
+        log.say(f"job {job.job} {how}{saved}", "cancel")
+    return 0
+
+
+def _end_of(job: JobFolder) -> dict[str, object]:
+    run = RunFolder(job.run).read_json("status.json")
+    return {key: run.get(key) for key in ("step", "last_checkpoint")}
+
+
+def _output(args: Namespace) -> Path:
+    if args.overrides and not args.config:
+        what = f"{args.verb} has no config to set {args.overrides[0]!r} in"
+        raise ConfigError(what, where="command line", fix="leave it out, or name the config with CONFIG=")
+    return Path(load_config(args.config, args.overrides).output_dir if args.config else "outputs")
+
+
+def _request(args: Namespace) -> JobRequest:
+    try:
+        options = tuple(shlex.split(args.sbatch))
+    except ValueError as error:
+        raise ConfigError(f"cannot be split into words ({error})", where="--sbatch", fix="close the quotes") from None
+    return JobRequest(
+        nodes=args.nodes, gpus_per_node=args.gpus_per_node, gres=args.gres, time=args.time, partition=args.partition,
+        nproc=args.nproc, sbatch=options, setup=Path(args.setup) if args.setup else None,
+    )  # fmt: skip

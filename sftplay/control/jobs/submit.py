@@ -1,0 +1,185 @@
+"""Turns a config and a request into a job of SLURM. What is wrong is told before the job is queued.
+
+The job trains by the config as it was at this moment, kept in the run's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sftplay import log
+from sftplay.atomic import locked, write_text
+from sftplay.config.load import load_config
+from sftplay.config.read.resolved import dump_given
+from sftplay.config.schema.run import RunConfig
+from sftplay.control.inputs import check_inputs, needs_no_hub
+from sftplay.control.start import refuse_restarts
+from sftplay.errors import ConfigError, MachineError, SftplayError
+from sftplay.launch.run_folder import RunFolder, find_run, has_begun, new_folder
+from sftplay.launch.slurm import scheduler
+from sftplay.launch.slurm.aliases import in_our_names
+from sftplay.launch.slurm.job import run_job
+from sftplay.launch.slurm.job_file import job_file
+from sftplay.launch.slurm.records import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
+from sftplay.launch.slurm.request import JobRequest
+from sftplay.plan.sizing.split import split_batch
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job that could be queued."""
+
+    cfg: RunConfig
+    request: JobRequest
+    folder: RunFolder
+    text: str
+    """Of the job file."""
+
+
+def prepare(args: Namespace, request: JobRequest) -> Submission:
+    """Check config, inputs and request, and choose the run's folder.
+
+    Raises:
+        SftplayError: the run could not begin in the job.
+    """
+    request.check()
+    cfg = checked_config(args, request)
+    name = cfg.run_name
+    if cfg.train.resume != "never" and has_begun(cfg, args.config):
+        folder = find_run(cfg, args.config, run=name)
+    else:
+        folder = new_folder(cfg, args.config, claim=not args.dry_run)
+    folder = RunFolder(folder.path.absolute())
+    cfg = cfg.with_values({"run_name": folder.name}, "submit") if name is None else cfg
+    launcher_args = tuple(args.launcher_args)
+    text = job_file(request, folder.path, chdir=Path.cwd(), python=sys.executable, launcher_args=launcher_args)
+    return Submission(cfg, request, folder, text)
+
+
+def checked_config(args: Namespace, request: JobRequest) -> RunConfig:
+    """The config of the job, of which everything is checked that can be checked without its machine.
+
+    Raises:
+        SftplayError: a value or an input is wrong, or is not on this machine.
+    """
+    world_size = request.nodes * request.processes
+    overrides, notes = in_our_names(args.overrides, world_size=world_size)
+    cfg = load_config(args.config, overrides)
+    for note in notes:
+        log.say(f"note: {note}", "submit")
+    is_online = os.environ.get("HF_HUB_OFFLINE") == "0"
+    checked = check_inputs(cfg, asks_hub=is_online)
+    if not is_online and not needs_no_hub(checked):
+        raise MachineError(
+            f"the job runs without a network, and {cfg.model.name} or its data are not on this machine",
+            where=f"{cfg.origins.get('model.name', 'model')} model.name",
+            fix=f"make download-model MODEL={cfg.model.name}; or set HF_HUB_OFFLINE=0 where the nodes have a network",
+        )
+    refuse_restarts(cfg, nnodes=request.nodes)
+    split_batch(cfg, world_size, has_gpu=True)
+    return cfg
+
+
+def submit(job: Submission) -> int:
+    """Queue the job and record it in the run's folder; its number.
+
+    Raises:
+        ConfigError: the run has a job already.
+        MachineError: SLURM refuses the job. Nothing is left of it then.
+    """
+    folder = job.folder.path
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / LOCK):
+        _refuse_second(folder)
+        with _left_as_it_was(folder):
+            write_text(folder / CONFIG, dump_given(job.cfg))
+            write_text(folder / JOB_FILE, job.text)
+            number = scheduler.submit(folder / JOB_FILE)
+        add_job(folder, number, nodes=job.request.nodes, nproc=job.request.processes)
+    return number
+
+
+def run_here(args: Namespace, environment: Mapping[str, str]) -> int:
+    """Train in the job that this process runs in, which `sbatch` of a file has started; the trainer's exit code.
+
+    Without `run_name` the run is named by the config and the job, so that it is the same after a requeue.
+
+    Raises:
+        SftplayError: this is no job; or as `prepare`.
+    """
+    if not environment.get("SLURM_JOB_ID", "").isdecimal():
+        fix = "leave out --here, and the job is queued; or start it by sbatch workflows/slurm/train.sbatch"
+        raise ConfigError("this is no job of SLURM", where="--here", fix=fix)
+    job, nodes = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    nproc = args.nproc or (int(gpus) if gpus.isdecimal() else None)
+    request = JobRequest(nodes=nodes, nproc=nproc)
+    cfg = checked_config(args, request)
+    if cfg.run_name is None:
+        cfg = cfg.with_values({"run_name": f"{Path(args.config).stem}-job{job}"}, "submit")
+    folder = Path(cfg.output_dir).absolute() / str(cfg.run_name)
+    last = newest_job(folder)
+    if last is None or last.job != job:  # the first life
+        if not has_begun(cfg, args.config) or cfg.train.resume == "never":
+            new_folder(cfg, args.config)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / CONFIG, dump_given(cfg))
+        add_job(folder, job, nodes=nodes, nproc=request.processes)
+    return run_job(folder, nproc=request.processes, launcher_args=args.launcher_args)
+
+
+def find_job(output: Path, run: str | None) -> JobFolder:
+    """The newest job of a run, by the run's name or folder.
+
+    Raises:
+        ConfigError: there is no such run, or it has no job.
+    """
+    places = [Path(run), output / run] if run else []
+    for place in places:
+        if job := newest_job(place.absolute()):
+            return job
+    if run and any((place / "status.json").exists() for place in places):
+        raise ConfigError(f"the run {run!r} was not submitted", where=str(output), fix="look at it with make report")
+    known = ", ".join(job.run.name for job in all_jobs(output)[:5]) or "none"
+    what = f"no run {run!r} with a job" if run else "no run is named"
+    raise ConfigError(what, where=str(output), fix=f"name one with RUN=; there is {known}")
+
+
+def all_jobs(output: Path) -> list[JobFolder]:
+    """The newest job of each run below the output folder, the latest first."""
+    records = sorted(output.absolute().glob(f"*/{JOBS}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    folders = [path.parent for path in records if not path.parent.is_symlink()]  # `latest` is one of them
+    return [job for folder in folders if (job := newest_job(folder))]
+
+
+def _refuse_second(folder: Path) -> None:
+    """Two jobs of one run would write into the same files."""
+    job = newest_job(folder)
+    if job and (state := scheduler.look(job.job)).is_active:
+        what = f"the run {folder.name!r} has the job {job.job}, which is {state.state}"
+        fix = f"make cancel RUN={folder.name}, or choose another run_name"
+        raise ConfigError(what, where=str(folder), fix=fix)
+
+
+@contextmanager
+def _left_as_it_was(folder: Path) -> Iterator[None]:
+    """Put the files of an earlier job back, and remove the folder where it is new, when the block raises."""
+    before = {name: (folder / name).read_text() for name in (CONFIG, JOB_FILE) if (folder / name).exists()}
+    try:
+        yield
+    except SftplayError:
+        for name in (CONFIG, JOB_FILE):
+            if name in before:
+                write_text(folder / name, before[name])
+            else:
+                (folder / name).unlink(missing_ok=True)
+        if [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
+        raise

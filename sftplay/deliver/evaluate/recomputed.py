@@ -1,0 +1,88 @@
+"""The rewards of a finished or running run once more: of the completions that it has kept, by the same rewards.
+
+What a model learned from can so be checked by another process, at another time, with another executor. It changes
+nothing in the run's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from sftplay.atomic import read_lines
+from sftplay.data.prompts.questions import Question, Questions
+from sftplay.errors import DataError
+from sftplay.reward.reward_set import RewardSet, aligned
+
+TOLERANCE = 1e-6
+
+
+@dataclass
+class Recomputed:
+    """One reward then and now."""
+
+    name: str
+    n: int = 0
+    differ: int = 0
+    largest_difference: float = 0.0
+    first: str = ""
+    """The first completion that got something else: file and line, then and now."""
+
+    def add(self, place: str, then: float | None, *, now: float | None) -> None:
+        """Count a completion that was paid `then` and gets `now`."""
+        self.n += 1
+        if then is None or now is None:
+            differs, distance = then is not now, 0.0
+        else:
+            differs, distance = not isclose(then, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE), abs(then - now)
+        self.differ += differs
+        self.largest_difference = max(self.largest_difference, distance)
+        if differs and not self.first:
+            self.first = f"{place} got {then}, now {now}"
+
+
+def kept_steps(folder: Path) -> list[Path]:
+    """The files of samples/ below a run's folder, in the order of their steps."""
+    files = [path for path in (folder / "samples").glob("step-*.jsonl") if path.stem[5:].isdecimal()]
+    return sorted(files, key=lambda path: int(path.stem[5:]))
+
+
+def recompute(
+    files: Sequence[Path], questions: Questions, *, columns: Sequence[str], reward_set: RewardSet
+) -> list[Recomputed]:
+    """Each reward of the run, then and now, over the completions in `files`.
+
+    Raises:
+        DataError: a file cannot be read, or a prompt of it is no longer in the data.
+    """
+    numbers = {row: number for number, row in enumerate(questions.rows["row"])}
+    found = {name: Recomputed(name) for name in reward_set.names}
+    for file in files:
+        lines, broken = read_lines(file)
+        if broken:
+            raise DataError("cannot be read", where=f"{file}:{broken[0]}", fix="remove the line, or restore the file")
+        asked = [_question(line, questions, numbers=numbers, file=file) for line in lines]
+        scored = reward_set.score(
+            [str(line.get("completion", "")) for line in lines], aligned([each.columns for each in asked], columns)
+        )
+        for name, scores in scored.by_name.items():
+            for n, (line, now) in enumerate(zip(lines, scores.values, strict=True), start=1):
+                found[name].add(f"{file}:{n}", _value(line, name), now=now)
+    return list(found.values())
+
+
+def _question(line: Mapping[str, Any], questions: Questions, *, numbers: Mapping[int, int], file: Path) -> Question:
+    row = line.get("prompt_id")
+    if not isinstance(row, int) or row not in numbers:
+        fix = "give the run's own data back: data_report.json names the files"
+        raise DataError(f"the prompt {row} is not in the data", where=str(file), fix=fix)
+    return questions[numbers[row]]
+
+
+def _value(line: Mapping[str, Any], name: str) -> float | None:
+    rewards = line.get("rewards")
+    value = rewards.get(name) if isinstance(rewards, dict) else None
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,111 @@
+"""What a job asks of SLURM, and the lines of `#SBATCH` that say so. Nothing is asked here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sftplay.errors import ConfigError
+from sftplay.units import parse_seconds
+
+NOTICE_S = 300
+"""How long before its end SLURM tells a job of it, where the job's time allows that. It may do so a minute earlier."""
+
+NOTICE_SHARE = 0.2
+"""The notice takes at most this share of a job's time, so that a short job also makes steps."""
+
+OURS = (
+    "array", "wrap", "output", "error", "nodes", "ntasks", "ntasks-per-node", "chdir", "open-mode", "parsable", "wait",
+)  # fmt: skip
+"""Options of sbatch that the kit sets itself, or that make of a run something else than one job."""
+
+SHORT = {"-a": "array", "-o": "output", "-e": "error", "-N": "nodes", "-n": "ntasks", "-D": "chdir", "-W": "wait"}
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """Nodes, GPUs and time of a job. An empty text leaves the choice to the cluster."""
+
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    gres: str = ""
+    time: str = ""
+    partition: str = ""
+    nproc: int | None = None
+    sbatch: tuple[str, ...] = ()
+    """More options of sbatch, such as `--account=lab`."""
+
+    setup: Path | None = None
+    """A file that the job's shell reads first, such as one that loads modules."""
+
+    @property
+    def processes(self) -> int:
+        """Processes on each node: as asked, else one for each GPU of a node, else one."""
+        return self.nproc or self.gpus_per_node or gpus_in(self.gres) or 1
+
+    def check(self) -> None:
+        """Raise ConfigError where a part of it cannot be meant."""
+        if self.gres and self.gpus_per_node:
+            what = f"GPUs are asked for twice: gres {self.gres} and {self.gpus_per_node} for each node"
+            raise ConfigError(what, where="--gres", fix="leave one of --gres and --gpus-per-node out")
+        if self.time:
+            limit_seconds(self.time)
+        for option in self.sbatch:
+            name = option.partition("=")[0]
+            if not re.fullmatch(r"-[a-zA-Z]\S*|--[a-z][a-z-]*(=.*)?", option, re.S) or "\n" in option:
+                fix = "write options as one word each, such as --account=lab"
+                raise ConfigError(f"{option!r} is no option of sbatch", where="--sbatch", fix=fix)
+            if SHORT.get(name[:2], name.removeprefix("--")) in OURS:
+                raise ConfigError(f"{name} is set by the kit", where="--sbatch", fix="leave it out; see docs/slurm.md")
+        if self.setup is not None and not self.setup.is_file():
+            raise ConfigError("there is no such file", where=f"--setup {self.setup}", fix="correct the path")
+
+
+def gpus_in(gres: str) -> int:
+    """GPUs on each node in `gpu:volta:2`, `gpu:2` or `gpu`; 0 where it names none."""
+    counts = [entry.split("(")[0].split(":")[1:] for entry in gres.split(",") if entry.split(":")[0] == "gpu"]
+    return sum(int(parts[-1]) if parts and parts[-1].isdecimal() else 1 for parts in counts)
+
+
+def limit_seconds(text: str) -> float:
+    """Seconds of a time as sbatch reads it: a bare number is minutes.
+
+    Raises:
+        ConfigError: it is no such time.
+    """
+    try:
+        if not re.fullmatch(r"[0-9:-]+", text):
+            raise ValueError
+        return parse_seconds(text) * (60 if text.isdecimal() else 1)
+    except ValueError:
+        fix = "write 12:00:00, 1-12:00:00 or a number of minutes"
+        raise ConfigError(f"{text!r} is no time limit of SLURM", where="--time", fix=fix) from None
+
+
+def directives(request: JobRequest, folder: Path, *, chdir: Path) -> Iterator[str]:
+    """The options of the job of the run in `folder`, for lines of `#SBATCH`. Of two the last one counts: the user's."""
+    yield f"--job-name={word(folder.name)}"
+    yield f"--nodes={request.nodes}"
+    yield "--ntasks-per-node=1"
+    for flag, value in (("gres", request.gres), ("time", request.time), ("partition", request.partition)):
+        if value:
+            yield f"--{flag}={word(value)}"
+    if request.gpus_per_node:
+        yield f"--gpus-per-node={request.gpus_per_node}"
+    notice_s = min(NOTICE_S, NOTICE_SHARE * limit_seconds(request.time)) if request.time else NOTICE_S
+    yield f"--signal=B:USR1@{round(notice_s)}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield f"--output={word(str(folder).replace('%', '%%'))}/slurm-%j.out"
+    yield f"--chdir={word(str(chdir))}"
+    for option in request.sbatch:
+        name, sign, value = option.partition("=")
+        yield f"{name}{sign}{word(value) if value else ''}"
+
+
+def word(text: str) -> str:
+    """The text as one word of a shell, and of a line of `#SBATCH`, which takes the same quotation marks."""
+    return shlex.quote(text)

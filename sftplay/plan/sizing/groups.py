@@ -1,0 +1,221 @@
+"""Task mode grpo before any size: whole groups of completions, what draws them, and how many at a time.
+
+The rules of groups are those of TRL's GRPOConfig (trl 1.16, `__post_init__`): a drawing, which is steps_per_generation
+optimizer steps long, holds whole groups of num_generations completions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Machine
+from sftplay.plan.memory.execution import Execution
+from sftplay.plan.memory.forecast import Forecast
+from sftplay.plan.memory.rollout import cache_bytes
+from sftplay.plan.shape.model_shape import ModelShape
+from sftplay.plan.sizing.decisions import Decision
+from sftplay.units import format_bytes
+
+EFFECTIVE, GENERATIONS = "train.effective_batch_size", "grpo.num_generations"
+GENERATION_ROWS = "grpo.generation_rows"
+
+ENOUGH = 4
+"""Completions of a group from which on their rewards differ in more than two ways: with 2, an advantage is 0 or the
+same number up and down."""
+
+FP32_HEAD = "cast_lm_head_to_fp32"
+"""Field of TRL's GRPOConfig: the head computes in fp32, which keeps large scores from overflowing fp16."""
+
+VLLM_INSTALL = "pip install vllm"
+
+
+def completions_of_drawing(cfg: RunConfig) -> int:
+    """Completions that all processes draw before they learn from them."""
+    return cfg.train.effective_batch_size * cfg.grpo.steps_per_generation
+
+
+def near_batches(cfg: RunConfig, unit: int, *, is_fixed: bool = False) -> list[int]:
+    """The effective batches nearest to the one asked for that are multiples of `unit` and hold whole groups.
+
+    With `is_fixed` sizes decide it, so that `unit` itself is the only one.
+    """
+    groups = cfg.grpo.step_multiple if cfg.task_mode == "grpo" else 1
+    if is_fixed:
+        return [unit] if unit % groups == 0 else []
+    step, total = math.lcm(unit, groups), cfg.train.effective_batch_size
+    low = total // step * step
+    return [size for size in (low, low + step) if size]
+
+
+def near_groups(cfg: RunConfig) -> list[int]:
+    """The nearest sizes of a group of which a drawing holds a whole number."""
+    drawn, group = completions_of_drawing(cfg), cfg.grpo.num_generations
+    fitting = [size for size in range(2, drawn + 1) if drawn % size == 0]
+    return [*[size for size in fitting if size <= group][-1:], *[size for size in fitting if size > group][:1]]
+
+
+def refuse_broken_groups(cfg: RunConfig, world_size: int) -> None:
+    """Check that every drawing holds whole groups.
+
+    Raises:
+        ConfigError: it does not; the nearest effective batches and sizes of a group are named.
+    """
+    if cfg.task_mode != "grpo" or completions_of_drawing(cfg) % cfg.grpo.num_generations == 0:
+        return
+    train, grpo = cfg.train, cfg.grpo
+    given = [size for size in (train.batch_size, train.grad_accum) if isinstance(size, int)]
+    unit = world_size * math.prod(given)
+    batches = near_batches(cfg, unit, is_fixed=len(given) == 2)
+    groups = near_groups(cfg) if train.effective_batch_size % unit == 0 else []
+    choices = [f"{EFFECTIVE} to {' or '.join(map(str, batches))}"] if batches else []
+    choices += [f"{GENERATIONS} to {' or '.join(map(str, groups))}"] if groups else []
+    steps = f" x grpo.steps_per_generation {grpo.steps_per_generation}" if grpo.steps_per_generation > 1 else ""
+    what = f"{train.effective_batch_size} completions a step{steps} do not make whole groups of {GENERATIONS} "
+    raise ConfigError(
+        f"{what}{grpo.num_generations} over {world_size} process(es)",
+        where=f"{cfg.origins.get(EFFECTIVE, cfg.origins.get(GENERATIONS, 'default'))} {EFFECTIVE}",
+        fix=f"set {', or '.join(choices)}" if choices else "leave train.batch_size and train.grad_accum on auto",
+    )
+
+
+def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> None:
+    """Check that what draws completions can run here.
+
+    Raises:
+        MachineError: it is not installed, or the GPUs are too old.
+        ConfigError: vLLM cannot split the model over the processes.
+    """
+    kind, key = cfg.grpo.generation, "grpo.generation"
+    if cfg.task_mode != "grpo" or kind == "transformers":
+        return
+    where = f"{cfg.origins.get(key, 'grpo')} {key}"
+    fix = f"write {key}: transformers"
+    old = [gpu for gpu in machine.gpus if not gpu.has_bf16]
+    if old:
+        capability = ".".join(map(str, old[0].capability))
+        why = f"{old[0].name} has compute capability {capability}, and below 8.0 only transformers is offered: "
+        why += "vLLM's wheels leave out the oldest of these cards" if kind != "continuous" else "nobody has tried it"
+        raise MachineError(why, where=where, fix=fix)
+    if kind.startswith("vllm") and not machine.gpus and kind == "vllm_colocate":
+        raise MachineError("vLLM shares the training GPUs, and there is none", where=where, fix=fix)
+    if kind.startswith("vllm") and find_spec("vllm") is None:
+        raise MachineError("the package vllm is not installed", where=where, fix=f"{VLLM_INSTALL}, or {fix}")
+    split = cfg.grpo.vllm.tensor_parallel
+    if kind == "vllm_colocate" and world_size % split:
+        key = "grpo.vllm.tensor_parallel"
+        raise ConfigError(
+            f"{split} does not divide {world_size} process(es)",
+            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            fix=f"write {math.gcd(split, world_size)}, or use another number of processes",
+        )
+
+
+def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: Execution, device_bytes: int) -> None:
+    """Check that vLLM's share of a GPU holds the model and one completion.
+
+    Raises:
+        MachineError: it does not.
+    """
+    vllm, key = cfg.grpo.vllm, "grpo.vllm.memory_share"
+    if cfg.task_mode != "grpo" or cfg.grpo.generation != "vllm_colocate":
+        return
+    one = cache_bytes(shape, execution, completions=1, tokens=cfg.row_tokens)
+    need = (2 * shape.total_params + one) / vllm.tensor_parallel
+    room = vllm.memory_share * device_bytes
+    if need > room:
+        raise MachineError(
+            f"{vllm.memory_share:g} of the GPU is {format_bytes(int(room))}, but vLLM needs {format_bytes(int(need))} "
+            "for the model in 16 bits and one completion",
+            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            fix=f"write {math.ceil(100 * need / device_bytes) / 100:g} or more, or grpo.generation: transformers",
+        )
+
+
+def refuse_mixed_cache(cfg: RunConfig) -> None:
+    """Check that continuous batching gets keys of the dtype that its cache has (transformers 5.23).
+
+    Raises:
+        ConfigError: all weights train in fp32, and so is the cache, but keys are computed in 16 bits.
+    """
+    key, precision = "grpo.generation", cfg.train.precision
+    if cfg.grpo.generation == "continuous" and cfg.tuning.mode == "full" and precision != "fp32":
+        raise ConfigError(
+            f"continuous has a cache in the fp32 of the weights, and train.precision {precision} fills it",
+            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            fix=f"write {key}: transformers, or tuning.mode: lora",
+        )
+
+
+def refuse_shared_head(cfg: RunConfig, shape: ModelShape) -> None:
+    """Check that the head can be fp32 alone.
+
+    Raises:
+        ConfigError: it shares its weights with the embedding, where TRL refuses it once the model is loaded.
+    """
+    key = f"grpo.extra.{FP32_HEAD}"
+    if cfg.task_mode == "grpo" and cfg.grpo.extra.get(FP32_HEAD) and shape.tied:
+        raise ConfigError(
+            f"the head of {shape.name} is its embedding, so it cannot be fp32 alone",
+            where=f"{cfg.origins.get(key, 'grpo')} {key}",
+            fix="remove it; tuning.mode: full holds all weights in fp32",
+        )
+
+
+def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], Forecast] | None) -> Decision:
+    """Completions that a process draws at a time: all of a drawing, or equal parts that fit the device.
+
+    `look` forecasts the phase of drawing alone for so many; None where memory is not planned.
+    """
+    share = max(1, completions_of_drawing(cfg) // world_size)
+    if cfg.grpo.generation.startswith("vllm"):
+        return Decision(share, f"{cfg.grpo.generation} takes all of a drawing and queues them itself")
+    if look is None or look(share).verdict == "fits":
+        return Decision(share, f"all {share} completions of a process at once")
+    low, high = 1, share
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if look(middle).verdict == "fits" else (low, middle)
+    parts = -(-share // low)
+    rows = -(-share // parts)
+    seen = look(rows)
+    filled = f"{format_bytes(seen.peak_bytes)} of {format_bytes(seen.budget_bytes)}"
+    return Decision(rows, f"{share} completions of a process in {parts} parts; one takes {filled} with its margin")
+
+
+def notes_on_drawing(cfg: RunConfig, shape: ModelShape | None) -> tuple[str, ...]:
+    """What the user should know of a sized run that learns from rewards."""
+    grpo = cfg.grpo
+    if cfg.task_mode != "grpo":
+        return ()
+    notes = []
+    if grpo.importance_sampling_level == "sequence" and grpo.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        notes.append(
+            f"grpo.importance_sampling_level sequence with loss_type {grpo.loss_type} makes long completions count "
+            "more; GSPO is loss_type grpo"
+        )
+    if grpo.num_generations < ENOUGH:
+        notes.append(
+            f"grpo.num_generations {grpo.num_generations}: few completions say little about their prompt; 8 is usual"
+        )
+    if cfg.train.precision == "fp16" and shape is not None and not shape.tied and FP32_HEAD not in grpo.extra:
+        notes.append(f"train.precision fp16: where scores overflow it, write grpo.extra: {{{FP32_HEAD}: true}}")
+    if grpo.control is not None:
+        notes.append(f"grpo.control {grpo.control}: the model is not paid what its completions are worth")
+    return tuple(notes)
+
+
+def groups_as_plan(cfg: RunConfig) -> dict[str, int]:
+    """What plan.json says of groups; the preflight compares it with the trainer."""
+    if cfg.task_mode != "grpo":
+        return {}
+    grpo = cfg.grpo
+    return {
+        "num_generations": grpo.num_generations,
+        "generation_batch_size": completions_of_drawing(cfg),
+        "steps_per_generation": grpo.steps_per_generation * int(cfg.train.grad_accum),
+        "generation_rows": int(grpo.generation_rows or 0),
+    }

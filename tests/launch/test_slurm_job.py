@@ -1,0 +1,466 @@
+"""A run as a SLURM job without a cluster: the job file, what is refused before it is queued, and the job's process.
+
+Where SLURM is asked, programs of these names on PATH stand in for it. The trainer is a stand-in as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+
+from sftplay.cli import main
+from sftplay.config.load import load_config
+from sftplay.config.read.resolved import dump_given
+from sftplay.config.schema.keys import all_keys
+from sftplay.control.first_step import free_name
+from sftplay.errors import ConfigError
+from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.slurm.aliases import ALIASES, in_our_names
+from sftplay.launch.slurm.job import Allocation, others_command, trainer_command
+from sftplay.launch.slurm.job_file import job_file
+from sftplay.launch.slurm.records import JobFolder, newest_job
+from sftplay.launch.slurm.request import JobRequest, gpus_in, limit_seconds
+from sftplay.signals import Echoes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lines_of(request: JobRequest, folder: str = "/runs/a run") -> list[str]:
+    text = job_file(request, Path(folder), chdir=Path("/home/me"), python="/kit/python")
+    return text.splitlines()
+
+
+def test_job_file_says_what_was_asked_for_and_calls_python():
+    request = JobRequest(nodes=2, gres="gpu:volta:2", time="12:00:00", partition="xeon", sbatch=("--mem=64G", "-A lab"))
+    lines = lines_of(request)
+    directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert directives == [
+        "--job-name='a run'", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:volta:2", "--time=12:00:00",
+        "--partition=xeon", "--signal=B:USR1@300", "--requeue", "--open-mode=append",
+        "--output='/runs/a run'/slurm-%j.out", "--chdir=/home/me", "--mem=64G", "-A lab",
+    ]  # fmt: skip
+    assert "command=(/kit/python -m sftplay.launch.slurm.job '/runs/a run' --nproc 2)" in lines
+    assert "set -euo pipefail" in lines
+    assert not [line for line in lines if "eval" in line or line.startswith("make")]
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "WANDB_MODE"):
+        assert [line for line in lines if line.startswith(f"export {variable}=")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({}, {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline", "MASTER_PORT": "17654"}),
+        ({"HF_HUB_OFFLINE": "0"}, {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}),
+        ({"MASTER_PORT": "4000", "NCCL_DEBUG": "INFO"}, {"MASTER_PORT": "4000", "NCCL_DEBUG": "INFO"}),
+    ],
+)
+def test_a_shell_runs_the_job_file_and_what_the_user_has_set_stays(
+    tmp_path: Path, setting: dict[str, str], expected: dict[str, str]
+):
+    python = tmp_path / "a python"
+    python.write_text('#!/bin/sh\necho "$#" "$3"\nenv\n')
+    python.chmod(0o755)
+    modules = tmp_path / "modules.sh"
+    modules.write_text("export LOADED=yes\n")
+    request = JobRequest(setup=modules)
+    (tmp_path / "job").write_text(job_file(request, tmp_path / "it's $HOME", chdir=tmp_path, python=str(python)))
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job")], env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "27654", **setting},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    first, *environment = done.stdout.splitlines()
+    assert first == f"5 {tmp_path}/it's $HOME"
+    assert {f"{key}={value}" for key, value in {**expected, "LOADED": "yes"}.items()} <= set(environment)
+
+
+def test_gpus_and_time_are_read_as_sbatch_reads_them():
+    """sbatch(1): --gres is `name[[:type]:count]`, with commas; a bare number in --time is minutes."""
+    texts = ["gpu:volta:2", "gpu:2", "gpu", "gpu:a100", "craynetwork:4", "gpu:1,gpu:b:2"]
+    assert [gpus_in(text) for text in texts] == [2, 2, 1, 1, 0, 3]
+    times = ["30", "12:00:00", "1-12", "1:30", "2-00:00:10"]
+    assert [limit_seconds(text) for text in times] == [1800, 43200, 129600, 90, 172810]
+    with pytest.raises(ConfigError, match="is no time limit"):
+        limit_seconds("3h")
+
+
+@pytest.mark.parametrize(("time_limit", "notice"), [("", 300), ("12:00:00", 300), ("10", 120), ("1", 12)])
+def test_notice_takes_no_more_than_a_fifth_of_a_short_job(time_limit: str, notice: int):
+    assert f"#SBATCH --signal=B:USR1@{notice}" in lines_of(JobRequest(time=time_limit))
+
+
+@pytest.mark.parametrize(
+    ("request_", "what"),
+    [
+        (JobRequest(gres="gpu:2", gpus_per_node=2), "asked for twice"),
+        (JobRequest(sbatch=("--array=1-4",)), "--array is set by the kit"),
+        (JobRequest(sbatch=("-o", "x")), "-o is set by the kit"),
+        (JobRequest(sbatch=("lab",)), "'lab' is no option"),
+        (JobRequest(sbatch=("--comment=x\n#SBATCH --array=1",)), "is no option"),
+        (JobRequest(setup=Path("/nowhere")), "no such file"),
+        (JobRequest(time="soon"), "is no time limit"),
+    ],
+)
+def test_request_that_cannot_be_meant_is_refused(request_: JobRequest, what: str):
+    with pytest.raises(ConfigError, match=what):
+        request_.check()
+
+
+def test_names_of_the_guide_lead_to_keys_that_exist():
+    assert set(ALIASES.values()) <= set(all_keys())
+
+
+def test_names_of_other_kits_become_ours_and_together_decide_the_effective_batch():
+    typed = ["--training_args.max_steps=50", "seed=3", "--evaluation.eval_interval_steps=10"]
+    assert in_our_names(typed, world_size=2) == (["train.max_steps=50", "seed=3", "train.eval_steps=10"], [])
+    sizes = ["training_args.per_device_train_batch_size=1", "training_args.gradient_accumulation_steps=4"]
+    ours, notes = in_our_names(sizes, world_size=2)
+    assert ours == ["train.batch_size=1", "train.grad_accum=4", "train.effective_batch_size=8"]  # 1 x 4 x 2
+    assert notes == ["train.effective_batch_size is 8: 1 rows x 4 micro-batches x 2 processes"]
+    assert in_our_names([*sizes, "train.effective_batch_size=16"], world_size=2)[0][2:] == [
+        "train.effective_batch_size=16"
+    ]
+    with pytest.raises(ConfigError, match=r"no 'training_args.max_step'") as caught:
+        in_our_names(["--training_args.max_step=5"], world_size=1)
+    assert caught.value.fix == "did you mean training_args.max_steps?"
+
+
+def test_config_of_a_job_is_the_config_that_was_submitted(write_config: Callable[..., Path]):
+    path = write_config(train__extra={"adam_epsilon": 1e-6}, tuning__lora__target_modules=["q_proj"])
+    cfg = load_config(path, ["train.learning_rate=3e-4"])
+    copy = path.with_name("copy.yaml")
+    copy.write_text(dump_given(cfg))
+    assert load_config(copy).with_origins({}) == cfg.with_origins({})
+    assert "learning_rate: 0.0003  # command line" in copy.read_text()
+    assert "cluster" not in copy.read_text()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Puts programs on PATH that stand in for SLURM's: name=shell text. They write each call to the file returned."""
+    calls = tmp_path / "calls.txt"
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("env", "dirname", "setsid", "sleep"):  # and no other program: SLURM may be installed here
+        (programs / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(programs))
+
+    def put(**texts: str) -> Path:
+        for name, text in texts.items():
+            (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> "{calls}"\n{text}\n')
+            (programs / name).chmod(0o755)
+        calls.touch()
+        return calls
+
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        put(**{name: "echo not here >&2; exit 1"})
+    return put
+
+
+def submit(config: Path, *words: str) -> int:
+    return main(["submit", "--config", str(config), *words])
+
+
+def test_submitted_run_has_its_job_and_shows_it(
+    write_config: Callable[..., Path], slurm: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+):
+    calls = slurm(sbatch="env > $(dirname $0)/environment; echo '17;cluster'", squeue="echo 'PENDING|Resources||1:00|'")
+    config = write_config()
+    os.environ.update(MAKELEVEL="1", TYPED_ARGS="x")  # as make sets them
+    assert submit(config, "--nodes=2", "--json", "--make-args=train.max_steps=3") == 0
+    answer = json.loads(capsys.readouterr().out)
+    run = Path(answer["run"])
+    assert answer == {"job_id": 17, "run": str(run), "job_file": f"{run}/slurm.sbatch"}
+    assert calls.read_text() == f"sbatch --parsable {run}/slurm.sbatch\n"
+    assert not {"MAKELEVEL", "TYPED_ARGS"} & {
+        line.partition("=")[0] for line in (calls.parent / "programs" / "environment").read_text().splitlines()
+    }
+    assert load_config(run / "slurm.yaml").train.max_steps == 3
+    assert main(["status", "--config", str(config), "--run", "run", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["job_id"], facts["state"], facts["reason"]) == (17, "PENDING", "Resources")
+    # A second job of the same name would write into the same files.
+    assert submit(config) == 2
+    assert "the run 'run' has the job 17, which is PENDING" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["logs", "cancel", "status"])
+def test_run_without_a_job_is_named_as_such(
+    verb: str, write_config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = write_config()
+    assert main([verb, "--config", str(config), "--run", "nobody"]) == 2
+    assert "no run 'nobody' with a job" in capsys.readouterr().err
+    RunFolder(tmp_path / "outputs" / "run").create()
+    RunFolder(tmp_path / "outputs" / "run").update_status(state="done")
+    assert main([verb, "--config", str(config), "--run", "run"]) == 2
+    assert "the run 'run' was not submitted" in capsys.readouterr().err
+
+
+def test_run_that_has_begun_goes_on_in_a_new_job_where_that_is_asked_for(
+    write_config: Callable[..., Path], slurm: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    slurm(sbatch="echo 18", squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    config, folder = write_config(), RunFolder(tmp_path / "outputs" / "run")
+    folder.create()
+    folder.resolved.write_text("")
+    folder.update_status(state="stopped", step=3)
+    (folder.path / "slurm.jsonl").write_text('{"job_id": 17}\n')
+    assert submit(config) == 2
+    assert "a run called 'run' exists" in capsys.readouterr().err
+    assert submit(config, "train.resume=auto") == 0
+    assert newest_job(folder.path) == JobFolder(folder.path, 18)
+    assert main(["status", "--config", str(config), "--run", "run"]) == 0
+    assert "run: job 18 has left the queue, run stopped at step 3" in capsys.readouterr().out
+
+
+def test_dry_run_prints_the_job_file_and_leaves_nothing(
+    write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    assert submit(write_config(), "--dry-run", "--gres=gpu:volta:2") == 0
+    assert capsys.readouterr().out.startswith("#!/usr/bin/env bash\n")
+    assert not (tmp_path / "outputs").exists()
+
+
+BEFORE_THE_QUEUE = [
+    (["train.lerning_rate=1"], 2, "no key called 'lerning_rate'"),
+    (["--training_args.max_step=1"], 2, "did you mean training_args.max_steps"),
+    (["train.max_steps=many"], 2, "train.max_steps"),
+    (["--nodes=3"], 2, "effective batch 8 cannot be split exactly over 3 process(es)"),
+    (["--nodes=2", "cluster.max_restarts=1"], 2, "cannot restart by itself"),
+    (["data.train_path=nowhere.jsonl"], 4, "nowhere.jsonl"),
+    (["model.name=some-org/some-model"], 3, "runs without a network"),
+    (["--time=soon"], 2, "is no time limit"),
+    (["--sbatch=--array=1-3"], 2, "set by the kit"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "what"), BEFORE_THE_QUEUE)
+def test_what_is_wrong_is_told_before_the_job_is_queued(
+    write_config: Callable[..., Path],
+    slurm: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    code: int,
+    what: str,
+):
+    calls = slurm(sbatch="echo 17")
+    assert submit(write_config(), *words) == code
+    assert what in capsys.readouterr().err
+    assert calls.read_text() == ""
+
+
+def test_refusal_of_sbatch_is_told_in_its_own_words_and_leaves_nothing(
+    write_config: Callable[..., Path], slurm: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    said = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+    slurm(sbatch=f"echo '{said}' >&2; exit 1")
+    assert submit(write_config(), "--gres=gpu:a100:1") == 3
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "outputs" / "run").exists()
+
+
+def test_without_slurm_a_submission_ends_with_3(
+    write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert submit(write_config()) == 3
+    assert "sbatch is not on this machine" in capsys.readouterr().err
+
+
+def test_files_of_a_job_stay_when_a_start_without_a_step_is_set_aside(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.resolved.write_text("")
+    job = JobFolder(folder.path, 7)
+    job.path.mkdir()
+    with job.log.open("a") as log:
+        free_name(folder)
+        log.write("a line of the job")
+    assert job.log.read_text() == "a line of the job"
+    assert not folder.resolved.exists()
+    assert list((tmp_path / ".set-aside").glob("run-*/config.resolved.yaml"))
+
+
+TRAINER = """
+import json, os, signal, sys, time
+from pathlib import Path
+if sys.orig_argv[1:4] == ["-m", "sftplay", "train"]:
+    wanted = json.loads(os.environ["TRAINER"])
+    run = Path(sys.orig_argv[7]).parent
+    print("trainer", *sys.orig_argv[8:], flush=True)
+    attempt = {"from_step": wanted.get("from", 0), "to_step": wanted.get("to", 4), "cause": "x"}
+    status = json.loads((run / "status.json").read_text()) if (run / "status.json").exists() else {"attempts": []}
+    status |= {"state": "stopped", "step": attempt["to_step"], "attempts": [*status["attempts"], attempt]}
+    (run / "status.json").write_text(json.dumps(status))
+    if "child" in wanted:
+        os.spawnvp(os.P_NOWAIT, "setsid", ["setsid", "sleep", "1000"])
+    if "waits" in wanted:
+        received = []
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: received.append(number))
+        (run / "ready").touch()
+        while not received:
+            time.sleep(0.02)
+        wanted["code"] = 128 + received[0]
+    if "killed" in wanted:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(wanted["code"])
+"""
+"""A sitecustomize.py: TRAINER in the environment is JSON that says how the kit's `train` behaves."""
+
+
+class Life:
+    """Starts the process of job 12, as its job file does."""
+
+    def __init__(self, home: Path) -> None:
+        self.run = home / "run"
+        self.run.mkdir()
+        self.job = JobFolder(self.run, 12)
+        (home / "hook").mkdir()
+        (home / "hook" / "sitecustomize.py").write_text(TRAINER)
+        self.hook = home / "hook"
+
+    def start(self, restarts: int = 0, **trainer: object) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "PYTHONPATH": f"{self.hook}:{ROOT}", "TRAINER": json.dumps(trainer), "SLURM_JOB_ID": "12"}
+        env |= {"SLURM_RESTART_COUNT": str(restarts), "HF_TOKEN": "hf_secret", "SLURM_JOB_NODELIST": "n1"}
+        (self.run / "ready").unlink(missing_ok=True)
+        argv = [sys.executable, "-m", "sftplay.launch.slurm.job", str(self.run), "--nproc", "2"]
+        with self.job.output.open("ab") as output:
+            return subprocess.Popen(argv, env=env, stdout=output, stderr=output)
+
+    def end(self, **trainer: object) -> int:
+        return self.start(**trainer).wait(120)
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Life:
+    return Life(tmp_path)
+
+
+def test_job_ends_with_the_trainers_code_and_leaves_its_summary(life: Life, slurm: Callable[..., Path]):
+    calls = slurm()
+    assert life.end(code=7) == 7
+    assert life.job.log.read_text().splitlines()[1] == "trainer --nproc 2"
+    summary = (life.job.path / "job_summary.txt").read_text()
+    facts = dict(line.split(":", 1) for line in summary.splitlines() if ":" in line)
+    assert (facts["job id"].strip(), facts["exit code"].strip(), facts["steps"].strip()) == ("12", "7", "4")
+    assert facts["lives"].strip() == "1: steps (exit code) 0-4 (7)"
+    assert {"nodes", "GPUs", "versions", "start", "end", "steps/h"} <= facts.keys()
+    assert "the last lines of training_output.log" in summary
+    assert "hf_secret" not in (life.job.path / "env.txt").read_text()
+    assert calls.read_text() == ""
+    assert newest_job(life.run).job == 12  # known to `make status` though `sbatch` has queued it
+
+
+def test_trainer_that_is_killed_gives_the_code_of_its_signal(life: Life, slurm: Callable[..., Path]):
+    assert life.end(killed=True, code=0) == 137
+
+
+def test_notice_of_the_end_stops_the_trainer_and_queues_the_job_again(life: Life, slurm: Callable[..., Path]):
+    calls = slurm(scontrol="exit 0")
+    process = life.start(waits=True)
+    wait_until((life.run / "ready").exists)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 138
+    assert calls.read_text() == "scontrol requeue 12\n"
+    assert not life.job.note
+    assert life.end(restarts=1, code=0) == 0
+    assert life.job.log.read_text().splitlines()[-1] == "trainer --nproc 2 train.resume=auto"
+    assert [(one["exit_code"], one["signals"]) for one in life.job.lives()] == [(138, ["SIGUSR1"]), (0, [])]
+
+
+def test_cancelled_job_is_not_queued_again_but_one_without_time_or_place_is(life: Life, slurm: Callable[..., Path]):
+    for state, preempted, asked in (
+        ("CANCELLED", "None", 1),
+        ("RUNNING", "2026-11-22T10:00", 2),
+        ("TIMEOUT", "None", 2),
+    ):
+        calls = slurm(scontrol=f"echo JobId=12 JobState={state} PreemptTime={preempted} Command=x")
+        calls.write_text("")
+        process = life.start(waits=True)
+        wait_until((life.run / "ready").exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+        assert len(calls.read_text().splitlines()) == asked
+    assert calls.read_text().splitlines()[-1] == "scontrol requeue 12"
+
+
+def test_where_the_job_cannot_be_queued_again_a_note_says_how_to_go_on(
+    life: Life, monkeypatch: pytest.MonkeyPatch, slurm: Callable[..., Path]
+):
+    (slurm().parent / "programs" / "scontrol").unlink()
+    assert life.end(code=138) == 138
+    assert "scontrol is not on this machine" in life.job.note
+    assert "run_name=run train.resume=auto" in life.job.note
+    assert life.job.note.splitlines()[0] in life.job.output.read_text()
+    assert "scontrol is not" in (life.job.path / "job_summary.txt").read_text()
+
+
+def test_job_that_makes_no_step_in_three_lives_is_not_queued_again(life: Life, slurm: Callable[..., Path]):
+    calls = slurm(scontrol="exit 0")
+    for restarts in range(3):
+        assert life.end(restarts=restarts, code=138, **{"from": 4, "to": 4}) == 138
+    assert calls.read_text().splitlines() == ["scontrol requeue 12"] * 2
+    assert "no step was made in 3 lives" in life.job.note
+
+
+def test_process_that_the_trainer_has_left_ends_with_the_job(life: Life, slurm: Callable[..., Path]):
+    before = sleeping()
+    assert life.end(code=0, child=True) == 0
+    wait_until(lambda: sleeping() == before, 10)
+
+
+def sleeping() -> set[int]:
+    """Processes that the stand-in has left."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes() == b"sleep\x001000\x00":
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_path: Path):
+    environment = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_PER_TASK": "8"}
+    allocation = Allocation.of({**environment, "MASTER_ADDR": "head", "MASTER_PORT": "4000"})
+    options = ["--max-restarts", "1"]
+    words = "--config /run/slurm.yaml --nproc 2 --nnodes 3 --master-addr head --master-port 4000 -- --max-restarts 1"
+    own = trainer_command(Path("/run"), allocation, nproc=2, launcher_args=options)
+    assert own == [sys.executable, "-m", "sftplay", "train", "--node-rank", "0", *words.split()]
+    argv = others_command(Path("/run"), allocation, nproc=2, launcher_args=options)
+    shell = argv.index("bash")
+    assert argv[:shell] == [
+        "srun", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0", "--relative=1", "--nodes=2", "--ntasks=2",
+        "--ntasks-per-node=1", "--cpus-per-task=8",
+    ]  # fmt: skip
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    argv[argv.index(sys.executable)] = str(tmp_path / "python")
+    started = subprocess.run(
+        argv[shell:], env={**os.environ, "SLURM_NODEID": "1"}, capture_output=True, text=True, check=True
+    )
+    assert started.stdout.split() == f"-m sftplay train --node-rank 2 {words}".split()
+    assert not others_command(Path("/run"), Allocation.of({"SLURM_JOB_ID": "5"}), nproc=2)
+
+
+def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    outside = Echoes()
+    assert [outside.is_echo(), outside.is_echo()] == [False, False]
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    inside = Echoes()
+    assert [inside.is_echo() for _ in "abc"] == [False, True, True]
+    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 11)
+    assert not inside.is_echo()

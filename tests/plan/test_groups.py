@@ -1,0 +1,255 @@
+"""Groups of completions: every plan passes TRL's own checks, and what is refused would have failed there."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trl import GRPOConfig
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.machine.releases import recomputation_arguments
+from sftplay.plan.shape.find import find_shape
+from sftplay.plan.sizing.size_run import SizedRun, size_run
+from sftplay.tasks.grpo.arguments import grpo_arguments
+
+GIB = 2**30
+SHAPE = find_shape("Qwen/Qwen2.5-0.5B")
+
+
+def config(**changes: Any) -> RunConfig:
+    """A config that learns from a reward; `train__batch_size=2` changes a key."""
+    content = {
+        "task_mode": "grpo",
+        "model": {"name": "Qwen/Qwen2.5-0.5B", "max_seq_len": 768},
+        "rewards": [{"name": "answer", "use": "exact_match"}],
+        "grpo": {"max_completion_length": 512, "max_prompt_length": 256},
+    }
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    return RunConfig.model_validate(content).with_values(values, "test")
+
+
+def machine(gib: float, count: int, capability: tuple[int, int] = (8, 0)) -> Machine:
+    each = int(gib * GIB)
+    gpus = tuple(Gpu(n, f"A card of {gib} GiB", each, each, capability) for n in range(count))
+    return Machine(gpus, "", 64 * GIB, 8, "3.11.0", "Linux", {})
+
+
+def sized(cfg: RunConfig, *, processes: int = 1, gib: float = 80) -> SizedRun:
+    return size_run(cfg, machine(gib, processes), world_size=processes, shape=SHAPE)
+
+
+def trls_own(arguments: dict[str, Any], processes: int) -> GRPOConfig:
+    """TRL's config as one of so many processes makes it."""
+    usual = {"use_cpu": True, "bf16": False, "report_to": "none", **recomputation_arguments(recomputes=False)}
+    with patch.object(GRPOConfig, "world_size", PropertyMock(return_value=processes)):
+        return GRPOConfig("unused", **usual, **arguments)
+
+
+def trl_takes(cfg: RunConfig, processes: int) -> bool:
+    """Whether TRL takes any micro-batch and accumulation that make exactly the effective batch of `cfg`."""
+    train = cfg.train
+    for rows, accum in itertools.product(range(1, train.effective_batch_size + 1), repeat=2):
+        given = train.batch_size in ("auto", rows) and train.grad_accum in ("auto", accum)
+        if given and rows * accum * processes == train.effective_batch_size:
+            exact = cfg.with_values({"train.batch_size": rows, "train.grad_accum": accum}, "test")
+            try:
+                trls_own(grpo_arguments(exact), processes)
+            except ValueError:
+                continue
+            return True
+    return False
+
+
+def is_possible(cfg: RunConfig, processes: int, **changes: Any) -> bool:
+    try:
+        sized(
+            cfg.with_values({key.replace("__", "."): value for key, value in changes.items()}, "test"),
+            processes=processes,
+        )
+    except ConfigError:
+        return False
+    return True
+
+
+def named(fix: str, key: str) -> list[int]:
+    found = re.search(rf"{key} to ([\d]+)(?: or (\d+))?", fix)
+    return [int(number) for number in found.groups() if number] if found else []
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    effective=st.integers(1, 48),
+    generations=st.integers(2, 9),
+    steps=st.integers(1, 3),
+    iterations=st.integers(1, 2),
+    processes=st.integers(1, 4),
+    gib=st.sampled_from([3.0, 4.0, 6.0, 16.0, 80.0]),
+    rows=st.sampled_from(["auto", "auto", 1, 2, 3, 4]),
+    accum=st.sampled_from(["auto", "auto", 1, 2, 3]),
+)
+def test_every_plan_passes_trls_own_checks_and_every_refused_one_fails_there(
+    effective, generations, steps, iterations, processes, gib, rows, accum
+):
+    cfg = config(
+        train__effective_batch_size=effective, train__batch_size=rows, train__grad_accum=accum,
+        grpo__num_generations=generations, grpo__steps_per_generation=steps, grpo__num_iterations=iterations,
+    )  # fmt: skip
+    try:
+        run = sized(cfg, processes=processes, gib=gib)
+    except ConfigError as error:
+        assert not trl_takes(cfg, processes)
+        check_what_is_named(cfg, processes, fix=error.fix)
+        return
+    train, plan = run.cfg.train, run.as_plan()
+    theirs = trls_own(grpo_arguments(run.cfg), processes)
+    assert theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps * processes == effective
+    assert (rows, accum) in itertools.product(("auto", train.batch_size), ("auto", train.grad_accum))
+    for name in ("num_generations", "generation_batch_size", "steps_per_generation"):
+        assert plan[name] == getattr(theirs, name)
+    share = theirs.generation_batch_size // processes
+    assert share == effective * steps // processes
+    assert 1 <= plan["generation_rows"] <= share
+    if plan["peak_phase"] == "drawing" and plan["verdict"] == "does_not_fit":
+        assert plan["generation_rows"] == 1
+
+
+def check_what_is_named(cfg: RunConfig, processes: int, *, fix: str) -> None:
+    """Every size that a refusal names is possible, and no effective batch nearer to the one asked for is."""
+    asked = cfg.train.effective_batch_size
+    batches = named(fix, "train.effective_batch_size")
+    groups = named(fix, "grpo.num_generations")
+    assert all(is_possible(cfg, processes, train__effective_batch_size=size) for size in batches)
+    assert all(is_possible(cfg, processes, grpo__num_generations=size) for size in groups)
+    low = max((size for size in batches if size < asked), default=0)
+    high = min((size for size in batches if size > asked), default=asked)
+    between = [size for size in range(low + 1, high) if size != asked]
+    assert not [size for size in between if is_possible(cfg, processes, train__effective_batch_size=size)]
+    if not batches and not groups:
+        assert "leave" in fix
+
+
+def test_a_batch_of_broken_groups_names_the_nearest_batches_and_groups_for_the_processes_there_are():
+    with pytest.raises(ConfigError) as caught:
+        sized(config(train__effective_batch_size=20))
+    assert caught.value.what == (
+        "20 completions a step do not make whole groups of grpo.num_generations 8 over 1 process(es)"
+    )
+    assert caught.value.fix == "set train.effective_batch_size to 16 or 24, or grpo.num_generations to 5 or 10"
+    with pytest.raises(ConfigError) as caught:
+        sized(config(train__effective_batch_size=20), processes=3)
+    assert caught.value.fix == "set train.effective_batch_size to 24"
+
+
+def test_groups_may_be_whole_over_several_steps():
+    assert sized(config(train__effective_batch_size=12, grpo__steps_per_generation=2)).as_plan()["num_generations"] == 8
+
+
+def test_where_memory_is_short_completions_are_drawn_in_equal_parts_and_learned_in_smaller_micro_batches():
+    cfg = config(train__effective_batch_size=512, grpo__steps_per_generation=2)
+    much, little = sized(cfg, gib=80).as_plan(), sized(cfg, gib=6).as_plan()
+    assert much["generation_rows"] == 1024
+    assert little["verdict"] == "fits"
+    parts = -(-1024 // little["generation_rows"])
+    assert parts > 1
+    assert parts * little["generation_rows"] - 1024 < parts
+    assert little["batch_size"] < much["batch_size"]
+    assert little["batch_size"] * little["grad_accum"] == 512
+    assert sized(config(grpo__generation_rows=3)).as_plan()["generation_rows"] == 3
+
+
+def test_a_reference_and_older_weights_have_their_place_in_the_plan():
+    full = {"tuning__mode": "full", "train__effective_batch_size": 32}
+    without, beside = sized(config(**full)).as_plan(), sized(config(**full, grpo__beta=0.04)).as_plan()
+    assert "scoring" not in without["phases"]
+    assert beside["phases"]["scoring"] > beside["phases"]["step"] - without["phases"]["step"] > 0
+    assert "scoring" in sized(config(grpo__num_iterations=2)).as_plan()["phases"]
+
+
+@pytest.mark.parametrize("kind", ["vllm_colocate", "vllm_server", "continuous"])
+def test_gpus_before_ampere_generate_by_transformers_alone(kind):
+    cfg = config(grpo__generation=kind)
+    with pytest.raises(MachineError) as caught:
+        size_run(cfg, machine(16, 1, (7, 0)), shape=SHAPE)
+    assert "7.0" in caught.value.what
+    assert caught.value.fix == "write grpo.generation: transformers"
+
+
+def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
+    with pytest.raises(MachineError) as caught:
+        sized(config(grpo__generation="vllm_colocate"))
+    assert caught.value.fix.startswith("pip install vllm")
+    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    run = sized(config(grpo__generation="vllm_colocate"), processes=2)
+    assert run.forecast is not None
+    assert run.as_plan()["phases"]["drawing"] > 0.3 * 80 * GIB
+    with pytest.raises(ConfigError, match="3 does not divide 2"):
+        sized(config(grpo__generation="vllm_colocate", grpo__vllm__tensor_parallel=3), processes=2)
+    with pytest.raises(MachineError, match="vLLM needs") as small:
+        sized(config(grpo__generation="vllm_colocate", grpo__vllm__memory_share=0.05), gib=16)
+    assert "write 0.0" in small.value.fix
+    with pytest.raises(MachineError, match="there is none"):
+        size_run(config(grpo__generation="vllm_colocate"), Machine((), "none", 64 * GIB, 8, "3.11.0", "Linux", {}))
+
+
+V100_TABLE = [
+    # model, cards, per card, prompt, completion -> accumulation; specification, section 8
+    ("Qwen/Qwen2.5-1.5B-Instruct", 2, 4, 256, 384, 1),
+    ("Qwen/Qwen2.5-3B-Instruct", 2, 2, 128, 256, 2),
+    ("Qwen/Qwen2.5-1.5B-Instruct", 1, 4, 256, 384, 2),
+    ("Qwen/Qwen2.5-3B-Instruct", 1, 1, 128, 256, 8),
+    ("Qwen/Qwen2.5-1.5B-Instruct", 2, 1, 256, 384, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "cards", "rows", "prompt", "completion", "accum"), V100_TABLE)
+def test_the_batches_of_the_guides_table_fit_v100s_and_make_eight_completions_a_step(
+    name, cards, rows, prompt, completion, accum
+):
+    cfg = config(
+        model__name=name, model__max_seq_len=prompt + completion, train__effective_batch_size=8,
+        train__batch_size=rows, grpo__max_prompt_length=prompt, grpo__max_completion_length=completion,
+        tuning__lora__r=16, train__optim="adamw_8bit",
+    )  # fmt: skip
+    run = size_run(cfg, machine(16, cards, (7, 0)), world_size=cards, shape=find_shape(name))
+    assert run.cfg.train.grad_accum == accum
+    assert run.forecast is not None
+    assert run.forecast.verdict == "fits"
+    assert (run.cfg.train.precision, run.cfg.model.attn) == ("fp16", "sdpa")
+    # Left to itself the plan takes no less.
+    free = size_run(
+        cfg.with_values({"train.batch_size": "auto"}, "test"), machine(16, cards, (7, 0)), world_size=cards,
+        shape=find_shape(name),
+    )  # fmt: skip
+    assert free.cfg.train.batch_size == 8 // cards
+
+
+def test_a_head_that_is_the_embedding_is_not_fp32_alone_and_another_one_may_be():
+    old, fp32 = machine(16, 1, (7, 0)), {"grpo__extra": {"cast_lm_head_to_fp32": True}}
+    with pytest.raises(ConfigError, match="so it cannot be fp32 alone"):
+        size_run(config(**fp32), old, shape=SHAPE)
+    own_head = replace(SHAPE, tied=False)
+    assert not [note for note in size_run(config(**fp32), old, shape=own_head).notes if "overflow" in note]
+    assert [note for note in size_run(config(), old, shape=own_head).notes if "cast_lm_head_to_fp32" in note]
+    assert not [note for note in size_run(config(), old, shape=SHAPE).notes if "overflow" in note]
+
+
+def test_twelve_completions_make_groups_of_2_3_4_and_6_as_the_guide_says_and_12():
+    def takes(group: int) -> bool:
+        twelve = {"train__effective_batch_size": 12, "train__batch_size": 6}
+        return is_possible(config(**twelve), 2, grpo__num_generations=group)
+
+    assert [group for group in range(2, 13) if takes(group)] == [2, 3, 4, 6, 12]
+
+
+def test_the_usual_rate_of_grpo_is_an_order_below_that_of_imitation():
+    rates = {mode: sized(config(tuning__mode=mode)).cfg.train.learning_rate for mode in ("full", "lora", "qlora")}
+    assert rates == {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}

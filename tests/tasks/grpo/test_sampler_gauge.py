@@ -1,0 +1,87 @@
+"""The sampler's own log-probabilities, and how they are compared with those of the model that learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from grpo_toy import letter_tokenizer, tiny_llama
+from peft import LoraConfig, get_peft_model
+
+from sftplay.heartbeat import Heartbeat
+from sftplay.tasks.grpo.completions.sampler_gauge import SamplerGauge, recorded
+
+PROMPTS = [[0, 0, 5, 6], [7, 8, 9, 10]]
+
+
+def draw(model: Any, **named: Any) -> tuple[torch.Tensor, list[list[float]]]:
+    ids = torch.tensor(PROMPTS)
+    with recorded(model) as rows, torch.no_grad():
+        drawn = model.generate(
+            input_ids=ids, attention_mask=(ids > 0).long(), do_sample=True, max_new_tokens=9, top_k=0, **named
+        )
+    return drawn, rows
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_what_is_noted_is_what_plain_transformers_gives_for_the_whole_text(has_adapter: bool, temperature: float):
+    model: Any = tiny_llama(letter_tokenizer())
+    if has_adapter:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    torch.manual_seed(0)
+    drawn, rows = draw(model, temperature=temperature, eos_token_id=None)
+    for row, (text, prompt) in zip(rows, zip(drawn, PROMPTS, strict=True), strict=True):
+        whole = torch.tensor([[token for token in prompt if token] + text[4:].tolist()])
+        with torch.no_grad():
+            scores = (model(input_ids=whole).logits[0, -10:-1] / temperature).log_softmax(-1)
+        expected = scores.gather(1, text[4:, None])[:, 0]
+        assert row == pytest.approx(expected.tolist(), abs=1e-4)
+    assert "generate" not in vars(model)
+
+
+def test_a_draw_from_few_tokens_is_noted_as_such():
+    model = tiny_llama(letter_tokenizer())
+    torch.manual_seed(0)
+    _, rows = draw(model, top_p=1e-6, eos_token_id=None)
+    assert rows == [[0.0] * 9] * 2  # the likeliest token alone is left: it is certain
+
+
+def test_rows_of_several_calls_follow_each_other_and_one_that_failed_leaves_none():
+    model: Any = tiny_llama(letter_tokenizer())
+    ids = torch.tensor(PROMPTS)
+    with recorded(model) as rows, torch.no_grad():
+        with pytest.raises(RuntimeError):
+            model.generate(input_ids=ids, max_new_tokens=3, stopping_criteria=[fail])
+        for n in (0, 1):
+            model.generate(input_ids=ids[n : n + 1], do_sample=True, max_new_tokens=2 + n, eos_token_id=None)
+    assert [len(row) for row in rows] == [2, 3]
+
+
+def fail(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    raise RuntimeError("out of memory")
+
+
+def test_the_figures_by_hand():
+    gauge = SamplerGauge(1)
+    gauge.learned = torch.tensor([[-1.0, -2.0, -9.0]])
+    mask = torch.tensor([[1, 1, 0]])
+    gauge.compare(sampled=torch.tensor([[-1.5, -2.0, 0.0]]), before=None, mask=mask)
+    gauge.compare(sampled=None, before=torch.tensor([[-1.5, -2.0, 0.0]]), mask=mask)
+    # |0.5| and |0| over two tokens; e^0.5 - 1 - 0.5 and 0 over two tokens
+    assert gauge.take(Heartbeat()) == {"sampler_gap": 0.25, "sampler_kl": pytest.approx(0.14872127 / 2, rel=1e-5)}
+    assert gauge.take(Heartbeat()) == {"sampler_gap": None, "sampler_kl": None}
+
+
+def test_equal_numbers_are_0_and_a_number_that_vllm_does_not_know_is_left_out():
+    gauge = SamplerGauge(1)
+    gauge.learned = torch.tensor([[-1.25, -2.5]])
+    known = torch.tensor([[-1.25, float("nan")]])
+    gauge.compare(sampled=known, before=gauge.learned.clone(), mask=torch.ones(1, 2))
+    assert gauge.take(Heartbeat()) == {"sampler_gap": 0.0, "sampler_kl": 0.0}
+
+
+def test_it_is_due_every_so_many_steps_or_never():
+    assert [step for step in range(7) if SamplerGauge(3).is_due(step)] == [0, 3, 6]
+    assert not any(SamplerGauge(0).is_due(step) for step in range(7))

@@ -1,0 +1,135 @@
+"""What is said about a fading signal, once each, and when a run without one ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import RunError
+from sftplay.tasks.grpo.watch.signal_health import CAUSES, RECENT, SignalHealth
+
+GOOD = {"reward": 0.5, "zero_variance_share": 0.2, "clipped_ratio": 0.0, "completion_tokens": 100.0}
+GOOD_LOGS = {"entropy": 1.0, "kl": 0.01, "sampler_kl": 0.0, "sampler_gap": 1e-6, "clip_ratio/region_mean": 0.05}
+
+
+def health(**grpo: Any) -> SignalHealth:
+    values = {"model": {"name": "builtin:tiny"}, "task_mode": "grpo", "rewards": [{"name": "a", "use": "exact_match"}]}
+    watcher = SignalHealth(RunConfig.model_validate({**values, "grpo": grpo}))
+    watcher.trainer = SimpleNamespace(drawing={})
+    return watcher
+
+
+def step(watcher: SignalHealth, number: int, *, logs: dict[str, Any] | None = None, **drawing: Any) -> None:
+    state: Any = SimpleNamespace(global_step=number)
+    watcher.trainer.drawing = GOOD | drawing
+    watcher.on_step_end(None, state, None)
+    watcher.on_log(None, state, None, logs=GOOD_LOGS | (logs or {}))
+
+
+def run(watcher: SignalHealth, *, logs: dict[str, Any] | None = None, **drawing: Any) -> None:
+    """A good beginning, then these figures for long enough."""
+    for number in range(RECENT):
+        step(watcher, number)
+    for number in range(3 * RECENT):
+        step(watcher, RECENT + number, logs=logs, **drawing)
+
+
+@pytest.mark.parametrize(
+    ("drawing", "logs", "what", "fix"),
+    [
+        ({"zero_variance_share": 0.9}, {}, "of the groups have equal rewards", "grpo.redraws=2"),
+        ({"clipped_ratio": 0.5}, {}, "of the completions are cut off", "mask_truncated_completions"),
+        ({"completion_tokens": 300.0}, {}, "longer: ", "overlong"),
+        ({"completion_tokens": 20.0}, {}, "shorter: ", "samples/"),
+        ({}, {"entropy": 0.01}, "nearly sure of each token: entropy ", "epsilon_high"),
+        ({}, {"entropy": 6.0}, "unsure of its tokens", "learning_rate"),
+        ({}, {"kl": 4.0}, "far from the one that the run started with", "grpo.beta"),
+        ({}, {"clip_ratio/region_mean": 0.6}, "the ratio of ", "num_iterations"),
+        ({}, {"cispo_clip_ratio": 0.6, "clip_ratio/region_mean": None}, "the ratio of ", "num_iterations"),
+        ({}, {"sampler_kl": 0.5}, "far from those that drew", "steps_per_generation"),
+        ({}, {"sampler_gap": 0.5}, "differ by ", "top_p=1"),
+    ],
+)
+def test_a_cause_is_said_once_with_what_to_change(drawing, logs, what, fix, capsys):
+    run(health(), logs=logs, **drawing)
+    said = capsys.readouterr().out
+    assert said.count("warning:") == 1
+    assert what in said
+    assert fix in said
+
+
+def test_a_figure_is_the_mean_of_the_last_ten(capsys):
+    watcher = health()
+    for number in range(RECENT):
+        step(watcher, number, zero_variance_share=0.8 + 0.02 * number)
+    assert "warning: 89% of the groups have equal rewards" in capsys.readouterr().out
+
+
+def test_a_healthy_run_is_told_nothing_and_neither_is_a_control(capsys):
+    run(health())
+    run(health(control="random"), zero_variance_share=0.95, logs={"kl": 5.0})
+    assert "warning" not in capsys.readouterr().out
+    assert len({cause.name for cause in CAUSES}) == len(CAUSES)
+
+
+def test_twenty_steps_without_a_signal_end_the_run_with_the_reason():
+    watcher = health()
+    step(watcher, 0)
+    for number in range(1, 20):
+        step(watcher, number, zero_variance_share=1.0, reward=1.0)
+    with pytest.raises(RunError, match=r"nothing was learned in the last 20 steps.*mean reward 1\)") as raised:
+        step(watcher, 20, zero_variance_share=1.0, reward=1.0)
+    assert raised.value.exit_code == 5
+    assert "take harder prompts" in str(raised.value)
+
+
+def test_one_group_with_a_signal_starts_the_count_again():
+    watcher = health(stop_without_signal=3)
+    for number in range(12):
+        step(watcher, number, zero_variance_share=0.99 if number % 3 == 2 else 1.0)
+    assert watcher.steps_without == 0
+
+
+def test_rewards_that_were_0_from_the_first_step_name_the_missing_warm_start():
+    watcher = health(stop_without_signal=4)
+    for number in range(3):
+        step(watcher, number, zero_variance_share=1.0, reward=0.0)
+    with pytest.raises(RunError, match="every reward since the first step was 0") as raised:
+        step(watcher, 3, zero_variance_share=1.0, reward=0.0)
+    assert "sft_then_grpo.sh" in str(raised.value)
+
+
+def test_rewards_that_have_fallen_to_0_do_not():
+    watcher = health(stop_without_signal=4)
+    step(watcher, 0, reward=0.3)
+    for number in range(1, 4):
+        step(watcher, number, zero_variance_share=1.0, reward=0.0)
+    with pytest.raises(RunError) as raised:
+        step(watcher, 4, zero_variance_share=1.0, reward=0.0)
+    assert "since the first step was 0" not in str(raised.value)
+
+
+@pytest.mark.parametrize("grpo", [{"stop_without_signal": 0}, {"control": "constant"}])
+def test_a_run_that_shall_go_on_goes_on(grpo):
+    watcher = health(**grpo)
+    for number in range(60):
+        step(watcher, number, zero_variance_share=1.0, reward=1.0)
+
+
+def test_a_resumed_run_counts_on_and_does_not_repeat_itself(capsys):
+    before = health(stop_without_signal=6)
+    for number in range(2 * RECENT):
+        step(before, number, clipped_ratio=0.9)
+    for number in range(4):
+        step(before, number, zero_variance_share=1.0, reward=0.0)
+    saved = {"SignalHealth": before.state()}
+    after = health(stop_without_signal=6)
+    after.on_train_begin(None, SimpleNamespace(stateful_callbacks=saved), None)
+    step(after, 5, zero_variance_share=1.0, reward=0.0)
+    with pytest.raises(RunError, match="last 6 steps"):
+        step(after, 6, zero_variance_share=1.0, reward=0.0)
+    run(after, clipped_ratio=0.9)
+    assert capsys.readouterr().out.count("are cut off") == 1

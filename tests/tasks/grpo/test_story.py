@@ -1,0 +1,172 @@
+"""From imitation to rewards on the toy, through the real sandbox: what is learned, and what must not be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from in_process import Finished, Inputs, train
+from processes import HANG_S
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[3]
+PARTS = ("sftplay", "workflows", "configs", "Makefile", "data/base", "data/one_liners")
+
+pytestmark = pytest.mark.slow
+
+SHORTER = ("train.max_steps=28", "train.learning_rate=3e-4", "train.eval_steps=14", "train.save_steps=28")
+"""A higher rate than the config's reaches the end in half the steps."""
+
+
+class Kit:
+    """A checkout whose outputs are its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        (home / "data").mkdir(parents=True)
+        for name in PARTS:
+            (home / name).symlink_to(ROOT / name)
+
+    def call(self, *words: object) -> str:
+        """What a command prints; it must succeed."""
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PY": sys.executable, "SFTPLAY_CACHE": str(ROOT / ".cache")}
+        done = subprocess.run(
+            list(map(str, words)), cwd=self.home, env=env, capture_output=True, text=True, timeout=3 * HANG_S,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def second(self, name: str, *values: str) -> list[dict[str, Any]]:
+        """The lines of metrics of a run that starts from the warm model."""
+        words = ("--config", "configs/run_grpo_toy.yaml", f"run_name={name}", "model.name=toy-sft")
+        self.call(sys.executable, "-m", "sftplay", "train", *words, *values)
+        return lines(self.home / "outputs" / name / "metrics.jsonl")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def kit(builtin_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    return Kit(tmp_path_factory.mktemp("story") / "kit")
+
+
+@pytest.fixture(scope="module")
+def shown(kit: Kit) -> str:
+    """What the workflow prints."""
+    return kit.call(kit.home / "workflows" / "sft_then_grpo.sh", "--", *SHORTER)
+
+
+def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
+    run = kit.home / "outputs" / "toy-grpo"
+    rewards = [line["reward"] for line in lines(run / "metrics.jsonl")]
+    assert len(rewards) == 28
+    assert fmean(rewards[-10:]) - fmean(rewards[:3]) >= 0.4
+    last = [line for step in range(19, 29) for line in lines(run / "samples" / f"step-{step}.jsonl")]
+    assert fmean(line["rewards"]["tests"] == 1.0 for line in last) >= 0.85
+    assert {line["verdict"]["status"] for line in last}.isdisjoint({"infra"})
+    assert {line["verdict"].get("executor") for line in last} <= {"bwrap", "landlock", None}
+    for step in (0, 14, 28):
+        assert json.loads((run / "eval" / f"step-{step}.json").read_text())["n"] == 9
+    assert re.search(r"^reward +0\.\d+ +[01]\.\d+ +\+0\.\d+$", shown, re.MULTILINE)
+    assert re.search(r"^pass@1, sampled +[\d.]+.% +[\d.]+.% +\+", shown, re.MULTILINE)
+    assert "all agree" in shown
+    assert 'id="learned"' in (run / "report.html").read_text()
+
+
+def test_what_has_been_learned_is_not_learned_again(kit: Kit, shown: str):
+    run = kit.home / "outputs" / "toy-grpo"
+    before = (run / "metrics.jsonl").read_text()
+    words = ("--config", "configs/run_grpo_toy.yaml", "run_name=toy-grpo", "model.name=outputs/toy-sft")
+    kit.call(sys.executable, "-m", "sftplay", "train", *words, "train.resume=auto", *SHORTER)
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_another_executor_pays_every_completion_the_same(kit: Kit, shown: str):
+    words = ("--config", "configs/run_grpo_toy.yaml", "--run", "toy-grpo", "--json", "sandbox.executor=none")
+    found = json.loads(kit.call(sys.executable, "-m", "sftplay", "reward-check", *words))
+    assert [(each["name"], each["n"], each["differ"]) for each in found] == [
+        ("tests", 28 * 64, 0),
+        ("syntax", 28 * 64, 0),
+    ]
+
+
+def test_two_processes_share_the_questions_and_answer_them_as_one_does(kit: Kit, shown: str):
+    values = ("train.max_steps=2", "train.learning_rate=3e-4", "train.eval_steps=2", "train.save_steps=2")
+    kit.second("two", *values, "--nproc=2")
+    one, two = (kit.home / "outputs" / name for name in ("toy-grpo", "two"))
+    asked, again = ([line["prompt_id"] for line in lines(run / "samples" / "step-1.jsonl")] for run in (one, two))
+    assert asked == again
+    assert len(asked) == 64
+    before, after = (lines(run / "eval" / "step-0.jsonl") for run in (one, two))
+    assert [line["prediction"] for line in before] == [line["prediction"] for line in after]
+    assert [line["row"] for line in after] == list(range(9))
+
+
+def test_random_rewards_teach_nothing(kit: Kit, shown: str):
+    metrics = kit.second("random", "grpo.control=random", "train.max_steps=16", "train.learning_rate=3e-4",
+                         "train.save_steps=16", "train.eval_steps=16")  # fmt: skip
+    true = [line["true_reward"] for line in metrics]
+    assert fmean(true[-8:]) - fmean(true[:3]) <= 0.15
+    assert fmean(line["reward"] for line in metrics) == pytest.approx(0.5, abs=0.05)
+
+
+GRPO: dict[str, Any] = {
+    "task_mode": "grpo",
+    "tuning__mode": "full",
+    "rewards": [{"name": "e", "use": "regex", "options": {"pattern": "e", "whole": False}}],
+    "grpo__num_generations": 4,
+    "grpo__max_completion_length": 8,
+    "train__max_steps": 2,
+    "train__effective_batch_size": 8,
+    "train__weight_decay": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def untrained(inputs: Inputs) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
+
+
+def assert_unmoved(run: Finished, untrained: dict[str, torch.Tensor]) -> None:
+    after = run.trainer.model.state_dict()
+    assert set(after) == set(untrained)
+    for name, weight in untrained.items():
+        assert torch.equal(after[name], weight), name
+
+
+def test_constant_rewards_move_no_weight(inputs: Inputs, untrained: dict[str, torch.Tensor], tmp_path: Path):
+    run = train(tmp_path, inputs, grpo__control="constant", **GRPO)
+    assert [line["reward"] for line in run.metrics] == [1.0, 1.0]
+    assert [line["zero_variance_share"] for line in run.metrics] == [1.0, 1.0]
+    assert any(line["true_reward"] not in (0.0, 1.0) for line in run.metrics)
+    assert_unmoved(run, untrained)
+
+
+def test_a_learning_rate_of_0_moves_no_weight(inputs: Inputs, untrained: dict[str, torch.Tensor], tmp_path: Path):
+    run = train(tmp_path, inputs, **GRPO | {"train__learning_rate": 0.0})
+    assert any(line["grad_norm"] > 0 for line in run.metrics)
+    assert_unmoved(run, untrained)
+
+
+def test_with_weight_decay_constant_rewards_shrink_the_weights_and_nothing_else(
+    inputs: Inputs, untrained: dict[str, torch.Tensor], tmp_path: Path
+):
+    run = train(tmp_path, inputs, grpo__control="constant", **GRPO | {"train__weight_decay": 0.1})
+    rates = [line["learning_rate"] for line in run.metrics]
+    after = run.trainer.model.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    factor = 1.0
+    for rate in rates:
+        factor *= 1 - 0.1 * rate
+    torch.testing.assert_close(after[name], factor * untrained[name])

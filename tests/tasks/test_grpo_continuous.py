@@ -1,0 +1,37 @@
+"""Completions by continuous batching: what trains stays fp32, and the cache is as large as a drawing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from grpo_run import grpo_inputs, grpo_options
+from in_process import new_run, train
+
+from sftplay.errors import ConfigError
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_weights_that_train_and_the_rotation_are_fp32_after_they_have_drawn_in_16_bits(
+    mode: str, tiny_llama: Path, tmp_path: Path
+):
+    inputs = grpo_inputs(tiny_llama, tmp_path / "data")
+    options = grpo_options(inputs, tuning__mode=mode, train__precision="bf16", train__max_steps=2)
+    run = train(tmp_path, inputs, **options, grpo__generation="continuous", grpo__generation_rows=3)
+    model, config = run.trainer.model, run.trainer.continuous_batching_config
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+    # 3 completions of 128 tokens in pages of 32, and one page that transformers keeps for itself.
+    assert (config.page_size, config.num_blocks) == (32, 13)
+    assert run.trainer.args.bf16
+    assert all(line["completion_tokens"] == 12 for line in run.metrics)
+
+
+def test_a_cache_that_would_meet_keys_of_another_dtype_is_refused_before_anything_is_loaded(
+    tiny_llama: Path, tmp_path: Path
+):
+    inputs = grpo_inputs(tiny_llama, tmp_path / "data")
+    options = grpo_options(inputs, train__precision="bf16", grpo__generation="continuous")
+    with pytest.raises(ConfigError, match="a cache in the fp32 of the weights"):
+        new_run(tmp_path, inputs, **options)

@@ -1,0 +1,128 @@
+"""Whole runs of task grpo: on policy the sampler is the model, its base stays, and silent groups are drawn again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpo_run import grpo_inputs, grpo_options
+from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
+from small_run import write_small_run
+
+from sftplay.config.load import load_config
+from sftplay.errors import RunError
+from sftplay.tasks.grpo.rollouts import Rollouts
+
+SILENT = """def pay(completions, level, **_):
+    return [0.0 if n % 3 else len(set(text)) / 40 for text, n in zip(completions, level)]
+"""
+"""Pays the same for all completions of two prompts of three."""
+
+NOTHING = "def pay(completions, **_):\n    return [0.0] * len(completions)\n"
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return grpo_inputs(tiny_llama, tmp_path_factory.mktemp("prompts"))
+
+
+def paid_by(text: str, inputs: Inputs, **changes: Any) -> dict[str, Any]:
+    path = inputs.train.parent / f"pay{abs(hash(text))}.py"
+    path.write_text(text)
+    rewards = [{"name": "pay", "use": f"{path}:pay", "judges": "form"}]
+    return grpo_options(inputs, rewards=rewards, **changes)
+
+
+def column(run: Finished, name: str) -> list[Any]:
+    return [line[name] for line in run.metrics]
+
+
+@pytest.mark.slow
+def test_over_100_on_policy_steps_the_base_is_unchanged_and_the_sampler_is_the_model(prompts: Inputs, tmp_path: Path):
+    short = {"train__max_steps": 100, "train__save_steps": 25, "grpo__max_completion_length": 6, "grpo__gauge_steps": 1}
+    run = train(tmp_path, prompts, **grpo_options(prompts, tuning__mode="lora", **short))
+    assert column(run, "sampler_kl") == [0.0] * 100
+    assert 0 < max(column(run, "sampler_gap")) < 1e-5  # rounding: one token at a time with a cache, or all at once
+    base = run.folder.read_json("manifest.json")["base_weights"]
+    assert base["unchanged_at_steps"] == [0, 25, 50, 75, 100]
+
+
+@pytest.mark.slow
+def test_dropout_and_older_weights_are_seen_by_the_gauge(prompts: Inputs, tmp_path: Path):
+    short = {"train__max_steps": 2, "grpo__gauge_steps": 1, "train__learning_rate": 0.05}
+    dropout = {"tuning__mode": "lora", "tuning__lora__dropout": 0.3}
+    dropped = train(tmp_path / "a", prompts, **grpo_options(prompts, **short, **dropout))
+    assert column(dropped, "sampler_kl")[1] > 1e-6  # in the first step the adapter is still 0
+    older = train(tmp_path / "b", prompts, **grpo_options(prompts, **short, grpo__num_iterations=2))
+    now, later = column(older, "sampler_kl")
+    assert now < 1e-9 < later
+
+
+def test_a_run_whose_rewards_are_all_0_stops_and_says_that_it_lacks_a_warm_start(prompts: Inputs, tmp_path: Path):
+    options = paid_by(NOTHING, prompts, grpo__stop_without_signal=2)
+    with pytest.raises(RunError, match=r"last 2 steps.* every reward since the first step was 0") as raised:
+        train(tmp_path, prompts, **options)
+    assert raised.value.exit_code == 5
+
+
+@pytest.mark.slow
+def test_silent_groups_are_drawn_again_and_every_token_is_counted(
+    prompts: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    drawn: list[int] = []
+    real = Rollouts._generate_single_turn
+
+    def counted(self: Any, prompt_ids: Any, *given: Any, **named: Any) -> Any:
+        ids, logps = real(self, prompt_ids, *given, **named)
+        if self._inputs is not None:  # no evaluation
+            drawn.append(sum(map(len, ids)))
+        return ids, logps
+
+    monkeypatch.setattr(Rollouts, "_generate_single_turn", counted)
+    options = paid_by(SILENT, prompts, train__max_steps=8)
+    plain = train(tmp_path / "plain", prompts, **options)
+    drawn.clear()
+    again = train(tmp_path / "again", prompts, **options, grpo__redraws=3)
+
+    last = again.metrics[-1]
+    assert last["generated_tokens"] == sum(drawn)
+    assert len(drawn) > 8
+    assert last["redrawn_groups"] > 0 < last["passed_turns"]
+    shares = [sum(column(run, "zero_variance_share")) for run in (again, plain)]
+    assert shares[0] < 0.5 * shares[1]
+    # what is kept are whole groups of the prompts that were drawn last
+    for path in (again.folder.path / "samples").glob("step-*.jsonl"):
+        rows = [json.loads(line)["prompt_id"] for line in path.read_text().splitlines()]
+        assert all(len(set(rows[n : n + 4])) == 1 for n in (0, 4))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_the_same_prompts_again(prompts: Inputs, tmp_path: Path):
+    options = paid_by(SILENT, prompts, train__max_steps=6, grpo__redraws=2)
+    whole = train(tmp_path / "whole", prompts, **options)
+    cfg, folder = new_run(tmp_path / "stopped", prompts, **options)
+    train_in(cfg, folder, StopAfter(3))
+    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    for name in ("loss", "reward", "generated_tokens", "redrawn_groups", "passed_turns", "first_reward"):
+        assert column(resumed, name) == column(whole, name)
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_group_draw_it_again_together(tiny_llama: Path, tmp_path: Path, sftplay: Any):
+    inputs = grpo_inputs(tiny_llama, tmp_path / "prompts")
+    rows = [json.loads(line) for line in inputs.train.read_text().splitlines()]
+    for row in rows:
+        del row["answer"]  # without one the reward, which makes no sense, is not tried before the run
+    inputs.train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"train__effective_batch_size": 12, "train__max_steps": 4, "train__batch_size": 3, "grpo__redraws": 2}
+    config = write_small_run(tmp_path, inputs, **paid_by(SILENT, inputs, **sizes))
+    done = sftplay("train", "--config", config, "--nproc", "2", "run_name=two")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = Path(load_config(str(config)).output_dir) / "two"
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["redrawn_groups"] > 0
+    for path in (folder / "samples").glob("step-*.jsonl"):
+        rows = [json.loads(line)["prompt_id"] for line in path.read_text().splitlines()]
+        assert [len(set(rows[n : n + 4])) for n in (0, 4, 8)] == [1, 1, 1]
