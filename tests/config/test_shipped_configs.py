@@ -36,6 +36,7 @@ def test_the_shipped_files_are_those_the_documents_name():
         "run_grpo_v100",
         "run_llama70b",
         "run_lora",
+        "run_score_toy",
     ]
     assert [path.stem for path in FILES] == names
 

@@ -41,7 +41,8 @@ def _form(node: dict[str, Any]) -> str:
     if "propertyNames" in node:
         return f"text for any of {listed(node['propertyNames']['enum'])}"
     if "pattern" in node:
-        return f"text that matches {node['pattern']}, of at most {node['maxLength']} characters"
+        longest = f", of at most {node['maxLength']} characters" if "maxLength" in node else ""
+        return f"text that matches {node['pattern']}{longest}"
     return {"boolean": "true or false", "string": "text", "object": "keys with values"}.get(kind, "any value")
 
 

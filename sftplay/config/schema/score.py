@@ -13,7 +13,7 @@ from pydantic import Field
 from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, Section
 
 Guidance = Literal["none", "static", "model", "model_trained"]
-Devices = Annotated[str, Field(pattern=r"^(auto|cpu|cuda:\d+)$")]
+Devices = Annotated[str, Field(pattern=r"^(auto|cpu|cuda:[0-9]+)$")]
 
 PLACE = re.compile(r"\{(problem|attempt|hint)\}")
 """A place in a prompt that is filled in."""
