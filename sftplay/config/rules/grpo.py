@@ -99,7 +99,7 @@ def settings_of_labels(cfg: RunConfig) -> Iterator[Violation]:
         ),
         "train.loss_head": (
             train.loss_head in ("standard", "liger"),
-            f"{train.loss_head} is not offered: TRL takes the probabilities of completions in tiles",
+            f"{train.loss_head} is not offered: the probabilities of completions are taken in tiles",
             "auto",
         ),
         "train.neftune_alpha": (train.neftune_alpha is not None, "the noise would enter the probabilities", "null"),

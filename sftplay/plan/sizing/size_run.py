@@ -125,7 +125,7 @@ def size_run(
     decided = _fill(decided, {**first, **rest})
     look = None
     if shape is not None:
-        if has_gpu and cfg.train.loss_head == "auto" and cfg.task_mode != "grpo":
+        if has_gpu and cfg.train.loss_head == "auto" and cfg.task_mode not in ("grpo", "score"):
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit, drawn=decided.grpo.generation_rows or 0)
@@ -172,6 +172,8 @@ def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: 
     wanted = cfg.train.loss_head
     if cfg.task_mode == "grpo":
         return Decision("chunked", "TRL takes the probabilities of completions in tiles of 4096 tokens x 32768 words")
+    if cfg.task_mode == "score":
+        return Decision("chunked", "log-probabilities of actions are taken in chunks of tokens")
     if wanted == "liger" and (not machine.gpus or find_spec("liger_kernel") is None):
         raise MachineError(
             "the liger loss head needs a GPU and the package liger-kernel",
