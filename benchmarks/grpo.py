@@ -58,7 +58,7 @@ def main() -> int:
         if options.only != "speed":
             from benchmarks.grpo_redraws import compare_redraws  # brings torch and TRL
 
-            print(compare_redraws(seeds=options.seeds, steps=options.goal_steps))
+            print(compare_redraws(seeds=options.seeds, steps=options.goal_steps, hopeless=options.hopeless))
     return 0
 
 
@@ -69,6 +69,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="of each run that is timed")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--goal-steps", type=int, default=110, help="of each run that is to reach the goal")
+    parser.add_argument("--hopeless", type=int, default=81, help="questions of the toy that nothing is right to")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--warm", type=Path, help="folder of a warm run, made by configs/run_grpo_toy_sft.yaml")
     return parser.parse_args()

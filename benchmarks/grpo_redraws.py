@@ -34,11 +34,11 @@ from sftplay.tasks.step.window import StepSetup
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "one_liners"
-GOALS = (0.85, 0.9, 0.95)
+GOALS = (0.6, 0.7)
 """Sampled pass@1 that counts as learned."""
 
-EVERY, SAMPLES = 4, 32
-"""Steps between two measurements, and answers to each of the 27 questions in one: its standard error at 0.9 is 0.01."""
+EVERY, SAMPLES = 4, 24
+"""Steps between two measurements, and answers to each of the 27 questions in one: its standard error is below 0.02."""
 
 RATE, TOKENS = 1e-3, 28
 COLUMNS = ("tests", "entry_point")
@@ -46,13 +46,13 @@ Curve = list[tuple[int, int, float]]
 """Step, generated tokens, pass@1."""
 
 
-def compare_redraws(*, seeds: int, steps: int) -> str:
-    """A Markdown table."""
-    table = [f"\nGenerated tokens until sampled pass@1 is a goal, measured every {EVERY} steps", ""]
+def compare_redraws(*, seeds: int, steps: int, hopeless: int) -> str:
+    """A Markdown table. `hopeless` questions that no answer is right to stand beside the 27 that can be learned."""
+    table = [f"\nGenerated tokens until sampled pass@1 of 27 questions is a goal, beside {hopeless} hopeless ones", ""]
     table += ["| seed | " + " | ".join(f"{goal}: TRL | redraws=1 | ratio" for goal in GOALS) + " |"]
     table += ["| --- " * (1 + 3 * len(GOALS)) + "|"]
     ratios: dict[float, list[float]] = {goal: [] for goal in GOALS}
-    with Toy() as toy:
+    with Toy(hopeless) as toy:
         toy.warm_up()
         for seed in range(1, seeds + 1):
             curves = [toy.train(seed, steps, redraws=redraws) for redraws in (None, 1)]
@@ -82,7 +82,7 @@ def tokens_until(goal: float, curve: Curve) -> float | None:
 class Toy:
     """Questions, rewards and a warm model; a context manager, which ends the rewards' processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, hopeless: int) -> None:
         rewards = [{"name": "tests", "use": "code_tests"}]
         base = {"model": {"name": "builtin:tiny", "max_seq_len": 64}, "task_mode": "grpo", "rewards": rewards}
         self.base = base | {"train": {"effective_batch_size": 64, "batch_size": 64, "grad_accum": 1}}
@@ -91,8 +91,11 @@ class Toy:
         records = [json.loads(line) for line in (DATA / "train.jsonl").read_text().splitlines()]
         self.columns = [{key: record[key] for key in COLUMNS} for record in records]
         self.asked = [f"{record['messages'][0]['content']}: " for record in records]
+        self.learnable = len(records)
+        self.asked += [f"{('div', 'mod', 'pow')[n % 3]} {n // 3 + 1}: " for n in range(hopeless)]
+        self.columns += [{"tests": ["assert f(0) == 'never'"] * 3, "entry_point": "f"}] * hopeless
         rows = {
-            "row": list(range(len(records))),
+            "row": list(range(len(self.asked))),
             "input_ids": self.tokenizer(self.asked)["input_ids"],
             "content": [
                 json.dumps({"question": text, "columns": columns})
@@ -186,11 +189,12 @@ class Measure(TrainerCallback):
                 now = self.sampled_pass()
             self.model.train()
             self.curve.append((state.global_step, self.drawn["generated_tokens"], now))
+            control.should_training_stop = control.should_training_stop or now >= max(GOALS)
 
     @torch.no_grad()
     def sampled_pass(self) -> float:
         torch.manual_seed(0)
-        rows = [row for row in range(len(self.toy.asked)) for _ in range(SAMPLES)]
+        rows = [row for row in range(self.toy.learnable) for _ in range(SAMPLES)]
         asked = self.toy.tokenizer([self.toy.asked[row] for row in rows], return_tensors="pt", padding=True)
         drawn = self.model.generate(
             input_ids=asked["input_ids"], attention_mask=asked["attention_mask"], do_sample=True, top_k=0,
