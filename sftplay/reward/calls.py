@@ -75,7 +75,7 @@ class RewardCall:
             return
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        self._process = context.Process(
+        process = context.Process(
             target=_serve,
             args=(theirs, self.use),
             kwargs={"options": self.options, "parent": os.getpid()},
@@ -84,7 +84,8 @@ class RewardCall:
         )
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # it inherits that until it can ignore them
         try:
-            self._process.start()
+            process.start()
+            self._process = process
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()

@@ -21,6 +21,7 @@ from pathlib import Path
 from processes import is_alive, wait_until
 
 from sftplay.machine.ports import free_port
+from sftplay.signals import TiedPopen
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mknod")
 
@@ -90,7 +91,7 @@ class SlurmCluster:
     def start(self, name: str, *argv: str) -> None:
         """Start a daemon; its lines go to a file of its name."""
         with (self.home / f"{name}.log").open("ab") as log:
-            self.daemons[name] = subprocess.Popen(
+            self.daemons[name] = TiedPopen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **self.environment}
             )
 

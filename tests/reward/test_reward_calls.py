@@ -200,6 +200,30 @@ def test_one_answer_that_hangs_a_shipped_reward_costs_only_itself():
         call.close()
 
 
+def test_an_answer_on_which_the_parser_of_formulas_hangs_is_cut_off():
+    pytest.importorskip("math_verify", reason="needs the extra reward")
+    call = RewardCall("math", {}, deadline_s=2.0)
+    try:
+        scores = call([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{x+1}"], answer=["$x+1$", "$x+1$"])
+        assert scores.values == [None, 1.0]
+        assert scores.reasons == ["took longer than 2 s"]
+    finally:
+        call.close()
+
+
+def test_a_reward_whose_process_could_not_start_can_be_closed(monkeypatch):
+    call = RewardCall("repetition", {}, deadline_s=2.0)
+
+    def no_more_processes(_):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", no_more_processes)
+    with pytest.raises(BlockingIOError):
+        call.start()
+    call.stop()
+    call.close()
+
+
 def test_signals_that_stop_a_run_leave_the_process_alone(user):
     call = user("honest")
     call(["a"], answer=["a"])
