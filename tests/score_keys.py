@@ -217,7 +217,7 @@ def check_update(key: str, *values: Any) -> Check:
         gradients = []
         for value in values:
             score = run.cfg.score.model_copy(update={key: value})
-            step = Update(run.trainer.cast, score, _batch(run))
+            step = Update(run.trainer.cast, score, batch=_batch(run))
             for parameter in run.trainer.cast.parts["guide"]:
                 parameter.data.add_(1e-2)
             actions = [each.hint for each in played if each.hint is not None]

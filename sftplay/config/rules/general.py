@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from sftplay.config.explain.other_kits import kit_answer
+from sftplay.config.explain.trl_arguments import config_fields, unfit
+from sftplay.config.read.resolved import flow
 from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
-from sftplay.config.rules.extra import broken_extra_rules
 from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
@@ -20,7 +22,7 @@ from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig, TrainConfig
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, nearest_names
 from sftplay.units import parse_seconds
 
 
@@ -205,6 +207,33 @@ def _limits(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(keys, what, fix=f"start at step {train.max_steps} or before")
 
 
+def _extra(cfg: RunConfig) -> Iterator[Violation]:
+    """Fields of TRL's own config that the kit sets itself, that TRL does not have, or whose value it would not take."""
+    draws = cfg.task_mode == "grpo"
+    for name, value in cfg.train.extra.items():
+        yield from _extra_field(f"train.extra.{name}", value, kind="GRPOConfig" if draws else "SFTConfig")
+    for name, value in cfg.grpo.extra.items():
+        yield from _extra_field(f"grpo.extra.{name}", value, kind="GRPOConfig")
+        if name in cfg.train.extra:
+            what = "is given in train.extra too"
+            yield Violation((f"grpo.extra.{name}", f"train.extra.{name}"), what, fix="keep one of the two")
+
+
+def _extra_field(key: str, value: object, *, kind: str) -> Iterator[Violation]:
+    name, draws = key.rpartition(".")[2], kind == "GRPOConfig"
+    fields = config_fields(kind)
+    if answer := kit_answer(name, draws=draws):
+        yield Violation((key,), answer.what, fix=answer.fix, nearest=(answer.key,) if answer.key else ())
+    elif fields is not None and name not in fields:
+        near = [known for known in nearest_names(name, sorted(fields)) if not kit_answer(known, draws=draws)]
+        fix = f"did you mean {near[0]!r}?" if near else f"remove it; see the fields of trl.{kind}"
+        yield Violation((key,), f"TRL's {kind} has no field {name!r}", fix=fix, nearest=tuple(near))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Violation((key,), f"{flow(value)} is no number to train with", fix="write a finite number")
+    elif wanted := unfit(kind, name, value=value):
+        yield Violation((key,), f"{flow(value)} is not {wanted}", fix=f"write {wanted}")
+
+
 def _lists(cfg: RunConfig) -> Iterator[Violation]:
     backend, lora = cfg.logging.backend, cfg.tuning.lora
     if backend == []:
@@ -234,7 +263,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _static_graph,
     _rate_scaling,
     _schedule,
-    broken_extra_rules,
+    _extra,
     broken_data_rules,
     broken_reward_rules,
     broken_cpt_rules,

@@ -104,7 +104,7 @@ class EvaluateEpisodes(Observer):
         verdicts = trainer.judge.judge(episodes, heartbeat=trainer.heartbeat)
         tokenizer = trainer.player.tokenizer
         return [
-            (number, verdict, line_of(episode, verdict, tokenizer))
+            (number, verdict, line_of(episode, verdict, tokenizer=tokenizer))
             for number, episode, verdict in zip(numbers, episodes, verdicts, strict=True)
         ]
 

@@ -98,14 +98,14 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         guide_learns=score.guidance == "model_trained",
         has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
     )
-    player = Player(cfg, cast, prompts.renderer)
+    player = Player(cfg, cast, renderer=prompts.renderer)
     trainer = EpisodeTrainer(
         parts.step,
         cfg=cfg,
         run_folder=parts.folder.path,
         cast=cast,
         player=player,
-        judge=EpisodeJudge(cfg, parts.rows.report["columns"], prompts.renderer.tokenizer),
+        judge=EpisodeJudge(cfg, columns=parts.rows.report["columns"], tokenizer=prompts.renderer.tokenizer),
         questions=prompts.train,
         model=parts.model,
         processing_class=parts.tokenizer,

@@ -97,20 +97,20 @@ class EpisodeTrainer(Trainer):
             )
         verdicts = of_all_ranks(self.judge.judge(episodes, heartbeat=self.heartbeat), self.heartbeat)
         self.heartbeat.enter("forward")
-        update = Update(self.cast, score, self._batch(len(verdicts)))
-        credit = self._credit(update, episodes, verdicts, step=step)
+        update = Update(self.cast, score, batch=self._batch(len(verdicts)))
+        credit = self._credit(episodes, verdicts, update=update, step=step)
         own = slice(log.rank() * n, (log.rank() + 1) * n)
         keep_episodes(
-            self.run_folder, step, episodes, verdicts, tokenizer=self.player.tokenizer, limit=score.samples,
-            gains={"t1": credit.first, "guide": credit.guide, "t2": credit.second},
+            episodes, verdicts, run_folder=self.run_folder, step=step, tokenizer=self.player.tokenizer,
+            limit=score.samples, gains={"t1": credit.first, "guide": credit.guide, "t2": credit.second},
         )  # fmt: skip
         model.train()
-        self._learn(update, episodes, verdicts, credit=credit, own=own, step=step)
+        self._learn(episodes, verdicts, update=update, credit=credit, own=own, step=step)
         if log.world_size() > 1:
             with self.heartbeat.within("communication"):
                 average_gradients(self.model_wrapped)
                 self._drop_idle(step)
-        return self._finish(update, episodes, verdicts, credit=credit, step=step)
+        return self._finish(episodes, verdicts, update=update, credit=credit, step=step)
 
     def _forget_moments(self, step: int) -> None:
         """Begin stage 2 with an optimizer that has seen nothing, where the config asks for it."""
@@ -135,7 +135,7 @@ class EpisodeTrainer(Trainer):
             self.accelerator.backward(loss)
         self.heartbeat.enter("forward")
 
-    def _credit(self, update: Update, episodes: Sequence[Episode], verdicts: Sequence[Verdict], *, step: int) -> Credit:
+    def _credit(self, episodes: Sequence[Episode], verdicts: Sequence[Verdict], *, update: Update, step: int) -> Credit:
         """Advantages of the episodes of all ranks."""
         value = None
         if self.cast.has_value:
@@ -158,10 +158,10 @@ class EpisodeTrainer(Trainer):
 
     def _learn(
         self,
-        update: Update,
         episodes: Sequence[Episode],
         verdicts: Sequence[Verdict],
         *,
+        update: Update,
         credit: Credit,
         own: slice,
         step: int,
@@ -193,10 +193,10 @@ class EpisodeTrainer(Trainer):
 
     def _finish(
         self,
-        update: Update,
         episodes: Sequence[Episode],
         verdicts: Sequence[Verdict],
         *,
+        update: Update,
         credit: Credit,
         step: int,
     ) -> Tensor:

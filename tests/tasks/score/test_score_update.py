@@ -49,7 +49,7 @@ def update(cast: Cast, **changes) -> Update:
         micro_batch=2, n_episodes=N, pad=ID["<pad>"], device="cpu", backward=lambda loss: loss.backward(),
         context=nullcontext,
     )  # fmt: skip
-    return Update(cast, score, batch)
+    return Update(cast, score, batch=batch)
 
 
 def gradients(cast: Cast, part: str) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_each_role_trains_its_own_weights(cast: Cast):
 
 def test_scores_are_those_of_a_plain_forward_pass_and_micro_batches_change_nothing(cast: Cast):
     whole = ActionBatch.of(ACTIONS, pad=ID["<pad>"], device="cpu")
-    scores = score_actions(cast, "solver", whole, temperature=0.7, kl="full")
+    scores = score_actions(cast, whole, role="solver", temperature=0.7, kl="full")
     for number, action in enumerate(ACTIONS):
         ids = torch.tensor([action.prompt + action.ids])
         place = len(action.prompt) - 1

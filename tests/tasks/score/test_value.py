@@ -60,7 +60,7 @@ def test_straight_through_embeds_the_tokens_and_learns_by_the_mixture():
     torch.manual_seed(2)
     logits, embedding = torch.randn(2, 5, requires_grad=True), torch.randn(5, 3)
     tokens, weights = torch.tensor([1, 4]), torch.randn(3)
-    embedded = straight_through(logits.log_softmax(-1), tokens, embedding)
+    embedded = straight_through(logits.log_softmax(-1), tokens, embedding=embedding)
     torch.testing.assert_close(embedded, embedding[tokens])
     (mine,) = torch.autograd.grad((embedded @ weights).sum(), logits)
     (mixture,) = torch.autograd.grad((logits.softmax(-1) @ embedding @ weights).sum(), logits)
@@ -89,7 +89,7 @@ def test_the_critic_learns_the_returns_and_what_lies_ahead():
     first = Visits(tokens([1, 2], [1, 2]), tokens([3], [4]), tokens([4], [3]))
     second = Visits(tokens([1, 3], [1, 4]), tokens([5], [6]), tokens([6], [5]))
     returns = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
-    losses = critic_loss(critic, slow, (first, second), returns=returns, discount=0.5)
+    losses = critic_loss(critic, slow, turns=(first, second), returns=returns, discount=0.5)
     ahead = slow.v_values(second.state).min(0).values
     q1 = critic.q_values(first.state, first.answer)
     by_hand = sum((q1[twin] - (returns[0] + 0.5 * ahead)).square().mean() for twin in range(2)) / 2
@@ -97,7 +97,7 @@ def test_the_critic_learns_the_returns_and_what_lies_ahead():
     optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
     for _ in range(150):
         optimizer.zero_grad()
-        sum(critic_loss(critic, slow, (first, second), returns=returns, discount=0.0).values()).backward()
+        sum(critic_loss(critic, slow, turns=(first, second), returns=returns, discount=0.0).values()).backward()
         optimizer.step()
         soft_update(slow, critic, tau=0.1)
     assert critic.q_values(second.state, second.answer).min(0).values.tolist() == pytest.approx([1, 0], abs=0.1)

@@ -56,7 +56,7 @@ class Verdict:
 class EpisodeJudge:
     """The rewards of a run on one rank; a context manager, which ends their processes."""
 
-    def __init__(self, cfg: RunConfig, columns: Sequence[str], tokenizer: Any) -> None:
+    def __init__(self, cfg: RunConfig, *, columns: Sequence[str], tokenizer: Any) -> None:
         """`columns` are those that any row has."""
         self.rewards, self.columns, self.tokenizer = RewardSet(cfg), tuple(columns), tokenizer
         form = {reward.name for reward in cfg.rewards if judges_form(reward)}

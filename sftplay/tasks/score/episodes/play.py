@@ -39,7 +39,7 @@ class Episode:
 class Player:
     """Plays episodes with the solver and the guide of a run."""
 
-    def __init__(self, cfg: RunConfig, cast: Cast, renderer: Renderer) -> None:
+    def __init__(self, cfg: RunConfig, cast: Cast, *, renderer: Renderer) -> None:
         self.cfg, self.cast, self.tokenizer = cfg, cast, renderer.tokenizer
         self.templates = make_templates(cfg.score.prompts, renderer, system=cfg.data.system)
         self._ends = renderer.end_token_ids
@@ -62,7 +62,7 @@ class Player:
         """
         score, room = self.cfg.score, self.cfg.model.max_seq_len - self.cfg.score.max_new_tokens
 
-        def answer(turn: int, template: Template, ids: Sequence[dict[str, list[int]]]) -> list[Action]:
+        def answer(template: Template, ids: Sequence[dict[str, list[int]]], *, turn: int) -> list[Action]:
             prompts = [template.filled(each, room=room) for each in ids]
             return self._draw(
                 prompts, "solver", numbers=numbers, seed=seed_of(seed, turn), temperature=temperature,
@@ -70,12 +70,12 @@ class Player:
             )  # fmt: skip
 
         known = [{"problem": tokens_of(self.tokenizer, question.question)} for question in questions]
-        firsts = answer(1, self.templates.solve, known)
+        firsts = answer(self.templates.solve, known, turn=1)
         known = [{**ids, "attempt": first.said} for ids, first in zip(known, firsts, strict=True)]
         written = self._written(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)
         texts = self._hint_ids(questions, written, hints=hints)
         known = [{**ids, "hint": hint} for ids, hint in zip(known, texts, strict=True)]
-        seconds = answer(3, self.templates.revise, known)
+        seconds = answer(self.templates.revise, known, turn=3)
         return [
             Episode(question=question, first=first, hint=hint, hint_ids=ids, second=second)
             for question, first, hint, ids, second in zip(questions, firsts, written, texts, seconds, strict=True)

@@ -15,7 +15,7 @@ from sftplay.tasks.score.episodes.judge import Verdict
 from sftplay.tasks.score.episodes.play import Episode, text_of
 
 
-def line_of(episode: Episode, verdict: Verdict, tokenizer: Any) -> dict[str, Any]:
+def line_of(episode: Episode, verdict: Verdict, *, tokenizer: Any) -> dict[str, Any]:
     """An episode for people to read."""
     return {
         "row": episode.question.row,
@@ -36,11 +36,11 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def keep_episodes(
-    run_folder: Path,
-    step: int,
     episodes: Sequence[Episode],
     verdicts: Sequence[Verdict],
     *,
+    run_folder: Path,
+    step: int,
     gains: Mapping[str, Tensor | None],
     tokenizer: Any,
     limit: int | None,
@@ -51,5 +51,5 @@ def keep_episodes(
     lines = []
     for at, (episode, verdict) in enumerate(zip(episodes[:limit], verdicts, strict=False)):
         advantages = {name: None if gain is None else round(float(gain[at]), 6) for name, gain in gains.items()}
-        lines.append({**line_of(episode, verdict, tokenizer), "advantages": advantages})
+        lines.append({**line_of(episode, verdict, tokenizer=tokenizer), "advantages": advantages})
     write_lines(run_folder / "samples" / f"step-{step}.jsonl", lines)

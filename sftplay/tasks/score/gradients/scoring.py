@@ -58,7 +58,7 @@ class TokenScores(NamedTuple):
     """[actions, width]: the state at the last token of each action."""
 
 
-def score_actions(cast: Cast, role: Role, batch: ActionBatch, *, temperature: float, kl: Kl) -> TokenScores:
+def score_actions(cast: Cast, batch: ActionBatch, *, role: Role, temperature: float, kl: Kl) -> TokenScores:
     """The tokens under the model of `role`, with gradients, and their KL to the frozen reference.
 
     A mode of dropout is not changed here.
@@ -74,11 +74,14 @@ def score_actions(cast: Cast, role: Role, batch: ActionBatch, *, temperature: fl
     parts = [
         checkpoint(
             _token_scores,
-            *(each[:, at : at + width] for each in (logits, reference, batch.tokens, batch.drawn)),
+            logits[:, at : at + width], reference[:, at : at + width],
+            tokens=batch.tokens[:, at : at + width], drawn=batch.drawn[:, at : at + width],
             temperature=temperature, kl=kl, use_reentrant=False, preserve_rng_state=False,
         )
         if len(places) > 1
-        else _token_scores(logits, reference, batch.tokens, batch.drawn, temperature=temperature, kl=kl)
+        else _token_scores(
+            logits, reference, tokens=batch.tokens, drawn=batch.drawn, temperature=temperature, kl=kl
+        )
         for at in places
     ]  # fmt: skip
     log_probs, spread, distance = (torch.cat(each, 1) for each in zip(*parts, strict=True))
@@ -100,10 +103,10 @@ def forward(model: Any, batch: ActionBatch) -> tuple[Tensor, Tensor]:
 
 
 def _token_scores(
-    logits: Tensor, reference: Tensor, tokens: Tensor, drawn: Tensor, *, temperature: float, kl: Kl
+    logits: Tensor, reference: Tensor, *, tokens: Tensor, drawn: Tensor, temperature: float, kl: Kl
 ) -> tuple[Tensor, Tensor, Tensor]:
     log_probs = (logits.float() / temperature).log_softmax(-1)
     frozen = (reference.float() / temperature).log_softmax(-1)
     mine = chosen(log_probs, tokens)
-    distance = full_kl(log_probs, frozen) if kl == "full" else k3_kl(mine, chosen(frozen, tokens), drawn)
+    distance = full_kl(log_probs, frozen) if kl == "full" else k3_kl(mine, chosen(frozen, tokens), sampled=drawn)
     return mine, entropy(log_probs.detach()), distance

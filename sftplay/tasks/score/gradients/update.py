@@ -41,7 +41,7 @@ class Batch:
 class Update:
     """Takes the gradients of solver and guide, and adds up what they are made of."""
 
-    def __init__(self, cast: Cast, score: ScoreConfig, batch: Batch) -> None:
+    def __init__(self, cast: Cast, score: ScoreConfig, *, batch: Batch) -> None:
         self.cast, self.score, self.batch = cast, score, batch
         self.sums: dict[str, float] = defaultdict(float)
         """Loss, KL terms and entropies of this rank's share."""
@@ -56,7 +56,9 @@ class Update:
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
                 loss = beta * kl
                 if advantage is not None:
-                    loss = loss + self._policy(scores, tensors, advantage[part], longest=self.score.max_new_tokens)
+                    loss = loss + self._policy(
+                        scores, tensors, advantage=advantage[part], longest=self.score.max_new_tokens
+                    )
             self._add(f"t{turn}", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
             if loss.requires_grad:
                 self.batch.backward(loss)
@@ -68,9 +70,9 @@ class Update:
             with self.batch.context():
                 scores = self._scores("guide", tensors)
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
-                loss = self._policy(scores, tensors, advantage[part], longest=score.max_hint_tokens)
+                loss = self._policy(scores, tensors, advantage=advantage[part], longest=score.max_hint_tokens)
                 loss = loss + score.beta_guide * kl
-                loss = loss + self._value(scores, tensors, outcome[part])
+                loss = loss + self._value(scores, tensors, outcome=outcome[part])
             self._add("guide", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
             self.batch.backward(loss)
 
@@ -102,15 +104,15 @@ class Update:
             yield part, ActionBatch.of(actions[part], pad=self.batch.pad, device=self.batch.device)
 
     def _scores(self, role: Role, tensors: ActionBatch) -> TokenScores:
-        return score_actions(self.cast, role, tensors, temperature=self.score.temperature, kl=self.score.kl)
+        return score_actions(self.cast, tensors, role=role, temperature=self.score.temperature, kl=self.score.kl)
 
-    def _policy(self, scores: TokenScores, tensors: ActionBatch, advantage: Tensor, *, longest: int) -> Tensor:
+    def _policy(self, scores: TokenScores, tensors: ActionBatch, *, advantage: Tensor, longest: int) -> Tensor:
         return policy_loss(
             scores.log_probs, tensors.mask, advantage=advantage.to(scores.log_probs.device), longest=longest,
             n_episodes=self.batch.n_episodes,
         )  # fmt: skip
 
-    def _value(self, scores: TokenScores, tensors: ActionBatch, outcome: Tensor) -> Tensor | float:
+    def _value(self, scores: TokenScores, tensors: ActionBatch, *, outcome: Tensor) -> Tensor | float:
         if not self.cast.has_value:
             return 0.0
         score, head = self.score, self.cast.model.value_head
@@ -129,7 +131,7 @@ class Update:
             logits, _ = forward(model, tensors)
             log_probs = (logits.float() / self.score.temperature).log_softmax(-1)
             table = model.get_input_embeddings().weight
-            hint = straight_through(log_probs, tensors.tokens, table).to(table.dtype)
+            hint = straight_through(log_probs, tensors.tokens, embedding=table).to(table.dtype)
             prompt = model.get_input_embeddings()(tensors.ids[:, : -tensors.tokens.shape[1]]).detach()
             frozen = {name: weight.detach() for name, weight in model.named_parameters()}
             out = functional_call(

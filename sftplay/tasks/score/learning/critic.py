@@ -86,7 +86,7 @@ def soft_update(slow: nn.Module, critic: nn.Module, *, tau: float) -> None:
 
 
 def critic_loss(
-    critic: Critic, slow: Critic, turns: tuple[Visits, Visits], *, returns: tuple[Tensor, Tensor], discount: float
+    critic: Critic, slow: Critic, *, turns: tuple[Visits, Visits], returns: tuple[Tensor, Tensor], discount: float
 ) -> dict[str, Tensor]:
     """The four squared errors: Q(s1, y1) <- R1 + discount * min V'(s2), Q(s2, y2) <- R2, V(s) <- min Q'(s, fresh).
 

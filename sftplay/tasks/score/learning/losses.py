@@ -25,7 +25,7 @@ def full_kl(log_probs: Tensor, reference: Tensor) -> Tensor:
     return (log_probs.exp() * (log_probs - reference)).sum(-1)
 
 
-def k3_kl(log_probs: Tensor, reference: Tensor, sampled: Tensor) -> Tensor:
+def k3_kl(log_probs: Tensor, reference: Tensor, *, sampled: Tensor) -> Tensor:
     """An estimate of the same by the sampled tokens alone: ratio * (exp(d) - d - 1), d = reference - policy.
 
     `sampled` are the log-probabilities with which the tokens were drawn. The ratio policy / sampled is 1 at first; its

@@ -42,7 +42,7 @@ def value_loss(
     return (head(hidden.detach()) - target).square().sum() / n_episodes
 
 
-def straight_through(log_probs: Tensor, tokens: Tensor, embedding: Tensor) -> Tensor:
+def straight_through(log_probs: Tensor, tokens: Tensor, *, embedding: Tensor) -> Tensor:
     """Embeddings of sampled tokens whose gradient is that of the expected embedding.
 
     log_probs [..., vocabulary], tokens int64 [...], embedding [vocabulary, width] -> [..., width]. The values are those
