@@ -54,7 +54,7 @@ def plan(args: Namespace) -> int:
         return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
     train = sized.cfg.train
     sizes = f"{train.batch_size} x {train.grad_accum} x {world_size} processes = {train.effective_batch_size}"
-    unit = "completions" if sized.cfg.task_mode == "grpo" else "rows"
+    unit = {"grpo": "completions", "score": "episodes"}.get(sized.cfg.task_mode, "rows")
     lines = [
         *describe_model(forecast),
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {_rows(sized)}",

@@ -45,10 +45,12 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
     steps, reason = _steps(cfg, lengths)
     row_tokens = lengths.mean if lengths else cfg.row_tokens
     tokens = round(steps * train.effective_batch_size * row_tokens) if steps is not None else None
+    if cfg.task_mode == "score":
+        tokens = None  # an episode is three texts, each as long as the models make it
     trained = trained_params(setting.shape, setting.execution)
     checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
     seconds, basis = _seconds(setting, tokens, rows=_described(cfg, lengths))
-    if cfg.task_mode == "grpo":
+    if cfg.task_mode in ("grpo", "score"):
         seconds, basis = None, "it depends on the length of completions, which the model decides"
     # One more lies there while the newest is written, and the result at the end.
     disk = checkpoint * (train.save_total_limit + 1) + trained * setting.execution.trained_bytes
@@ -70,6 +72,8 @@ def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]
     train = cfg.train
     if train.max_steps:
         return train.max_steps, f"train.max_steps, {_described(cfg, lengths)}"
+    if cfg.task_mode == "score":
+        return cfg.score.stage1_steps + cfg.score.stage2_steps, "score.stage1_steps and score.stage2_steps"
     if cfg.learns_documents and cfg.cpt.train_tokens is not None:
         return cfg.steps_of_tokens(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
     rows = lengths.count if lengths else None if cfg.learns_documents else _count_rows(cfg)

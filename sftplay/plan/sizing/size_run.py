@@ -141,10 +141,17 @@ def size_run(
     )
 
 
+EPISODES_PLANNED_ROUGHLY = (
+    "memory and checkpoints are planned too small for task mode score: as if one adapter learned rows of "
+    "model.max_seq_len tokens. The guide's adapter, the reference's scores and the drawing of answers come on top"
+)
+
+
 def _notes(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None) -> tuple[str, ...]:
     """What the user should know of a sized config."""
     unplanned = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
-    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned)
+    rough = (EPISODES_PLANNED_ROUGHLY,) if shape and cfg.task_mode == "score" else ()
+    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned, *rough)
 
 
 def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:
