@@ -98,7 +98,8 @@ def describe_workload(work: Workload) -> Iterator[str]:
     if work.steps is None:
         yield f"steps       not known: {work.steps_reason}"
     else:
-        yield f"steps       {work.steps}, {format_count(work.tokens or 0)} tokens at most ({work.steps_reason})"
+        tokens = f", {format_count(work.tokens)} tokens at most" if work.tokens is not None else ""
+        yield f"steps       {work.steps}{tokens} ({work.steps_reason})"
     yield f"disk        {format_bytes(work.checkpoint_bytes)} a checkpoint, {format_bytes(work.disk_bytes)} in all"
     if work.seconds is not None:
         yield f"time        about {format_seconds(work.seconds)}: {work.time_basis}"

@@ -65,6 +65,7 @@ def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path
     assert evaluated[0]["n"] == evaluated[1]["n"] == 5
 
 
+@pytest.mark.long
 def test_a_run_killed_in_each_phase_ends_as_if_nothing_had_been(inputs: Inputs, tmp_path: Path, sftplay: Verb):
     config = write_small_run(tmp_path, inputs, **score_options(train__max_steps=6, train__save_steps=2))
     (tmp_path / "hook").mkdir()
