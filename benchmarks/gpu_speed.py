@@ -51,7 +51,7 @@ from sftplay.tasks import sft
 from sftplay.tasks.rehearse.probe_step import synthetic_rows
 from sftplay.tasks.run.run_task import make_trainable
 from sftplay.tasks.run.setup import make_setup
-from sftplay.tasks.run.task import TrainerParts
+from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.step.window import StepSetup
 
 SEED, RANK, RATE = 7, 16, 1e-4
@@ -212,6 +212,8 @@ def build_ours(cfg: RunConfig, scratch: Path, clock: Clock) -> Any:
             model=make_trainable(model, cfg),
             tokenizer=tokenizer,
             train=rows.select(setup.order),
+            rows=Rows(train=rows, held_out=None, report={}),
+            folder=folder,
             held_out=None,
             arguments={**setup.arguments(has_held_out=False), **nothing_kept},
             callbacks=[clock],

@@ -20,7 +20,13 @@ from sftplay.errors import ConfigError
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A scratch path to write to. It replaces `path` when the block ends, and is removed when the block raises."""
+    """A scratch path to write to. It replaces `path` when the block ends, and is removed when the block raises.
+
+    Where `path` is a device or a pipe, it is that path itself: `/dev/full` stays what it is.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -6,6 +6,7 @@ It does not print or exit: only `cli` turns an error into an exit code.
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -103,9 +104,15 @@ OUT_OF_RAM = ("failed to map segment", "Cannot allocate memory", "can't allocate
 """What the loader of libraries, the system and torch say where a process may take no more memory."""
 
 
+EXTENSION_FAILED = ("error return without exception set", "returned NULL without setting an exception")
+"""What Python says of a module in C that fails in silence, as some do where an allocation fails."""
+
+
 def out_of_ram(error: BaseException) -> MachineError | None:
     """The refusal for an error that says that this process gets no more memory; None for any other."""
-    if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in OUT_OF_RAM):
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    signs = (*OUT_OF_RAM, *EXTENSION_FAILED) if is_limited else OUT_OF_RAM
+    if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in signs):
         return None
     said = next((line for line in str(error).splitlines() if line.strip()), "the system gives no more")
     fix = "free memory, or raise the limit that was set for this shell (ulimit -v)"

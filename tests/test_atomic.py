@@ -116,3 +116,16 @@ def test_a_tied_process_has_no_input_and_the_folder_it_is_given(tmp_path):
         cwd=tmp_path,
     )
     assert process.communicate()[0].decode() == f"{tmp_path} ''\n"
+
+
+def test_a_pipe_or_a_device_is_written_to_and_stays_what_it_is(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "for whoever listens")
+        assert os.read(reader, 100) == b"for whoever listens"
+        assert pipe.is_fifo()
+        assert list(tmp_path.iterdir()) == [pipe]
+    finally:
+        os.close(reader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -104,3 +105,15 @@ def test_errors_of_a_process_that_gets_no_memory_are_known(error: Exception):
     refusal = out_of_ram(error)
     assert isinstance(refusal, MachineError)
     assert out_of_ram(ImportError("no module named x")) is None
+
+
+@pytest.mark.parametrize(
+    "said", ["error return without exception set", "<f> returned NULL without setting an exception"]
+)
+def test_a_silent_failure_of_a_c_module_is_a_lack_of_memory_where_the_shell_limits_it(
+    said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (700_000 * 1024, resource.RLIM_INFINITY))
+    assert isinstance(out_of_ram(SystemError(said)), MachineError)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert out_of_ram(SystemError(said)) is None

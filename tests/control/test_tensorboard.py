@@ -181,8 +181,9 @@ def test_a_pid_file_that_names_anything_else_stops_nothing(tmp_path, monkeypatch
 
 
 def test_a_process_of_somebody_else_is_not_ours(monkeypatch):
-    words = [sys.executable, "-c", "import time; time.sleep(60)", tensorboard.MODULE]
-    with subprocess.Popen(words) as other:
+    words = [sys.executable, "-c", "import time; print(); time.sleep(60)", tensorboard.MODULE]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as other:
+        other.stdout.readline()  # a process has no command line yet while it is being replaced by exec
         assert tensorboard.is_board(other.pid)
         monkeypatch.setattr(tensorboard.os, "getuid", lambda: 12345)
         assert not tensorboard.is_board(other.pid)

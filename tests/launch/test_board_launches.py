@@ -155,6 +155,8 @@ def test_two_processes_train_as_the_target_says(
 def test_tensorboard_shows_what_each_rank_measured(checkout: Checkout, launched: dict[str, Any], target: str):
     run, tags = f"{target}/tb", {f"train/rank{rank}/loss" for rank in (0, 1)}
     wait_until(lambda: tags <= checkout.ask("tags").get(run, {}).keys())
+    # TensorBoard shows a tag before it has read all of its steps.
+    wait_until(lambda: all(len(checkout.ask("scalars", run=run, tag=tag)) == 3 for tag in tags))
     lines = [json.loads(line) for line in checkout.folder(target).metrics.read_text().splitlines()]
     for rank in (0, 1):
         shown = checkout.ask("scalars", run=run, tag=f"train/rank{rank}/loss")

@@ -95,7 +95,8 @@ class Project(Outputs):
         return "\n".join(path.read_text(errors="replace")[-4000:] for path in places)
 
     def summary(self, job: int) -> dict[str, str]:
-        (path,) = self.root.glob(f"outputs/*/slurm-{job}/job_summary.txt")
+        found = self.root.glob(f"outputs/*/slurm-{job}/job_summary.txt")
+        (path,) = (path for path in found if path.parts[-3] != "latest")
         return dict(re.findall(r"^([^:\n]+): +(.*)$", path.read_text(), re.M))
 
     def lives(self, job: int) -> list[dict[str, Any]]:

@@ -119,10 +119,8 @@ def _show(text: str, out: str | None) -> None:
 @contextmanager
 def _whole(path: Path) -> Iterator[TextIO]:
     """A file to write to. It takes the place of what is there when all is written: that may be the jobs themselves."""
-    with ExitStack() as stack:
-        is_special = path.exists() and not path.is_file()  # /dev/null stays what it is
-        scratch = path if is_special else stack.enter_context(whole_file(path))
-        yield stack.enter_context(scratch.open("w", encoding="utf-8"))
+    with whole_file(path) as scratch, scratch.open("w", encoding="utf-8") as file:
+        yield file
 
 
 def _open(path: str) -> TextIO:
