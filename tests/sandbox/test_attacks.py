@@ -80,7 +80,7 @@ def test_no_attack_gets_through(executor):
     ("name", "is_warm"),
     [
         pytest.param("bwrap", True, marks=pytest.mark.slow),
-        pytest.param("bwrap", False, marks=pytest.mark.long),
+        pytest.param("bwrap", False, marks=pytest.mark.slow),
         pytest.param("landlock", False, marks=pytest.mark.long),
     ],
 )

@@ -113,7 +113,11 @@ def inner_environment(*, site: str = "") -> dict[str, str]:
 
 
 def box_arguments(limits: Limits, packages: Sequence[Path], *, is_root: bool, has_proc: bool = False) -> list[str]:
-    """bubblewrap's arguments: namespaces, rights, and what the box sees of the file system."""
+    """bubblewrap's arguments: namespaces, rights, and what the box sees of the file system.
+
+    A signal to a process group crosses namespaces: without a session of its own a program could end bubblewrap, where
+    both belong to one ordinary user.
+    """
     rights = ["--cap-drop", "ALL"]
     if is_root:
         rights += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -123,7 +127,7 @@ def box_arguments(limits: Limits, packages: Sequence[Path], *, is_root: bool, ha
     shown = [word for path in packages for word in ("--ro-bind", str(path), f"{SITE}/{path.name}")]
     return [
         "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "box",
-        "--die-with-parent", *rights, *_file_system(), *proc, *shown,
+        "--die-with-parent", "--new-session", *rights, *_file_system(), *proc, *shown,
         "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK,
     ]  # fmt: skip
 
