@@ -119,7 +119,7 @@ def array_file(folder: Path, set_name: str, array: str) -> Path:
     return folder / f"{set_name}__{array}.npy"
 
 
-def _fault(path: Path, what: str, fix: str = AGAIN) -> DataError:
+def _fault(path: Path, what: str, *, fix: str = AGAIN) -> DataError:
     return DataError(what, where=str(path), fix=fix)
 
 
@@ -139,7 +139,7 @@ def _facts(folder: Path) -> Facts:
     given = {}
     for field in fields(Facts):
         if field.name in content:
-            given[field.name] = _value(path, field.name, content[field.name])
+            given[field.name] = _value(path, field.name, value=content[field.name])
         elif field.name not in ("kind", "shape", "symbols"):
             raise _fault(path, f"{field.name} is missing")
     facts = Facts(**given)
@@ -150,7 +150,7 @@ def _facts(folder: Path) -> Facts:
     return facts
 
 
-def _value(path: Path, name: str, value: Any) -> Any:
+def _value(path: Path, name: str, *, value: Any) -> Any:
     """The value of a key of dataset.json, in its type."""
     if name in ("sets", "shape"):
         kind: type = str if name == "sets" else int
@@ -180,11 +180,11 @@ def _open_set(folder: Path, name: str, *, facts: Facts) -> PuzzleSet:
         ignored = facts.ignore_label_id if array == "labels" else None
         _check_tokens(path, found, vocab_size=facts.vocab_size, ignored=ignored)
     n_puzzles = len(arrays["puzzle_identifiers"])
-    _check_offsets(array_file(folder, name, "puzzle_indices"), arrays["puzzle_indices"], n_puzzles, wanted[0])
+    _check_offsets(array_file(folder, name, "puzzle_indices"), arrays["puzzle_indices"], n=n_puzzles, end=wanted[0])
     n_groups = max(0, len(arrays["group_indices"]) - 1)
-    _check_offsets(array_file(folder, name, "group_indices"), arrays["group_indices"], n_groups, n_puzzles)
+    _check_offsets(array_file(folder, name, "group_indices"), arrays["group_indices"], n=n_groups, end=n_puzzles)
     _check_range(
-        array_file(folder, name, "puzzle_identifiers"), arrays["puzzle_identifiers"], facts.num_puzzle_identifiers
+        array_file(folder, name, "puzzle_identifiers"), arrays["puzzle_identifiers"], end=facts.num_puzzle_identifiers
     )
     return PuzzleSet(name=name, **arrays)
 
@@ -203,7 +203,7 @@ def _array(path: Path) -> NDArray[Any]:
     return found
 
 
-def _check_offsets(path: Path, offsets: NDArray[Any], n: int, end: int) -> None:
+def _check_offsets(path: Path, offsets: NDArray[Any], *, n: int, end: int) -> None:
     """Offsets of `n` parts that lie one behind the other from 0 to `end`, none of them empty."""
     if offsets.shape != (n + 1,) or n == 0:
         raise _fault(path, f"has the shape {list(offsets.shape)}, not [{n + 1}]")
@@ -215,7 +215,7 @@ def _check_offsets(path: Path, offsets: NDArray[Any], n: int, end: int) -> None:
         raise _fault(path, f"does not grow at {at + 1}: {offsets[at]} is followed by {offsets[at + 1]}")
 
 
-def _check_range(path: Path, numbers: NDArray[Any], end: int) -> None:
+def _check_range(path: Path, numbers: NDArray[Any], *, end: int) -> None:
     if numbers.ndim != 1:
         raise _fault(path, f"has the shape {list(numbers.shape)}, not one number for each puzzle")
     if not 0 <= numbers.min() <= numbers.max() < end:

@@ -51,7 +51,7 @@ class TrainRows:
         self, folder: PuzzleFolder, *, seed: int, global_batch: int, rank: int, world: int, epochs_per_pass: int = 1
     ) -> None:
         self.folder, self.seed, self.epochs_per_pass = folder, seed, epochs_per_pass
-        self.global_batch, self.mine = global_batch, _part(global_batch, rank, world)
+        self.global_batch, self.mine = global_batch, _part(global_batch, rank=rank, world=world)
         self.passes, self.batches, self.position = 0, 0, 0
         self._order: NDArray[np.int32] | None = None
         for each in folder.sets:
@@ -67,7 +67,7 @@ class TrainRows:
     def __next__(self) -> Rows:
         while (drawn := self._draw()) is None:
             self.passes, self.batches, self.position, self._order = self.passes + 1, 0, 0, None
-        return take(self.folder, self._set(), drawn[self.mine])
+        return take(self.folder, self._set(), rows=drawn[self.mine])
 
     def state(self) -> dict[str, int]:
         """Where the next batch begins."""
@@ -126,7 +126,7 @@ class TestRows:
     __test__ = False  # pytest takes it for tests by its name
 
     def __init__(self, folder: PuzzleFolder, *, global_batch: int, rank: int, world: int) -> None:
-        self.folder, self.global_batch, self.mine = folder, global_batch, _part(global_batch, rank, world)
+        self.folder, self.global_batch, self.mine = folder, global_batch, _part(global_batch, rank=rank, world=world)
 
     def __len__(self) -> int:
         return sum(-(-len(each) // self.global_batch) for each in self.folder.sets)
@@ -135,10 +135,10 @@ class TestRows:
         for each in self.folder.sets:
             for start in range(0, len(each), self.global_batch):
                 rows = np.arange(start, start + self.global_batch)[self.mine]
-                yield take(self.folder, each, np.where(rows < len(each), rows, -1))
+                yield take(self.folder, each, rows=np.where(rows < len(each), rows, -1))
 
 
-def take(folder: PuzzleFolder, chosen: PuzzleSet, rows: NDArray[np.int64]) -> Rows:
+def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) -> Rows:
     """The examples `rows` of a set; -1 makes a row of padding.
 
     Raises:
@@ -166,7 +166,7 @@ def _sizes(chosen: PuzzleSet) -> NDArray[np.int64]:
     return np.diff(chosen.puzzle_indices)
 
 
-def _part(global_batch: int, rank: int, world: int) -> slice:
+def _part(global_batch: int, *, rank: int, world: int) -> slice:
     """The part of a process in the batch of all."""
     if global_batch % world:
         what = f"{global_batch:,} rows cannot be split evenly over {world} processes"

@@ -20,7 +20,7 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PuzzleFolder]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SFTPLAY_CACHE", str(tmp_path_factory.mktemp("cache")))
         keys = {"train": "data.train_path", "test": "data.val_path"}
-        return {split: open_split("builtin:sudoku4", split, key=key) for split, key in keys.items()}  # type: ignore[arg-type]
+        return {split: open_split("builtin:sudoku4", split, key=key) for split, key in keys.items()}
 
 
 def brute_force_grids() -> set[tuple[int, ...]]:

@@ -43,7 +43,7 @@ def make_groups(seed: int = SEED) -> dict[str, list[Group]]:
     for grid in train:
         puzzles = _puzzles(grid, grids, n=PUZZLES["train"], draw=draw, taken=set())
         known |= {in_order_of_digits(puzzle) for puzzle in puzzles}
-        groups["train"] += [_with_exchanges(puzzle, grid, allowed) for puzzle in puzzles]
+        groups["train"] += [_with_exchanges(puzzle, grid, allowed=allowed) for puzzle in puzzles]
     for grid in test:
         puzzles = _puzzles(grid, grids, n=PUZZLES["test"], draw=draw, taken=known)
         groups["test"] += [Group(puzzle[None] + np.uint8(1), grid[None] + np.uint8(1)) for puzzle in puzzles]
@@ -80,7 +80,7 @@ def _remove_cells(grid: NDArray[np.uint8], grids: Grids, *, clues: int, draw: Ra
     return np.where(kept, grid, 0).astype(np.uint8)
 
 
-def _with_exchanges(puzzle: NDArray[np.uint8], grid: NDArray[np.uint8], allowed: set[bytes]) -> Group:
+def _with_exchanges(puzzle: NDArray[np.uint8], grid: NDArray[np.uint8], *, allowed: set[bytes]) -> Group:
     """The puzzle first, then its copies with exchanged digits whose solutions are allowed."""
     exchanges = [np.array((0, *digits), np.uint8) for digits in permutations(range(1, 5))]
     kept = [exchange for exchange in exchanges if exchange[grid].tobytes() in allowed]
