@@ -114,7 +114,7 @@ class PuzzleFolder:
         return int(epochs * self.facts.total_groups * self.facts.mean_puzzle_examples / global_batch)
 
 
-def array_file(folder: Path, set_name: str, array: str) -> Path:
+def array_file(folder: Path, set_name: str, *, array: str) -> Path:
     """Where an array of a set lies."""
     return folder / f"{set_name}__{array}.npy"
 
@@ -170,9 +170,9 @@ def _value(path: Path, name: str, *, value: Any) -> Any:
 
 
 def _open_set(folder: Path, name: str, *, facts: Facts) -> PuzzleSet:
-    arrays = {array: _array(array_file(folder, name, array)) for array in ARRAYS}
+    arrays = {array: _array(array_file(folder, name, array=array)) for array in ARRAYS}
     for array in ("inputs", "labels"):
-        path, found = array_file(folder, name, array), arrays[array]
+        path, found = array_file(folder, name, array=array), arrays[array]
         wanted = (len(arrays["inputs"]), facts.seq_len)
         if found.shape != wanted:
             what = f"has the shape {list(found.shape)}, not {list(wanted)} (examples, seq_len)"
@@ -180,11 +180,15 @@ def _open_set(folder: Path, name: str, *, facts: Facts) -> PuzzleSet:
         ignored = facts.ignore_label_id if array == "labels" else None
         _check_tokens(path, found, vocab_size=facts.vocab_size, ignored=ignored)
     n_puzzles = len(arrays["puzzle_identifiers"])
-    _check_offsets(array_file(folder, name, "puzzle_indices"), arrays["puzzle_indices"], n=n_puzzles, end=wanted[0])
+    _check_offsets(
+        array_file(folder, name, array="puzzle_indices"), arrays["puzzle_indices"], n=n_puzzles, end=wanted[0]
+    )
     n_groups = max(0, len(arrays["group_indices"]) - 1)
-    _check_offsets(array_file(folder, name, "group_indices"), arrays["group_indices"], n=n_groups, end=n_puzzles)
+    _check_offsets(array_file(folder, name, array="group_indices"), arrays["group_indices"], n=n_groups, end=n_puzzles)
     _check_range(
-        array_file(folder, name, "puzzle_identifiers"), arrays["puzzle_identifiers"], end=facts.num_puzzle_identifiers
+        array_file(folder, name, array="puzzle_identifiers"),
+        arrays["puzzle_identifiers"],
+        end=facts.num_puzzle_identifiers,
     )
     return PuzzleSet(name=name, **arrays)
 

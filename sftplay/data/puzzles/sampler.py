@@ -154,7 +154,7 @@ def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) ->
     for name, found in (("inputs", inputs), ("labels", np.where(labels == IGNORED, 0, labels))):
         if found.min() < 0 or found.max() >= facts.vocab_size:
             what = f"holds a token outside 0 to {facts.vocab_size - 1}"
-            raise DataError(what, where=str(array_file(folder.path, chosen.name, name)), fix=AGAIN)
+            raise DataError(what, where=str(array_file(folder.path, chosen.name, array=name)), fix=AGAIN)
     identifiers = chosen.puzzle_identifiers[chosen.puzzles_of(known)].astype(np.int32)
     identifiers[~mask] = facts.blank_identifier_id
     return Rows(

@@ -60,8 +60,8 @@ def write_folder(
     ends = [0]
     cells = alphabet.shape[0] * alphabet.shape[1]
     with (
-        _Rows(array_file(folder, SET, "inputs"), cells) as inputs,
-        _Rows(array_file(folder, SET, "labels"), cells) as labels,
+        _Rows(array_file(folder, SET, array="inputs"), cells) as inputs,
+        _Rows(array_file(folder, SET, array="labels"), cells) as labels,
     ):
         for group in groups:
             inputs.add(group.inputs)
@@ -69,9 +69,9 @@ def write_folder(
             sizes += group.sizes if group.sizes is not None else [1] * len(group.inputs)
             identifiers += group.identifiers if group.identifiers is not None else [0] * len(group.inputs)
             ends.append(len(sizes))
-    np.save(array_file(folder, SET, "puzzle_identifiers"), np.asarray(identifiers, np.int32))
-    np.save(array_file(folder, SET, "puzzle_indices"), np.cumsum([0, *sizes], dtype=np.int64))
-    np.save(array_file(folder, SET, "group_indices"), np.asarray(ends, np.int64))
+    np.save(array_file(folder, SET, array="puzzle_identifiers"), np.asarray(identifiers, np.int32))
+    np.save(array_file(folder, SET, array="puzzle_indices"), np.cumsum([0, *sizes], dtype=np.int64))
+    np.save(array_file(folder, SET, array="group_indices"), np.asarray(ends, np.int64))
     facts = Facts(
         pad_id=0, ignore_label_id=0, blank_identifier_id=0, vocab_size=len(alphabet.symbols), seq_len=cells,
         num_puzzle_identifiers=num_puzzle_identifiers or max(identifiers, default=0) + 1, total_groups=len(ends) - 1,
