@@ -1,10 +1,11 @@
-"""The accepted spelling of a task: `task_mode: dapt` (domain-adaptive pre-training) is `cpt`."""
+"""What a task's word alone decides: `dapt` (domain-adaptive pre-training) is `cpt`, and `hrm` names its own model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sftplay.config.read.layers import Layer
+from sftplay.config.read.layers import Layer, nested
+from sftplay.config.schema.hrm import NO_PRETRAINED
 
 TASK_SPELLINGS = {"dapt": "cpt"}
 """Accepted word -> the task that it stands for."""
@@ -18,3 +19,11 @@ def resolve_task_mode(layers: Sequence[Layer]) -> list[Layer]:
         else layer
         for layer in layers
     ]
+
+
+def with_own_model(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, above one that says what task mode hrm has in place of a pretrained model."""
+    words = [layer.values["task_mode"] for layer in layers if "task_mode" in layer.values]
+    if words[-1:] != ["hrm"]:
+        return list(layers)
+    return [Layer(nested("model.name", NO_PRETRAINED) | nested("tuning.mode", "full")), *layers]

@@ -18,6 +18,7 @@ from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
+from sftplay.config.rules.tasks.hrm import broken_hrm_rules, idle_hrm_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in
@@ -81,6 +82,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield from idle_cpt_keys(cfg)
     yield from idle_grpo_keys(cfg)
     yield from idle_score_keys(cfg)
+    yield from idle_hrm_keys(cfg)
     yield from idle_new_token_keys(cfg)
     yield from idle_reward_keys(cfg)
 
@@ -269,6 +271,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     broken_cpt_rules,
     broken_grpo_rules,
     broken_score_rules,
+    broken_hrm_rules,
     broken_new_token_rules,
     broken_cluster_rules,
 )
