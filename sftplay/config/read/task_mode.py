@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sftplay.config.read.layers import Layer, nested
-from sftplay.config.schema.hrm import NO_PRETRAINED
 
 TASK_SPELLINGS = {"dapt": "cpt"}
 """Accepted word -> the task that it stands for."""
+
+NO_PRETRAINED = "builtin:hrm"
+"""model.name in task mode hrm: the model is made of the section hrm, from nothing."""
 
 
 def resolve_task_mode(layers: Sequence[Layer]) -> list[Layer]:

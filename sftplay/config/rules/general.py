@@ -15,10 +15,10 @@ from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
+from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
-from sftplay.config.rules.tasks.hrm import broken_hrm_rules, idle_hrm_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.keys import keys_in

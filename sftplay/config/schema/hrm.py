@@ -1,6 +1,6 @@
 """The section `hrm`: the recurrent model of puzzles, how it learns, and how it halts (task mode hrm).
 
-Names are those of the published code where it has some. Rules between keys are in `rules.tasks.hrm`.
+Names are those of the published code where it has some. Rules between keys are in `rules.hrm`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from pydantic import Field
 from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, Section, Share
 
 Architecture = Literal["hrm", "single"]
-NO_PRETRAINED = "builtin:hrm"
-"""model.name in task mode hrm: the model is made of this section, from nothing."""
 
 
 class HrmConfig(Section):

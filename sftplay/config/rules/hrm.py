@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sftplay.config.read.task_mode import NO_PRETRAINED
 from sftplay.config.rules.violation import Violation
-from sftplay.config.schema.hrm import NO_PRETRAINED
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig
 
