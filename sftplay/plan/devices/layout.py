@@ -1,4 +1,4 @@
-"""Which device holds which part of a run of two-turn episodes (task mode score): solver, guide, value, critic, reference.
+"""Which device holds which part of a run of two-turn episodes (task mode score).
 
 Nothing here looks at bytes; `plan.sizing.placement` does, where `score.placement` is auto.
 """
@@ -17,6 +17,7 @@ PLACEMENT, DEVICES = "score.placement", "score.devices"
 
 OWN = "own"
 """The device that a process has anyway: its GPU, or the CPU where there is none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -86,9 +87,7 @@ def _standard(placement: Placed, *, gpus: int) -> Layout:
     if placement == "roles":
         second = "cuda:1"
         return Layout(placement="roles", guide=second, value=second, target_critic=second, ref=second)
-    return Layout(
-        placement="roles4", critic="cuda:1", guide="cuda:2", value="cuda:3", target_critic="cpu", ref="cpu"
-    )  # fmt: skip
+    return Layout(placement="roles4", critic="cuda:1", guide="cuda:2", value="cuda:3", target_critic="cpu", ref="cpu")
 
 
 def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:
