@@ -5,7 +5,7 @@ Nothing here looks at bytes; `plan.sizing.placement` does, where `score.placemen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from sftplay.config.schema.run import RunConfig
@@ -61,11 +61,12 @@ def layout_of(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -
     named = {part: device for part, device in dict(cfg.score.devices).items() if device != "auto"}
     for part, device in named.items():
         _refuse_device(cfg, part, device=device, gpus=gpus, processes=processes)
-    layout = _standard(placement, gpus=gpus)
+    devices = _standard(placement, gpus=gpus)
     if placement == "roles" and "guide" in named:  # what lies beside the guide follows it
-        layout = replace(layout, **dict.fromkeys(("value", "target_critic", "ref"), named["guide"]))
+        devices |= dict.fromkeys(("value", "target_critic", "ref"), named["guide"])
     own = "cuda:0" if gpus else "cpu"
-    layout = replace(layout, **{part: OWN if device == own else device for part, device in named.items()})
+    devices |= {part: OWN if device == own else device for part, device in named.items()}
+    layout = Layout(placement=placement, **devices)
     for part, device in layout.devices().items():
         if device.startswith("cuda:") and number_of(device) >= gpus:
             raise MachineError(
@@ -81,13 +82,13 @@ def number_of(device: str) -> int:
     return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
 
 
-def _standard(placement: Placed, *, gpus: int) -> Layout:
+def _standard(placement: Placed, *, gpus: int) -> dict[str, str]:
+    """Devices of the parts that do not lie on the process's own."""
     if placement == "shared" or not gpus:
-        return Layout(placement=placement)
+        return {}
     if placement == "roles":
-        second = "cuda:1"
-        return Layout(placement="roles", guide=second, value=second, target_critic=second, ref=second)
-    return Layout(placement="roles4", critic="cuda:1", guide="cuda:2", value="cuda:3", target_critic="cpu", ref="cpu")
+        return dict.fromkeys(("guide", "value", "target_critic", "ref"), "cuda:1")
+    return {"critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu"}
 
 
 def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:
