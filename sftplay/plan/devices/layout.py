@@ -95,7 +95,7 @@ def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, process
     key = f"{DEVICES}.{part}"
     if device == "cpu":
         if part == "solver" and gpus:
-            _refuse_solver(cfg, key, device)
+            _refuse_solver(cfg, key, device=device)
         return
     if processes > 1:
         raise ConfigError(
@@ -111,10 +111,10 @@ def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, process
             fix=f"write {key}: auto{', cpu' if part != 'solver' else ''}{f' or cuda:{gpus - 1}' if gpus else ''}",
         )
     if part == "solver" and device != "cuda:0":
-        _refuse_solver(cfg, key, device)
+        _refuse_solver(cfg, key, device=device)
 
 
-def _refuse_solver(cfg: RunConfig, key: str, device: str) -> None:
+def _refuse_solver(cfg: RunConfig, key: str, *, device: str) -> None:
     raise ConfigError(
         f"{device}: the solver lies on the process's own device, which is the first visible GPU",
         where=_where(cfg, key),
