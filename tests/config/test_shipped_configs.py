@@ -36,6 +36,8 @@ def test_the_shipped_files_are_those_the_documents_name():
         "run_grpo_v100",
         "run_llama70b",
         "run_lora",
+        "run_score_gsm8k",
+        "run_score_mbpp",
         "run_score_toy",
     ]
     assert [path.stem for path in FILES] == names
@@ -83,6 +85,15 @@ def test_the_distributed_gemma_run_is_the_one_of_the_guide():
     cfg = load_config("configs/run_gemma27b_distributed.yaml")
     assert (cfg.model.name, cfg.model.max_seq_len) == ("google/gemma-3-27b-it", 2048)
     assert (cfg.tuning.mode, cfg.train.effective_batch_size, cfg.train.precision) == ("qlora", 32, "bf16")
+
+
+@pytest.mark.parametrize(("name", "beta2"), [("gsm8k", 0.1), ("mbpp", 0.25)])
+def test_two_turn_runs_have_the_batch_of_the_guide_and_the_published_weights(name, beta2):
+    cfg = load_config(f"configs/run_score_{name}.yaml")
+    # the guide: 64 in all, 32 on each of two GPUs, 4 at a time, 8 times
+    assert (cfg.train.effective_batch_size, cfg.train.batch_size, cfg.train.grad_accum) == (64, 4, "auto")
+    assert (cfg.score.alpha, cfg.score.beta1, cfg.score.beta2, cfg.score.value_coef) == (10, 0.01, beta2, 0.01)
+    assert (cfg.model.name, cfg.tuning.mode) == ("meta-llama/Llama-3.2-3B-Instruct", "lora")
 
 
 def test_the_demo_measures_itself_before_and_after_without_a_download():

@@ -249,15 +249,6 @@ CLUSTER_KEYS: dict[str, str] = {
 }
 """Key below `cluster` as guides for Ray and NeMo RL write it -> what to do here."""
 
-PLANNED_TASKS = ("hrm",)
-"""Tasks of the design that this version does not have."""
-
-PLANNED_KEYS = ("hrm",)
-"""Keys and sections of the design that this version does not have."""
-
-PLANNED_CHOICES: dict[str, tuple[str, ...]] = {"task_mode": PLANNED_TASKS}
-"""Key -> words of the design that this version does not have."""
-
 REFUSED_CHOICES: dict[tuple[str, str], tuple[str, str]] = {
     ("cluster.comm.hook", "powersgd_batched"): (
         "is not offered: torch's batched_powerSGD_hook hands its orthogonalisation a matrix where that asserts a batch "
