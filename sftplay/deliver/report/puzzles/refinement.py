@@ -6,10 +6,10 @@ from typing import Any
 
 from sftplay.deliver.report.drawing.charts import Chart, Curve
 from sftplay.deliver.report.drawing.figures import format_figure
+from sftplay.deliver.report.drawing.table import Table
 from sftplay.deliver.report.read.held_out import by_step
 from sftplay.deliver.report.read.history import Point, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings
-from sftplay.deliver.report.sections import Table
 
 MOST_SEGMENTS = 1_000
 

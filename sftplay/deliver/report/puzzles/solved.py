@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from sftplay.deliver.report.drawing.charts import Chart
 from sftplay.deliver.report.drawing.page import cut
+from sftplay.deliver.report.drawing.table import Table
 from sftplay.deliver.report.puzzles.refinement import measurements, refinement_charts, refinement_table
 from sftplay.deliver.report.read.history import as_number
 from sftplay.deliver.report.read.run_files import RunFiles, answer_rows
-from sftplay.deliver.report.sections import Table
 
 SHOWN, LOOKED_AT = 10, 1_000
 MOST_CELLS = 2_500
@@ -72,7 +72,7 @@ def _is_whole(row: dict[str, Any]) -> bool:
 
 def _grid(row: dict[str, Any]) -> Grid:
     lines = zip(*(row[name].split("\n") for name in ("prompt", "reference", "prediction")), strict=True)
-    rows = [[_cell(*each) for each in zip(*line, strict=True)] for line in lines]
+    rows = [[_cell(given, right, answer=answer) for given, right, answer in zip(*line, strict=True)] for line in lines]
     cells = [cell for each in rows for cell in each]
     n_wrong = sum(cell.kind == "wrong" for cell in cells)
     said = f"{n_wrong} of {len(cells)} cells wrong" if n_wrong else "solved"
@@ -81,7 +81,7 @@ def _grid(row: dict[str, Any]) -> Grid:
     return Grid(f"Puzzle {cut(row.get('row'), 40)}: {said}{halts}", rows)
 
 
-def _cell(given: str, right: str, answer: str) -> Cell:
+def _cell(given: str, right: str, *, answer: str) -> Cell:
     if right == UNLABELLED:
         return Cell("free", answer, "")
     kind: Literal["given", "right", "wrong"] = "wrong" if answer != right else "given" if given == right else "right"
