@@ -97,6 +97,8 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         has_guide=has_guide,
         guide_learns=score.guidance == "model_trained",
         has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
+        value_is_separate=score.value == "separate",
+        critic=score.critic if score.advantage == "critic" else None,
     )
     player = Player(cfg, cast, renderer=prompts.renderer)
     trainer = EpisodeTrainer(
