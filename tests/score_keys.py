@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from in_process import Finished, built
 from score_run import PROMPTS, score_inputs, score_options
+from small_run import Inputs
 
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
@@ -59,11 +60,18 @@ OUTCOME = Outcome(
 )
 
 
+def made(home: Path, inputs: Inputs, **changes: Any) -> Finished:
+    """A run up to its first step. Its rewards are not asked: their processes would outlive the tests."""
+    run = built(home, inputs, **score_options(**changes))
+    run.trainer.judge.rewards.close()
+    return run
+
+
 @cache
 def _pair(home: Path) -> tuple[Finished, Finished]:
     inputs = score_inputs(home / "score", steps=1)
     changes = ({"score__prompts": PROMPTS}, CHANGES)
-    plain, changed = (built(home / f"score-{n}", inputs, **score_options(**each)) for n, each in enumerate(changes))
+    plain, changed = (made(home / f"score-{n}", inputs, **each) for n, each in enumerate(changes))
     return plain, changed
 
 
@@ -107,7 +115,7 @@ def _critic(home: Path) -> Finished:
     inputs = score_inputs(home / "score-critic", steps=1)
     changes = {"score__advantage": "critic", "score__value": "separate", "score__value_flow": "stop"}
     keys = {"score__critic": {"learning_rate": 0.25, "tau": 0.5, "width": 12}}
-    return built(home / "score-critic-run", inputs, **score_options(**changes, **keys))
+    return made(home / "score-critic-run", inputs, **changes, **keys)
 
 
 def of_critic(key: str, look: Callable[[Finished], Any], seen: Any) -> Check:
@@ -193,7 +201,7 @@ def hint_of(kind: Any) -> Callable[[Finished], str]:
 def check_guidance(bench: Any) -> None:
     inputs = score_inputs(bench.home / "score-guidance", steps=1)
     parts = {
-        kind: set(built(bench.home / f"score-{kind}", inputs, **score_options(score__guidance=kind)).trainer.cast.parts)
+        kind: set(made(bench.home / f"score-{kind}", inputs, score__guidance=kind).trainer.cast.parts)
         for kind in ("static", "model", "model_trained")
     }
     assert parts == {"static": {"solver"}, "model": {"solver", "value"}, "model_trained": {"solver", "guide", "value"}}
