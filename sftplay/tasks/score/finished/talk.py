@@ -53,7 +53,7 @@ class EpisodeTalk:
         known: dict[str, Sequence[int]] = {"problem": tokens_of(self.generator.tokenizer, text)}
         yield "[first answer]\n"
         known["attempt"] = yield from self._say(
-            self.templates.solve, known, "solver", turn=1, longest=longest, stop=stop
+            self.templates.solve, known, role="solver", turn=1, longest=longest, stop=stop
         )
         if stop.is_set():
             return
@@ -64,19 +64,19 @@ class EpisodeTalk:
         else:
             yield "\n[hint]\n"
             known["hint"] = yield from self._say(
-                self.templates.guide, known, "guide", turn=2, longest=score.max_hint_tokens, stop=stop
+                self.templates.guide, known, role="guide", turn=2, longest=score.max_hint_tokens, stop=stop
             )
         if stop.is_set():
             return
         yield "\n[second answer]\n"
-        yield from self._say(self.templates.revise, known, "solver", turn=3, longest=longest, stop=stop)
+        yield from self._say(self.templates.revise, known, role="solver", turn=3, longest=longest, stop=stop)
 
     def _say(
         self,
         template: Template,
         known: dict[str, Sequence[int]],
-        role: Role,
         *,
+        role: Role,
         turn: int,
         longest: int,
         stop: Event,
