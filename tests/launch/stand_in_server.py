@@ -18,7 +18,12 @@ from typing import Any
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 ANSWERS: dict[str, Any] = {
     "/v1/models": {"data": [{"id": "stand-in"}]},
-    "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
+    "/server_info": {
+        "vllm_config": {
+            "weight_transfer_config": {"backend": "nccl"},
+            "model_config": {"logprobs_mode": "processed_logprobs"},
+        }
+    },
     "/get_world_size": {"world_size": 1},
 }
 
