@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from sftplay import log
+from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import load_checked
 from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import require_shape
@@ -15,14 +16,17 @@ from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices.cards import Card, find_card, parse_fleet
 from sftplay.plan.memory.budget import device_of
-from sftplay.plan.memory.forecast import Place
+from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.report.compare import compare
-from sftplay.plan.report.run_cost import workload_of
+from sftplay.plan.report.puzzle_cost import workload_of_puzzles
+from sftplay.plan.report.run_cost import Workload, workload_of
 from sftplay.plan.report.tables import (
     describe_drawing,
     describe_memory,
     describe_model,
+    describe_phases,
     describe_rows,
     describe_suggestions,
     describe_workload,
@@ -43,11 +47,13 @@ def plan(args: Namespace) -> int:
     sized = size_run(cfg, machine, world_size=world_size, shape=shape, lengths=lengths)
     place = Place(device_of(machine, world_size), world_size, lengths)
     if args.compare:
+        refuse_compare(cfg)
         return _compare(args, sized, shape=shape, place=place)
     forecast = sized.forecast
     assert forecast is not None
-    work = workload_of(sized.cfg, forecast.setting, lengths=lengths)
-    suggestions = [] if forecast.verdict == "fits" else suggest(sized.cfg, shape, place=place)
+    is_puzzles = cfg.task_mode == "hrm"
+    work = _workload(sized.cfg, forecast, lengths=lengths)
+    suggestions = [] if forecast.verdict == "fits" or is_puzzles else suggest(sized.cfg, shape, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
@@ -63,6 +69,8 @@ def plan(args: Namespace) -> int:
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),
+        *(["in each phase"] if is_puzzles else []),
+        *(describe_phases(forecast) if is_puzzles else []),
         *describe_workload(work),
         *(["what would fit:" if suggestions and suggestions[0].fits else "what comes nearest:"] if suggestions else []),
         *describe_suggestions(suggestions),
@@ -73,12 +81,27 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
 
 
+def refuse_compare(cfg: RunConfig) -> None:
+    """Raise the ConfigError of a task that has nothing to compare."""
+    if cfg.task_mode == "hrm":
+        what = "task mode hrm trains every weight, and by ddp alone: there is nothing to compare"
+        raise ConfigError(what, where="--compare (COMPARE=1)", fix="leave it out")
+
+
+def _workload(cfg: RunConfig, forecast: Forecast, *, lengths: RowLengths | None) -> Workload:
+    if cfg.task_mode == "hrm":
+        return workload_of_puzzles(cfg, forecast)
+    return workload_of(cfg, forecast.setting, lengths=lengths)
+
+
 def _rows(sized: SizedRun) -> str:
     """The rows that memory is planned for."""
     limit = sized.cfg.row_tokens
     planned = sized.forecast.size.seq if sized.forecast else limit
     if sized.cfg.learns_documents:
         return f"full blocks of {planned} tokens, every one learned"
+    if sized.cfg.task_mode == "hrm":
+        return f"grids of {planned} positions, their puzzle's embedding among them"
     if sized.cfg.task_mode == "grpo":
         return f"prompts and completions of {planned} tokens together"
     shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""

@@ -19,6 +19,8 @@ from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
+from sftplay.plan.puzzles.forecast import foresee_puzzles
+from sftplay.plan.puzzles.shape import PuzzleModelShape
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.communication import refuse_hook
 from sftplay.plan.sizing.decisions import (
@@ -39,7 +41,7 @@ from sftplay.plan.sizing.groups import (
     refuse_shared_head,
     refuse_small_engine,
 )
-from sftplay.plan.sizing.split import foresee_drawing, foresight, split_batch
+from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresee_drawing, foresight, split_batch
 from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy
 from sftplay.units import format_bytes
 
@@ -114,6 +116,8 @@ def size_run(
     refuse_generation(cfg, machine, world_size=world_size)
     has_gpu = bool(machine.gpus)
     place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
+    if isinstance(shape, PuzzleModelShape):
+        return _size_puzzles(cfg, machine, shape=shape, place=place)
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
     decided = _fill(cfg, first)
     rest = decide_numerics(decided, machine, shape=shape)
@@ -138,6 +142,30 @@ def size_run(
         {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
         _notes(sized, machine, shape=shape),
         look(split.rows) if look else None,
+    )
+
+
+def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, place: Place) -> SizedRun:
+    """As `size_run`. All rows of a process go at once where memory allows it."""
+    chosen = decide_numerics(cfg, machine)
+    chosen |= {
+        BACKEND: Decision("bnb", "the model is the kit's own"),
+        LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),
+        STRATEGY: Decision("ddp", "the model is small"),
+    }
+    decided = _fill(cfg, chosen)
+    look = foresee_puzzles(decided, shape, place=place)
+    tokens = {"row_tokens": shape.row_tokens, "most_tokens": PLATEAU_TOKENS}  # rows are alike: there is no padding
+    split = split_batch(decided, place.world_size, has_gpu=bool(machine.gpus), look=look, **tokens)
+    chosen |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
+    told = ("train.precision", "train.learning_rate", BATCH_SIZE, GRAD_ACCUM)
+    notes = [*scaled_rate(cfg), *without_effect(cfg, machine), *([shape.assumed] if shape.assumed else [])]
+    return SizedRun(
+        _fill(decided, chosen),
+        place.world_size,
+        {key: chosen[key] for key in told if _is_open(cfg, key)},
+        tuple(notes),
+        look(split.rows),
     )
 
 
