@@ -50,7 +50,7 @@ class Carry(NamedTuple):
 
     def rows(self, part: slice) -> Carry:
         """Some of the rows."""
-        state, puzzles = (type(each)(*(t[part] for t in each)) for each in (self.state, self.puzzles))
+        state, puzzles = State(*(t[part] for t in self.state)), Puzzles(*(t[part] for t in self.puzzles))
         return Carry(state, self.steps[part], self.halted[part], puzzles)
 
 
@@ -91,9 +91,7 @@ def begun(carry: Carry, fresh: Puzzles, model: PuzzleModel) -> Carry:
     halted = carry.halted
     at_start = model.start(len(halted))
     state = State(*(torch.where(halted[:, None, None], new, old) for new, old in zip(at_start, carry.state)))
-    puzzles = Puzzles(
-        *(torch.where(_like(halted, new), new, old) for new, old in zip(fresh, carry.puzzles))
-    )
+    puzzles = Puzzles(*(torch.where(_like(halted, new), new, old) for new, old in zip(fresh, carry.puzzles)))
     return Carry(state, torch.where(halted, 0, carry.steps), halted, puzzles)
 
 

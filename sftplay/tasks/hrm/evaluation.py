@@ -83,9 +83,7 @@ class EvaluatePuzzles(Observer):
         return sums
 
 
-def segment_sums(
-    model: PuzzleModel, inputs: Tensor, labels: Tensor, *, identifiers: Tensor, mask: Tensor
-) -> Tensor:
+def segment_sums(model: PuzzleModel, inputs: Tensor, labels: Tensor, *, identifiers: Tensor, mask: Tensor) -> Tensor:
     """fp64 [n_supervision + 1, 4]: sums over the rows that `mask` keeps, after each segment and, last, where each row
     halts: right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments.
     """

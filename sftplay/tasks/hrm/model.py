@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class PuzzleModel(nn.Module):
         else:
             self.rotation = Rotation(width // hrm.num_heads, positions, theta=hrm.rope_theta)
         self.puzzles = PuzzleTable(grid.identifiers, emb_dim) if emb_dim else None
-        module = {"heads": hrm.num_heads, "expansion": hrm.expansion}
+        module: dict[str, Any] = {"heads": hrm.num_heads, "expansion": hrm.expansion}
         self.low = Reasoner(hrm.l_layers, width, **module)
         self.own_high = None if hrm.arch == "single" else Reasoner(hrm.h_layers, width, **module)
         self.head = Linear(width, grid.vocab_size)

@@ -1,4 +1,4 @@
-"""Puzzles refined segment by segment without learning: the answer after each segment, and where the model would halt."""
+"""Puzzles refined segment by segment without learning: the answer after each, and where the model would halt."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from sftplay.data.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
 from sftplay.data.puzzles.make.find import BUILTIN, open_split
 from sftplay.data.puzzles.sampler import TrainRows
 from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.adapter import describe_parameters
 from sftplay.model.source import weights_digest
 from sftplay.monitor.guards import StopOnSignal
@@ -41,7 +42,6 @@ from sftplay.units import format_count
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BETA2 = 0.95
 """The published decay of the second moment, where train.extra says nothing."""
-
 
 
 class Places:
@@ -156,8 +156,8 @@ def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleF
     """A trainer that takes its rows from the puzzles' own sampler, and measures the held-out ones."""
     cfg, world = parts.cfg, log.world_size()
     # The model casts its weights itself; neither autocast nor recomputation has a place in its cycles.
-    own = {"bf16": False, "fp16": False, "gradient_checkpointing": False, "neftune_noise_alpha": None}
-    given = {"adam_beta2": BETA2, **parts.arguments, **own}
+    own = {"bf16": False, "fp16": False, "neftune_noise_alpha": None, "optim": "adamw_torch"}
+    given = {"adam_beta2": BETA2, **parts.arguments, **own, **recomputation_arguments(recomputes=False)}
     trainer = PuzzleTrainer(
         parts.step,
         cfg=cfg,

@@ -126,15 +126,17 @@ class PuzzleTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of everything but the puzzle embeddings. Decay reaches all of it, as published."""
-        if self.optimizer is None:
+        made: torch.optim.Optimizer | None = getattr(self, "optimizer", None)
+        if made is None:
             args, weights = self.args, [p for p in self.model.parameters() if p.requires_grad]
-            options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+            options: dict[str, Any] = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
             options["weight_decay"] = args.weight_decay
             if self.cfg.hrm.optim == "adam_atan2":
-                self.optimizer = AdamATan2(weights, **options)
+                made = AdamATan2(weights, **options)
             else:
-                self.optimizer = torch.optim.AdamW(weights, **options, eps=args.adam_epsilon, fused=True)
-        return self.optimizer
+                made = torch.optim.AdamW(weights, **options, eps=args.adam_epsilon, fused=True)
+            self.optimizer = made
+        return made
 
     def _save_checkpoint(self, *given: Any) -> None:
         with random_numbers_kept():
