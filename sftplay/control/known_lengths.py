@@ -10,7 +10,8 @@ from sftplay.plan.memory.row_lengths import RowLengths
 def known_lengths(cfg: RunConfig) -> RowLengths | None:
     """Lengths of the rows of a resolved config, where they were prepared before; None where nothing is known.
 
-    Nobody knows how long completions will be, so rows of task modes grpo and score count as full. Grids are known by their shape.
+    Nobody knows how long completions will be, so rows of task modes grpo and score count as full. Puzzles of task
+    mode hrm all have the same length.
     """
     if cfg.task_mode in ("grpo", "score", "hrm"):
         return None

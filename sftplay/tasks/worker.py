@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -85,9 +86,10 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
     from sftplay.monitor.guards import StopOnSignal
     from sftplay.tasks.run.run_task import run_task
 
-    task = cast("Task", importlib.import_module(TASKS[cfg.task_mode]))
+    task = importlib.import_module(TASKS[cfg.task_mode])
+    run = task.run if hasattr(task, "run") else partial(run_task, cast("Task", task))
     with report_full_disk(folder.path):
-        outcome = run_task(task, cfg, folder=folder, stop=StopOnSignal(outside))
+        outcome = run(cfg, folder=folder, stop=StopOnSignal(outside))
     if outcome.stop_signal:
         return _stop(folder, outcome.stop_signal, step=outcome.step)
     spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
