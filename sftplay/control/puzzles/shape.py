@@ -13,7 +13,7 @@ from sftplay.plan.puzzles.shape import PuzzleModelShape, model_shape_of
 from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
 
 KINDS = {
-    "arc": GridSize(cells=900, words=12, identifiers=1, name="ARC, 30 x 30"),
+    "arc": GridSize(cells=900, words=12, identifiers=1, name="ARC, 30 x 30, without its puzzle embeddings"),
     "maze": GridSize(cells=900, words=6, identifiers=1, name="mazes of 30 x 30"),
     "sudoku": GridSize(cells=81, words=11, identifiers=1, name="Sudoku, 9 x 9"),
 }

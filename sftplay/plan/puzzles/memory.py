@@ -87,8 +87,8 @@ def puzzle_footprint(
         "evaluation": {
             **resident,
             "average": resident["average"] * 2,  # the trained weights are put aside meanwhile
-            "carry": float(2 * tokens * state + 2 * puzzles),
-            "layer": float(tokens * (INNERS * inner + 6 * width)) + _rounded(shape, compute_bytes),
+            "carry": float((tokens + at_once) * state + 2 * puzzles),
+            "layer": float(at_once * (INNERS * inner + 6 * width)) + _rounded(shape, compute_bytes),
         },
     }
     return Footprint(phases)
