@@ -115,6 +115,8 @@ def _pair_rows(run: RunFiles, prefix: str) -> list[list[str]]:
     before, after = (run.evals.get(f"{prefix}{name}", {}) for name in ("before", "after"))
     rows = []
     for key in [*after, *(key for key in before if key not in after)][:60]:
+        if isinstance(after.get(key), list | dict):
+            continue  # figures of parts, which have tables of their own
         better = is_better(key, before.get(key), after=after.get(key))
         moved = "" if key == "n" else change(key, before.get(key), after=after.get(key))
         verdict = {True: ' <b class="good">better</b>', False: ' <b class="bad">worse</b>', None: ""}[better]
