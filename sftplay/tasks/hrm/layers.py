@@ -32,8 +32,9 @@ def truncated_normal_(weight: Tensor, std: float) -> Tensor:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square, computed in fp32."""
-    return functional.rms_norm(x.float(), x.shape[-1:], eps=EPSILON).to(x.dtype)
+    """x over its root mean square, computed in fp32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return functional.rms_norm(wide, x.shape[-1:], eps=EPSILON).to(x.dtype)
 
 
 def inner_width(hidden: int, expansion: float) -> int:

@@ -122,8 +122,7 @@ class PuzzleModel(nn.Module):
         """
         embedded = self.embed(inputs, puzzle_rows)
         state = self._think(state.detached(), embedded)
-        first = state.high[:, 0].float()
-        q = nn.functional.linear(first, self.q_head.weight, self.q_head.bias)
+        q = self.q_head(state.high[:, 0].to(self.q_head.weight.dtype))
         logits = self.head(state.high[:, self.prefix :])
         return state.detached(), Answer(logits, q[:, 0], q[:, 1])
 
