@@ -155,6 +155,22 @@ INGEST: Flags = {
     "--replace": {"action": "store_true", "help": "write over a file that is there"},
 }
 
+PUZZLES: Flags = {
+    "--kind": {"choices": ["sudoku", "maze", "arc", "sudoku4"], "required": True, "help": "sudoku4 needs no file"},
+    "--in": {
+        "type": PATH,
+        "dest": "input",
+        "default": "",
+        "help": "a file, which is split; a folder with train.* and test.*; for arc one with training, evaluation",
+    },
+    "--out": {"type": PATH, "required": True, "help": "a new folder for both splits"},
+    "--aug": {"type": _count, "default": None, "help": "copies of each training puzzle; else 1000, of a maze 0"},
+    "--seed": {"type": int, "default": 0, "help": "of all that is drawn"},
+    "--subsample": {"type": _count, "default": None, "help": "training puzzles that are drawn; else all"},
+    "--held-out": {"type": _share, "default": 0.1, "help": "share of the solutions of one file that go to the test"},
+    "--workers": {"type": _processes, "default": None, "help": "processes; else one for each core"},
+}
+
 _FILES: Flags = {
     "--in": {"type": PATH, "dest": "input", "required": True},
     "--out": {"type": PATH, "required": True},
@@ -176,6 +192,7 @@ def flags_of(verb: str) -> Flags:
             "--out": {"default": "run.yaml", "help": "the config to write"},
         },
         "ingest": INGEST,
+        "puzzle-data": PUZZLES,
         "reward-check": {
             **run,
             "--n": {"type": _count, "default": None, "help": "how many rows (32); of a run, how many steps (all)"},
