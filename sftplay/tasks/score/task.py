@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
+from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.report import prompts_table
 from sftplay.deliver.evaluate.rewarded import spread
@@ -89,13 +90,7 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
     check_share(cfg)
     if score.alpha * score.turn_discount > 1:
         log.say("warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right", "score")
-    has_guide = score.guidance in ("model", "model_trained")
-    cast = Cast(
-        parts.model,
-        has_guide=has_guide,
-        guide_learns=score.guidance == "model_trained",
-        has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
-    )
+    cast = _cast(parts.model, score)
     player = Player(cfg, cast, renderer=prompts.renderer)
     trainer = EpisodeTrainer(
         parts.step,
@@ -123,3 +118,16 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         )
     )
     return trainer
+
+
+def _cast(model: Any, score: ScoreConfig) -> Cast:
+    """The parts that the config asks for, and no others."""
+    has_guide = score.guidance in ("model", "model_trained")
+    return Cast(
+        model,
+        has_guide=has_guide,
+        guide_learns=score.guidance == "model_trained",
+        has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
+        value_is_separate=score.value == "separate",
+        critic=score.critic if score.advantage == "critic" else None,
+    )
