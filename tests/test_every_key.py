@@ -23,6 +23,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from domain import write_texts
+from hrm_keys import OF_HRM
 from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
 from score_keys import OF_SCORE
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -920,6 +921,7 @@ def check_sandbox(_: Bench) -> None:
 TABLE: dict[str, Check] = {
     **{f"grpo.{key}": check for key, check in OF_GRPO.items()},
     **{f"score.{key}": check for key, check in OF_SCORE.items()},
+    **{f"hrm.{key}": check for key, check in OF_HRM.items()},
     "task_mode": check_task_mode,
     "run_name": check_place,
     "output_dir": check_place,
