@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from in_process import Finished, built
 from score_run import PROMPTS, score_inputs, score_options
+from small_run import Inputs
 
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
@@ -61,8 +62,14 @@ OUTCOME = Outcome(
 def _pair(home: Path) -> tuple[Finished, Finished]:
     inputs = score_inputs(home / "score", steps=1)
     changes = ({"score__prompts": PROMPTS}, CHANGES)
-    plain, changed = (built(home / f"score-{n}", inputs, **score_options(**each)) for n, each in enumerate(changes))
+    plain, changed = (_built(home / f"score-{n}", inputs, **each) for n, each in enumerate(changes))
     return plain, changed
+
+
+def _built(folder: Path, inputs: Inputs, **changes: Any) -> Finished:
+    run = built(folder, inputs, **score_options(**changes))
+    run.trainer.judge.rewards.close()  # nothing is judged here
+    return run
 
 
 def seen(look: Callable[[Finished], Any], before: Any, after: Any) -> Check:
@@ -164,7 +171,7 @@ def hint_of(kind: Any) -> Callable[[Finished], str]:
 def check_guidance(bench: Any) -> None:
     inputs = score_inputs(bench.home / "score-guidance", steps=1)
     parts = {
-        kind: set(built(bench.home / f"score-{kind}", inputs, **score_options(score__guidance=kind)).trainer.cast.parts)
+        kind: set(_built(bench.home / f"score-{kind}", inputs, score__guidance=kind).trainer.cast.parts)
         for kind in ("static", "model", "model_trained")
     }
     assert parts == {"static": {"solver"}, "model": {"solver", "value"}, "model_trained": {"solver", "guide", "value"}}
