@@ -42,7 +42,10 @@ def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield from ((key, "task_mode", f"task_mode {cfg.task_mode} plays no episodes") for key in names)
         return
     if score.guidance in ("none", "static"):
-        asked = ("max_hint_tokens", "beta_guide", "value_coef", "value_flow", "guide_learning_rate", "guide_reward")
+        asked = (
+            "max_hint_tokens", "beta_guide", "guide_learning_rate", "guide_reward",
+            "value", "value_coef", "value_flow", "value_learning_rate",
+        )  # fmt: skip
         yield from ((f"score.{name}", "score.guidance", f"guidance {score.guidance} has no guide") for name in asked)
     if score.advantage != "critic":
         names = (f"score.critic.{name}" for name in type(score.critic).model_fields)
@@ -93,8 +96,6 @@ def _value(cfg: RunConfig) -> Iterator[Violation]:
     if score.value == "separate" and score.value_flow != "stop":
         what = f"{score.value_flow}: a network of its own reads tokens, so no gradient of V reaches the guide"
         yield Violation((FLOW, VALUE), what, fix=f"write {FLOW}: stop, or {VALUE}: head")
-    elif score.value == "separate":
-        yield Violation((VALUE,), "separate is planned but not part of this version", fix=f"write {VALUE}: head")
     if score.advantage == "value" and score.guidance in ("none", "static"):
         what = f"value is read from the guide, but score.guidance is {score.guidance}"
         yield Violation(("score.advantage", "score.guidance"), what, fix="write score.advantage: rloo")
@@ -114,7 +115,6 @@ def _not_built(cfg: RunConfig) -> Iterator[Violation]:
     table = {
         "tuning.mode": (cfg.tuning.mode == "full", "full trains two whole models, which is planned", "lora or qlora"),
         "score.placement": (score.placement not in ("auto", "shared"), f"{score.placement} is planned", "shared"),
-        "score.advantage": (score.advantage == "critic", "critic is planned", "auto"),
         "cluster.strategy": (
             cfg.cluster.strategy not in ("auto", "ddp"),
             f"{cfg.cluster.strategy} is planned for task mode score",

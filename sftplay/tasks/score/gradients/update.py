@@ -19,6 +19,7 @@ from sftplay.config.schema.score import ScoreConfig
 from sftplay.tasks.score.episodes.cast import Cast, Role
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.gradients.scoring import ActionBatch, TokenScores, forward, score_actions
+from sftplay.tasks.score.learning.encoder import Tokens
 from sftplay.tasks.score.learning.losses import masked_mean, policy_loss
 from sftplay.tasks.score.learning.value import straight_through, value_loss
 
@@ -72,17 +73,16 @@ class Update:
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
                 loss = self._policy(scores, tensors, advantage=advantage[part], longest=score.max_hint_tokens)
                 loss = loss + score.beta_guide * kl
-                loss = loss + self._value(scores, tensors, outcome=outcome[part])
+                seen = self._tokens(actions[part]) if score.value == "separate" else scores.last_hidden
+                loss = loss + self._value(seen, tensors, outcome=outcome[part])
             self._add("guide", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
             self.batch.backward(loss)
 
-    def value_head(self, actions: Sequence[Action], *, outcome: Tensor) -> None:
-        """The head alone, while the guide does not learn."""
-        for part, tensors in self._parts(actions):
-            with torch.no_grad(), self.batch.context(), self.cast.speaking("guide") as model:
-                _, hidden = forward(model, tensors)
+    def value_alone(self, actions: Sequence[Action], *, outcome: Tensor) -> None:
+        """V alone, while the guide does not learn."""
+        for part, seen in self._seen(actions):
             loss = value_loss(
-                self.cast.model.value_head, _last(hidden, tensors), target=outcome[part].to(hidden.device),
+                self.cast.model.value_head, seen, target=outcome[part].to(self.batch.device),
                 flow="stop", value_coef=self.score.value_coef, n_episodes=1,
             )  # fmt: skip
             assert loss is not None
@@ -90,13 +90,21 @@ class Update:
 
     @torch.no_grad()
     def values(self, actions: Sequence[Action]) -> Tensor:
-        """V of each episode, [episodes], from the guide's state at the end of its hint."""
-        found = []
-        for _, tensors in self._parts(actions):
-            with self.batch.context(), self.cast.speaking("guide") as model:
+        """V of each episode, [episodes], at the end of its hint."""
+        return torch.cat([self.cast.model.value_head(seen).float().cpu() for _, seen in self._seen(actions)])
+
+    def _seen(self, actions: Sequence[Action]) -> Iterator[tuple[slice, Tensor | Tokens]]:
+        """What V looks at, without a gradient."""
+        for part, tensors in self._parts(actions):
+            if self.score.value == "separate":
+                yield part, self._tokens(actions[part])
+                continue
+            with torch.no_grad(), self.batch.context(), self.cast.speaking("guide") as model:
                 _, hidden = forward(model, tensors)
-            found.append(self.cast.model.value_head(_last(hidden, tensors)).float().cpu())
-        return torch.cat(found)
+            yield part, _last(hidden, tensors)
+
+    def _tokens(self, actions: Sequence[Action]) -> Tokens:
+        return Tokens.of([[*action.prompt, *action.ids] for action in actions], self.batch.device)
 
     def _parts(self, actions: Sequence[Action]) -> Iterator[tuple[slice, ActionBatch]]:
         for at in range(0, len(actions), self.batch.micro_batch):
@@ -112,14 +120,12 @@ class Update:
             n_episodes=self.batch.n_episodes,
         )  # fmt: skip
 
-    def _value(self, scores: TokenScores, tensors: ActionBatch, *, outcome: Tensor) -> Tensor | float:
+    def _value(self, seen: Tensor | Tokens, tensors: ActionBatch, *, outcome: Tensor) -> Tensor | float:
         if not self.cast.has_value:
             return 0.0
-        score, head = self.score, self.cast.model.value_head
-        target = outcome.to(scores.last_hidden.device)
-        loss = value_loss(
-            head, scores.last_hidden, target=target, flow=score.value_flow, value_coef=score.value_coef, n_episodes=1
-        )
+        score, value = self.score, self.cast.model.value_head
+        target = outcome.to(tensors.ids.device)
+        loss = value_loss(value, seen, target=target, flow=score.value_flow, value_coef=score.value_coef, n_episodes=1)
         total = 0.0 if loss is None else loss / self.batch.n_episodes
         if score.value_flow == "straight_through" and score.value_coef:
             total = total - score.value_coef * self._climb(tensors).sum() / self.batch.n_episodes
