@@ -158,11 +158,11 @@ def test_ranks_without_their_server_are_stopped_and_then_killed(tmp_path: Path, 
 
     monkeypatch.setattr(driver, "write_text", write)
     with pytest.raises(RunError, match="the generation server has ended with -9 while the run trained"):
-        driver._follow(fitting, LostServer(), stop)  # type: ignore[arg-type]
+        driver._follow(fitting, LostServer(), stop=stop)  # type: ignore[arg-type]
     assert written == ["15", "9"]
     # A stop of the run takes the server too; the stop is then what the run has ended by.
     fitting = Future[None]()
-    driver._follow(fitting, LostServer(), stop)  # type: ignore[arg-type]
+    driver._follow(fitting, LostServer(), stop=stop)  # type: ignore[arg-type]
     assert written == ["15", "9", "9"]
 
 

@@ -150,9 +150,9 @@ def _fit_ranks(request: Namespace, folder: RunFolder, *, task: dict[str, Any], s
 
     with ThreadPoolExecutor(1) as threads:  # in the main thread Ray would end the ranks at Ctrl-C, without a checkpoint
         try:
-            fitting = threads.submit(_trainer(request, folder, task).fit)
+            fitting = threads.submit(_trainer(request, folder, task=task).fit)
             if server:
-                _follow(fitting, server, folder.path / STOP)
+                _follow(fitting, server, stop=folder.path / STOP)
             fitting.result()
         except ControllerError as error:
             fix = "look at logs/launch.log; ask for less with WORKERS= and --resources, or wait longer: --start-timeout"
@@ -167,7 +167,7 @@ def _fit_ranks(request: Namespace, folder: RunFolder, *, task: dict[str, Any], s
     return 0
 
 
-def _follow(fitting: Future[Any], server: Server, stop: Path) -> None:
+def _follow(fitting: Future[Any], server: Server, *, stop: Path) -> None:
     """Wait for the ranks. Those that have lost the server are told to stop, and killed where they do not.
 
     Raises:
@@ -186,7 +186,7 @@ def _follow(fitting: Future[Any], server: Server, stop: Path) -> None:
             raise lost(code, "while the run trained")
 
 
-def _trainer(request: Namespace, folder: RunFolder, task: dict[str, Any]) -> Any:
+def _trainer(request: Namespace, folder: RunFolder, *, task: dict[str, Any]) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
