@@ -17,9 +17,11 @@ from sftplay.config.rules.resume_keys import differences, values_that_decide_wei
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
+from sftplay.tasks.score.gradients.lesson import guide_learns
 from sftplay.tasks.score.gradients.update import Batch, Update
 from sftplay.tasks.score.learning.credit import Outcome, credit_of
 from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
+from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
 
 Check = Callable[[Any], None]
 
@@ -100,13 +102,40 @@ def refuses(key: str, value: Any, *, what: str = "not part of this version") -> 
     return check
 
 
-def idle(key: str) -> Check:
-    """A key of a part that cannot be switched on yet is named as one without effect."""
+@cache
+def _critic(home: Path) -> Finished:
+    inputs = score_inputs(home / "score-critic", steps=1)
+    changes = {"score__advantage": "critic", "score__value": "separate", "score__value_flow": "stop"}
+    keys = {"score__critic": {"learning_rate": 0.25, "tau": 0.5, "width": 12}}
+    return built(home / "score-critic-run", inputs, **score_options(**changes, **keys))
+
+
+def of_critic(key: str, look: Callable[[Finished], Any], seen: Any) -> Check:
+    """`look` sees this in a run with a critic; without one, the key is named as one without effect."""
 
     def check(bench: Any) -> None:
-        assert f"score.{key}" in [name for name, *_ in idle_score_keys(_pair(bench.home)[0].cfg)]
+        assert f"score.critic.{key}" in [name for name, *_ in idle_score_keys(_pair(bench.home)[0].cfg)]
+        assert look(_critic(bench.home)) == seen
 
     return check
+
+
+def check_separate(bench: Any) -> None:
+    """A network of its own, which no gradient joins with the guide: any other flow is refused."""
+    refuses("value", "separate", what="no gradient of V reaches the guide")(bench)
+    assert isinstance(_critic(bench.home).trainer.cast.model.value_head, SeparateValue)
+    assert isinstance(_pair(bench.home)[0].trainer.cast.model.value_head, ValueHead)
+
+
+def share_taken_over(run: Finished) -> float:
+    """How far the slow copy follows one step of the critic."""
+    cast, optimizer = run.trainer.cast, run.trainer.create_optimizer()
+    its, slow = next(cast.critic.parameters()), next(cast.slow_critic.parameters())
+    its.grad = torch.ones_like(its)
+    before = slow.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return round(float(((slow - before) / (its.detach() - before)).mean()), 4)
 
 
 def episodes(run: Finished) -> Any:
@@ -234,9 +263,7 @@ def check_update(key: str, *values: Any) -> Check:
 
 
 def _batch(run: Finished) -> Any:
-    return Batch(
-        micro_batch=4, n_episodes=4, pad=0, device="cpu", backward=lambda loss: loss.backward(), context=nullcontext
-    )
+    return Batch(micro_batch=4, n_episodes=4, pad=0, backward=lambda loss: loss.backward(), context=nullcontext)
 
 
 def check_reset(bench: Any) -> None:
@@ -257,7 +284,9 @@ OF_SCORE: dict[str, Check] = {
     "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.problems), 16, 32),
     "guidance": check_guidance,
     "guidance_warmup": seen(
-        lambda run: [run.trainer._guide_learns(step) for step in (1, 4)], [True, True], [False, True]
+        lambda run: [guide_learns(run.trainer.cast, run.cfg.score, step=step) for step in (1, 4)],
+        [True, True],
+        [False, True],
     ),
     "stage1_steps": passed_to("stage1_steps", lambda score: stage_of(150, score), 100, 200),
     "stage2_steps": passed_to("stage2_steps", lambda score: score.stage1_steps + score.stage2_steps, 1, 2),
@@ -273,7 +302,7 @@ OF_SCORE: dict[str, Check] = {
     "leak_penalty": credits("leak_penalty", 0.5),
     "format_reward": credits("format_reward", 0.1),
     "value_coef": credits("value_coef", 0.5),
-    "value": refuses("value", "separate", what="no gradient of V reaches the guide"),
+    "value": check_separate,
     "value_flow": check_update("value_flow", "shared_trunk", "stop"),
     "advantage": credits("advantage", "value"),
     "scale": credits("scale", "batch"),
@@ -297,7 +326,9 @@ OF_SCORE: dict[str, Check] = {
         f"devices.{part}": refuses(f"devices.{part}", "cpu")
         for part in ("solver", "guide", "value", "critic", "target_critic", "ref")
     },
-    **{f"critic.{key}": idle(f"critic.{key}") for key in ("learning_rate", "tau", "width")},
+    "critic.learning_rate": of_critic("learning_rate", lambda run: rates(run)[3], 0.25),
+    "critic.tau": of_critic("tau", share_taken_over, 0.5),
+    "critic.width": of_critic("width", lambda run: run.trainer.cast.critic.encoder.recurrent.hidden_size, 12),
     "samples": free_to_change("samples", 4),
 }
 """Key below `score` -> what it changes. Run-level effects (hint_gain refuses, samples are written) are in

@@ -1,19 +1,20 @@
 """The phases of a step of two-turn episodes on each device: answers and hints are drawn, and two models learn.
 
-Phases follow each other, on all devices together, so a device's peak is the largest of its own. What is learned from has
-the length of `model.max_seq_len`, of which an action takes the end.
+Phases follow each other, on all devices together, so a device's peak is the largest of its own. What is learned from
+has the length of `model.max_seq_len`, of which an action takes the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import OWN, Layout, layout_of
 from sftplay.plan.memory.execution import Execution, trained_params
 from sftplay.plan.memory.head import reference_scores
-from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE, Rollout, forward_layer, newest_token
+from sftplay.plan.memory.rollout import DRAW, REFERENCE, Rollout, forward_layer, newest_token
 from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import SHARDING, WORKSPACE_BYTES, Footprint, Size, Standing, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
@@ -49,7 +50,7 @@ def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None
     if cfg.task_mode != "score":
         return None
     score = cfg.score
-    placement = "shared" if score.placement in ("auto", "sharded") else score.placement
+    placement: Any = "shared" if score.placement in ("auto", "sharded") else score.placement
     return Episodes(
         layout=layout_of(cfg, placement=placement, gpus=gpus, processes=processes),
         tokens=cfg.model.max_seq_len,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from sftplay import log
@@ -15,12 +16,14 @@ from sftplay.deliver.evaluate.rewarded import evaluate_questions, spread
 from sftplay.deliver.infer.generate import Generator
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.plan.devices.layout import Layout, layout_of
 from sftplay.tasks.run.fingerprint import recipe_of
 from sftplay.tasks.run.task import Rows, TrainerParts
 from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.episodes.judge import EpisodeJudge
 from sftplay.tasks.score.episodes.play import Player
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
+from sftplay.tasks.score.gradients.scoring import check_scores
 from sftplay.tasks.score.problems import EpisodeRows, collate, run_order
 from sftplay.tasks.score.trainer import EpisodeTrainer
 
@@ -42,6 +45,13 @@ def check_share(cfg: RunConfig) -> None:
             where="cluster.strategy",
             fix="write cluster.strategy: ddp, with tuning.mode qlora if the model does not fit",
         )
+
+
+def layout_of_run(cfg: RunConfig) -> Layout:
+    """Which device holds which part, for the GPUs that this process sees."""
+    placement: Any = "shared" if cfg.score.placement == "auto" else cfg.score.placement
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return layout_of(cfg, placement=placement, gpus=gpus, processes=log.world_size())
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
@@ -97,7 +107,11 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         has_guide=has_guide,
         guide_learns=score.guidance == "model_trained",
         has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
+        value_is_separate=score.value == "separate",
+        critic=score.critic if score.advantage == "critic" else None,
+        layout=layout_of_run(cfg),
     )
+    check_scores(parts.model)
     player = Player(cfg, cast, renderer=prompts.renderer)
     trainer = EpisodeTrainer(
         parts.step,
@@ -109,11 +123,13 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         questions=prompts.train,
         model=parts.model,
         processing_class=parts.tokenizer,
-        args=TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None}),
+        args=_arguments(parts),
         train_dataset=parts.train,
         data_collator=collate,
         callbacks=parts.callbacks,
     )
+    if trainer.args.gradient_checkpointing:
+        cast.recompute_guide()
     assert parts.rows.order is not None
     measured = prompts.held_out if len(prompts.held_out) else prompts.train
     trainer.add_callback(
@@ -125,3 +141,10 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         )
     )
     return trainer
+
+
+def _arguments(parts: TrainerParts) -> TrainingArguments:
+    arguments = TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None})
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # the others hold other parts; the Trainer would copy the solver to each
+    return arguments

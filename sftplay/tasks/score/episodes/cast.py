@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
+from sftplay.config.schema.score import CriticConfig
 from sftplay.machine.releases import recompute
 from sftplay.model.adapter import make_trainable_fp32
 from sftplay.plan.devices.layout import Layout
-from sftplay.tasks.score.learning.value import ValueHead
+from sftplay.tasks.score.learning.critic import Critic, slow_copy
+from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
 
 Role = Literal["solver", "guide"]
 
@@ -28,34 +29,42 @@ SHARED = Layout(placement="shared")
 
 
 class Cast:
-    """Solver, guide and reference of a run, and the value head of the guide."""
+    """Solver, guide and reference of a run, the value and the critic."""
 
     def __init__(
-        self, model: Any, *, has_guide: bool, guide_learns: bool, has_value: bool, layout: Layout = SHARED
+        self,
+        model: Any,
+        *,
+        has_guide: bool,
+        guide_learns: bool,
+        has_value: bool,
+        value_is_separate: bool = False,
+        critic: CriticConfig | None = None,
+        layout: Layout = SHARED,
     ) -> None:
-        """`model` is the solver with its adapter, or all of whose weights train; the guide begins as a copy of it."""
+        """`model` is the solver with its adapter, or all of whose weights train; the guide begins as a copy of it.
+
+        Value and critic are built where they are used, and nowhere else.
+        """
         self.model, self.has_guide, self.has_value = model, has_guide, has_value
-        devices = layout.as_torch(str(model.device))
+        self.devices = layout.as_torch(str(model.device))
         self._has_adapters = hasattr(model, "peft_config")
-        self._reference = None if self._has_adapters else _copy(model, devices["ref"]).eval().requires_grad_(False)
         self.is_separate = has_guide and (layout.separates or not self._has_adapters)
-        guide = _copy(model, devices["guide"]) if self.is_separate else model
-        self.models: dict[Role, Any] = {"solver": model, "guide": guide}
+        self._reference = None if self._has_adapters else _frozen_copy(model, self.devices["ref"])
+        self.models: dict[Role, Any] = {"solver": model, "guide": model}
+        if self.is_separate:
+            self.models["guide"] = _copy(model, self.devices["guide"])
         if has_guide and self._has_adapters:
-            guide.add_adapter(ADAPTERS["guide"], deepcopy(model.peft_config[ADAPTERS["solver"]]))
-            if self.is_separate:
-                guide.set_adapter(ADAPTERS["guide"])
-                guide.delete_adapter(ADAPTERS["solver"])
-            else:
-                guide.set_adapter(ADAPTERS["solver"])
+            self._add_guides_adapter()
         self.parts: dict[str, list[nn.Parameter]] = {"solver": self._of("solver")}
         """What each optimizer group trains."""
 
         if guide_learns:
             self.parts["guide"] = self._of("guide")
-        if has_value:
-            guide.value_head = ValueHead(model.config.get_text_config().hidden_size).to(devices["value"])
-            self.parts["value"] = list(guide.value_head.parameters())
+        self.networks: dict[str, nn.Module] = {}
+        """Value, critic and its slow copy, by the names that they have in a checkpoint."""
+
+        self._add_networks(value_is_separate=value_is_separate, critic=critic)
         self._trained = {id(parameter) for part in self.parts.values() for parameter in part}
         self._speaker: Role = "solver"
         for each in self._all():
@@ -64,8 +73,20 @@ class Cast:
 
     @property
     def value_head(self) -> Any:
-        """V, on the guide's last state."""
-        return self.models["guide"].value_head
+        """V."""
+        return self.networks["value_head"]
+
+    @property
+    def critic(self) -> Critic | None:
+        """The critic, where there is one."""
+        found: Any = self.networks.get("critic")
+        return found
+
+    @property
+    def slow_critic(self) -> Critic:
+        """The critic's slow copy, where there is a critic."""
+        found: Any = self.networks["slow_critic"]
+        return found
 
     @contextmanager
     def speaking(self, role: Role) -> Iterator[Any]:
@@ -99,24 +120,29 @@ class Cast:
             each.eval()
 
     def forget_gradients(self) -> None:
-        """Those of a guide of its own, which no Trainer knows."""
-        if self.is_separate:
-            self.models["guide"].zero_grad(set_to_none=True)
+        """Those of weights that no Trainer knows."""
+        for parameter in self.beside():
+            parameter.grad = None
 
     def beside(self) -> list[nn.Parameter]:
         """Weights that train and are none of the solver's model."""
-        if not self.is_separate:
-            return []
-        return [parameter for parameter in self.models["guide"].parameters() if parameter.requires_grad]
+        own = {id(parameter) for parameter in self.model.parameters()}
+        return [each for part in self.parts.values() for each in part if id(each) not in own]
 
-    def trained_weights(self) -> dict[str, nn.Parameter]:
-        """Everything that trains, by a name of its own."""
-        found = {}
-        for role, model in list(self.models.items())[: 1 + self.is_separate]:
-            # Adapters have different names already, so that a checkpoint is the same in every placement.
-            prefix = "guide_model." if role == "guide" and not self._has_adapters else ""
-            found |= {f"{prefix}{name}": p for name, p in model.named_parameters() if id(p) in self._trained}
-        return found
+    def kept_weights(self) -> dict[str, nn.Parameter]:
+        """What a checkpoint keeps beside a solver in full: what trains, and the critic's slow copy.
+
+        The names are the same in every placement.
+        """
+        named = dict(self.model.named_parameters()) if self._has_adapters else {}
+        if self.is_separate:
+            # Adapters have different names already.
+            prefix = "" if self._has_adapters else "guide_model."
+            named |= {f"{prefix}{name}": p for name, p in self.models["guide"].named_parameters()}
+        for name, network in self.networks.items():
+            named |= {f"{name}.{inner}": p for inner, p in network.named_parameters()}
+        slow = {id(parameter) for parameter in self.networks.get("slow_critic", nn.Module()).parameters()}
+        return {name: parameter for name, parameter in named.items() if id(parameter) in self._trained | slow}
 
     def recompute_guide(self) -> None:
         """Let a guide of its own compute its layers anew in backward passes, as the Trainer lets the solver."""
@@ -125,6 +151,31 @@ class Cast:
 
     def _all(self) -> list[Any]:
         return [self.model, self.models["guide"]] if self.is_separate else [self.model]
+
+    def _add_guides_adapter(self) -> None:
+        guide = self.models["guide"]
+        guide.add_adapter(ADAPTERS["guide"], deepcopy(guide.peft_config[ADAPTERS["solver"]]))
+        guide.set_adapter(ADAPTERS["guide" if self.is_separate else "solver"])
+        if self.is_separate:
+            guide.delete_adapter(ADAPTERS["solver"])
+
+    def _add_networks(self, *, value_is_separate: bool, critic: CriticConfig | None) -> None:
+        text = self.model.config.get_text_config()
+        if self.has_value:
+            value = SeparateValue(text.vocab_size) if value_is_separate else ValueHead(text.hidden_size)
+            self._lay("value_head", value, device=self.devices["value"])
+            self.parts["value"] = list(value.parameters())
+        if critic is not None:
+            learner = Critic(text.vocab_size, critic.width)
+            self._lay("critic", learner, device=self.devices["critic"])
+            self._lay("slow_critic", slow_copy(learner), device=self.devices["target_critic"])
+            self.parts["critic"] = list(learner.parameters())
+
+    def _lay(self, name: str, network: nn.Module, *, device: str) -> None:
+        """Beside the solver's adapter a network belongs to its model, so that DDP begins with the same on all ranks."""
+        self.networks[name] = network.to(device)
+        if self._has_adapters and device == self.devices["solver"]:
+            setattr(self.model, name, network)
 
     def _of(self, role: Role) -> list[nn.Parameter]:
         named = self.models[role].named_parameters()
@@ -147,5 +198,8 @@ class Cast:
 
 def _copy(model: Any, device: str) -> Any:
     """The same weights once more, on `device`."""
-    with torch.no_grad():
-        return deepcopy(model).to(device)
+    return deepcopy(model).to(device)
+
+
+def _frozen_copy(model: Any, device: str) -> Any:
+    return _copy(model, device).eval().requires_grad_(False)

@@ -36,6 +36,10 @@ class Episode:
     second: Action
 
 
+Fresh = tuple[Action, Action]
+"""Another answer to each of an episode's prompts: of turn 1 and of turn 2."""
+
+
 class Player:
     """Plays episodes with the solver and the guide of a run."""
 
@@ -80,6 +84,20 @@ class Player:
             Episode(question=question, first=first, hint=hint, hint_ids=ids, second=second)
             for question, first, hint, ids, second in zip(questions, firsts, written, texts, seconds, strict=True)
         ]
+
+    def answer_again(
+        self, episodes: Sequence[Episode], *, numbers: Sequence[int], seed: int, temperature: float
+    ) -> list[Fresh]:
+        """Other answers of the solver to the prompts of both turns, drawn independently of those of the episodes."""
+        prompts = ([episode.first.prompt for episode in episodes], [episode.second.prompt for episode in episodes])
+        first, second = (
+            self._draw(
+                each, "solver", numbers=numbers, seed=seed_of(seed, draw), temperature=temperature,
+                longest=self.cfg.score.max_new_tokens,
+            )
+            for draw, each in enumerate(prompts, 4)
+        )  # fmt: skip
+        return list(zip(first, second, strict=True))
 
     def _written(
         self,
@@ -128,7 +146,7 @@ class Player:
         def draw(part: slice) -> list[Action]:
             self.beat()
             sampling = RecordedSampling(temperature=temperature, seed=seed)
-            generator = Generator(self.cast.model, self.tokenizer, self._ends, longest, sampling)
+            generator = Generator(self.cast.models[role], self.tokenizer, self._ends, longest, sampling)
             return draw_actions(generator, prompts[part], rows=numbers[part])
 
         with self.cast.speaking(role):

@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sftplay.errors import ConfigError
 from sftplay.plan.memory.head import CHUNK_SCORES
 from sftplay.tasks.score.episodes.cast import Cast, Role
 from sftplay.tasks.score.episodes.drawing import Action, left_padded, right_padded
 from sftplay.tasks.score.learning.losses import chosen, entropy, full_kl, k3_kl
 from sftplay.tasks.step.chunked_head import scores_of
+from sftplay.tasks.step.label_head import PROOF_TOLERANCE, proof_rows
 
 Kl = Literal["full", "k3"]
 
@@ -110,8 +113,8 @@ def score_actions(cast: Cast, batch: ActionBatch, *, role: Role, temperature: fl
         )
         for mine, frozen, tokens, drawn in zip(*columns, strict=True)
     ]  # fmt: skip
-    found = (torch.cat(each).view_as(batch.mask) for each in zip(*parts, strict=True))
-    return TokenScores(*found, hidden[rows, batch.last])
+    log_probs, spread, distance = (torch.cat(each).view_as(batch.mask) for each in zip(*parts, strict=True))
+    return TokenScores(log_probs, spread, distance, hidden[rows, batch.last])
 
 
 def forward(model: Any, batch: ActionBatch) -> Tensor:
@@ -121,6 +124,32 @@ def forward(model: Any, batch: ActionBatch) -> Tensor:
     )
     hidden: Tensor = out.last_hidden_state[:, -batch.tokens.shape[1] - 1 :]
     return hidden
+
+
+@torch.no_grad()
+def check_scores(model: Any) -> None:
+    """Check on a few tokens that the model makes its scores of its last states and its head alone.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    causal = plain(model)
+    ids, _ = proof_rows(causal)
+    was_training = model.training
+    model.eval()
+    whole = causal(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+    mine = OutputHead.of(model).log_probs(causal.base_model(input_ids=ids, use_cache=False).last_hidden_state, 1.0)
+    model.train(was_training)
+    means = [chosen(each[:, :-1], ids[:, 1:]).mean() for each in (mine, whole)]
+    has_pair = isinstance(causal.get_output_embeddings(), BaseTunerLayer)
+    if has_pair or not torch.isclose(means[0], means[1], rtol=PROOF_TOLERANCE):
+        own = f"{type(causal).__name__} has a head of its own"
+        why = "the adapter has a pair on the output head" if has_pair else own
+        raise ConfigError(
+            f"{why}, and two-turn episodes are learned from the scores of the plain head",
+            where="tuning.lora.target_modules" if has_pair else "model.name",
+            fix="leave the head out of it" if has_pair else "choose another model",
+        )
 
 
 def plain(model: Any) -> Any:
