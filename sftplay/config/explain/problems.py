@@ -13,14 +13,12 @@ from pydantic import ValidationError
 from sftplay.config.explain.other_kits import (
     CLUSTER_KEYS,
     OTHER_KITS,
-    PLANNED_CHOICES,
-    PLANNED_KEYS,
     REFUSED_CHOICES,
     key_of,
 )
 from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.config.read.yaml12 import KeyPath, scalar
-from sftplay.config.schema.describe import accepts, choices_of, described, listed
+from sftplay.config.schema.describe import accepts, choices_of, described
 from sftplay.config.schema.keys import (
     all_keys,
     all_sections,
@@ -108,8 +106,6 @@ def _unknown(path: KeyPath) -> _Refusal:
     section = section_at(tuple(part for part in path[:-1] if isinstance(part, str)))
     siblings = list(section.model_fields) if section else []
     what = f"no {'key' if inside else 'key or section'} called {name!r}{f' in {inside}' if inside else ''}"
-    if dotted in PLANNED_KEYS:
-        return _Refusal(f"{dotted} is planned but not part of this version", "remove it")
     if name in all_keys():
         fix = f"dots are for the command line: write {' / '.join(name.split('.'))}, each one indented"
         return _Refusal(what, fix, [name])
@@ -154,9 +150,6 @@ def _wrong_value(path: KeyPath, values: Any) -> _Refusal:
         return _Refusal(f"{_as_yaml(value)} stands where a section belongs", fix)
     node = node_at(key)
     if isinstance(value, str):
-        if value.lower() in PLANNED_CHOICES.get(key, ()):
-            what = f"{_noun(key)} {value!r} is planned but not part of this version"
-            return _Refusal(what, f"write {key}: {listed(choices_of(node))}")
         if refused := REFUSED_CHOICES.get((key, _plain(value))):
             return _Refusal(f"{value!r} {refused[0]}", refused[1])
         if choices_of(node):
@@ -178,18 +171,15 @@ def _wrong_entry(key: str, name: str, *, value: Any) -> _Refusal:
 
 def _wrong_word(key: str, word: str, *, in_list: bool) -> _Refusal:
     node = node_at(key)
-    choices, planned = choices_of(node), PLANNED_CHOICES.get(key, ())
+    choices = choices_of(node)
     if in_list and word == "none":
         return _Refusal("'none' stands in a list", f"write {key}: none, or remove it from the list")
     only_words = all("enum" in form or "const" in form or choices_of(form) for form in node.get("anyOf", [node]))
     what = f"no {_noun(key)} called {word!r}" if only_words else f"{word!r} is not {described(node)}"
-    near = nearest_names(_plain(word), [*choices, *planned])
+    near = nearest_names(_plain(word), choices)
     if not near:
         return _Refusal(what, _value_fix(word, node))
-    fix = f"did you mean {near[0]!r}?"
-    if near[0] in planned:
-        fix += f" It is planned but not part of this version; write {listed(choices)}"
-    return _Refusal(what, fix, near)
+    return _Refusal(what, f"did you mean {near[0]!r}?", near)
 
 
 def _value_fix(value: Any, node: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from sftplay.deliver.report.drawing.figures import capitalized, format_figure, i
 from sftplay.deliver.report.drawing.page import render_page
 from sftplay.deliver.report.learned import learned_table, reward_charts
 from sftplay.deliver.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
+from sftplay.deliver.report.puzzles.solved import puzzles_of
 from sftplay.deliver.report.read.history import as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings, read_run_files
 from sftplay.deliver.report.remarks import find_remarks
@@ -60,6 +61,7 @@ def render(run: RunFiles) -> str:
         learned=[table] if (table := learned_table(run)) else [],
         evaluation=sections.evaluation_tables(run),
         bars=sections.evaluation_bars(run),
+        puzzles=puzzles_of(run),
         sources=mixture_tables(run),
         forgetting=forgetting(run),
         answers=_answers(run),
@@ -98,6 +100,7 @@ def _method(run: RunFiles) -> str:
         "cpt_mixed": "Continued pretraining on a mixture",
         "grpo": "Reinforcement learning (GRPO)",
         "score": "Two-turn self-correction (BiLevel SCoRe)",
+        "hrm": "A recurrent model of puzzles (HRM)",
     }
     modes = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA, base in 4 bits"}
     known = isinstance(mode, str) and isinstance(task, str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from sftplay.deliver.report.drawing.figures import (
     name_of,
 )
 from sftplay.deliver.report.drawing.page import cut
+from sftplay.deliver.report.drawing.table import Table
 from sftplay.deliver.report.read.history import as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count
@@ -32,23 +32,6 @@ BARRED = ("loss",)
 
 Fact = tuple[str, Any]
 """A name with its value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows of texts; a narrow page scrolls it in itself, or with `stacks` shows the cells of a row below each other."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    kinds: str = ""
-    """One letter per column: `n` figures, `c` code, `b` the width of a bar, else text."""
-
-    caption: str = ""
-    stacks: bool = False
-
-    def kind(self, column: int) -> str:
-        """The letter of a column."""
-        return self.kinds[column : column + 1]
 
 
 class Bars(NamedTuple):

@@ -76,8 +76,9 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         if own_base:
             cfg = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged")
         result = save_result(
-            trainer.model, tokenizer, cfg=cfg, folder=folder, base=locate(cfg.model.name), weights=weights
-        )
+            trainer.model, tokenizer, cfg=cfg, folder=folder, base=locate(cfg.model.name), weights=weights,
+            beside=getattr(trainer, "beside", None),
+        )  # fmt: skip
         log.say(f"result: {result}")
         if cfg.eval.after:
             whole = whole_model(trainer, setup.cfg, folder=folder)

@@ -63,6 +63,9 @@ class EpisodeTrainer(Trainer):
     ) -> None:
         super().__init__(**named)
         self.cfg, self.run_folder, self.cast, self.player, self.judge = cfg, run_folder, cast, player, judge
+        self.beside = {"guide": cast.models["guide"]} if cast.is_separate else {}
+        """Models of the result that are not the Trainer's."""
+
         self.questions, self.heartbeat = questions, step.heartbeat
         self.micro_batcher, self.replay = step.micro_batcher, None
         self.source_names: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sftplay.config.schema.score import ScoreConfig
+from sftplay.machine.releases import recompute
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.episodes.drawing import Action
@@ -113,6 +114,19 @@ def test_scores_are_those_of_a_plain_forward_pass_and_micro_batches_change_nothi
         step.solver(ACTIONS, turn=2, advantage=torch.tensor([1.0, -2.0, 0.5]), beta=0.1, n_tokens=6)
         found.append(gradients(cast, "solver"))
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+def test_layers_that_are_computed_anew_find_the_adapter_of_their_role(cast: Cast):
+    found = []
+    for recomputes in (False, True):
+        if recomputes:
+            recompute(cast.model)
+            cast.train()
+        step = update(cast)
+        step.guide(ACTIONS, advantage=torch.ones(N), outcome=torch.ones(N), n_tokens=6)
+        found.append(gradients(cast, "guide"))
+    assert found[0].norm() > 1e-4
+    torch.testing.assert_close(*found)
 
 
 def test_kl_pulls_both_models_back_and_its_gradient_is_not_nothing(cast: Cast):

@@ -7,13 +7,24 @@ import math
 from sftplay.deliver.report.read.history import as_number
 from sftplay.units import format_bytes, format_seconds
 
-SHARES = ("exact_match", "rouge_l", "chrf", "accuracy", "mfu", "pass", "held_out_pass", "clipped_ratio")
+SHARES = (
+    "exact_match",
+    "rouge_l",
+    "chrf",
+    "accuracy",
+    "exact_accuracy",
+    "mfu",
+    "pass",
+    "held_out_pass",
+    "clipped_ratio",
+)
 LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte")
 PERCENT = "\u00a0%"
 """Kept together with its figure."""
 
 NAMES = {
     "n": "prompts answered",
+    "exact_accuracy": "puzzles solved",
     "pass": "pass@1",
     "zero_variance_share": "groups with equal rewards",
     "clipped_ratio": "completions that were cut off",

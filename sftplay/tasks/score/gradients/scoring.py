@@ -134,7 +134,7 @@ def check_scores(model: Any) -> None:
         ConfigError: it does not.
     """
     causal = plain(model)
-    ids, _ = proof_rows(causal)
+    ids = proof_rows(causal)[0] % causal.get_input_embeddings().weight.shape[0]
     was_training = model.training
     model.eval()
     whole = causal(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
