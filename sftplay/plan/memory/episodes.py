@@ -7,12 +7,12 @@ has the length of `model.max_seq_len`, of which an action takes the end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import OWN, Layout, layout_of
-from sftplay.plan.memory.execution import Execution, trained_params
+from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.head import reference_scores
 from sftplay.plan.memory.rollout import DRAW, REFERENCE, Rollout, forward_layer, newest_token
 from sftplay.plan.memory.sharding import share_of
@@ -43,6 +43,11 @@ class Episodes:
     guide_learns: bool = True
     critic_width: int = 0
     """0 where there is no critic."""
+
+    @property
+    def learners(self) -> int:
+        """Models that train."""
+        return 1 + self.guide_learns
 
 
 def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None:
@@ -200,18 +205,3 @@ class _On:
 def fullest(footprints: Mapping[str, Footprint]) -> str:
     """The GPU, or the process's own device, that holds the most."""
     return max((name for name in footprints if name != "cpu"), key=lambda name: footprints[name].peak_bytes)
-
-
-def checkpoint_copies(episodes: Episodes) -> int:
-    """Models that a checkpoint keeps with their moments."""
-    return 1 + episodes.guide_learns
-
-
-def with_layout(episodes: Episodes, layout: Layout) -> Episodes:
-    """The same elsewhere."""
-    return replace(episodes, layout=layout)
-
-
-def trained_of(episodes: Episodes, shape: ModelShape, execution: Execution) -> int:
-    """Weights that train in both models."""
-    return checkpoint_copies(episodes) * trained_params(shape, execution)

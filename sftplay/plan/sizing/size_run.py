@@ -120,11 +120,9 @@ def size_run(
     decided = _fill(cfg, first)
     rest = decide_numerics(decided, machine, shape=shape)
     decided = _fill(decided, rest)
-    row_tokens = planned_tokens(decided, lengths)
     rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=shape.vocab if shape else vocab_size)
     first |= choose_placement(_fill(decided, rest), shape, place=place)
-    decided = _fill(decided, first)
-    first[STRATEGY] = choose_strategy(_fill(decided, rest), shape, place=place)
+    first[STRATEGY] = choose_strategy(_fill(decided, {**first, **rest}), shape, place=place)
     rest |= _decide_rows_drawn(_fill(decided, {**first, **rest}), shape, place=place)
     decided = _fill(decided, {**first, **rest})
     look = None
@@ -133,7 +131,8 @@ def size_run(
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit, drawn=rows_drawn(decided))
-    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=row_tokens, look=look)
+    tokens = planned_tokens(decided, lengths)
+    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = _fill(decided, rest)
     return SizedRun(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sftplay import log
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.export.merge import set_end_tokens
@@ -89,6 +90,7 @@ def save_result(
             write_adapter_card(scratch / "README.md", name=folder.path.resolve().name, base=on_hub)
     if cfg.tuning.mode == "full":
         shutil.rmtree(folder.path / "base", ignore_errors=True)  # one with rows for new tokens; the result has them
+    log.say(f"result: {target}")
     return target
 
 
