@@ -131,8 +131,7 @@ def size_run(
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit, drawn=rows_drawn(decided))
-    tokens = planned_tokens(decided, lengths)
-    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
+    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=planned_tokens(decided, lengths), look=look)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = _fill(decided, rest)
     return SizedRun(
