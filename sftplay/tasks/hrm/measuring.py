@@ -166,7 +166,7 @@ def _voted(shares: list[list[tuple[Rows, NDArray[Any], NDArray[Any]]]], puzzles:
         for place in np.flatnonzero(rows.mask)
     )
     found = pass_at(tasks, count_votes(answers))
-    return {"tasks": len(tasks), "pass": {str(k): share for k, share in found.items()}}
+    return {"tasks": len(tasks), "pass_at": {str(k): share for k, share in found.items()}}
 
 
 def gathered(mine: Any) -> list[Any]:
