@@ -155,6 +155,11 @@ INGEST: Flags = {
     "--replace": {"action": "store_true", "help": "write over a file that is there"},
 }
 
+INIT: Flags = {
+    "--data": {"default": "", "help": "a file or folder with rows"},
+    "--out": {"default": "run.yaml", "help": "the config to write"},
+}
+
 PUZZLES: Flags = {
     "--kind": {"choices": ["sudoku", "maze", "arc", "sudoku4"], "required": True, "help": "sudoku4 needs no file"},
     "--in": {
@@ -187,10 +192,7 @@ def flags_of(verb: str) -> Flags:
         "train-ray": TRAIN_RAY,
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
-        "init": {
-            "--data": {"default": "", "help": "a file or folder with rows"},
-            "--out": {"default": "run.yaml", "help": "the config to write"},
-        },
+        "init": INIT,
         "ingest": INGEST,
         "puzzle-data": PUZZLES,
         "reward-check": {

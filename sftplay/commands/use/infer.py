@@ -33,7 +33,7 @@ def infer(args: Namespace) -> int:
     """
     cfg, folder = open_run(args)
     if cfg.task_mode == "hrm":
-        return puzzle.solve(args, cfg, folder)
+        return puzzle.solve(args, cfg, folder=folder)
     puzzle.refuse_file(args)
     conversation = _open_conversation(_in_length(cfg, args), folder, args=args)
     from sftplay.deliver.infer.chat import run_command

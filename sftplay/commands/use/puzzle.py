@@ -15,7 +15,7 @@ LONGEST_BYTES = 1 << 16
 """A larger file holds no puzzle."""
 
 
-def solve(args: Namespace, cfg: RunConfig, folder: RunFolder) -> int:
+def solve(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
     """Print the grid of the solution, and on standard error what is to be said of it."""
     text = _read(args.input)
     prepare_environment(cfg)

@@ -54,14 +54,7 @@ def puzzle_footprint(
     tokens, at_once = (rows * shape.positions for rows in (size.rows, size.micro_batch))
     state = 2 * hrm.hidden_size * compute_bytes
     puzzles = 2 * size.rows * shape.grid.cells * INT64
-    resident = {
-        "weights": weights + FP32 * 2 * hrm.hidden_size,
-        "table": float(FP32 * shape.table),
-        "average": weights if hrm.ema else 0.0,
-        "optimizer": 2 * weights,
-        "buckets and sharding": weights if is_shared else 0.0,
-        "workspace": float(WORKSPACE_BYTES) if on_gpu else 0.0,
-    }
+    resident = _resident(shape, is_shared=is_shared, on_gpu=on_gpu)
     # The state before the step, the same with new puzzles in it, and what the micro-batches have made of it.
     carry = float(3 * tokens * state + 3 * puzzles)
     before = {
@@ -70,28 +63,52 @@ def puzzle_footprint(
         "carry": carry,
         "activations": _kept(shape, tokens=at_once, compute_bytes=compute_bytes),
     }
-    inner, width = shape.inner * compute_bytes, hrm.hidden_size * compute_bytes
     looks_ahead = hrm.q_continue and hrm.n_supervision > 1
-    cells = size.micro_batch * shape.grid.cells
-    scores = float(cells * (width + shape.grid.words * (compute_bytes + SCORES * _loss_bytes(shape))))
-    ahead = float(at_once * (INNERS * inner + 4 * width)) + _rounded(shape, compute_bytes)
+    ahead = _running(shape, tokens=at_once * looks_ahead, compute_bytes=compute_bytes, streams=4)
+    scores = _scores(shape, rows=size.micro_batch, compute_bytes=compute_bytes)
     phases = {
-        "segment": {**before, "second pass": ahead if looks_ahead else 0.0, "head": scores},
+        "segment": {**before, "second pass": ahead, "head": scores},
         "layer": {**before, "layer": _undone(shape, tokens=at_once, compute_bytes=compute_bytes)},
         "step": {
             **resident,
             "gradients": weights,
-            "carry": carry + (tokens * state if size.accumulates else 0.0),  # parts of it are put together
+            "carry": carry + tokens * state * size.accumulates,  # parts of it are put together
             "optimizer step": _optimizer_moment(shape),
         },
         "evaluation": {
             **resident,
             "average": resident["average"] * 2,  # the trained weights are put aside meanwhile
             "carry": float((tokens + at_once) * state + 2 * puzzles),
-            "layer": float(at_once * (INNERS * inner + 6 * width)) + _rounded(shape, compute_bytes),
+            "layer": _running(shape, tokens=at_once, compute_bytes=compute_bytes, streams=6),
         },
     }
     return Footprint(phases)
+
+
+def _resident(shape: PuzzleShape, *, is_shared: bool, on_gpu: bool) -> dict[str, float]:
+    """What is held throughout."""
+    weights = float(FP32 * shape.weights)
+    return {
+        "weights": weights + FP32 * 2 * shape.hrm.hidden_size,
+        "table": float(FP32 * shape.table),
+        "average": weights if shape.hrm.ema else 0.0,
+        "optimizer": 2 * weights,
+        "buckets and sharding": weights if is_shared else 0.0,
+        "workspace": float(WORKSPACE_BYTES) if on_gpu else 0.0,
+    }
+
+
+def _running(shape: PuzzleShape, *, tokens: int, compute_bytes: int, streams: int) -> float:
+    """A pass without gradients in its fullest moment: within SwiGLU, beside so many tensors as wide as the model."""
+    token = INNERS * shape.inner + streams * shape.hrm.hidden_size
+    return float(compute_bytes * tokens * token) + _rounded(shape, compute_bytes)
+
+
+def _scores(shape: PuzzleShape, *, rows: int, compute_bytes: int) -> float:
+    """The states of the cells as the head reads them, their scores, and these in the type of the loss."""
+    cell = compute_bytes * (shape.hrm.hidden_size + shape.grid.words)
+    loss_bytes = FP64 if shape.hrm.loss_precision == "fp64" else FP32
+    return float(rows * shape.grid.cells * (cell + SCORES * loss_bytes * shape.grid.words))
 
 
 def _kept(shape: PuzzleShape, *, tokens: int, compute_bytes: int) -> float:
@@ -114,10 +131,6 @@ def _undone(shape: PuzzleShape, *, tokens: int, compute_bytes: int) -> float:
 def _rounded(shape: PuzzleShape, compute_bytes: int) -> float:
     """A block's weights in the type of the computation, made anew in each call; the weights themselves are fp32."""
     return float(compute_bytes * shape.block) if compute_bytes < FP32 else 0.0
-
-
-def _loss_bytes(shape: PuzzleShape) -> int:
-    return FP64 if shape.hrm.loss_precision == "fp64" else FP32
 
 
 def _optimizer_moment(shape: PuzzleShape) -> float:

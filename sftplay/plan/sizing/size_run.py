@@ -116,7 +116,6 @@ def size_run(
     """
     refuse_hook(cfg, machine, world_size=world_size)
     refuse_generation(cfg, machine, world_size=world_size)
-    has_gpu = bool(machine.gpus)
     place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
     if isinstance(shape, PuzzleModelShape):
         return _size_puzzles(cfg, machine, shape=shape, place=place)
@@ -131,11 +130,12 @@ def size_run(
     decided = _fill(decided, {**first, **rest})
     look = None
     if shape is not None:
-        if has_gpu and cfg.train.loss_head == "auto" and cfg.task_mode not in ("grpo", "score"):
+        if machine.gpus and cfg.train.loss_head == "auto" and cfg.task_mode not in ("grpo", "score"):
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit, drawn=rows_drawn(decided))
-    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=planned_tokens(decided, lengths), look=look)
+    tokens, has_gpu = planned_tokens(decided, lengths), bool(machine.gpus)
+    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = _fill(decided, rest)
     return SizedRun(

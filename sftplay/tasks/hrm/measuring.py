@@ -20,7 +20,7 @@ from sftplay.data.puzzles.arc.votes import Answer as Vote
 from sftplay.data.puzzles.arc.votes import count_votes, pass_at
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.data.puzzles.sampler import Rows, TestRows
-from sftplay.data.puzzles.text import GridText
+from sftplay.data.puzzles.written.grid import GridText
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.act import wants_to_halt
 from sftplay.tasks.hrm.model import PuzzleModel

@@ -12,7 +12,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.arc.answers import read_names
 from sftplay.data.puzzles.arc.canvas import cropped, on_canvas
 from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.text import GridText
+from sftplay.data.puzzles.written.grid import GridText
 from sftplay.errors import DataError, nearest_names
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.act import wants_to_halt
