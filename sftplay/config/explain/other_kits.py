@@ -128,6 +128,15 @@ _NAMES: dict[str, str] = {
     "grpo.max_prompt_length and grpo.max_completion_length; vLLM gets their sum": (
         "vllm_max_model_length vllm_max_model_len"
     ),
+    # two turns and a guide
+    "score.value_flow: shared_trunk is full gradient flow, stop is partial": (
+        "gradient_flow value_gradient_flow full_gradient_flow stop_gradient stop_value_gradient"
+    ),
+    "score.value_coef": "value_coefficient value_function_coef value_loss_coef",
+    "score.stage1_steps": "stage1_iterations stage_1_steps num_stage1_steps",
+    "score.stage2_steps": "stage2_iterations stage_2_steps num_stage2_steps",
+    "score.guidance_warmup": "guidance_warmup_steps guidance_warmup_iterations",
+    "score.beta_guide": "guidance_kl_coef guidance_kl_coeff beta_guidance",
     "rewards.use": "reward_funcs reward_functions reward_func",
     "rewards.weight": "reward_weights",
     # puzzles
@@ -255,6 +264,8 @@ CLUSTER_KEYS: dict[str, str] = {
 """Key below `cluster` as guides for Ray and NeMo RL write it -> what to do here."""
 
 REFUSED_CHOICES: dict[tuple[str, str], tuple[str, str]] = {
+    ("score.value_flow", "full"): ("is shared_trunk here: the gradient of V goes into the guide", "write shared_trunk"),
+    ("score.value_flow", "partial"): ("is stop here: the gradient of V ends at the head", "write stop"),
     ("cluster.comm.hook", "powersgd_batched"): (
         "is not offered: torch's batched_powerSGD_hook hands its orthogonalisation a matrix where that asserts a batch "
         "of them, and dies (torch 2.13)",
