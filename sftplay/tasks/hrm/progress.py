@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from sftplay import log
 from sftplay.errors import RunError
@@ -54,20 +56,20 @@ def load_progress(trainer: PuzzleTrainer, checkpoint: Path) -> None:
     Raises:
         RunError: a file of this rank is missing; another task has written the checkpoint.
     """
-    path, device = carry_file(checkpoint, log.rank()), str(trainer.args.device)
-    _expect(path)
-    found = load_file(path, device=device)
+    path = carry_file(checkpoint, log.rank())
+    found = _read(path, trainer.args.device)
     puzzles = Puzzles(*(found[name] for name in Puzzles._fields))
     trainer.carry = Carry(State(found["high"], found["low"]), found["steps"], found["halted"], puzzles)
     with safe_open(path, framework="pt") as opened:
         trainer.train_rows.restore(json.loads(opened.metadata()[SAMPLER]))
     if trainer.average is not None:
-        _expect(checkpoint / AVERAGE)
-        average: dict[str, Any] = load_file(checkpoint / AVERAGE, device=device)
+        average = _read(checkpoint / AVERAGE, trainer.args.device)
         trainer.average.weights = {name: average[name] for name in trainer.average.weights}
 
 
-def _expect(path: Path) -> None:
+def _read(path: Path, device: torch.device) -> dict[str, Tensor]:
     if not path.is_file():
         fix = "continue from a checkpoint of task mode hrm, with as many processes as it had"
         raise RunError("there is no such file in the checkpoint", where=str(path), fix=fix)
+    # safetensors knows no `cpu:0`, which accelerate calls the device of each of several processes on CPUs.
+    return {name: tensor.to(device) for name, tensor in load_file(path).items()}

@@ -20,20 +20,20 @@ def average_gradients(model: Any, *, beside: Sequence[Any] = ()) -> None:
     weights that train outside of it. Gradients are sent in buckets of DDP's own size, which is also all the memory that
     sending takes.
     """
-    _reduce(model, torch.distributed.get_world_size(), beside=beside)
+    weights = [*(p for p in model.parameters() if p.requires_grad), *beside]
+    _reduce(weights, model.bucket_bytes_cap, divisor=torch.distributed.get_world_size())
 
 
 def add_gradients(model: Any) -> None:
     """The same with their sum in place of the mean, for losses that are divided by the rows of all ranks already."""
-    _reduce(model, 1)
+    _reduce([p for p in model.parameters() if p.requires_grad], model.bucket_bytes_cap, divisor=1)
 
 
-def _reduce(model: Any, divisor: int, *, beside: Sequence[Any] = ()) -> None:
-    weights = [*(p for p in model.parameters() if p.requires_grad), *beside]
+def _reduce(weights: list[Any], cap_bytes: int, *, divisor: int) -> None:
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-    for bucket in _buckets([weight.grad for weight in weights], model.bucket_bytes_cap):
+    for bucket in _buckets([weight.grad for weight in weights], cap_bytes):
         flat = _flatten_dense_tensors(bucket).div_(divisor)
         torch.distributed.all_reduce(flat)
         for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
