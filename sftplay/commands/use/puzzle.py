@@ -16,7 +16,7 @@ LONGEST_BYTES = 1 << 16
 
 
 def solve(args: Namespace, cfg: RunConfig, *, folder: RunFolder) -> int:
-    """Print the grid of the solution, and on standard error what is to be said of it."""
+    """Print the grid of the solution, and what is to be said of it."""
     text = _read(args.input)
     prepare_environment(cfg)
     from sftplay.tasks.hrm.finished.solution import solve_text
