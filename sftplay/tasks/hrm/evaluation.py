@@ -21,7 +21,8 @@ from sftplay.data.puzzles.sampler import TestRows
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
-from sftplay.tasks.hrm.model import PuzzleModel
+from sftplay.tasks.hrm.act import Puzzles
+from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.solve import first_halts, refined
 from sftplay.tasks.hrm.trainer import as_puzzles
 from sftplay.tasks.step.random_numbers import random_numbers_kept
@@ -73,9 +74,8 @@ class EvaluatePuzzles(Observer):
             if self.cfg.hrm.eval_limit is not None and measured >= self.cfg.hrm.eval_limit:
                 break
             measured += batch
-            inputs, labels, identifiers = as_puzzles(rows, device)
             mask = torch.from_numpy(rows.mask).to(device)
-            sums += segment_sums(model, inputs, labels, identifiers=identifiers, mask=mask)
+            sums += segment_sums(model, as_puzzles(rows, device), mask=mask)
             trainer.heartbeat.enter("evaluation")
         model.train()
         if log.world_size() > 1:
@@ -83,13 +83,14 @@ class EvaluatePuzzles(Observer):
         return sums
 
 
-def segment_sums(model: PuzzleModel, inputs: Tensor, labels: Tensor, *, identifiers: Tensor, mask: Tensor) -> Tensor:
+def segment_sums(model: PuzzleModel, puzzles: Puzzles, *, mask: Tensor) -> Tensor:
     """fp64 [n_supervision + 1, 4]: sums over the rows that `mask` keeps, after each segment and, last, where each row
     halts: right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments.
     """
+    inputs, labels, identifiers = puzzles
     known = labels != IGNORE_INDEX
     answers, lines = [], []
-    for answer in refined(model, inputs, identifiers):
+    for answer in refined(model, inputs, identifiers=identifiers):
         right = ((answer.logits.argmax(dim=-1) == labels) & known).sum(dim=-1)
         whole = right == known.sum(dim=-1)
         share = right / known.sum(dim=-1).clamp(min=1)

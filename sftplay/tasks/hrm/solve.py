@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.model import Answer, PuzzleModel
+from sftplay.tasks.hrm.network.model import Answer, PuzzleModel
 
 
-@torch.no_grad()
-def refined(model: PuzzleModel, inputs: Tensor, identifiers: Tensor) -> Iterator[Answer]:
+def refined(model: PuzzleModel, inputs: Tensor, *, identifiers: Tensor) -> Iterator[Answer]:
     """The answer after each of the model's `n_supervision` segments, none of them left out.
 
     `inputs` are int64 [batch, cells], `identifiers` int64 [batch]. Grad mode is off while a segment runs.
     """
     state = model.start(len(inputs))
-    rows = model.puzzles(identifiers) if model.puzzles is not None else None
+    with torch.no_grad():
+        rows = model.puzzles(identifiers) if model.puzzles is not None else None
     for _ in range(model.hrm.n_supervision):
         with torch.no_grad():
-            state, answer = model(state, inputs, rows)
+            state, answer = model(state, inputs, puzzle_rows=rows)
         yield answer
 
 
