@@ -42,7 +42,7 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.model.load import load_base
 from sftplay.model.tokenizer import load_tokenizer
-from sftplay.plan.memory.cards import find_card
+from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.report.flops import model_flops
 from sftplay.plan.shape.find import find_shape, read_table

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.memory.harnesses import GENERIC, HARNESSES, NAMES, PEFT_TARGETS, Harness
 from benchmarks.memory.measured_rows import MeasuredRow, NotModelledError
+from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.budget import Device, runtime_bytes
-from sftplay.plan.memory.cards import find_card
 from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Footprint, Size, estimate, standing_bytes

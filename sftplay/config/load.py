@@ -17,7 +17,7 @@ from sftplay.config.explain.problems import missing_key, offending_keys, transla
 from sftplay.config.read.layers import Layer, Place, Problem, merge, nested, read_layers, read_overrides
 from sftplay.config.read.precision import resolve_precision
 from sftplay.config.read.resolved import dump_resolved, read_origins
-from sftplay.config.read.task_mode import resolve_task_mode
+from sftplay.config.read.task_mode import resolve_task_mode, with_own_model
 from sftplay.config.read.yaml12 import KeyPath
 from sftplay.config.rules.cpt import needs_train_path
 from sftplay.config.rules.general import broken_rules
@@ -65,7 +65,7 @@ def examine_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Run
     override_layer, problems = read_overrides(overrides)
     layers, contradictions = resolve_precision([*read_layers(path), override_layer])
     problems += contradictions
-    merged = merge(resolve_task_mode(layers))
+    merged = merge(with_own_model(resolve_task_mode(layers)))
     merged = Layer(_with_empty_sections(merged.values, RunConfig), merged.places)
     cfg: RunConfig | None
     try:

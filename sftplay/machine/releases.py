@@ -47,6 +47,12 @@ def is_recomputing(model: Any) -> bool:
     return bool(getattr(model, f"is_{recomputation()}", False))
 
 
+def recompute(model: Any) -> None:
+    """Let a model of transformers compute its layers anew in backward passes."""
+    word = recomputation()
+    getattr(model, f"{word}_enable")(**{f"{word}_kwargs": dict(PLAIN_RECOMPUTATION)})
+
+
 @contextmanager
 def nothing_recomputed(model: Any) -> Iterator[None]:
     """The model without recomputation, which a cache does not go with; switched on again afterwards if it was on."""
@@ -58,7 +64,7 @@ def nothing_recomputed(model: Any) -> Iterator[None]:
         yield
     finally:
         if was_on:
-            getattr(model, f"{word}_enable")(**{f"{word}_kwargs": dict(PLAIN_RECOMPUTATION)})
+            recompute(model)
 
 
 def hub_client() -> ModuleType:

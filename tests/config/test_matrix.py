@@ -11,8 +11,8 @@ from typing import get_args
 
 import pytest
 
+from sftplay.config.explain.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, as_table, rows
 from sftplay.config.load import load_config
-from sftplay.config.rules.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE, as_markdown, as_table, rows
 from sftplay.config.schema.cluster import Strategy
 from sftplay.config.schema.run import Precision, TuningConfig
 from sftplay.errors import ConfigErrors

@@ -3,9 +3,8 @@
 import pytest
 
 from sftplay.config.explain import other_kits
-from sftplay.config.explain.other_kits import OTHER_KITS, PLANNED_CHOICES, PLANNED_KEYS, PLANNED_TASKS, key_of
-from sftplay.config.schema.describe import choices_of
-from sftplay.config.schema.keys import all_keys, all_sections, node_at
+from sftplay.config.explain.other_kits import OTHER_KITS, key_of
+from sftplay.config.schema.keys import all_keys, all_sections
 
 
 def test_every_answer_begins_with_a_key_that_exists():
@@ -20,13 +19,6 @@ def test_no_name_has_two_answers():
 def test_no_name_of_another_kit_is_a_name_of_ours():
     ours = {key.rsplit(".", 1)[-1] for key in [*all_keys(), *all_sections()]}
     assert not ours & set(OTHER_KITS)
-
-
-def test_what_is_called_planned_is_not_here_yet():
-    assert not set(PLANNED_KEYS) & {*all_keys(), *all_sections()}
-    assert not set(PLANNED_TASKS) & set(choices_of(node_at("task_mode")))
-    for key, words in PLANNED_CHOICES.items():
-        assert not set(words) & set(choices_of(node_at(key)))
 
 
 @pytest.mark.parametrize("name", OTHER_KITS)

@@ -46,25 +46,6 @@ def test_the_error_is_one_json_document_with_all_problems(refusals):
     assert [problem["where"] for problem in error["problems"]] == ["run.yaml:1 sede", "run.yaml:2 train.epochs"]
 
 
-def test_a_task_of_a_later_version_is_called_planned(refusals):
-    (problem,) = refusals("task_mode: hrm\n")
-    assert problem.what == "task 'hrm' is planned but not part of this version"
-    assert problem.fix == "write task_mode: sft, cpt, cpt_mixed, grpo or score"
-
-
-def test_a_mistyped_task_of_a_later_version_is_called_planned_too(refusals):
-    (problem,) = refusals("task_mode: hrn\n")
-    assert problem.fix == (
-        "did you mean 'hrm'? It is planned but not part of this version; write sft, cpt, cpt_mixed, grpo or score"
-    )
-
-
-def test_a_section_or_key_of_a_later_version_is_called_planned(refusals):
-    found = refusals("hrm: {cycles: 2}\n")
-    assert all("planned but not part of this version" in problem.what for problem in found)
-    assert len(found) == 1
-
-
 WRONG = {
     "train: {batch_size: big}": ("train.batch_size", "'big' is not a whole number of at least 1, or auto", "auto"),
     "train: {batch_size: atuo}": ("train.batch_size", "'atuo'", "did you mean 'auto'?"),

@@ -13,8 +13,8 @@ from sftplay.control.model_shape import require_shape
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.model.start_point import resolve_names
+from sftplay.plan.devices.cards import Card, find_card, parse_fleet
 from sftplay.plan.memory.budget import device_of
-from sftplay.plan.memory.cards import Card, find_card, parse_fleet
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.report.compare import compare

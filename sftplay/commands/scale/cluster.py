@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from sftplay import log
-from sftplay.config.rules.matrix import as_markdown, as_table, rows
+from sftplay.config.explain.matrix import as_markdown, as_table, rows
 from sftplay.launch.command.accelerate_yaml import accelerate_text, write_accelerate
 from sftplay.machine.probe import probe
 from sftplay.terminal.colours import is_terminal

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from sftplay.config.explain.guide_sections import action_for, keys_below
 from sftplay.config.explain.other_kits import (
     CLUSTER_KEYS,
     OTHER_KITS,
-    PLANNED_CHOICES,
-    PLANNED_KEYS,
     REFUSED_CHOICES,
     key_of,
 )
 from sftplay.config.read.layers import Layer, Place, Problem
 from sftplay.config.read.yaml12 import KeyPath, scalar
-from sftplay.config.schema.describe import accepts, choices_of, described, listed
+from sftplay.config.schema.describe import accepts, choices_of, described
 from sftplay.config.schema.keys import (
     all_keys,
     all_sections,
@@ -47,9 +46,10 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
     """One problem for each key that pydantic refuses; `file` is named for keys that are missing."""
     refused, nowhere = _by_key(error.errors(), merged.values), Place(0, 0, file)
     problems = [
-        _problem(path, merged.place_within(path) or nowhere, refusal=_unknown(path))
+        _problem(key, merged.place_within(key) or nowhere, refusal=_unknown(key))
         for path, kind in refused.items()
         if kind == "extra_forbidden"
+        for key in keys_below(path, _value_at(path, merged.values))
     ][:MOST_PROBLEMS]
     guessed = {name for problem in problems for name in problem.error.nearest}
     for path, kind in refused.items():
@@ -89,6 +89,12 @@ def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]
     return {path: kind for path, kind in found.items() if path not in lists}
 
 
+def _value_at(path: KeyPath, values: Any) -> Any:
+    for part in path:
+        values = values[part]
+    return values
+
+
 def _path_in_file(loc: KeyPath, values: Any) -> KeyPath:
     """The part of pydantic's location that is in the file; the rest names forms of a union."""
     path: list[str | int] = []
@@ -108,11 +114,11 @@ def _unknown(path: KeyPath) -> _Refusal:
     section = section_at(tuple(part for part in path[:-1] if isinstance(part, str)))
     siblings = list(section.model_fields) if section else []
     what = f"no {'key' if inside else 'key or section'} called {name!r}{f' in {inside}' if inside else ''}"
-    if dotted in PLANNED_KEYS:
-        return _Refusal(f"{dotted} is planned but not part of this version", "remove it")
     if name in all_keys():
         fix = f"dots are for the command line: write {' / '.join(name.split('.'))}, each one indented"
         return _Refusal(what, fix, [name])
+    if told := action_for(path):
+        return _Refusal(f"{name!r} is the name of a guide", f"write {told}", [key_of(told)])
     if inside == "cluster" and name in CLUSTER_KEYS:
         return _Refusal(f"{name!r} is another kit's name", CLUSTER_KEYS[name])
     if homes := [home for home in homes_of(name) if home != dotted]:
@@ -139,9 +145,7 @@ def _missing(key: str) -> _Refusal:
 
 def _wrong_value(path: KeyPath, values: Any) -> _Refusal:
     key = _dotted(part for part in path if isinstance(part, str))
-    value = values
-    for part in path:
-        value = value[part]
+    value = _value_at(path, values)
     outer, _, inner = key.rpartition(".")
     if outer in all_keys():
         return _wrong_entry(outer, inner, value=value)
@@ -154,9 +158,6 @@ def _wrong_value(path: KeyPath, values: Any) -> _Refusal:
         return _Refusal(f"{_as_yaml(value)} stands where a section belongs", fix)
     node = node_at(key)
     if isinstance(value, str):
-        if value.lower() in PLANNED_CHOICES.get(key, ()):
-            what = f"{_noun(key)} {value!r} is planned but not part of this version"
-            return _Refusal(what, f"write {key}: {listed(choices_of(node))}")
         if refused := REFUSED_CHOICES.get((key, _plain(value))):
             return _Refusal(f"{value!r} {refused[0]}", refused[1])
         if choices_of(node):
@@ -178,18 +179,15 @@ def _wrong_entry(key: str, name: str, *, value: Any) -> _Refusal:
 
 def _wrong_word(key: str, word: str, *, in_list: bool) -> _Refusal:
     node = node_at(key)
-    choices, planned = choices_of(node), PLANNED_CHOICES.get(key, ())
+    choices = choices_of(node)
     if in_list and word == "none":
         return _Refusal("'none' stands in a list", f"write {key}: none, or remove it from the list")
     only_words = all("enum" in form or "const" in form or choices_of(form) for form in node.get("anyOf", [node]))
     what = f"no {_noun(key)} called {word!r}" if only_words else f"{word!r} is not {described(node)}"
-    near = nearest_names(_plain(word), [*choices, *planned])
+    near = nearest_names(_plain(word), choices)
     if not near:
         return _Refusal(what, _value_fix(word, node))
-    fix = f"did you mean {near[0]!r}?"
-    if near[0] in planned:
-        fix += f" It is planned but not part of this version; write {listed(choices)}"
-    return _Refusal(what, fix, near)
+    return _Refusal(what, f"did you mean {near[0]!r}?", near)
 
 
 def _value_fix(value: Any, node: dict[str, Any]) -> str:

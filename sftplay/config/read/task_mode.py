@@ -1,13 +1,16 @@
-"""The accepted spelling of a task: `task_mode: dapt` (domain-adaptive pre-training) is `cpt`."""
+"""What a task's word alone decides: `dapt` (domain-adaptive pre-training) is `cpt`, and `hrm` names its own model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sftplay.config.read.layers import Layer
+from sftplay.config.read.layers import Layer, nested
 
 TASK_SPELLINGS = {"dapt": "cpt"}
 """Accepted word -> the task that it stands for."""
+
+NO_PRETRAINED = "builtin:hrm"
+"""model.name in task mode hrm: the model is made of the section hrm, from nothing."""
 
 
 def resolve_task_mode(layers: Sequence[Layer]) -> list[Layer]:
@@ -18,3 +21,11 @@ def resolve_task_mode(layers: Sequence[Layer]) -> list[Layer]:
         else layer
         for layer in layers
     ]
+
+
+def with_own_model(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, above one that says what task mode hrm has in place of a pretrained model."""
+    words = [layer.values["task_mode"] for layer in layers if "task_mode" in layer.values]
+    if words[-1:] != ["hrm"]:
+        return list(layers)
+    return [Layer(nested("model.name", NO_PRETRAINED) | nested("tuning.mode", "full")), *layers]

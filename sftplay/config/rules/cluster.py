@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sftplay.config.rules.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE
+from sftplay.config.explain.matrix import METHODS, PRECISIONS, STRATEGIES, TABLE
 from sftplay.config.rules.violation import Violation
 from sftplay.config.schema.run import RunConfig
 

@@ -15,6 +15,7 @@ from sftplay.config.rules.cluster import broken_cluster_rules
 from sftplay.config.rules.cpt import broken_cpt_rules, has_held_out, idle_cpt_keys
 from sftplay.config.rules.data import broken_data_rules, idle_data_keys
 from sftplay.config.rules.grpo import broken_grpo_rules, idle_grpo_keys
+from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
 from sftplay.config.rules.new_tokens import broken_new_token_rules, idle_new_token_keys
 from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
@@ -81,6 +82,7 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield from idle_cpt_keys(cfg)
     yield from idle_grpo_keys(cfg)
     yield from idle_score_keys(cfg)
+    yield from idle_hrm_keys(cfg)
     yield from idle_new_token_keys(cfg)
     yield from idle_reward_keys(cfg)
 
@@ -269,6 +271,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     broken_cpt_rules,
     broken_grpo_rules,
     broken_score_rules,
+    broken_hrm_rules,
     broken_new_token_rules,
     broken_cluster_rules,
 )

@@ -14,6 +14,7 @@ from sftplay.config.schema.cluster import ClusterConfig as ClusterConfig
 from sftplay.config.schema.data import DataConfig as DataConfig
 from sftplay.config.schema.data import EvalConfig as EvalConfig
 from sftplay.config.schema.grpo import GrpoConfig as GrpoConfig
+from sftplay.config.schema.hrm import HrmConfig as HrmConfig
 from sftplay.config.schema.mixture import CptConfig as CptConfig
 from sftplay.config.schema.mixture import DatasetConfig as DatasetConfig
 from sftplay.config.schema.reward import RewardConfig as RewardConfig
@@ -157,11 +158,12 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run, complete. `origins` remembers where each value that is not a default came from."""
 
-    task_mode: Literal["sft", "cpt", "cpt_mixed", "grpo", "score"] = "sft"
+    task_mode: Literal["sft", "cpt", "cpt_mixed", "grpo", "score", "hrm"] = "sft"
     """The task. sft: supervised fine-tuning on the assistant's turns. cpt (also written dapt): continued pre-training
     on every token of documents. cpt_mixed: documents and chats in one stream, see datasets. grpo: the model draws
     completions of prompts and learns from their rewards, see rewards and grpo. score: a solver answers twice, with the
-    hint of a guide between, and both learn, see rewards and score."""
+    hint of a guide between, and both learn, see rewards and score. hrm: a small recurrent model learns puzzles from
+    nothing, see hrm."""
 
     run_name: str | None = None
     """Folder below output_dir. None means the name of the config and the time."""
@@ -201,6 +203,9 @@ class RunConfig(Section):
 
     score: ScoreConfig = Field(default_factory=ScoreConfig)
     """How two-turn episodes are played and learned from (task mode score)."""
+
+    hrm: HrmConfig = Field(default_factory=HrmConfig)
+    """The recurrent model of puzzles, and how it learns (task mode hrm)."""
 
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     """Where programs of a model run."""

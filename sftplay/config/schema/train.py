@@ -47,7 +47,8 @@ class TrainConfig(Section):
 
     learning_rate: NotNegative | Auto = "auto"
     """Peak learning rate. auto: 1e-5 for full; for lora and qlora 2e-4, and 1e-4 on documents (task modes cpt and
-    cpt_mixed). In task mode grpo 1e-6 for full, 1e-5 for lora and qlora; in task mode score 5e-5 for these two."""
+    cpt_mixed). In task mode grpo 1e-6 for full, 1e-5 for lora and qlora; in task mode score 5e-5 for these two;
+    in hrm 1e-4."""
 
     lr_scaling: Scaling = "none"
     """Scale learning_rate with the effective batch size: linear by effective_batch_size / lr_batch_size, sqrt by its

@@ -15,7 +15,7 @@ from sftplay.errors import ConfigError, MachineError
 from sftplay.launch.job_files import ClusterJob
 from sftplay.machine.probe import Gpu, probe
 from sftplay.model.start_point import resolve_names
-from sftplay.plan.memory.cards import Card, find_card, parse_fleet
+from sftplay.plan.devices.cards import Card, find_card, parse_fleet
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.units import format_bytes
 

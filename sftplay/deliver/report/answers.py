@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from sftplay.deliver.report.drawing.figures import format_figure
 from sftplay.deliver.report.drawing.page import cut
+from sftplay.deliver.report.drawing.table import Table
 from sftplay.deliver.report.read.run_files import RunFiles, answer_rows
-from sftplay.deliver.report.sections import Table
 
 EACH = 4
 """Rows shown of each kind."""

@@ -10,11 +10,11 @@ from statistics import fmean
 
 from sftplay.deliver.report.drawing.charts import Chart, Curve
 from sftplay.deliver.report.drawing.figures import change, format_figure, name_of
+from sftplay.deliver.report.drawing.table import Table
 from sftplay.deliver.report.read.held_out import by_step
 from sftplay.deliver.report.read.history import Point, as_number
 from sftplay.deliver.report.read.run_files import RunFiles
 from sftplay.deliver.report.read.samples import FIRST, LAST, pass_share, sampled_steps
-from sftplay.deliver.report.sections import Table
 
 SAMPLED = ("reward", "true_reward")
 BESIDE = ("zero_variance_share", "clipped_ratio", "completion_tokens", "entropy", "kl")

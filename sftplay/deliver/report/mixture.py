@@ -8,9 +8,9 @@ from typing import Any
 from sftplay.deliver.report.drawing.charts import Chart, Curve
 from sftplay.deliver.report.drawing.figures import change, format_figure, is_better
 from sftplay.deliver.report.drawing.page import cut
+from sftplay.deliver.report.drawing.table import Table
 from sftplay.deliver.report.read.history import RECENT_LOSS, Point, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping, mappings
-from sftplay.deliver.report.sections import Table
 
 COLOURS = "abcd"
 MOST_SOURCES = 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from sftplay.deliver.report.drawing.figures import (
     name_of,
 )
 from sftplay.deliver.report.drawing.page import cut
+from sftplay.deliver.report.drawing.table import Table
 from sftplay.deliver.report.read.history import as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, Setting, mapping, mappings
 from sftplay.units import format_bytes, format_count
@@ -30,25 +30,11 @@ MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 40, 20, 700
 BARRED = ("loss",)
 """Metrics that are no shares and are drawn as bars all the same."""
 
+ELSEWHERE = ("hints", "diagnosis")
+"""What has a table of its own."""
+
 Fact = tuple[str, Any]
 """A name with its value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows of texts; a narrow page scrolls it in itself, or with `stacks` shows the cells of a row below each other."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    kinds: str = ""
-    """One letter per column: `n` figures, `c` code, `b` the width of a bar, else text."""
-
-    caption: str = ""
-    stacks: bool = False
-
-    def kind(self, column: int) -> str:
-        """The letter of a column."""
-        return self.kinds[column : column + 1]
 
 
 class Bars(NamedTuple):
@@ -131,7 +117,7 @@ def _rows_of(prefix: str) -> str:
 def _pair_rows(run: RunFiles, prefix: str) -> list[list[str]]:
     before, after = (run.evals.get(f"{prefix}{name}", {}) for name in ("before", "after"))
     rows = []
-    for key in [*after, *(key for key in before if key not in after)][:60]:
+    for key in [key for key in (after | before) if key not in ELSEWHERE][:60]:
         better = is_better(key, before.get(key), after=after.get(key))
         moved = "" if key == "n" else change(key, before.get(key), after=after.get(key))
         verdict = {True: ' <b class="good">better</b>', False: ' <b class="bad">worse</b>', None: ""}[better]

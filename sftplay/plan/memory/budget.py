@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sftplay.machine.probe import Machine
-from sftplay.plan.memory.cards import find_card
+from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.sharding import Strategy
 from sftplay.units import GIB
 

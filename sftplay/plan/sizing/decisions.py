@@ -23,6 +23,7 @@ RATES = {
     ("full", "score"): 5e-6,
     ("lora", "score"): 5e-5,
     ("qlora", "score"): 5e-5,
+    ("full", "hrm"): 1e-4,
     ("lora", "grpo"): 1e-5,
     ("qlora", "grpo"): 1e-5,
     **{("full", task): 1e-5 for task in ("cpt", "cpt_mixed")},

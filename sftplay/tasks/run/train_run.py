@@ -31,7 +31,7 @@ from sftplay.monitor.out_of_memory import OutOfMemory, held_bytes, ran_out_of_me
 from sftplay.monitor.phases import TrackPhases
 from sftplay.monitor.profiler import ProfileSteps
 from sftplay.monitor.time_limit import StopInTime, find_deadline, process_start_s
-from sftplay.plan.memory.cards import find_card
+from sftplay.plan.devices.cards import find_card
 from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.report.flops import ModelFlops, model_flops
 from sftplay.plan.shape.from_config import shape_from_config

@@ -98,9 +98,15 @@ def _summed_loss(hidden: Tensor, labels: Tensor, *, head: Any, config: Any) -> T
 
 def _chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
     with maybe_gather_lm_head_ctx(weight, bias):
-        scores = (hidden @ weight.to(hidden.dtype).t()).float()
-        if bias is not None:
-            scores = scores + bias.float()
+        scores = scores_of(hidden, weight=weight, bias=bias, config=config)
+    return nn.functional.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def scores_of(hidden: Tensor, *, weight: Tensor, bias: Tensor | None, config: Any) -> Tensor:
+    """What a causal model of this text config makes of its last states: fp32 [..., width] -> [..., vocabulary]."""
+    scores = (hidden @ weight.to(hidden.dtype).t()).float()
+    if bias is not None:
+        scores = scores + bias.float()
     scale = next((getattr(config, name) for name in SCALES if getattr(config, name, None) is not None), 1.0)
     divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
     if scale != divisor:
@@ -108,4 +114,4 @@ def _chunk_loss(hidden: Tensor, targets: Tensor, *, weight: Tensor, bias: Tensor
     cap = getattr(config, "final_logit_softcapping", None)
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
-    return nn.functional.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    return scores

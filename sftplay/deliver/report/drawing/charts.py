@@ -84,7 +84,7 @@ class SvgPath(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over one axis of steps; each has at least one point."""
+    """Curves over one axis of whole numbers, mostly steps; each has at least one point."""
 
     title: str
     unit: str
@@ -97,6 +97,8 @@ class Chart:
 
     is_wide: bool = False
     may_be_log: bool = False
+    along: str = "step"
+    """What the axis across counts."""
 
     @cached_property
     def across(self) -> Axis:
@@ -141,11 +143,11 @@ class Chart:
         if not finite:
             return "no finite value"
         (first_step, first), (last_step, last) = finite[0], finite[-1]
-        text = f"{format_figure(unit, first)} at step {first_step:,.0f}"
+        text = f"{format_figure(unit, first)} at {self.along} {first_step:,.0f}"
         if len({value for _, value in finite}) == 1 and len(finite) > 1:
             text = f"{format_figure(unit, first)} throughout"
         elif len(finite) > 1:
-            text += f" → {format_figure(unit, last)} at step {last_step:,.0f}"
+            text += f" → {format_figure(unit, last)} at {self.along} {last_step:,.0f}"
             for word, pick in (("lowest", min), ("highest", max)):
                 step, value = extreme = pick(finite, key=lambda point: point[1])
                 if extreme not in (finite[0], finite[-1]):
@@ -184,7 +186,7 @@ class Chart:
             {"name": c.name, "x": [s for s, _ in c.drawable], "y": [float(f"{v:.5g}") for _, v in c.drawable]}
             for c in self.curves
         ]
-        return {"range": [self.across.low, self.across.high], "kind": kind, "curves": curves}
+        return {"range": [self.across.low, self.across.high], "kind": kind, "along": self.along, "curves": curves}
 
     def _line(self, curve: Curve) -> str:
         """The points in a row, with a gap where a value was not finite."""

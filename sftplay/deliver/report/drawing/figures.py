@@ -7,14 +7,54 @@ import math
 from sftplay.deliver.report.read.history import as_number
 from sftplay.units import format_bytes, format_seconds
 
-SHARES = ("exact_match", "rouge_l", "chrf", "accuracy", "mfu", "pass", "held_out_pass", "clipped_ratio")
-LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte")
+SHARES = (
+    "exact_match",
+    "rouge_l",
+    "chrf",
+    "accuracy",
+    "exact_accuracy",
+    "mfu",
+    "pass",
+    "held_out_pass",
+    "clipped_ratio",
+    "acc_t1",
+    "acc_t2",
+    "acc_t2_empty",
+    "acc_t2_static",
+    "i2c",
+    "c2i",
+    "fix_rate",
+    "break_rate",
+)
+LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i", "break_rate")
 PERCENT = "\u00a0%"
 """Kept together with its figure."""
 
 NAMES = {
     "n": "prompts answered",
+    "exact_accuracy": "puzzles solved",
     "pass": "pass@1",
+    "acc_t1": "first answers right",
+    "acc_t2": "second answers right",
+    "acc_t2_empty": "second answers right, no hint",
+    "acc_t2_static": "second answers right, static hint",
+    "delta": "gain of the second turn",
+    "i2c": "wrong became right",
+    "c2i": "right became wrong",
+    "fix_rate": "of the wrong ones corrected",
+    "break_rate": "of the right ones broken",
+    "frac_identical": "second answers that repeat the first",
+    "edit_ratio": "share of tokens changed",
+    "hint_leak": "hints that state the answer",
+    "hint_tokens": "tokens of a hint",
+    "truncated": "answers that were cut off",
+    "parse_failures": "answers of the wrong form",
+    "kl_t1": "turn 1",
+    "kl_t2": "turn 2",
+    "kl_guide": "guide",
+    "entropy_t1": "turn 1",
+    "entropy_t2": "turn 2",
+    "entropy_guide": "guide",
     "zero_variance_share": "groups with equal rewards",
     "clipped_ratio": "completions that were cut off",
     "completion_tokens": "tokens of a completion",

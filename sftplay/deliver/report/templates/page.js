@@ -1,5 +1,5 @@
 for (const figure of document.querySelectorAll('.chart')) {
-  const {range, kind, curves} = JSON.parse(figure.querySelector('script').textContent)
+  const {range, kind, along, curves} = JSON.parse(figure.querySelector('script').textContent)
   const area = figure.querySelector('.area'), cursor = figure.querySelector('.cursor')
   const tip = figure.querySelector('.tip')
   const legend = figure.querySelector('.legend'), values = [...legend.querySelectorAll('span')]
@@ -22,11 +22,11 @@ for (const figure of document.querySelectorAll('.chart')) {
     curves.forEach(({name, x, y}, n) => {
       if (!x.length) return
       const i = nearest(x, step)
-      values[n].textContent = text(y[i]) + ' at step ' + x[i].toLocaleString('en')
+      values[n].textContent = text(y[i]) + ' at ' + along + ' ' + x[i].toLocaleString('en')
       if (!lines.length) at = x[i]
       lines.push(name + ' ' + text(y[i]))
     })
-    tip.textContent = ['step ' + at.toLocaleString('en'), ...lines].join('\n')
+    tip.textContent = [along + ' ' + at.toLocaleString('en'), ...lines].join('\n')
     tip.style.cssText = 'display:block;' + (share < 0.5 ? 'left:calc(' + 100 * share + '% + .5rem)' : 'right:calc(' + 100 * (1 - share) + '% + .5rem)')
   }
   area.addEventListener('pointermove', show)

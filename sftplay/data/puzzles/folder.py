@@ -1,0 +1,247 @@
+"""A split of puzzles on disk: `dataset.json` and a few arrays, memory-mapped and checked when it is opened.
+
+An example is a row of tokens with its labels; a puzzle has examples, a group has puzzles: an original and its
+augmented copies. The folder is written by `writer`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.errors import DataError
+
+FACTS = "dataset.json"
+ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
+AGAIN = "write the folder again with make puzzle-data"
+
+CHECKED_BYTES, BLOCK_BYTES = 1 << 28, 1 << 20
+"""Of a larger array only so many bytes are read for the check, in blocks that are spread over it evenly. `tokens_of`
+looks at every row that is used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What `dataset.json` says of a split."""
+
+    pad_id: int
+    ignore_label_id: int | None
+    """The label of a cell that is not learned; None where every label counts."""
+
+    blank_identifier_id: int
+    vocab_size: int
+    seq_len: int
+    num_puzzle_identifiers: int
+    total_groups: int
+    mean_puzzle_examples: float
+    sets: tuple[str, ...]
+    kind: str = ""
+    """sudoku, sudoku4, maze or arc; empty in a folder of another program."""
+
+    shape: tuple[int, ...] = ()
+    """Rows and columns of the grid; empty where they are not known."""
+
+    symbols: str = ""
+    """The character of each token; empty where it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PuzzleSet:
+    """The arrays of one set of a split, memory-mapped."""
+
+    name: str
+    inputs: NDArray[Any]
+    """int [examples, cells]"""
+
+    labels: NDArray[Any]
+    """int [examples, cells]"""
+
+    puzzle_identifiers: NDArray[Any]
+    """int [puzzles]: which row of the embedding table a puzzle has."""
+
+    puzzle_indices: NDArray[Any]
+    """int [puzzles + 1]: where the examples of a puzzle begin."""
+
+    group_indices: NDArray[Any]
+    """int [groups + 1]: where the puzzles of a group begin."""
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def n_groups(self) -> int:
+        """Originals, each with its augmented copies."""
+        return len(self.group_indices) - 1
+
+    def puzzles_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of the puzzle that each example belongs to."""
+        return np.searchsorted(self.puzzle_indices, rows, side="right") - 1
+
+
+@dataclass(frozen=True)
+class PuzzleFolder:
+    """A split that was checked."""
+
+    path: Path
+    facts: Facts
+    sets: tuple[PuzzleSet, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> PuzzleFolder:
+        """The split in the folder `path`.
+
+        Raises:
+            DataError: something is missing or contradicts itself; it names the file and the remedy.
+        """
+        facts = _facts(path)
+        sets = tuple(_open_set(path, name, facts=facts) for name in facts.sets)
+        groups = sum(each.n_groups for each in sets)
+        if groups != facts.total_groups:
+            raise _fault(path / FACTS, f"total_groups is {facts.total_groups:,}, but the sets hold {groups:,}")
+        return cls(path, facts, sets)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sets))
+
+    def total_steps(self, epochs: float, *, global_batch: int) -> int:
+        """Steps of so many epochs, an epoch being one visit to each group."""
+        return int(epochs * self.facts.total_groups * self.facts.mean_puzzle_examples / global_batch)
+
+
+def array_file(folder: Path, set_name: str, *, array: str) -> Path:
+    """Where an array of a set lies."""
+    return folder / f"{set_name}__{array}.npy"
+
+
+def _fault(path: Path, what: str, *, fix: str = AGAIN) -> DataError:
+    return DataError(what, where=str(path), fix=fix)
+
+
+def _facts(folder: Path) -> Facts:
+    path = folder / FACTS
+    if not path.is_file():
+        if (folder / "train" / FACTS).is_file():
+            raise _fault(folder, "holds several splits", fix=f"name one of them: {folder / 'train'}")
+        what = f"holds no {FACTS}" if folder.is_dir() else "no such folder"
+        raise _fault(folder, what, fix="name a folder that make puzzle-data has written, or builtin:sudoku4")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise _fault(path, "holds no JSON object")
+    given = {}
+    for field in fields(Facts):
+        if field.name in content:
+            given[field.name] = _value(path, field.name, value=content[field.name])
+        elif field.name not in ("kind", "shape", "symbols"):
+            raise _fault(path, f"{field.name} is missing")
+    facts = Facts(**given)
+    for name in ("pad_id", "blank_identifier_id"):
+        end = facts.vocab_size if name == "pad_id" else facts.num_puzzle_identifiers
+        if not 0 <= getattr(facts, name) < end:
+            raise _fault(path, f"{name} is {getattr(facts, name)}, outside 0 to {end - 1}")
+    return facts
+
+
+def _value(path: Path, name: str, *, value: Any) -> Any:
+    """The value of a key of dataset.json, in its type."""
+    if name in ("sets", "shape"):
+        kind: type = str if name == "sets" else int
+        if isinstance(value, list) and value and all(type(each) is kind for each in value):
+            return tuple(value)
+        raise _fault(path, f"{name} is {value!r}, not a list of {'names' if name == 'sets' else 'numbers'}")
+    if name in ("kind", "symbols"):
+        holds = isinstance(value, str)
+    elif name == "mean_puzzle_examples":
+        holds = type(value) in (int, float) and value > 0
+    else:
+        smallest = 0 if name in ("pad_id", "blank_identifier_id", "ignore_label_id") else 1
+        holds = (type(value) is int and value >= smallest) or (name == "ignore_label_id" and value in (None, -100))
+    if not holds:
+        raise _fault(path, f"{name} is {value!r}")
+    return value
+
+
+def _open_set(folder: Path, name: str, *, facts: Facts) -> PuzzleSet:
+    arrays = {array: _array(array_file(folder, name, array=array)) for array in ARRAYS}
+    for array in ("inputs", "labels"):
+        path, found = array_file(folder, name, array=array), arrays[array]
+        wanted = (len(arrays["inputs"]), facts.seq_len)
+        if found.shape != wanted:
+            what = f"has the shape {list(found.shape)}, not {list(wanted)} (examples, seq_len)"
+            raise _fault(path, what)
+        ignored = facts.ignore_label_id if array == "labels" else None
+        _check_tokens(path, found, vocab_size=facts.vocab_size, ignored=ignored)
+    n_puzzles = len(arrays["puzzle_identifiers"])
+    _check_offsets(
+        array_file(folder, name, array="puzzle_indices"), arrays["puzzle_indices"], n=n_puzzles, end=wanted[0]
+    )
+    n_groups = max(0, len(arrays["group_indices"]) - 1)
+    _check_offsets(array_file(folder, name, array="group_indices"), arrays["group_indices"], n=n_groups, end=n_puzzles)
+    _check_range(
+        array_file(folder, name, array="puzzle_identifiers"),
+        arrays["puzzle_identifiers"],
+        end=facts.num_puzzle_identifiers,
+    )
+    return PuzzleSet(name=name, **arrays)
+
+
+def _array(path: Path) -> NDArray[Any]:
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise _fault(path, "is missing") from None
+    except (ValueError, EOFError, OSError) as error:
+        raise _fault(path, f"cannot be read as an array ({str(error).splitlines()[0]})") from None
+    if not isinstance(found, np.ndarray) or not np.issubdtype(found.dtype, np.integer):
+        raise _fault(path, "holds no whole numbers")
+    if found.ndim == 0 or len(found) == 0:
+        raise _fault(path, "is empty")
+    return found
+
+
+def _check_offsets(path: Path, offsets: NDArray[Any], *, n: int, end: int) -> None:
+    """Offsets of `n` parts that lie one behind the other from 0 to `end`, none of them empty."""
+    if offsets.shape != (n + 1,) or n == 0:
+        raise _fault(path, f"has the shape {list(offsets.shape)}, not [{n + 1}]")
+    if offsets[0] != 0 or offsets[-1] != end:
+        raise _fault(path, f"goes from {offsets[0]} to {offsets[-1]}, not from 0 to {end}")
+    steps = np.diff(offsets.astype(np.int64))
+    if (steps <= 0).any():
+        at = int(np.argmax(steps <= 0))
+        raise _fault(path, f"does not grow at {at + 1}: {offsets[at]} is followed by {offsets[at + 1]}")
+
+
+def _check_range(path: Path, numbers: NDArray[Any], *, end: int) -> None:
+    if numbers.ndim != 1:
+        raise _fault(path, f"has the shape {list(numbers.shape)}, not one number for each puzzle")
+    if not 0 <= numbers.min() <= numbers.max() < end:
+        raise _fault(path, f"holds {numbers.min()} to {numbers.max()}; num_puzzle_identifiers allows 0 to {end - 1}")
+
+
+def _check_tokens(path: Path, rows: NDArray[Any], *, vocab_size: int, ignored: int | None) -> None:
+    for first, block in _blocks(rows):
+        wrong = (block < 0) | (block >= vocab_size)
+        if ignored is not None:
+            wrong &= block != ignored
+        if wrong.any():
+            row = int(np.argmax(wrong.any(axis=1)))
+            value = int(block[row][wrong[row]][0])
+            raise _fault(
+                path, f"example {first + row} holds the token {value}; vocab_size allows 0 to {vocab_size - 1}"
+            )
+
+
+def _blocks(rows: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Blocks of rows with the number of their first; all of them up to CHECKED_BYTES."""
+    size = max(1, BLOCK_BYTES // max(1, rows[0].nbytes))
+    step = max(size, size * rows.nbytes // CHECKED_BYTES)
+    for first in range(0, len(rows), step):
+        yield first, rows[first : first + size]

@@ -1,0 +1,1 @@
+"""From files of puzzles to the folder of both splits."""

@@ -1,0 +1,50 @@
+"""Which folder a config means by `data.train_path` or `data.val_path`, and puzzles that need no file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from sftplay.data.cache import ensure_folder, fingerprint
+from sftplay.data.puzzles.folder import FACTS, PuzzleFolder
+from sftplay.data.puzzles.sudoku.small import ALPHABET, SEED, make_groups
+from sftplay.data.puzzles.writer import write_folder
+from sftplay.errors import ConfigError, nearest_names
+from sftplay.places import cache_root
+
+Split = Literal["train", "test"]
+
+BUILTIN = "builtin:"
+NAMES = ("sudoku4",)
+"""What may follow `builtin:`."""
+
+VERSION = 1
+"""Raised when the built-in puzzles change, so that older caches are not taken for new ones."""
+
+
+def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
+    """The split that the config's `key` names: `builtin:sudoku4`, the folder of a split, or that of both.
+
+    Raises:
+        ConfigError: there are no built-in puzzles of that name.
+        DataError: the folder is not sound.
+    """
+    if path.startswith(BUILTIN):
+        return PuzzleFolder.open(_builtin(path.removeprefix(BUILTIN), split, key=key))
+    folder = Path(path)
+    inner = folder / split
+    return PuzzleFolder.open(inner if (inner / FACTS).is_file() and not (folder / FACTS).is_file() else folder)
+
+
+def _builtin(name: str, split: Split, *, key: str) -> Path:
+    """The cached folder of a split, made the first time."""
+    if name not in NAMES:
+        near = nearest_names(name, NAMES) or list(NAMES)
+        raise ConfigError(f"no built-in puzzles called {name!r}", where=key, fix=f"use builtin:{near[0]}", nearest=near)
+    mark = fingerprint({"name": name, "version": VERSION, "seed": SEED})
+    folder = cache_root() / "puzzles" / f"{name}-{split}-{mark}"
+
+    def make(unfinished: Path) -> None:
+        write_folder(unfinished, make_groups()[split], alphabet=ALPHABET)
+
+    return ensure_folder(folder, make, setting="SFTPLAY_CACHE")

@@ -1,0 +1,175 @@
+"""Which rows of a split a process learns from or measures in each step.
+
+Every process draws the rows of the whole batch from one seeded stream and takes its own part of them. So no row is
+missed or doubled between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.data.puzzles.folder import AGAIN, PuzzleFolder, PuzzleSet, array_file
+from sftplay.errors import ConfigError, DataError
+
+IGNORED = -100
+"""The label of a cell without a loss, as torch has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A process's rows of one batch."""
+
+    set_name: str
+    rows: NDArray[np.int64]
+    """[batch]: the number of each example in its set; -1 is padding."""
+
+    inputs: NDArray[np.int32]
+    """[batch, cells]"""
+
+    labels: NDArray[np.int32]
+    """[batch, cells], IGNORED where a cell has no loss."""
+
+    puzzle_identifiers: NDArray[np.int32]
+    """[batch]"""
+
+    mask: NDArray[np.bool_]
+    """[batch]: False for padding."""
+
+
+class TrainRows:
+    """The rows of training, without end: iterate over it.
+
+    A pass holds `epochs_per_pass` permutations of the groups of a set. Of each group one puzzle is drawn, and of that
+    its examples in random order, until the batch of all processes is full. The incomplete last batch is dropped.
+    """
+
+    def __init__(
+        self, folder: PuzzleFolder, *, seed: int, global_batch: int, rank: int, world: int, epochs_per_pass: int = 1
+    ) -> None:
+        self.folder, self.seed, self.epochs_per_pass = folder, seed, epochs_per_pass
+        self.global_batch, self.mine = global_batch, _part(global_batch, rank=rank, world=world)
+        self.passes, self.batches, self.position = 0, 0, 0
+        self._order: NDArray[np.int32] | None = None
+        for each in folder.sets:
+            smallest = epochs_per_pass * int(np.minimum.reduceat(_sizes(each), each.group_indices[:-1]).sum())
+            if smallest < global_batch:
+                what = f"{global_batch:,} rows are more than the {smallest:,} that a pass over {folder.path} has"
+                fix = "lower it, or prepare more puzzles"
+                raise ConfigError(what, where="train.effective_batch_size", fix=fix)
+
+    def __iter__(self) -> Iterator[Rows]:
+        return self
+
+    def __next__(self) -> Rows:
+        while (drawn := self._draw()) is None:
+            self.passes, self.batches, self.position, self._order = self.passes + 1, 0, 0, None
+        return take(self.folder, self._set(), rows=drawn[self.mine])
+
+    def state(self) -> dict[str, int]:
+        """Where the next batch begins."""
+        return {
+            "seed": self.seed, "passes": self.passes, "batches": self.batches, "position": self.position,
+            "global_batch": self.global_batch, "epochs_per_pass": self.epochs_per_pass, "examples": len(self.folder),
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on where another sampler of the same rows and settings was.
+
+        Raises:
+            ConfigError: it drew from other rows, or by other settings.
+        """
+        for name in ("seed", "global_batch", "epochs_per_pass", "examples"):
+            if state[name] != self.state()[name]:
+                what = f"the checkpoint's rows were drawn with {name} {state[name]:,}, not {self.state()[name]:,}"
+                raise ConfigError(what, where="resume", fix="resume with the data and settings of the run")
+        self.passes, self.batches, self.position = state["passes"], state["batches"], state["position"]
+        self._order = None
+
+    def _set(self) -> PuzzleSet:
+        return self.folder.sets[self.passes % len(self.folder.sets)]
+
+    def _stream(self, part: int) -> np.random.Generator:
+        """The stream of a pass, for its order (part 0) or for one of its batches: no two of them overlap."""
+        return np.random.Generator(np.random.Philox(self.seed + self.passes).jumped(part))
+
+    def _draw(self) -> NDArray[np.int64] | None:
+        """The examples of the next whole batch; None where the pass has none left."""
+        chosen = self._set()
+        if self._order is None:
+            stream = self._stream(0)
+            parts = [stream.permutation(chosen.n_groups).astype(np.int32) for _ in range(self.epochs_per_pass)]
+            self._order = np.concatenate(parts)
+        groups = self._order[self.position : self.position + self.global_batch]  # each gives at least one row
+        stream = self._stream(1 + self.batches)
+        puzzles = stream.integers(chosen.group_indices[groups], chosen.group_indices[groups + 1])
+        starts = chosen.puzzle_indices[puzzles]
+        sizes = chosen.puzzle_indices[puzzles + 1] - starts
+        ends = np.cumsum(sizes)
+        if len(groups) == 0 or ends[-1] < self.global_batch:
+            return None
+        n = int(np.searchsorted(ends, self.global_batch)) + 1
+        self.batches, self.position = self.batches + 1, self.position + n
+        visit = np.repeat(np.arange(n), sizes[:n])
+        within = np.arange(ends[n - 1]) - np.repeat(ends[:n] - sizes[:n], sizes[:n])
+        examples = starts[:n][visit] + within
+        shuffled = np.lexsort((stream.random(len(examples)), visit))  # the examples of a visit, in random order
+        return examples[shuffled][: self.global_batch]
+
+
+class TestRows:
+    """The rows of a measurement: each once, one behind the other. Every process has as many batches."""
+
+    __test__ = False  # pytest takes it for tests by its name
+
+    def __init__(self, folder: PuzzleFolder, *, global_batch: int, rank: int, world: int) -> None:
+        self.folder, self.global_batch, self.mine = folder, global_batch, _part(global_batch, rank=rank, world=world)
+
+    def __len__(self) -> int:
+        return sum(-(-len(each) // self.global_batch) for each in self.folder.sets)
+
+    def __iter__(self) -> Iterator[Rows]:
+        for each in self.folder.sets:
+            for start in range(0, len(each), self.global_batch):
+                rows = np.arange(start, start + self.global_batch)[self.mine]
+                yield take(self.folder, each, rows=np.where(rows < len(each), rows, -1))
+
+
+def take(folder: PuzzleFolder, chosen: PuzzleSet, *, rows: NDArray[np.int64]) -> Rows:
+    """The examples `rows` of a set; -1 makes a row of padding.
+
+    Raises:
+        DataError: a row holds a token outside the vocabulary.
+    """
+    facts, mask = folder.facts, rows >= 0
+    known = np.where(mask, rows, 0)
+    inputs, labels = chosen.inputs[known].astype(np.int32), chosen.labels[known].astype(np.int32)
+    inputs[~mask] = facts.pad_id
+    if facts.ignore_label_id is not None:
+        labels[labels == facts.ignore_label_id] = IGNORED
+    labels[~mask] = IGNORED
+    for name, found in (("inputs", inputs), ("labels", np.where(labels == IGNORED, 0, labels))):
+        if found.min() < 0 or found.max() >= facts.vocab_size:
+            what = f"holds a token outside 0 to {facts.vocab_size - 1}"
+            raise DataError(what, where=str(array_file(folder.path, chosen.name, array=name)), fix=AGAIN)
+    identifiers = chosen.puzzle_identifiers[chosen.puzzles_of(known)].astype(np.int32)
+    identifiers[~mask] = facts.blank_identifier_id
+    return Rows(
+        set_name=chosen.name, rows=rows, inputs=inputs, labels=labels, puzzle_identifiers=identifiers, mask=mask
+    )
+
+
+def _sizes(chosen: PuzzleSet) -> NDArray[np.int64]:
+    return np.diff(chosen.puzzle_indices)
+
+
+def _part(global_batch: int, *, rank: int, world: int) -> slice:
+    """The part of a process in the batch of all."""
+    if global_batch % world:
+        what = f"{global_batch:,} rows cannot be split evenly over {world} processes"
+        raise ConfigError(what, where="train.effective_batch_size", fix=f"take a multiple of {world}")
+    size = global_batch // world
+    return slice(rank * size, (rank + 1) * size)

@@ -1,0 +1,1 @@
+"""Sudoku of any size: solutions, symmetries, files of puzzles."""

@@ -1,0 +1,126 @@
+"""Which device holds which part of a run of two-turn episodes (task mode score).
+
+Nothing here looks at bytes; `plan.sizing.placement` does, where `score.placement` is auto.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.errors import ConfigError, MachineError
+
+Placed = Literal["shared", "roles", "roles4"]
+
+PLACEMENT, DEVICES = "score.placement", "score.devices"
+
+OWN = "own"
+"""The device that a process has anyway: its GPU, or the CPU where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A device for each part: `own`, `cpu` or `cuda:N`."""
+
+    placement: Placed
+    solver: str = OWN
+    guide: str = OWN
+    value: str = OWN
+    critic: str = OWN
+    target_critic: str = OWN
+    ref: str = OWN
+
+    @property
+    def separates(self) -> bool:
+        """True where the guide is a model of its own and no adapter on the solver's base."""
+        return self.placement != "shared"
+
+    def devices(self) -> dict[str, str]:
+        """Part -> device."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "placement"}
+
+    def as_torch(self, own: str) -> dict[str, str]:
+        """The same in torch's names; `own` is that of the process's device."""
+        return {part: own if device == OWN else device for part, device in self.devices().items()}
+
+
+def layout_of(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -> Layout:
+    """The layout of `placement` with what `score.devices` says, on a machine with so many visible GPUs.
+
+    Raises:
+        ConfigError: the devices contradict the placement or the number of processes.
+        MachineError: the machine has too few GPUs.
+    """
+    if placement != "shared" and processes > 1:
+        raise ConfigError(
+            f"{placement}: one process holds all parts, and {processes} are started",
+            where=_where(cfg, PLACEMENT),
+            fix=f"start one process (NPROC=1, `make train`), or write {PLACEMENT}: shared",
+        )
+    named = {part: device for part, device in dict(cfg.score.devices).items() if device != "auto"}
+    for part, device in named.items():
+        _refuse_device(cfg, part, device=device, gpus=gpus, processes=processes)
+    devices = _standard(placement, gpus=gpus)
+    if placement == "roles" and "guide" in named:  # what lies beside the guide follows it
+        devices |= dict.fromkeys(("value", "target_critic", "ref"), named["guide"])
+    own = "cuda:0" if gpus else "cpu"
+    devices |= {part: OWN if device == own else device for part, device in named.items()}
+    layout = Layout(placement=placement, **devices)
+    for part, device in layout.devices().items():
+        if device.startswith("cuda:") and number_of(device) >= gpus:
+            raise MachineError(
+                f"{placement} lays the {part} on {device}, and this machine shows {gpus} GPU{'s' * (gpus > 1)}",
+                where=_where(cfg, PLACEMENT),
+                fix=f"write {PLACEMENT}: {'roles' if gpus > 1 else 'shared'}, or {DEVICES}: {{{part}: cpu}}",
+            )
+    return layout
+
+
+def number_of(device: str) -> int:
+    """The number of a GPU; the process's own is the first."""
+    return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else 0
+
+
+def _standard(placement: Placed, *, gpus: int) -> dict[str, str]:
+    """Devices of the parts that do not lie on the process's own."""
+    if placement == "shared" or not gpus:
+        return {}
+    if placement == "roles":
+        return dict.fromkeys(("guide", "value", "target_critic", "ref"), "cuda:1")
+    return {"critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu"}
+
+
+def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:
+    key = f"{DEVICES}.{part}"
+    if device == "cpu":
+        if part == "solver" and gpus:
+            _refuse_solver(cfg, key, device=device)
+        return
+    if processes > 1:
+        raise ConfigError(
+            f"{device}: {processes} processes are started, and every one of them would lay its {part} on this one GPU",
+            where=_where(cfg, key),
+            fix=f"write {key}: auto, which is each process's own GPU, or start one process (NPROC=1)",
+        )
+    if number_of(device) >= gpus:
+        shown = ", ".join(f"cuda:{n}" for n in range(gpus)) or "none"
+        raise MachineError(
+            f"{device}: this machine shows {gpus} GPUs ({shown})",
+            where=_where(cfg, key),
+            fix=f"write {key}: auto{', cpu' if part != 'solver' else ''}{f' or cuda:{gpus - 1}' if gpus else ''}",
+        )
+    if part == "solver" and device != "cuda:0":
+        _refuse_solver(cfg, key, device=device)
+
+
+def _refuse_solver(cfg: RunConfig, key: str, *, device: str) -> None:
+    raise ConfigError(
+        f"{device}: the solver lies on the process's own device, which is the first visible GPU",
+        where=_where(cfg, key),
+        fix=f"write {key}: auto, and choose the first GPU with CUDA_VISIBLE_DEVICES, such as 1,0",
+    )
+
+
+def _where(cfg: RunConfig, key: str) -> str:
+    return f"{cfg.origins.get(key, 'score')} {key}"

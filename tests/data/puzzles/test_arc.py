@@ -1,0 +1,224 @@
+"""Tasks of ARC: read, changed and changed back, written on the canvas, and decided by votes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from sftplay.data.puzzles.arc.augment import Change, canonical, draw_changes, parse_name, stream_of
+from sftplay.data.puzzles.arc.canvas import ALPHABET, cropped, on_canvas
+from sftplay.data.puzzles.arc.task import Pair, Task, as_json, read_tasks, task_of
+from sftplay.data.puzzles.arc.votes import Answer, count_votes, pass_at, solved_at
+from sftplay.data.puzzles.dihedral import INVERSE, turned
+from sftplay.errors import DataError, SeveralErrors
+
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "arc"
+
+sizes = st.integers(1, 30)
+grids = st.tuples(sizes, sizes).flatmap(lambda shape: arrays(np.uint8, shape, elements=st.integers(0, 9)))
+changes = st.builds(lambda way, rest: Change(way, (0, *rest)), st.integers(0, 7), st.permutations(range(1, 10)))
+
+
+def grid(*rows: str) -> np.ndarray:
+    return np.array([[int(cell) for cell in row] for row in rows], np.uint8)
+
+
+def task(name: str = "t", *, n_test: int = 1) -> Task:
+    pair = Pair(grid("120", "003"), grid("12", "34"))
+    tests = (Pair(grid("11", "22"), grid("21")), Pair(grid("55"), grid("5", "5")))
+    return Task(name, (pair,), tests[:n_test])
+
+
+@given(grids, changes)
+def test_a_change_is_undone_exactly_and_its_name_says_how(cells: np.ndarray, change: Change):
+    assert np.array_equal(change.undo(change.apply(cells)), cells)
+    assert parse_name(change.name("0a1d4ef5")) == ("0a1d4ef5", change)
+
+
+def test_the_eight_ways_are_those_of_a_hand_drawn_grid():
+    corner = grid("12", "34")
+    drawn = ["12/34", "24/13", "43/21", "31/42", "21/43", "34/12", "13/24", "42/31"]
+    assert ["/".join("".join(map(str, row)) for row in turned(corner, way)) for way in range(8)] == drawn
+    for way in range(8):
+        assert np.array_equal(turned(turned(corner, way), INVERSE[way]), corner)
+
+
+@given(grids, st.data())
+def test_a_grid_on_the_canvas_has_its_lines_where_there_is_room(cells: np.ndarray, data: st.DataObject):
+    height, width = cells.shape
+    top = data.draw(st.integers(0, 30 - height))
+    left = data.draw(st.integers(0, 30 - width))
+    canvas = on_canvas(cells, top=top, left=left).reshape(30, 30)
+    expected = np.zeros((31, 31), np.uint8)  # one line more on each side, cut off below
+    expected[top : top + height, left : left + width] = cells + 2
+    expected[top + height, left : left + width] = 1
+    expected[top : top + height, left + width] = 1
+    assert np.array_equal(canvas, expected[:30, :30])
+    assert np.array_equal(cropped(np.roll(canvas, (-top, -left), (0, 1)).ravel()), cells)
+    assert len(ALPHABET.symbols) == 12
+
+
+def test_a_crop_is_the_largest_rectangle_of_colours_in_the_corner():
+    canvas = np.zeros((30, 30), np.uint8)
+    canvas[0, :5] = 4  # 1 x 5 = 5 cells
+    canvas[1, :3] = 4  # 2 x 3 = 6 cells
+    canvas[2, :1] = 4  # 3 x 1 = 3 cells
+    canvas[7:, 7:] = 9  # does not begin in the corner
+    assert np.array_equal(cropped(canvas.ravel()), np.full((2, 3), 2))
+    canvas[0, 0] = 1
+    assert cropped(canvas.ravel()).size == 0
+
+
+def test_copies_all_differ_and_the_first_is_the_original():
+    found = draw_changes(task(), 50, stream=stream_of("t", 3))
+    assert found[0] == Change()
+    looks = {json.dumps(as_json(changed(task(), change))) for change in found}
+    assert len(looks) == len(found) == 51
+    assert draw_changes(task(), 50, stream=stream_of("t", 3)) == found
+    assert draw_changes(task(), 50, stream=stream_of("t", 4)) != found
+
+
+def changed(one: Task, change: Change) -> Task:
+    parts = [tuple(Pair(change.apply(p.input), change.apply(p.output)) for p in part) for part in (one.train, one.test)]
+    return Task(one.id, *parts)
+
+
+def test_a_task_with_few_colours_has_as_many_copies_as_there_are():
+    plain = Task("p", (Pair(grid("1"), grid("1")),), (Pair(grid("0"), grid("1")),))
+    # One colour on a single cell: no way to turn it shows, nine colours it can become.
+    assert len(draw_changes(plain, 1000, stream=stream_of("p", 0))) == 9
+
+
+@given(grids, grids, changes)
+def test_the_canonical_form_is_one_for_all_copies_of_a_pair(first: np.ndarray, second: np.ndarray, change: Change):
+    pair = Pair(first, second)
+    copy = Pair(change.apply(first), change.apply(second))
+    assert canonical(pair) == canonical(copy)
+    recoloured = np.where(second == second[0, 0], (second[0, 0] + 1) % 10, second)  # a colour more, or one less
+    if len(np.unique(recoloured)) != len(np.unique(second)) and not np.isin(first, second).any():
+        assert canonical(pair) != canonical(Pair(first, recoloured))
+    assert canonical(pair) != canonical(Pair(first, np.pad(second, 1)))
+
+
+HOSTILE = {
+    "no json": ("{", "is no JSON"),
+    "empty": ("", "is empty"),
+    "a list": ("[]", "is no object with `train` and `test`"),
+    "no test": ('{"train": [{"input": [[1]], "output": [[1]]}]}', "is no list of pairs"),
+    "no output": ('{"train": [{"input": [[1]]}], "test": []}', "has no `input` and `output`"),
+    "ragged": ('{"train": [{"input": [[1, 2], [1]], "output": [[1]]}], "test": []}', "row 2 has 1 cells, row 1 has 2"),
+    "a colour": ('{"train": [{"input": [[10]], "output": [[1]]}], "test": []}', "holds 10, which is no colour"),
+    "a word": ('{"train": [{"input": [["1"]], "output": [[1]]}], "test": []}', "holds '1', which is no colour"),
+    "true": ('{"train": [{"input": [[true]], "output": [[1]]}], "test": []}', "holds True, which is no colour"),
+    "no rows": ('{"train": [{"input": [], "output": [[1]]}], "test": []}', "is no list of rows"),
+    "large": (json.dumps({"train": [{"input": [[0] * 31], "output": [[1]]}], "test": []}), "1 x 31, larger than 30"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_file_that_holds_no_task_is_refused_with_its_place(tmp_path: Path, kind: str):
+    text, words = HOSTILE[kind]
+    (tmp_path / "bad.json").write_text(text)
+    (tmp_path / "good.json").write_text(json.dumps(as_json(task())))
+    with pytest.raises(SeveralErrors) as raised:
+        read_tasks(tmp_path)
+    (problem,) = raised.value.problems
+    assert words in problem.what
+    assert str(tmp_path / "bad.json") in problem.where
+    assert problem.fix
+    assert raised.value.exit_code == 4
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path):
+    (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(as_json(task())).encode())
+    assert [as_json(each) for each in read_tasks(tmp_path)] == [as_json(task())]
+
+
+def test_a_folder_without_tasks_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="holds no json file"):
+        read_tasks(tmp_path)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared/data/arc")
+def test_the_published_tasks_load():
+    tasks = [each for part in ("training", "evaluation") for each in read_tasks(SHARED / part)]
+    assert len(tasks) == 45
+    for each in tasks:
+        published = json.loads(next(SHARED.rglob(f"{each.id}.json")).read_text())
+        assert as_json(each) == {part: published[part] for part in ("train", "test")}
+
+
+def answer(change: Change, question: np.ndarray, says: np.ndarray, *, q_halt: float, name: str = "t") -> Answer:
+    """What a model says to a copy, as tokens."""
+    return Answer(change.name(name), on_canvas(change.apply(question)), on_canvas(change.apply(says)), q_halt)
+
+
+TURN, COLOURS = Change(1), Change(0, (0, 2, 1, *range(3, 10)))
+BOTH = Change(6, (0, 9, 8, 7, 6, 5, 4, 3, 2, 1))
+
+
+def test_votes_count_first_and_the_mean_confidence_decides_between_equals():
+    question, right, wrong, odd = grid("11", "22"), grid("21"), grid("12"), grid("7")
+    answers = [
+        answer(Change(), question, wrong, q_halt=0.0),  # 1/2
+        answer(TURN, question, right, q_halt=math.log(3)),  # 3/4
+        answer(COLOURS, question, right, q_halt=0.0),  # 1/2
+        answer(BOTH, question, wrong, q_halt=math.log(9)),  # 9/10
+        answer(Change(3), question, odd, q_halt=50.0),  # 1: the surest of all, with one vote
+        answer(Change(2), question, np.zeros((0, 0), np.uint8), q_halt=9.0),  # says nothing
+    ]
+    (ranked,) = count_votes(answers).values()
+    assert [each.grid.tolist() for each in ranked] == [[[1, 2]], [[2, 1]], [[7]]]
+    assert [each.votes for each in ranked] == [2, 2, 1]
+    assert [each.confidence for each in ranked] == pytest.approx([0.7, 0.625, 1.0])
+    assert solved_at(task(), count_votes(answers)) == 2
+    assert pass_at({"t": task()}, count_votes(answers)) == {1: 0.0, 2: 1.0, 10: 1.0, 100: 1.0, 1000: 1.0}
+
+
+def test_a_task_is_solved_when_all_its_test_inputs_are():
+    two = task(n_test=2)
+    first, second = two.test
+    ballots = count_votes([answer(TURN, first.input, first.output, q_halt=0.0)])
+    assert solved_at(two, ballots) == math.inf  # nothing was said of the second
+    ballots = count_votes(
+        [
+            answer(TURN, first.input, first.output, q_halt=0.0),
+            answer(Change(), second.input, grid("3"), q_halt=0.0),
+            answer(COLOURS, second.input, grid("3"), q_halt=0.0),
+            answer(BOTH, second.input, second.output, q_halt=0.0),
+        ]
+    )
+    assert solved_at(two, ballots) == 2
+    # Four tasks: solved at 1, at 2, never (no answer), never (a wrong answer).
+    tasks = {"one": Task("one", (), two.test[:1]), "t": two, "none": Task("none", (), two.test)}
+    tasks["bad"] = Task("bad", (), two.test[:1])
+    ballots |= count_votes([answer(BOTH, first.input, first.output, q_halt=1.0, name="one")])
+    ballots |= count_votes([answer(BOTH, first.input, grid("4"), q_halt=1.0, name="bad")])
+    assert pass_at(tasks, ballots, ks=(1, 2, 1000)) == {1: 0.25, 2: 0.5, 1000: 0.5}
+
+
+def test_votes_do_not_depend_on_the_order_of_the_answers():
+    question = grid("11", "22")
+    answers = [answer(Change(way), question, grid(str(way % 3)), q_halt=0.5) for way in range(8)]
+    (one,) = count_votes(answers).values()
+    (other,) = count_votes(answers[::-1]).values()
+    assert [each.grid.tolist() for each in one] == [each.grid.tolist() for each in other]
+
+
+def test_the_highest_and_lowest_scores_are_no_overflow():
+    answers = [answer(Change(), grid("1"), grid("1"), q_halt=q) for q in (1e4, -1e4)]
+    (ranked,) = count_votes(answers).values()
+    assert ranked[0].confidence == 0.5
+
+
+def test_a_task_from_json_names_the_place():
+    with pytest.raises(DataError) as raised:
+        task_of({"train": [{"input": [[1], [2, 3]], "output": [[1]]}], "test": []}, "t", where="t.json")
+    assert raised.value.where == "t.json train 1 input"

@@ -1,0 +1,123 @@
+"""The built-in puzzles on 4x4 grids: their counts, their one solution, and what the test shares with training."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sftplay.data.puzzles.folder import PuzzleFolder
+from sftplay.data.puzzles.make.find import open_split
+from sftplay.data.puzzles.sudoku.small import in_order_of_digits, solved_grids
+from sftplay.data.puzzles.sudoku.solver import find_solutions
+from sftplay.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PuzzleFolder]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFTPLAY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        keys = {"train": "data.train_path", "test": "data.val_path"}
+        return {split: open_split("builtin:sudoku4", split, key=key) for split, key in keys.items()}
+
+
+def brute_force_grids() -> set[tuple[int, ...]]:
+    """Four rows, each a permutation, by the rules and nothing else."""
+    found = set()
+    for rows in product(permutations(range(1, 5)), repeat=4):
+        grid = np.array(rows)
+        boxes = grid.reshape(2, 2, 2, 2).swapaxes(1, 2).reshape(4, 4)
+        if all(len(set(line)) == 4 for line in [*grid.T.tolist(), *boxes.tolist()]):
+            found.add(tuple(grid.ravel().tolist()))
+    return found
+
+
+def test_all_288_solved_grids_are_found():
+    assert {tuple(grid) for grid in solved_grids().tolist()} == brute_force_grids()
+
+
+def originals(folder: PuzzleFolder) -> tuple[np.ndarray, np.ndarray]:
+    """Questions and answers of the first puzzle of each group, as digits."""
+    only = folder.sets[0]
+    first = only.group_indices[:-1]
+    return only.inputs[first] - 1, only.labels[first] - 1
+
+
+def test_the_counts_are_those_of_the_published_set_up(splits: dict[str, PuzzleFolder]):
+    train, test = splits["train"], splits["test"]
+    assert (train.facts.total_groups, test.facts.total_groups, len(test)) == (1200, 264, 264)
+    assert (train.facts.vocab_size, train.facts.seq_len, train.facts.num_puzzle_identifiers) == (6, 16, 1)
+    solutions = {split: {row.tobytes() for row in originals(folder)[1]} for split, folder in splits.items()}
+    assert (len(solutions["train"]), len(solutions["test"])) == (200, 88)
+    for folder in splits.values():
+        clues = (originals(folder)[0] > 0).sum(axis=1)
+        assert (clues.min(), clues.max()) == (5, 9)
+        assert clues.mean() == pytest.approx(7, abs=0.2)
+
+
+def test_every_puzzle_has_its_label_as_the_only_solution(splits: dict[str, PuzzleFolder]):
+    solved = solved_grids()
+    for folder in splits.values():
+        questions, answers = folder.sets[0].inputs[:] - 1, folder.sets[0].labels[:] - 1
+        fits = ((solved[:, None] == questions[None, ::7]) | (questions[None, ::7] == 0)).all(axis=2)
+        assert (fits.sum(axis=0) == 1).all()
+        assert np.array_equal(solved[fits.argmax(axis=0)], answers[::7])
+
+
+def test_no_solution_of_the_test_is_seen_in_training_in_any_copy(splits: dict[str, PuzzleFolder]):
+    seen = {row.tobytes() for row in splits["train"].sets[0].labels[:]}
+    assert len(seen) == 200
+    assert not seen & {row.tobytes() for row in splits["test"].sets[0].labels[:]}
+
+
+def test_no_puzzle_is_shared_whatever_its_digits_are_called(splits: dict[str, PuzzleFolder]):
+    forms = {s: {in_order_of_digits(puzzle) for puzzle in originals(folder)[0]} for s, folder in splits.items()}
+    assert not forms["train"] & forms["test"]
+    assert len({puzzle.tobytes() for puzzle in originals(splits["train"])[0]}) == 1200
+    assert len({puzzle.tobytes() for puzzle in originals(splits["test"])[0]}) == 264
+
+
+def test_copies_are_the_original_with_its_digits_exchanged(splits: dict[str, PuzzleFolder]):
+    only = splits["train"].sets[0]
+    for group in range(0, 1200, 50):
+        start, end = only.group_indices[group : group + 2]
+        forms = {in_order_of_digits(row - 1) for row in only.inputs[start:end]}
+        assert len(forms) == 1
+        assert len({row.tobytes() for row in only.inputs[start:end]}) == end - start
+
+
+def test_the_same_puzzles_come_each_time(splits: dict[str, PuzzleFolder], tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("SFTPLAY_CACHE", str(tmp_path))
+    again = open_split("builtin:sudoku4", "test", key="data.val_path")
+    assert np.array_equal(again.sets[0].inputs, splits["test"].sets[0].inputs)
+    # The cache is found by another process: nothing is made a second time.
+    before = {path: path.stat().st_mtime_ns for path in again.path.iterdir()}
+    open_split("builtin:sudoku4", "test", key="data.val_path")
+    assert before == {path: path.stat().st_mtime_ns for path in again.path.iterdir()}
+
+
+def test_an_unknown_builtin_is_refused_with_the_known_one():
+    with pytest.raises(ConfigError, match="no built-in puzzles called 'sudoku5'") as raised:
+        open_split("builtin:sudoku5", "train", key="data.train_path")
+    assert (raised.value.where, raised.value.fix) == ("data.train_path", "use builtin:sudoku4")
+
+
+def test_a_folder_of_both_splits_is_opened_at_the_asked_one(splits: dict[str, PuzzleFolder], tmp_path: Path):
+    for split, folder in splits.items():
+        (tmp_path / split).symlink_to(folder.path)
+    assert len(open_split(str(tmp_path), "test", key="data.val_path")) == 264
+    assert len(open_split(str(tmp_path / "train"), "test", key="data.val_path")) == len(splits["train"])
+
+
+def test_the_solver_tells_none_one_and_several_solutions_apart():
+    one = "2...8.3...6..7..84.3.5..2.9...1.54.8.........4.27.6...3.1..7.4.72..4..6...4.1...3"
+    answer = "245981376169273584837564219976125438513498627482736951391657842728349165654812793"
+    several, none = "." * 81, "22" + "." * 79
+    grids = np.array([[int(c) if c.isdigit() else 0 for c in text] for text in (one, several, none)], np.uint8)
+    found = find_solutions(grids)
+    assert found.counts[0] == 1
+    assert found.counts[1] >= 2
+    assert found.counts[2] == 0
+    assert "".join(map(str, found.grids[found.owners == 0][0])) == answer
