@@ -68,7 +68,7 @@ class Recipe:
 RECIPES: dict[str, Recipe | DigitsRecipe] = {
     "tiny": Recipe(),
     "digits": DigitsRecipe(),
-    "copier": DigitsRecipe(copies=True, solves=0.5, follows=0.95),
+    "copier": DigitsRecipe(copies=True, solves=0.5, hints=0.0, follows=0.9),
 }
 
 
