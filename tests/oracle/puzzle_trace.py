@@ -17,7 +17,7 @@ from oracle.gpu_kernels import CudaKernels, InPlaceSums, replaced
 from oracle.live_bytes import LiveBytes
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.tasks.hrm.act import Puzzles, all_halted, begun, run_segment, together
-from sftplay.tasks.hrm.model import Grid, PuzzleModel
+from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 
 PHASES = {"segment": ("begin", "forward"), "layer": ("backward",), "step": ("together", "step")}
 """Phase of the plan -> phases of the trace."""
@@ -46,7 +46,7 @@ def _run_step(model: PuzzleModel, held: dict[str, Any], *, live: LiveBytes, rows
     live.enter_phase("begin")
     cells = torch.zeros(rows, model.grid.cells, dtype=torch.int64)
     numbers = torch.zeros(rows, dtype=torch.int64)
-    carry = begun(held["carry"], Puzzles(cells, cells.clone(), numbers), model)
+    carry = begun(held["carry"], Puzzles(cells, cells.clone(), numbers), model=model)
     parts = []
     for start in range(0, rows, micro_batch):
         part = slice(start, start + micro_batch)

@@ -23,7 +23,7 @@ from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
 from sftplay.plan.report.puzzle_cost import flops_per_row
 from sftplay.plan.sizing.size_run import size_run
 from sftplay.tasks.hrm.act import all_halted, run_segment
-from sftplay.tasks.hrm.model import Grid, PuzzleModel
+from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.03

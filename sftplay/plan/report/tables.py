@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE
 from sftplay.plan.memory.forecast import MARGIN, RUNTIME, Forecast
 from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE
 from sftplay.plan.report.advice import Suggestion
@@ -30,6 +31,7 @@ LABELS = {
     "average": "averaged weights",
     "carry": "states between segments",
     "second pass": "a look at the next segment",
+    CRITIC: "critic and its slow copy",
     "workspace": "cuBLAS workspaces",
     RUNTIME: "process beside it",
     MARGIN: "margin of the estimate",
@@ -40,6 +42,9 @@ PHASES = {
     SCORE: "while completions are scored without gradients",
     "segment": "while a segment runs forward",
     "evaluation": "in the evaluation",
+    COMPARE: "while the reference scores actions",
+    f"{GUIDE}head": "in the guide's loss",
+    f"{GUIDE}layer": "in a layer's backward pass of the guide",
     "head": "in the loss",
     "layer": "in a layer's backward pass",
     "step": "in the optimizer step",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.data.records import IGNORE_INDEX
-from sftplay.tasks.hrm.losses import Q_WEIGHT, cell_losses, q_losses
-from sftplay.tasks.hrm.model import Answer, PuzzleModel, State
+from sftplay.tasks.hrm.learning.losses import Q_WEIGHT, cell_losses, q_losses
+from sftplay.tasks.hrm.network.model import Answer, PuzzleModel, State
 
 FIGURES = (
     "count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "q_continue_loss",
@@ -83,7 +83,7 @@ def together(parts: list[Carry]) -> Carry:
     return Carry(state, torch.cat([p.steps for p in parts]), torch.cat([p.halted for p in parts]), puzzles)
 
 
-def begun(carry: Carry, fresh: Puzzles, model: PuzzleModel) -> Carry:
+def begun(carry: Carry, fresh: Puzzles, *, model: PuzzleModel) -> Carry:
     """The carry in which halted rows have the puzzles of `fresh` and the start state; the others are as they were.
 
     Puzzles at the places of other rows are dropped.
@@ -142,17 +142,17 @@ def run_segment(
     compute = compute or model
     hrm, puzzles = model.hrm, carry.puzzles
     rows = model.puzzles(puzzles.identifiers) if model.puzzles is not None else None
-    state, answer = compute(carry.state, puzzles.inputs, rows)
+    state, answer = compute(carry.state, puzzles.inputs, puzzle_rows=rows)
     steps = carry.steps + 1
     known = puzzles.labels != IGNORE_INDEX
     right = (answer.logits.detach().argmax(dim=-1) == puzzles.labels) & known
     is_whole = right.sum(dim=-1) == known.sum(dim=-1)
-    of_cells = cell_losses(answer.logits, puzzles.labels, hrm)
+    of_cells = cell_losses(answer.logits, puzzles.labels, hrm=hrm)
     of_halting = q_losses(answer.q_halt, is_whole)
     of_continuing = torch.zeros_like(of_halting)
     if hrm.q_continue and hrm.n_supervision > 1:
         with torch.no_grad():
-            _, following = compute(state, puzzles.inputs, rows)
+            _, following = compute(state, puzzles.inputs, puzzle_rows=rows)
         of_continuing = q_losses(answer.q_continue, worth_of_continuing(following, steps >= hrm.n_supervision))
     # A row without a label is padding: nothing is learned from it.
     counts = known.any(dim=-1)

@@ -23,7 +23,7 @@ from sftplay.data.puzzles.sampler import Rows, TestRows
 from sftplay.data.puzzles.written.grid import GridText
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.model import PuzzleModel
+from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.solve import refined
 
 SHOWN = 64
@@ -112,7 +112,7 @@ def solve_rows(model: PuzzleModel, rows: Rows, *, eval_halt: str) -> Solved:
     lines, halted = [], torch.zeros(len(mask), dtype=torch.int64, device=device)
     at_halt: Tensor | None = None
     predicted = q_halt = torch.empty(0, device=device)
-    for number, answer in enumerate(refined(model, inputs.long(), identifiers.long()), 1):
+    for number, answer in enumerate(refined(model, inputs.long(), identifiers=identifiers.long()), 1):
         said = answer.logits.argmax(dim=-1)
         right = ((said == labels) & known).sum(dim=-1)
         whole = right == known.sum(dim=-1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -17,14 +17,22 @@ from torch import Tensor
 from sftplay import log
 from sftplay.errors import RunError
 from sftplay.tasks.hrm.act import Carry, Puzzles
-from sftplay.tasks.hrm.model import State
-
-if TYPE_CHECKING:
-    from sftplay.tasks.hrm.trainer import PuzzleTrainer
+from sftplay.tasks.hrm.network.model import State
 
 AVERAGE = "average.safetensors"
 SAMPLER = "sampler"
-"""Key of a carry's metadata: where the next batch of rows begins."""
+"""Key of the metadata of a rank's puzzles: where the next batch of rows begins."""
+
+
+class Progress(NamedTuple):
+    """Where a rank is."""
+
+    carry: Carry
+    rows: dict[str, int]
+    """State of its sampler."""
+
+    average: dict[str, Tensor] | None
+    """The moving average of the weights, where there is one; the same on all ranks."""
 
 
 def carry_file(checkpoint: Path, rank: int) -> Path:
@@ -32,39 +40,31 @@ def carry_file(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"carry-{rank}.safetensors"
 
 
-def save_progress(trainer: PuzzleTrainer, checkpoint: Path) -> None:
+def save_progress(progress: Progress, checkpoint: Path) -> None:
     """Write this rank's puzzles and, on the main one, the averaged weights. The rest of the checkpoint is there."""
-    carry = trainer.carry
-    assert carry is not None
-    tensors = {
-        "high": carry.state.high, "low": carry.state.low, "steps": carry.steps, "halted": carry.halted,
-        **carry.puzzles._asdict(),
-    }  # fmt: skip
+    state, steps, halted, puzzles = progress.carry
+    tensors = {**state._asdict(), "steps": steps, "halted": halted, **puzzles._asdict()}
     checkpoint.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
-        carry_file(checkpoint, log.rank()),
-        metadata={SAMPLER: json.dumps(trainer.train_rows.state())},
-    )
-    if trainer.average is not None and log.is_main():
-        save_file(trainer.average.weights, checkpoint / AVERAGE)
+    whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(whole, carry_file(checkpoint, log.rank()), metadata={SAMPLER: json.dumps(progress.rows)})
+    if progress.average is not None and log.is_main():
+        save_file(progress.average, checkpoint / AVERAGE)
 
 
-def load_progress(trainer: PuzzleTrainer, checkpoint: Path) -> None:
-    """Continue with the puzzles, the rows' order and the average of a checkpoint.
+def load_progress(checkpoint: Path, device: torch.device, *, has_average: bool) -> Progress:
+    """What this rank has saved in a checkpoint, on `device`.
 
     Raises:
         RunError: a file of this rank is missing; another task has written the checkpoint.
     """
     path = carry_file(checkpoint, log.rank())
-    found = _read(path, trainer.args.device)
+    found = _read(path, device)
+    state = State(*(found[name] for name in State._fields))
     puzzles = Puzzles(*(found[name] for name in Puzzles._fields))
-    trainer.carry = Carry(State(found["high"], found["low"]), found["steps"], found["halted"], puzzles)
     with safe_open(path, framework="pt") as opened:
-        trainer.train_rows.restore(json.loads(opened.metadata()[SAMPLER]))
-    if trainer.average is not None:
-        average = _read(checkpoint / AVERAGE, trainer.args.device)
-        trainer.average.weights = {name: average[name] for name in trainer.average.weights}
+        rows = json.loads(opened.metadata()[SAMPLER])
+    average = _read(checkpoint / AVERAGE, device) if has_average else None
+    return Progress(Carry(state, found["steps"], found["halted"], puzzles), rows, average)
 
 
 def _read(path: Path, device: torch.device) -> dict[str, Tensor]:

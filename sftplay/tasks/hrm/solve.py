@@ -1,4 +1,4 @@
-"""Puzzles refined segment by segment without learning: the answer after each, and where the model would halt."""
+"""Puzzles refined segment by segment without learning."""
 
 from __future__ import annotations
 
@@ -7,26 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.model import Answer, PuzzleModel
+from sftplay.tasks.hrm.network.model import Answer, PuzzleModel
 
 
-@torch.no_grad()
-def refined(model: PuzzleModel, inputs: Tensor, identifiers: Tensor) -> Iterator[Answer]:
+def refined(model: PuzzleModel, inputs: Tensor, *, identifiers: Tensor) -> Iterator[Answer]:
     """The answer after each of the model's `n_supervision` segments, none of them left out.
 
     `inputs` are int64 [batch, cells], `identifiers` int64 [batch]. Grad mode is off while a segment runs.
     """
     state = model.start(len(inputs))
-    rows = model.puzzles(identifiers) if model.puzzles is not None else None
+    with torch.no_grad():
+        rows = model.puzzles(identifiers) if model.puzzles is not None else None
     for _ in range(model.hrm.n_supervision):
         with torch.no_grad():
-            state, answer = model(state, inputs, rows)
+            state, answer = model(state, inputs, puzzle_rows=rows)
         yield answer
-
-
-def first_halts(model: PuzzleModel, answers: list[Answer]) -> Tensor:
-    """int64 [batch]: the segment, from 0, after which the model would halt; the last one where it never would."""
-    wants = torch.stack([wants_to_halt(answer, model.hrm) for answer in answers])
-    wants[-1] = True
-    return wants.int().argmax(dim=0)

@@ -27,8 +27,8 @@ from sftplay.model.adapter import describe_parameters
 from sftplay.model.source import weights_digest
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.tasks.hrm.evaluation import EvaluatePuzzles
-from sftplay.tasks.hrm.model import Grid, PuzzleModel
-from sftplay.tasks.hrm.saved import save_model
+from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
+from sftplay.tasks.hrm.network.saved import save_model
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
 from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
@@ -74,7 +74,7 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     """
     with first_of_node(folder):
         train, held_out = open_puzzles(cfg)
-    rows = rows_of(cfg, train, held_out)
+    rows = rows_of(cfg, train, held_out=held_out)
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
         log.show(json.dumps(rows.report["sources"]))
@@ -106,7 +106,7 @@ def open_puzzles(cfg: RunConfig) -> tuple[PuzzleFolder, PuzzleFolder | None]:
     return train, open_split(cfg.data.train_path, "test", key="data.train_path") if has_both else None
 
 
-def rows_of(cfg: RunConfig, train: PuzzleFolder, held_out: PuzzleFolder | None) -> Rows:
+def rows_of(cfg: RunConfig, train: PuzzleFolder, *, held_out: PuzzleFolder | None) -> Rows:
     """The places of the run's rows, and what set-up, manifest and resume need to know of the puzzles."""
     batch = cfg.train.effective_batch_size
     steps = cfg.train.max_steps or max(1, train.total_steps(cfg.hrm.epochs, global_batch=batch))

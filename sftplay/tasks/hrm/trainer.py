@@ -21,10 +21,10 @@ from sftplay.data.puzzles.sampler import Rows, TrainRows
 from sftplay.monitor.interval import StepCounts
 from sftplay.monitor.observer import Observer
 from sftplay.tasks.hrm.act import FIGURES, Carry, Puzzles, all_halted, begun, least_segments, run_segment, together
-from sftplay.tasks.hrm.adam_atan2 import AdamATan2
-from sftplay.tasks.hrm.average import MovingAverage
-from sftplay.tasks.hrm.model import PuzzleModel
-from sftplay.tasks.hrm.progress import load_progress, save_progress
+from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
+from sftplay.tasks.hrm.learning.average import MovingAverage
+from sftplay.tasks.hrm.network.model import PuzzleModel
+from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
 from sftplay.tasks.step.gradient_average import add_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
@@ -66,7 +66,7 @@ class PuzzleTrainer(Trainer):
         fresh, mine = as_puzzles(rows, device), len(rows.rows)
         carry = all_halted(puzzles, mine, device=device) if self.carry is None else self.carry
         self._count(rows, carry.halted)
-        carry = begun(carry, fresh, puzzles)
+        carry = begun(carry, fresh, model=puzzles)
         whole = mine * log.world_size()
         at_least = least_segments(self.cfg.hrm, whole, seed=self.cfg.seed, step=step).to(device)
         at_least = at_least[log.rank() * mine :][:mine]
@@ -141,11 +141,18 @@ class PuzzleTrainer(Trainer):
     def _save_checkpoint(self, *given: Any) -> None:
         with random_numbers_kept():
             super()._save_checkpoint(*given)
-        save_progress(self, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+        assert self.carry is not None
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        average = None if self.average is None else self.average.weights
+        save_progress(Progress(self.carry, self.train_rows.state(), average), checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_progress(self, Path(resume_from_checkpoint))
+        found = load_progress(Path(resume_from_checkpoint), self.args.device, has_average=self.average is not None)
+        self.carry = found.carry
+        self.train_rows.restore(found.rows)
+        if self.average is not None and found.average is not None:
+            self.average.weights = {name: found.average[name] for name in self.average.weights}
 
     def take_counts(self) -> StepCounts:
         """The counts so far; counting starts again from zero."""

@@ -22,8 +22,8 @@ from sftplay.tasks.hrm.act import (
     run_segment,
     worth_of_continuing,
 )
-from sftplay.tasks.hrm.losses import cell_losses
-from sftplay.tasks.hrm.model import Answer, Grid, PuzzleModel, State
+from sftplay.tasks.hrm.learning.losses import cell_losses
+from sftplay.tasks.hrm.network.model import Answer, Grid, PuzzleModel, State
 
 BATCH, CELLS, VOCAB = 4, 3, 5
 SMALL = {"hidden_size": 8, "num_heads": 2, "h_layers": 1, "l_layers": 1}
@@ -52,7 +52,7 @@ class Told(torch.nn.Module):
         super().__init__()
         self.hrm, self.answers, self.puzzles = hrm, list(answers), None
 
-    def forward(self, state: State, _inputs: Tensor, _rows: Tensor | None) -> tuple[State, Answer]:
+    def forward(self, state: State, _inputs: Tensor, *, puzzle_rows: Tensor | None) -> tuple[State, Answer]:
         return State(state.high + 1, state.low + 1), self.answers.pop(0)
 
 
@@ -61,7 +61,7 @@ def test_halted_rows_take_the_next_puzzle_and_the_start_state_and_the_others_sta
     state = State(*(torch.randn_like(each) for each in model.start(BATCH)))
     old, fresh = puzzles(1), puzzles(2)
     halted = torch.tensor([True, False, True, False])
-    after = begun(Carry(state, torch.tensor([4, 2, 1, 3]), halted, old), fresh, model)
+    after = begun(Carry(state, torch.tensor([4, 2, 1, 3]), halted, old), fresh, model=model)
     assert after.steps.tolist() == [0, 2, 0, 3]
     for n in range(BATCH):
         source, start = (fresh, model.start(BATCH)) if halted[n] else (old, state)
@@ -72,7 +72,7 @@ def test_halted_rows_take_the_next_puzzle_and_the_start_state_and_the_others_sta
 def test_every_row_takes_a_puzzle_at_the_first_step():
     model = made()
     fresh = puzzles(1)
-    after = begun(all_halted(model, BATCH), fresh, model)
+    after = begun(all_halted(model, BATCH), fresh, model=model)
     assert all(torch.equal(*pair) for pair in zip(after.puzzles, fresh, strict=True))
     assert all(torch.equal(*pair) for pair in zip(after.state, model.start(BATCH), strict=True))
 
@@ -117,7 +117,7 @@ def test_losses_and_figures_of_a_segment_are_those_of_hand_arithmetic():
     def sigmoid(x: float) -> float:
         return 1 / (1 + math.exp(-x))
 
-    of_cells = [*cell_losses(logits, labels, hrm)[:3].tolist(), 0.0]
+    of_cells = [*cell_losses(logits, labels, hrm=hrm)[:3].tolist(), 0.0]
     of_halting = [bce(2, 1), bce(-1, 0), bce(0.5, 1), 0.0]
     of_continuing = [bce(1, sigmoid(4)), bce(1, sigmoid(3)), bce(1, sigmoid(1)), 0.0]  # the third row ends here
     expected = [a + 0.5 * (b + c) for a, b, c in zip(of_cells, of_halting, of_continuing, strict=True)]
@@ -144,11 +144,11 @@ def test_the_target_of_going_on_has_no_gradient_and_looks_on_from_the_new_state(
     model = made(n_supervision=3)
     with torch.no_grad():
         model.q_head.weight.normal_()
-    carry = begun(all_halted(model, BATCH), puzzles(1), model)
+    carry = begun(all_halted(model, BATCH), puzzles(1), model=model)
     segment = run_segment(model, carry, at_least=FREE)
     with torch.no_grad():
         rows = model.puzzles(carry.puzzles.identifiers) if model.puzzles is not None else None
-        _, following = model(segment.carry.state, carry.puzzles.inputs, rows)
+        _, following = model(segment.carry.state, carry.puzzles.inputs, puzzle_rows=rows)
     target = worth_of_continuing(following, FREE == 1)
     q = segment.answer.q_continue
     given = torch.autograd.grad(segment.losses.sum(), q, retain_graph=True)[0]

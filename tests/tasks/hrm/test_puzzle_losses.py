@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.tasks.hrm.adam_atan2 import AdamATan2
-from sftplay.tasks.hrm.average import MovingAverage
-from sftplay.tasks.hrm.losses import cell_losses, log_stablemax, q_losses
+from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
+from sftplay.tasks.hrm.learning.average import MovingAverage
+from sftplay.tasks.hrm.learning.losses import cell_losses, log_stablemax, q_losses
 
 SCORES = [
     [0.0, 1.0, -1.0],
@@ -58,8 +58,8 @@ def test_the_loss_of_a_row_is_the_mean_over_its_labelled_cells_and_a_row_without
     labels = torch.tensor([[0, 1, 2, 3], [4, -100, -100, 1], [-100] * 4])
     hrm = HrmConfig(loss="softmax", loss_precision="fp32")
     expected = [functional.cross_entropy(logits[0], labels[0]), functional.cross_entropy(logits[1], labels[1]), 0.0]
-    assert cell_losses(logits, labels, hrm).tolist() == pytest.approx([float(each) for each in expected], rel=1e-6)
-    losses = cell_losses(logits, labels, HrmConfig())
+    assert cell_losses(logits, labels, hrm=hrm).tolist() == pytest.approx([float(each) for each in expected], rel=1e-6)
+    losses = cell_losses(logits, labels, hrm=HrmConfig())
     assert losses.dtype == torch.float64
     by_hand = -sum(float(mpmath.log(stablemax_by_mpmath(logits[1, n].tolist())[labels[1, n]])) for n in (0, 3)) / 2
     assert float(losses[1]) == pytest.approx(by_hand, rel=1e-12)

@@ -20,7 +20,7 @@ from sftplay.data.puzzles.writer import Group, write_folder
 from sftplay.tasks.hrm import measuring
 from sftplay.tasks.hrm.finished.evaluation import figures_table
 from sftplay.tasks.hrm.measuring import described, measure
-from sftplay.tasks.hrm.model import Answer, Grid, PuzzleModel
+from sftplay.tasks.hrm.network.model import Answer, Grid, PuzzleModel
 
 SEGMENTS = 3
 HRM: dict[str, Any] = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.tasks.hrm.model import Grid, PuzzleModel, State
+from sftplay.tasks.hrm.network.model import Grid, PuzzleModel, State
 
 WIDTH, HEADS, CELLS, VOCAB, BATCH = 8, 2, 5, 4, 3
 SMALL = {"hidden_size": WIDTH, "num_heads": HEADS, "h_layers": 1, "l_layers": 1}
@@ -90,7 +90,7 @@ def test_answers_and_one_step_gradients_are_those_of_two_blocks_written_by_hand(
     rows = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
     mixed = torch.randn(BATCH, CELLS * VOCAB + 2, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     given = rows.clone().requires_grad_()
-    _, answer = model(model.start(BATCH), INPUTS, given)
+    _, answer = model(model.start(BATCH), INPUTS, puzzle_rows=given)
     flat = torch.cat((answer.logits.flatten(1), torch.stack((answer.q_halt, answer.q_continue), dim=1).double()), dim=1)
     (flat * mixed).sum().backward()
     mine = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
@@ -114,10 +114,10 @@ class Nudge(nn.Module):
         super().__init__()
         self.inner, self.nudges, self.by = inner, [], {}
 
-    def forward(self, *given: Any) -> Tensor:
+    def forward(self, *given: Any, **named: Any) -> Tensor:
         nudge = torch.full((), self.by.get(len(self.nudges), 0.0), dtype=torch.float64, requires_grad=True)
         self.nudges.append(nudge)
-        return self.inner(*given) + nudge
+        return self.inner(*given, **named) + nudge
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_nudge_of_an_early_call_changes_the_answer_but_gets_no_gradient(
     def answer_of() -> Tensor:
         model.low.nudges.clear()
         model.own_high.nudges.clear()
-        _, answer = model(model.start(BATCH), INPUTS, torch.zeros(BATCH, WIDTH, dtype=torch.float64))
+        _, answer = model(model.start(BATCH), INPUTS, puzzle_rows=torch.zeros(BATCH, WIDTH, dtype=torch.float64))
         return answer.logits.square().sum()
 
     total = answer_of()
@@ -155,7 +155,7 @@ def test_a_nudge_of_an_early_call_changes_the_answer_but_gets_no_gradient(
 def test_a_segment_begins_from_a_state_without_gradients_and_leaves_one():
     model = small()
     state = State(*(each.clone().requires_grad_() for each in model.start(BATCH)))
-    after, answer = model(state, INPUTS, None if model.puzzles is None else model.puzzles(torch.zeros(BATCH).long()))
+    after, answer = model(state, INPUTS, puzzle_rows=torch.zeros(BATCH, WIDTH, dtype=torch.float64))
     answer.logits.sum().backward()
     assert state.high.grad is None
     assert state.low.grad is None
@@ -167,7 +167,7 @@ def test_one_module_does_the_work_of_both_where_the_architecture_is_single():
     model = small(arch="single", l_layers=2)
     assert model.high is model.low
     assert not [name for name in model.state_dict() if "high" in name and name != "start_high"]
-    _, answer = model(model.start(BATCH), INPUTS, torch.zeros(BATCH, WIDTH, dtype=torch.float64))
+    _, answer = model(model.start(BATCH), INPUTS, puzzle_rows=torch.zeros(BATCH, WIDTH, dtype=torch.float64))
     answer.logits.sum().backward()
     assert all(weight.grad is not None for name, weight in model.named_parameters() if not name.startswith("q_head"))
 
@@ -234,7 +234,7 @@ def test_a_model_that_computes_in_bf16_has_weights_and_gradients_in_fp32():
     torch.manual_seed(1)
     model = PuzzleModel(HrmConfig(**SMALL), GRID, dtype=torch.bfloat16)
     rows = torch.zeros(BATCH, WIDTH, requires_grad=True)
-    state, answer = model(model.start(BATCH), INPUTS, rows)
+    state, answer = model(model.start(BATCH), INPUTS, puzzle_rows=rows)
     assert {state.high.dtype, state.low.dtype, answer.logits.dtype} == {torch.bfloat16}
     assert answer.q_halt.dtype == torch.float32
     (answer.logits.float().square().sum() + answer.q_halt.sum()).backward()

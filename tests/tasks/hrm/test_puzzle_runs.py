@@ -15,7 +15,7 @@ from in_process import Finished, StopAfter, train_in
 from safetensors.torch import load_file
 
 from sftplay.errors import ConfigError, DataError
-from sftplay.tasks.hrm.saved import load_model
+from sftplay.tasks.hrm.network.saved import load_model
 
 KINDS: dict[str, dict[str, Any]] = {
     "hrm": {"hrm__ema": 0.9},

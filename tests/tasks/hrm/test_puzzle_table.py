@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sftplay.tasks.hrm.embedding import PuzzleTable, Touched
+from sftplay.tasks.hrm.network.embedding import PuzzleTable, Touched
 
 IDS, DIM, RATE, DECAY = 50, 6, 0.03, 0.7
 

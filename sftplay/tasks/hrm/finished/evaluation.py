@@ -13,7 +13,7 @@ from sftplay.errors import DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.evaluation import write_measured
 from sftplay.tasks.hrm.measuring import measure
-from sftplay.tasks.hrm.saved import load_model
+from sftplay.tasks.hrm.network.saved import load_model
 from sftplay.tasks.hrm.task import open_puzzles
 
 AT_ONCE = 256

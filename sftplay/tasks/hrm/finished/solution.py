@@ -16,7 +16,7 @@ from sftplay.data.puzzles.written.grid import GridText
 from sftplay.errors import DataError, nearest_names
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.saved import load_model
+from sftplay.tasks.hrm.network.saved import load_model
 from sftplay.tasks.hrm.solve import refined
 from sftplay.tasks.hrm.task import open_puzzles
 
@@ -53,7 +53,7 @@ def solve_text(cfg: RunConfig, folder: RunFolder, *, text: str, where: str) -> S
     model = load_model(folder.path / "model")
     inputs, identifiers = torch.from_numpy(question.tokens)[None], torch.tensor([question.identifier])
     halts, chance, tokens = 0, 0.0, question.tokens
-    for number, answer in enumerate(refined(model, inputs, identifiers), 1):
+    for number, answer in enumerate(refined(model, inputs, identifiers=identifiers), 1):
         tokens, chance = answer.logits[0].argmax(dim=-1).numpy(), float(answer.q_halt[0].sigmoid())
         if not halts and bool(wants_to_halt(answer, model.hrm)[0]):
             halts = number

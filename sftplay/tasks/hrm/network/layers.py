@@ -127,7 +127,7 @@ class Reasoner(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(hidden, heads=heads, expansion=expansion) for _ in range(n_layers))
 
-    def forward(self, state: Tensor, injected: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(self, state: Tensor, injected: Tensor, *, rotation: Rotation | None) -> Tensor:
         state = state + injected
         for block in self.blocks:
             state = block(state, rotation)

@@ -26,7 +26,7 @@ def log_stablemax(scores: Tensor) -> Tensor:
     return logs - logs.logsumexp(dim=-1, keepdim=True)
 
 
-def cell_losses(logits: Tensor, labels: Tensor, hrm: HrmConfig) -> Tensor:
+def cell_losses(logits: Tensor, labels: Tensor, *, hrm: HrmConfig) -> Tensor:
     """Mean loss over the labelled cells of each row, [batch]; 0 for a row without a label."""
     scores = logits.to(PRECISIONS[hrm.loss_precision])
     logs = log_stablemax(scores) if hrm.loss == "stablemax" else scores.log_softmax(dim=-1)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.errors import DataError
-from sftplay.tasks.hrm.model import Grid, PuzzleModel
+from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 
 WEIGHTS, MODEL_CONFIG = "model.safetensors", "config.json"
 

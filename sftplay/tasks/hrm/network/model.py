@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.tasks.hrm.embedding import PuzzleTable
-from sftplay.tasks.hrm.layers import Linear, Reasoner, Rotation, truncated_normal_
+from sftplay.tasks.hrm.network.embedding import PuzzleTable
+from sftplay.tasks.hrm.network.layers import Linear, Reasoner, Rotation, truncated_normal_
 
 Q_BIAS = -5.0
 """Start of both Q values before the sigmoid: halting and going on look worthless at first."""
@@ -115,7 +115,7 @@ class PuzzleModel(nn.Module):
             embedded = math.sqrt(0.5) * (embedded + self.places.to(self.dtype))
         return math.sqrt(width) * embedded
 
-    def forward(self, state: State, inputs: Tensor, puzzle_rows: Tensor | None) -> tuple[State, Answer]:
+    def forward(self, state: State, inputs: Tensor, *, puzzle_rows: Tensor | None) -> tuple[State, Answer]:
         """One segment: the state after it, detached, and the answer.
 
         Gradients reach the last calls alone, as `hrm.grad` says; `state` gets none.
@@ -134,7 +134,7 @@ class PuzzleModel(nn.Module):
             for fast in range(hrm.l_cycles):
                 learns = is_last_cycle and (hrm.grad == "full_last_cycle" or fast == hrm.l_cycles - 1)
                 with nullcontext() if learns else torch.no_grad():
-                    low = self.low(low, high + embedded, self.rotation)
+                    low = self.low(low, high + embedded, rotation=self.rotation)
             with nullcontext() if is_last_cycle else torch.no_grad():
-                high = self.high(high, low, self.rotation)
+                high = self.high(high, low, rotation=self.rotation)
         return State(high, low)
