@@ -7,8 +7,8 @@ UNSLOTH_PY := .venv-unsloth/bin/python
 
 override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
   GRES IMAGE IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
-  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SETUP SPLIT STYLE SUBSAMPLE TEMPERATURE TIME \
-  TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
+  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE \
+  TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
 # the value of a variable. make itself would expand each typed variable when it exports it: therefore unexport.
@@ -161,7 +161,8 @@ train-ray: $(READY) ## train on a cluster of Ray (RAY_ADDRESS), or on one of its
 submit: $(READY) ## queue a run as a SLURM job: CONFIG= (NODES=, GPUS_PER_NODE= or GRES=, TIME=, PARTITION=, DRY_RUN=1, JSON=1)
 	@$(SFTPLAY) submit $(WHICH) $(call flag,--nodes,NODES) $(call flag,--gpus-per-node,GPUS_PER_NODE) \
 	  $(call flag,--gres,GRES) $(call flag,--time,TIME) $(call flag,--partition,PARTITION) $(call flag,--nproc,NPROC) \
-	  $(call flag,--sbatch,SBATCH) $(call flag,--setup,SETUP) $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
+	  $(call flag,--sbatch,SBATCH) $(call flag,--server-sbatch,SERVER_SBATCH) $(call flag,--setup,SETUP) \
+	  $(call switch,--dry-run,DRY_RUN) $(JSONFLAG) $(WORDS)
 status: $(READY) ## the SLURM job of a run, or of all runs: RUN= (CONFIG=, JSON=1)
 	@$(SFTPLAY) status $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 logs: $(READY) ## the last lines of a run's job: RUN= (N=50, WATCH=1)

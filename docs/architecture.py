@@ -107,7 +107,8 @@ def picture() -> str:
         lines += ["    " + "; ".join(name for name in names if tops[name] == floor), "  end"]
     for name in names:
         implied = set().union(*(reached(each) for each in edges[name]))
-        lines += [f"  {name} --> {each}" for each in sorted(edges[name] - implied)]
+        if drawn := sorted(edges[name] - implied):
+            lines.append(f"  {name} --> {' & '.join(drawn)}")
     return "\n".join([*lines, "```"])
 
 

@@ -123,6 +123,7 @@ SUBMIT: Flags = {
     "--partition": {"default": "", "help": "the partition of the cluster"},
     "--nproc": {"type": _processes, "default": None, "help": "processes on each node; else one for each GPU"},
     "--sbatch": {"default": "", "help": 'more options of sbatch, such as "--account=lab --mem=64G"'},
+    "--server-sbatch": {"default": "", "help": "options of sbatch for the generation server's node"},
     "--setup": {"type": PATH, "default": "", "help": "a file for the job's shell to read first"},
     "--here": {"action": "store_true", "help": "train in the job that this is called in"},
 }

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from in_process import Finished, built
 from score_run import PROMPTS, score_inputs, score_options
+from small_run import Inputs
 
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
 from sftplay.config.schema.score import ScoreConfig
+from sftplay.errors import ConfigError
+from sftplay.plan.devices.layout import layout_of
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
+from sftplay.tasks.score.gradients.lesson import guide_learns
 from sftplay.tasks.score.gradients.update import Batch, Update
 from sftplay.tasks.score.learning.credit import Outcome, credit_of
 from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
+from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
 
 Check = Callable[[Any], None]
 
@@ -57,11 +63,18 @@ OUTCOME = Outcome(
 )
 
 
+def made(home: Path, inputs: Inputs, **changes: Any) -> Finished:
+    """A run up to its first step. Its rewards are not asked: their processes would outlive the tests."""
+    run = built(home, inputs, **score_options(**changes))
+    run.trainer.judge.rewards.close()
+    return run
+
+
 @cache
 def _pair(home: Path) -> tuple[Finished, Finished]:
     inputs = score_inputs(home / "score", steps=1)
     changes = ({"score__prompts": PROMPTS}, CHANGES)
-    plain, changed = (built(home / f"score-{n}", inputs, **score_options(**each)) for n, each in enumerate(changes))
+    plain, changed = (made(home / f"score-{n}", inputs, **each) for n, each in enumerate(changes))
     return plain, changed
 
 
@@ -100,13 +113,40 @@ def refuses(key: str, value: Any, *, what: str = "not part of this version") -> 
     return check
 
 
-def idle(key: str) -> Check:
-    """A key of a part that cannot be switched on yet is named as one without effect."""
+@cache
+def _critic(home: Path) -> Finished:
+    inputs = score_inputs(home / "score-critic", steps=1)
+    changes = {"score__advantage": "critic", "score__value": "separate", "score__value_flow": "stop"}
+    keys = {"score__critic": {"learning_rate": 0.25, "tau": 0.5, "width": 12}}
+    return made(home / "score-critic-run", inputs, **changes, **keys)
+
+
+def of_critic(key: str, look: Callable[[Finished], Any], seen: Any) -> Check:
+    """`look` sees this in a run with a critic; without one, the key is named as one without effect."""
 
     def check(bench: Any) -> None:
-        assert f"score.{key}" in [name for name, *_ in idle_score_keys(_pair(bench.home)[0].cfg)]
+        assert f"score.critic.{key}" in [name for name, *_ in idle_score_keys(_pair(bench.home)[0].cfg)]
+        assert look(_critic(bench.home)) == seen
 
     return check
+
+
+def check_separate(bench: Any) -> None:
+    """A network of its own, which no gradient joins with the guide: any other flow is refused."""
+    refuses("value", "separate", what="no gradient of V reaches the guide")(bench)
+    assert isinstance(_critic(bench.home).trainer.cast.model.value_head, SeparateValue)
+    assert isinstance(_pair(bench.home)[0].trainer.cast.model.value_head, ValueHead)
+
+
+def share_taken_over(run: Finished) -> float:
+    """How far the slow copy follows one step of the critic."""
+    cast, optimizer = run.trainer.cast, run.trainer.create_optimizer()
+    its, slow = next(cast.critic.parameters()), next(cast.slow_critic.parameters())
+    its.grad = torch.ones_like(its)
+    before = slow.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return round(float(((slow - before) / (its.detach() - before)).mean()), 4)
 
 
 def episodes(run: Finished) -> Any:
@@ -164,7 +204,7 @@ def hint_of(kind: Any) -> Callable[[Finished], str]:
 def check_guidance(bench: Any) -> None:
     inputs = score_inputs(bench.home / "score-guidance", steps=1)
     parts = {
-        kind: set(built(bench.home / f"score-{kind}", inputs, **score_options(score__guidance=kind)).trainer.cast.parts)
+        kind: set(made(bench.home / f"score-{kind}", inputs, score__guidance=kind).trainer.cast.parts)
         for kind in ("static", "model", "model_trained")
     }
     assert parts == {"static": {"solver"}, "model": {"solver", "value"}, "model_trained": {"solver", "guide", "value"}}
@@ -233,10 +273,27 @@ def check_update(key: str, *values: Any) -> Check:
     return check
 
 
+def lies(part: str, device: str, *, refused: str = "") -> Check:
+    """The part lies on this device of a machine with two GPUs, or is refused there."""
+
+    def check(bench: Any) -> None:
+        cfg = _pair(bench.home)[0].cfg.with_values({f"score.devices.{part}": device}, "test")
+        with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+            assert layout_of(cfg, placement="roles", gpus=2, processes=1).devices()[part] == device
+
+    return check
+
+
+def separates(bench: Any) -> None:
+    inputs = score_inputs(bench.home / "score-roles", steps=1)
+    run = built(bench.home / "score-placed", inputs, **score_options(score__placement="roles"))
+    with run.trainer.judge:
+        assert run.trainer.cast.is_separate
+    assert not _pair(bench.home)[0].trainer.cast.is_separate
+
+
 def _batch(run: Finished) -> Any:
-    return Batch(
-        micro_batch=4, n_episodes=4, pad=0, device="cpu", backward=lambda loss: loss.backward(), context=nullcontext
-    )
+    return Batch(micro_batch=4, n_episodes=4, pad=0, backward=lambda loss: loss.backward(), context=nullcontext)
 
 
 def check_reset(bench: Any) -> None:
@@ -257,7 +314,9 @@ OF_SCORE: dict[str, Check] = {
     "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.problems), 16, 32),
     "guidance": check_guidance,
     "guidance_warmup": seen(
-        lambda run: [run.trainer._guide_learns(step) for step in (1, 4)], [True, True], [False, True]
+        lambda run: [guide_learns(run.trainer.cast, run.cfg.score, step=step) for step in (1, 4)],
+        [True, True],
+        [False, True],
     ),
     "stage1_steps": passed_to("stage1_steps", lambda score: stage_of(150, score), 100, 200),
     "stage2_steps": passed_to("stage2_steps", lambda score: score.stage1_steps + score.stage2_steps, 1, 2),
@@ -273,7 +332,7 @@ OF_SCORE: dict[str, Check] = {
     "leak_penalty": credits("leak_penalty", 0.5),
     "format_reward": credits("format_reward", 0.1),
     "value_coef": credits("value_coef", 0.5),
-    "value": refuses("value", "separate", what="no gradient of V reaches the guide"),
+    "value": check_separate,
     "value_flow": check_update("value_flow", "shared_trunk", "stop"),
     "advantage": credits("advantage", "value"),
     "scale": credits("scale", "batch"),
@@ -292,12 +351,12 @@ OF_SCORE: dict[str, Check] = {
     "prompts.revise": seen(texts, ["0", "0", "0"], ["0", "1", "2"]),
     "prompts.static_hint": seen(hint_of("static"), "0", "3"),
     "prompts.right_hint": seen(hint_of("right"), "0", "40"),
-    "placement": refuses("placement", "roles"),
-    **{
-        f"devices.{part}": refuses(f"devices.{part}", "cpu")
-        for part in ("solver", "guide", "value", "critic", "target_critic", "ref")
-    },
-    **{f"critic.{key}": idle(f"critic.{key}") for key in ("learning_rate", "tau", "width")},
+    "placement": separates,
+    "devices.solver": lies("solver", "cuda:1", refused="first visible GPU"),
+    **{f"devices.{part}": lies(part, "cpu") for part in ("guide", "value", "critic", "target_critic", "ref")},
+    "critic.learning_rate": of_critic("learning_rate", lambda run: rates(run)[3], 0.25),
+    "critic.tau": of_critic("tau", share_taken_over, 0.5),
+    "critic.width": of_critic("width", lambda run: run.trainer.cast.critic.encoder.recurrent.hidden_size, 12),
     "samples": free_to_change("samples", 4),
 }
 """Key below `score` -> what it changes. Run-level effects (hint_gain refuses, samples are written) are in

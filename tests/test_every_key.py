@@ -51,6 +51,7 @@ from sftplay.launch.command import ray_command
 from sftplay.launch.command.command import Launch, Scale
 from sftplay.launch.command.network import nccl_environment
 from sftplay.launch.command.ray_command import DRIVER
+from sftplay.launch.generation_server import server_command
 from sftplay.launch.run_folder import RunFolder, new_folder
 from sftplay.launch.supervise.exit_cause import Death
 from sftplay.launch.supervise.watchdog import timeout_of
@@ -820,6 +821,11 @@ def decides(key: str, value: Any, *, weights: bool) -> Check:
     return check
 
 
+def starts_the_server(bench: Bench) -> None:
+    cfg = bench.plain.cfg.with_values({"grpo.vllm.command": "serve -p {port} {model}"}, "test")
+    assert server_command(cfg, host="h", port=9) == ["serve", "-p", "9", cfg.model.name]
+
+
 OF_GRPO: dict[str, Check] = {
     "num_generations": of_trl("num_generations", {2: 2, 4: 4}),
     "max_completion_length": of_trl("max_completion_length", {512: 512, 9: 9}),
@@ -865,6 +871,7 @@ OF_GRPO: dict[str, Check] = {
         "vllm_tensor_parallel_size", {1: 1, 2: 2}, key="vllm.tensor_parallel", generation="vllm_colocate"
     ),
     "vllm.url": of_trl("vllm_server_base_url", {"http://a:1": "http://a:1"}, key="vllm.url", generation="vllm_server"),
+    "vllm.command": starts_the_server,
     "vllm.timeout": of_trl("vllm_server_timeout", {240: 240.0, 7: 7.0}, key="vllm.timeout", generation="vllm_server"),
     "redraws": decides("grpo.redraws", 2, weights=True),
     "gauge_steps": decides("grpo.gauge_steps", 3, weights=False),

@@ -24,6 +24,7 @@ from sftplay.data.prepare.known_lengths import note_lengths
 from sftplay.data.prepare.one_pass import Input, Preparation
 from sftplay.data.prepare.output import CHATS, REFUSED, REPORT, RowFiles
 from sftplay.data.prepare.policies import SIDES, Side
+from sftplay.data.prepare.report import where_rows_went
 from sftplay.data.read.sources import content_digest, dialect_of, read_rows
 from sftplay.data.records import Chat, Record, Refused, Source, Text, chat_from_json
 from sftplay.data.template.templates import resolve_template
@@ -211,11 +212,9 @@ def _stream(folder: Path, name: str) -> Dataset:
 
 
 def _nothing_to_learn(path: str, report: dict[str, Any]) -> DataError:
-    source = report["sources"].get("train", report)
-    reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in source["dropped"].items()]
-    reasons += [f"{source['refused']:,} refused, see {report['refused_rows']}"] if source["refused"] else []
+    went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
     return DataError(
-        f"no row is left to train on: {source['read']:,} read" + "".join(f", {reason}" for reason in reasons),
+        f"no row is left to train on: {went}",
         where=path,
         fix="raise model.max_seq_len if rows were cut, lower data.split, or correct the refused rows",
     )

@@ -58,6 +58,9 @@ def test_keys_that_the_run_would_not_follow_are_said(load):
     assert said(f"{GRPO}grpo: {{vllm: {{sleep: false}}}}\n") == [
         "grpo.vllm.sleep has no effect: grpo.generation is transformers"
     ]
+    assert said(f"{GRPO}grpo: {{generation: vllm_server, vllm: {{url: 'http://a:1', command: serve}}}}\n") == [
+        "grpo.vllm.command has no effect: the server at grpo.vllm.url is not started by the kit"
+    ]
     assert said(f"{GRPO}grpo: {{loss_type: cispo, epsilon: 0.1}}\n") == [
         "grpo.epsilon has no effect: loss_type cispo does not use it"
     ]

@@ -34,11 +34,17 @@ def test_the_shipped_files_are_those_the_documents_name():
         "run_grpo_toy",
         "run_grpo_toy_sft",
         "run_grpo_v100",
+        "run_hrm_arc1",
+        "run_hrm_arc2",
+        "run_hrm_maze",
+        "run_hrm_sudoku",
+        "run_hrm_sudoku9",
         "run_llama70b",
         "run_lora",
         "run_score_gsm8k",
         "run_score_mbpp",
         "run_score_toy",
+        "run_trm_sudoku",
     ]
     assert [path.stem for path in FILES] == names
 
@@ -79,6 +85,28 @@ def test_the_command_in_a_header_names_its_own_file(path):
     makefile = ROOT / "Makefile"
     if makefile.exists():
         assert re.search(rf"^{command.split()[1]}:", makefile.read_text(encoding="utf-8"), re.M), command
+
+
+PUBLISHED = {"hrm_sudoku": "55.0", "hrm_maze": "74.5", "hrm_arc1": "40.3", "hrm_arc2": "5.0", "trm_sudoku": "74.7"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_config_of_puzzles_names_the_published_result_its_source_and_its_protocol(name):
+    text = (ROOT / "configs" / f"run_{name}.yaml").read_text(encoding="utf-8")
+    assert f"Result: {PUBLISHED[name]} %" in text
+    assert re.search(r"arXiv\n?#? *25\d\d\.\d{5}", text)
+    assert "Protocol: " in text
+
+
+def test_the_sudoku_run_is_that_of_the_published_code_and_trm_is_a_preset_of_its_keys():
+    hrm = load_config("configs/run_hrm_sudoku.yaml")
+    assert (hrm.train.effective_batch_size, hrm.train.learning_rate, hrm.train.weight_decay) == (768, 1e-4, 1.0)
+    assert (hrm.hrm.epochs, hrm.hrm.n_supervision, hrm.hrm.h_cycles, hrm.hrm.l_cycles) == (20_000, 16, 2, 2)
+    steps = 20_000 * 1000 // 768
+    assert round(hrm.train.warmup_ratio * steps) == 2000
+    trm = load_config("configs/run_trm_sudoku.yaml").hrm
+    assert (trm.arch, trm.grad, trm.l_layers, trm.q_continue, trm.ema) == ("single", "full_last_cycle", 2, False, 0.999)
+    assert (trm.h_cycles, trm.l_cycles, trm.epochs) == (3, 6, 50_000)
 
 
 def test_the_distributed_gemma_run_is_the_one_of_the_guide():

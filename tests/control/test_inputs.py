@@ -79,7 +79,7 @@ def test_a_misspelt_model_is_answered_with_the_nearest_name_and_never_with_its_d
 
 def test_a_misspelt_builtin_model_is_answered_with_the_one_there_is(said):
     code, found = said("validate", "model.name=builtin:tyni")
-    assert (code, found["model.name"]["fix"]) == (2, "did you mean builtin:tiny?")
+    assert (code, found["model.name"]["fix"]) == (2, "did you mean builtin:tiny or builtin:digits?")
 
 
 def test_a_model_that_is_like_a_known_one_is_taken_where_the_hub_has_it(said, monkeypatch):

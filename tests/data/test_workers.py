@@ -67,7 +67,14 @@ def mapped(process: psutil.Process) -> set[str]:
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(each.cmdline())]
+    started = psutil.Process().children(recursive=True)
+    alive = [each for each in started if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in alive if "spawn_main" in " ".join(each.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def no_child_of_another_test() -> None:
+    assert not children(), "a test before this one left a process"
 
 
 def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_work(tokenizer: Any):

@@ -52,5 +52,5 @@ def test_figures_are_counts_of_what_the_answers_did(sandbox):
     assert (figures["pass@1"], figures["stderr"]) == (0.5, 0.0)
     assert (figures["pass@2"], figures["stderr@2"]) == (1.0, 0.0)
     assert figures["statuses"] == {"no_code": 1, "ok": 2, "wrong": 1}
-    assert [each.passed for each in graded] == [True, False, False, True]
+    assert [each.tried.passed for each in graded] == [True, False, False, True]
     assert figures["n"] == figures["samples"] == 2

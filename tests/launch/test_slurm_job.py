@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from processes import wait_until
+from slurm_life import Life
 
 from sftplay.cli import main
 from sftplay.config.load import load_config
@@ -144,28 +144,6 @@ def test_config_of_a_job_is_the_config_that_was_submitted(write_config: Callable
     assert "cluster" not in copy.read_text()
 
 
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Puts programs on PATH that stand in for SLURM's: name=shell text. They write each call to the file returned."""
-    calls = tmp_path / "calls.txt"
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name in ("env", "dirname", "setsid", "sleep"):  # and no other program: SLURM may be installed here
-        (programs / name).symlink_to(str(shutil.which(name)))
-    monkeypatch.setenv("PATH", str(programs))
-
-    def put(**texts: str) -> Path:
-        for name, text in texts.items():
-            (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> "{calls}"\n{text}\n')
-            (programs / name).chmod(0o755)
-        calls.touch()
-        return calls
-
-    for name in ("sbatch", "squeue", "scancel", "scontrol"):
-        put(**{name: "echo not here >&2; exit 1"})
-    return put
-
-
 def submit(config: Path, *words: str) -> int:
     return main(["submit", "--config", str(config), *words])
 
@@ -173,7 +151,10 @@ def submit(config: Path, *words: str) -> int:
 def test_submitted_run_has_its_job_and_shows_it(
     write_config: Callable[..., Path], slurm: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ):
-    calls = slurm(sbatch="env > $(dirname $0)/environment; echo '17;cluster'", squeue="echo 'PENDING|Resources||1:00|'")
+    calls = slurm(
+        sbatch="env > $(dirname $0)/environment; echo '17;cluster'",
+        squeue="printf '17+1|RUNNING|None|||\\n17+0|PENDING|Resources||1:00|\\n'",
+    )
     config = write_config()
     os.environ.update(MAKELEVEL="1", TYPED_ARGS="x")  # as make sets them
     assert submit(config, "--nodes=2", "--json", "--make-args=train.max_steps=3") == 0
@@ -289,62 +270,6 @@ def test_files_of_a_job_stay_when_a_start_without_a_step_is_set_aside(tmp_path: 
     assert job.log.read_text() == "a line of the job"
     assert not folder.resolved.exists()
     assert list((tmp_path / ".set-aside").glob("run-*/config.resolved.yaml"))
-
-
-TRAINER = """
-import json, os, signal, sys, time
-from pathlib import Path
-if sys.orig_argv[1:4] == ["-m", "sftplay", "train"]:
-    wanted = json.loads(os.environ["TRAINER"])
-    run = Path(sys.orig_argv[7]).parent
-    print("trainer", *sys.orig_argv[8:], flush=True)
-    attempt = {"from_step": wanted.get("from", 0), "to_step": wanted.get("to", 4), "cause": "x"}
-    status = json.loads((run / "status.json").read_text()) if (run / "status.json").exists() else {"attempts": []}
-    status |= {"state": "stopped", "step": attempt["to_step"], "attempts": [*status["attempts"], attempt]}
-    (run / "status.json").write_text(json.dumps(status))
-    if "child" in wanted:
-        os.spawnvp(os.P_NOWAIT, "setsid", ["setsid", "sleep", "1000"])
-    if "waits" in wanted:
-        received = []
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: received.append(number))
-        (run / "ready").touch()
-        while not received:
-            time.sleep(0.02)
-        wanted["code"] = 128 + received[0]
-    if "killed" in wanted:
-        os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(wanted["code"])
-"""
-"""A sitecustomize.py: TRAINER in the environment is JSON that says how the kit's `train` behaves."""
-
-
-class Life:
-    """Starts the process of job 12, as its job file does."""
-
-    def __init__(self, home: Path) -> None:
-        self.run = home / "run"
-        self.run.mkdir()
-        self.job = JobFolder(self.run, 12)
-        (home / "hook").mkdir()
-        (home / "hook" / "sitecustomize.py").write_text(TRAINER)
-        self.hook = home / "hook"
-
-    def start(self, restarts: int = 0, **trainer: object) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "PYTHONPATH": f"{self.hook}:{ROOT}", "TRAINER": json.dumps(trainer), "SLURM_JOB_ID": "12"}
-        env |= {"SLURM_RESTART_COUNT": str(restarts), "HF_TOKEN": "hf_secret", "SLURM_JOB_NODELIST": "n1"}
-        (self.run / "ready").unlink(missing_ok=True)
-        argv = [sys.executable, "-m", "sftplay.launch.slurm.job", str(self.run), "--nproc", "2"]
-        with self.job.output.open("ab") as output:
-            return subprocess.Popen(argv, env=env, stdout=output, stderr=output)
-
-    def end(self, **trainer: object) -> int:
-        return self.start(**trainer).wait(120)
-
-
-@pytest.fixture
-def life(tmp_path: Path) -> Life:
-    return Life(tmp_path)
 
 
 def test_job_ends_with_the_trainers_code_and_leaves_its_summary(life: Life, slurm: Callable[..., Path]):

@@ -57,7 +57,7 @@ def status(args: Namespace) -> int:
 def logs(args: Namespace) -> int:
     """`logs`: the last lines of a run's job; with --watch also those to come."""
     job = submitting.find_job(_output(args), args.run)
-    files = [path for path in (job.output, job.log) if path.exists()]
+    files = [path for path in (job.output, job.server_log, job.log) if path.exists()]
     if args.json:
         print(json.dumps({"run": job.run.name, "job_id": job.job, "files": list(map(str, files))}))
     elif files:
@@ -94,11 +94,15 @@ def _output(args: Namespace) -> Path:
 
 
 def _request(args: Namespace) -> JobRequest:
-    try:
-        options = tuple(shlex.split(args.sbatch))
-    except ValueError as error:
-        raise ConfigError(f"cannot be split into words ({error})", where="--sbatch", fix="close the quotes") from None
     return JobRequest(
         nodes=args.nodes, gpus_per_node=args.gpus_per_node, gres=args.gres, time=args.time, partition=args.partition,
-        nproc=args.nproc, sbatch=options, setup=Path(args.setup) if args.setup else None,
+        nproc=args.nproc, setup=Path(args.setup) if args.setup else None, sbatch=_words(args.sbatch, "--sbatch"),
+        server_sbatch=_words(args.server_sbatch, "--server-sbatch"),
     )  # fmt: skip
+
+
+def _words(text: str, flag: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"cannot be split into words ({error})", where=flag, fix="close the quotes") from None

@@ -53,7 +53,7 @@ def evaluate(args: Namespace) -> int:
         figures, table = _measure_sources(cfg, folder, measure=measure)
     else:
         figures = _measure(cfg, folder, measure=measure)
-        table = _figures_table(figures)
+        table = _figures_table(figures) if cfg.task_mode != "score" else _ablation_table(figures)
     report_at_end(folder)
     if args.json:
         print(json.dumps(figures))
@@ -104,8 +104,10 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
     """Figures of the base (if the measure has it) and of the result."""
     from sftplay.model.load import load_result, load_untrained
 
-    measure_model = _measure_prompts if cfg.task_mode == "grpo" else _measure_examples
     rows = _data_of(cfg, folder, split=measure.split)
+    if cfg.task_mode == "score":
+        return _measure_turns(cfg, folder, measure=measure, prompts=rows)
+    measure_model = _measure_prompts if cfg.task_mode == "grpo" else _measure_examples
     if not rows.held_out:
         raise _nothing_held_out()
     figures = {}
@@ -115,6 +117,25 @@ def _measure(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> dict[str
     after = folder.eval / f"{measure.prefix}after.json"
     figures["after"] = measure_model(load_result(cfg, folder.path), rows, cfg=cfg, path=after)
     return figures
+
+
+def _measure_turns(cfg: RunConfig, folder: RunFolder, *, measure: Measure, prompts: Any) -> dict[str, dict[str, Any]]:
+    """Both turns with each kind of hint; where nothing is held out, of the problems that were trained on."""
+    from sftplay.tasks.score.finished.ablation import measure_ablation
+    from sftplay.tasks.score.finished.cast import open_cast
+
+    figures = {}
+    for side in ("before", "after") if measure.has_base else ("after",):
+        cast = open_cast(cfg, folder, untrained=side == "before")
+        path = folder.eval / f"{measure.prefix}{side}.json"
+        figures[side] = measure_ablation(cast, prompts, cfg=cfg, path=path)
+    return figures
+
+
+def _ablation_table(figures: dict[str, dict[str, Any]]) -> str:
+    from sftplay.tasks.score.finished.ablation import ablation_table
+
+    return ablation_table(figures)
 
 
 def _measure_examples(model: Any, examples: Any, *, cfg: RunConfig, path: Path) -> dict[str, Any]:
@@ -147,7 +168,7 @@ def _data_of(cfg: RunConfig, folder: RunFolder, *, split: str) -> Any:
 
     tokenizer = load_tokenizer(cfg.model, str(folder.result))
     template = stored_template(tokenizer, folder)
-    if cfg.task_mode == "grpo":
+    if cfg.task_mode in ("grpo", "score"):
         if split == "test":
             return load_held_out_prompts(cfg, tokenizer, path=str(cfg.data.test_path), renderer_template=template)
         return load_prompts(cfg, tokenizer, renderer_template=template)

@@ -15,6 +15,7 @@ from threading import Event
 from typing import Any
 
 from sftplay import log
+from sftplay.commands.use import two_turns
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import load_renderer, open_run, prepare_environment
 from sftplay.data.layouts.convert import reading_of
@@ -28,12 +29,11 @@ from sftplay.launch.run_folder import RunFolder
 def infer(args: Namespace) -> int:
     """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends."""
     cfg, folder = open_run(args)
-    generator, renderer = open_generator(cfg, folder, args=args)
-    from sftplay.deliver.infer.chat import Conversation, run_command
+    conversation = _open_conversation(_in_length(cfg, args), folder, args=args)
+    from sftplay.deliver.infer.chat import run_command
 
     model = f"{'the base of ' if args.base else ''}{folder.path}"
     log.say(f"talking to {model}; an empty line ends it, /help lists commands", "infer")
-    conversation = Conversation(generator, renderer, cfg.data.system)
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while line := _next_line():
@@ -44,6 +44,28 @@ def infer(args: Namespace) -> int:
         else:
             return 0
     return 0
+
+
+def _open_conversation(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> Any:
+    """A chat, or episodes where the run answers twice."""
+    if cfg.task_mode == "score":
+        prepare_environment(cfg)
+        return two_turns.open_talk(cfg, folder, args=args, sampling=_sampling(args, cfg))
+    generator, renderer = open_generator(cfg, folder, args=args)
+    from sftplay.deliver.infer.chat import Conversation
+
+    return Conversation(generator, renderer, cfg.data.system)
+
+
+def _in_length(cfg: RunConfig, args: Namespace) -> RunConfig:
+    """The config of a run that answers twice with answers as long as the command line says."""
+    if cfg.task_mode != "score" or not args.max_new_tokens:
+        return cfg
+    longer = cfg.with_values({"score.max_new_tokens": args.max_new_tokens}, "command line")
+    if longer.prompt_tokens < 1:
+        what = f"{args.max_new_tokens} leaves no room for a problem: the run read {cfg.model.max_seq_len} tokens"
+        raise ConfigError(what, where="--max-new-tokens", fix="write fewer: MAX_NEW_TOKENS=")
+    return longer
 
 
 def _next_line() -> str:
@@ -95,6 +117,7 @@ def infer_batch(args: Namespace) -> int:
     Answers are kept beside OUT as they come. The same command continues from there after an interruption.
     """
     cfg, folder = open_run(args)
+    cfg = _in_length(cfg, args)
     out = _check_paths(args)
     questions = PromptFile(args.input, reading_of(cfg.data), dialect_of(cfg.data))
     n = sum(1 for _ in questions)
@@ -120,19 +143,35 @@ def infer_batch(args: Namespace) -> int:
 def _answer_file(
     args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile, partial: PartialAnswers, n: int
 ) -> None:
-    generator, renderer = open_generator(cfg, folder, args=args)
-    from sftplay.deliver.infer.batch import ProgressMeter, answer_rest, check_lengths
+    answer, renderer = _open_answers(args, cfg, folder=folder, questions=None if partial.n_batches else questions)
+    from sftplay.deliver.infer.batch import ProgressMeter, answer_rest
 
-    if not partial.n_batches:
-        check_lengths(questions, renderer, generator=generator)
     meter = ProgressMeter(n, partial.n_answers, show=_progress_line())
     try:
-        answer_rest(
-            generator, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter
-        )
+        answer_rest(answer, renderer, questions=questions, batch_size=cfg.eval.batch_size, partial=partial, meter=meter)
     except KeyboardInterrupt:
         log.say(f"stopped; {partial.n_answers} answers are kept, the same command continues from there", "infer")
         raise
+
+
+def _open_answers(
+    args: Namespace, cfg: RunConfig, *, folder: RunFolder, questions: PromptFile | None
+) -> tuple[Any, Any]:
+    """What answers a batch of rows, and the renderer; the lengths of `questions` are checked before anything else."""
+    if cfg.task_mode == "score":
+        prepare_environment(cfg)
+        player, renderer = two_turns.open_row_player(cfg, folder, sampling=_sampling(args, cfg))
+        from sftplay.tasks.score.finished.rows import check_problems
+
+        if questions:
+            check_problems(questions, renderer, cfg=cfg)
+        return player.answers, renderer
+    generator, renderer = open_generator(cfg, folder, args=args)
+    from sftplay.deliver.infer.batch import answerer, check_lengths
+
+    if questions:
+        check_lengths(questions, renderer, generator=generator)
+    return answerer(generator), renderer
 
 
 def _progress_line() -> Callable[[str], None]:
@@ -174,16 +213,22 @@ def _settings(args: Namespace, cfg: RunConfig) -> dict[str, Any]:
 def open_generator(cfg: RunConfig, folder: RunFolder, *, args: Namespace) -> tuple[Any, Any]:
     prepare_environment(cfg)
     from sftplay.deliver.infer.generate import Generator
-    from sftplay.deliver.infer.sampling import Sampling
     from sftplay.model.load import load_result, load_untrained
 
     tokenizer, renderer = load_renderer(cfg, folder)
     model = load_untrained(cfg, folder.path) if getattr(args, "base", False) else load_result(cfg, folder.path)
-    sampling = Sampling(args.temperature, _top_p(args), _seed(args, cfg))
-    return Generator(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), sampling), renderer
+    return Generator(model, tokenizer, renderer.end_token_ids, _longest(args, cfg), _sampling(args, cfg)), renderer
+
+
+def _sampling(args: Namespace, cfg: RunConfig) -> Any:
+    from sftplay.deliver.infer.sampling import Sampling
+
+    return Sampling(args.temperature, _top_p(args), _seed(args, cfg))
 
 
 def _longest(args: Namespace, cfg: RunConfig) -> int:
+    if cfg.task_mode == "score":
+        return cfg.score.max_new_tokens
     return args.max_new_tokens or cfg.eval.max_new_tokens
 
 

@@ -22,7 +22,7 @@ _NAMES: dict[str, str] = {
     "train.grad_accum": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
     "train.epochs": "num_train_epochs num_epochs max_epochs",
     "train.max_steps": "max_steps_per_epoch train_steps",
-    "train.eval_steps": "evals_per_epoch",
+    "train.eval_steps": "evals_per_epoch eval_interval",
     "train.eval_steps, or leave it out for once an epoch": "evaluation_strategy eval_strategy",
     "train.save_steps": "saves_per_epoch",
     "train.save_steps, or leave it out for once an epoch": "save_strategy",
@@ -33,9 +33,9 @@ _NAMES: dict[str, str] = {
     # rate and optimizer
     "train.learning_rate": "lr",
     "train.lr_scheduler": "lr_scheduler_type scheduler",
-    "train.warmup_ratio, the share of all steps": "warmup_steps num_warmup_steps",
+    "train.warmup_ratio, the share of all steps": "warmup_steps num_warmup_steps lr_warmup_steps",
     "train.decay_ratio, the share of all steps": "decay_steps num_decay_steps lr_decay_steps cooldown_steps",
-    "train.min_lr_ratio, the share of the peak rate": "min_lr min_lr_rate cosine_min_lr_ratio",
+    "train.min_lr_ratio, the share of the peak rate": "min_lr min_lr_rate cosine_min_lr_ratio lr_min_ratio",
     "train.optim": "optimizer optimizer_type",
     "train.max_grad_norm": "gradient_clipping clip_grad_norm grad_clip",
     # memory and numbers
@@ -76,7 +76,7 @@ _NAMES: dict[str, str] = {
     "tuning.lora.dora": "use_dora peft_use_dora",
     "tuning.lora.rslora": "use_rslora peft_use_rslora",
     # data
-    "data.train_path": "dataset dataset_path dataset_name train_file train_data",
+    "data.train_path": "dataset dataset_path dataset_name train_file train_data data_path data_paths",
     "data.val_path": "val_dataset eval_dataset validation_file test_datasets",
     "data.split": "val_size test_size split_dataset_ratio",
     "data.split, a share of the rows": "val_set_size",
@@ -128,8 +128,22 @@ _NAMES: dict[str, str] = {
     "grpo.max_prompt_length and grpo.max_completion_length; vLLM gets their sum": (
         "vllm_max_model_length vllm_max_model_len"
     ),
+    # two turns and a guide
+    "score.value_flow: shared_trunk is full gradient flow, stop is partial": (
+        "gradient_flow value_gradient_flow full_gradient_flow stop_gradient stop_value_gradient"
+    ),
+    "score.value_coef": "value_coefficient value_function_coef value_loss_coef",
+    "score.stage1_steps": "stage1_iterations stage_1_steps num_stage1_steps",
+    "score.stage2_steps": "stage2_iterations stage_2_steps num_stage2_steps",
+    "score.guidance_warmup": "guidance_warmup_steps guidance_warmup_iterations",
+    "score.beta_guide": "guidance_kl_coef guidance_kl_coeff beta_guidance",
     "rewards.use": "reward_funcs reward_functions reward_func",
     "rewards.weight": "reward_weights",
+    # puzzles
+    "hrm.n_supervision": "halt_max_steps halt_max",
+    "hrm.halt_exploration": "halt_exploration_prob",
+    "hrm.puzzle_emb_dim": "puzzle_emb_ndim",
+    "hrm.positions": "pos_encodings",
     # the run
     "task_mode": "stage rlhf_type",
     "output_dir": "save_dir",
@@ -250,6 +264,8 @@ CLUSTER_KEYS: dict[str, str] = {
 """Key below `cluster` as guides for Ray and NeMo RL write it -> what to do here."""
 
 REFUSED_CHOICES: dict[tuple[str, str], tuple[str, str]] = {
+    ("score.value_flow", "full"): ("is shared_trunk here: the gradient of V goes into the guide", "write shared_trunk"),
+    ("score.value_flow", "partial"): ("is stop here: the gradient of V ends at the head", "write stop"),
     ("cluster.comm.hook", "powersgd_batched"): (
         "is not offered: torch's batched_powerSGD_hook hands its orthogonalisation a matrix where that asserts a batch "
         "of them, and dies (torch 2.13)",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from sftplay.config.explain.guide_sections import action_for, keys_below
 from sftplay.config.explain.other_kits import (
     CLUSTER_KEYS,
     OTHER_KITS,
@@ -45,9 +46,10 @@ def translated(error: ValidationError, merged: Layer, *, file: str) -> list[Prob
     """One problem for each key that pydantic refuses; `file` is named for keys that are missing."""
     refused, nowhere = _by_key(error.errors(), merged.values), Place(0, 0, file)
     problems = [
-        _problem(path, merged.place_within(path) or nowhere, refusal=_unknown(path))
+        _problem(key, merged.place_within(key) or nowhere, refusal=_unknown(key))
         for path, kind in refused.items()
         if kind == "extra_forbidden"
+        for key in keys_below(path, _value_at(path, merged.values))
     ][:MOST_PROBLEMS]
     guessed = {name for problem in problems for name in problem.error.nearest}
     for path, kind in refused.items():
@@ -87,6 +89,12 @@ def _by_key(errors: Iterable[Any], values: dict[str, Any]) -> dict[KeyPath, str]
     return {path: kind for path, kind in found.items() if path not in lists}
 
 
+def _value_at(path: KeyPath, values: Any) -> Any:
+    for part in path:
+        values = values[part]
+    return values
+
+
 def _path_in_file(loc: KeyPath, values: Any) -> KeyPath:
     """The part of pydantic's location that is in the file; the rest names forms of a union."""
     path: list[str | int] = []
@@ -109,6 +117,8 @@ def _unknown(path: KeyPath) -> _Refusal:
     if name in all_keys():
         fix = f"dots are for the command line: write {' / '.join(name.split('.'))}, each one indented"
         return _Refusal(what, fix, [name])
+    if told := action_for(path):
+        return _Refusal(f"{name!r} is the name of a guide", f"write {told}", [key_of(told)])
     if inside == "cluster" and name in CLUSTER_KEYS:
         return _Refusal(f"{name!r} is another kit's name", CLUSTER_KEYS[name])
     if homes := [home for home in homes_of(name) if home != dotted]:
@@ -135,9 +145,7 @@ def _missing(key: str) -> _Refusal:
 
 def _wrong_value(path: KeyPath, values: Any) -> _Refusal:
     key = _dotted(part for part in path if isinstance(part, str))
-    value = values
-    for part in path:
-        value = value[part]
+    value = _value_at(path, values)
     outer, _, inner = key.rpartition(".")
     if outer in all_keys():
         return _wrong_entry(outer, inner, value=value)

@@ -34,10 +34,14 @@ def idle_grpo_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield from ((key, "task_mode", f"task_mode {cfg.task_mode} draws no completions") for key in names)
         return
     grpo, kind = cfg.grpo, "grpo.generation"
-    of_vllm = {"memory_share", "sleep", "tensor_parallel"} if grpo.generation != "vllm_colocate" else set()
-    of_vllm |= {"url", "timeout"} if grpo.generation != "vllm_server" else set()
+    of_vllm = {"memory_share", "sleep"} if grpo.generation != "vllm_colocate" else set()
+    of_vllm |= {"url", "timeout", "command"} if grpo.generation != "vllm_server" else set()
+    of_vllm |= {"tensor_parallel"} if not grpo.generation.startswith("vllm") else set()
     for name in sorted(of_vllm):
         yield f"grpo.vllm.{name}", kind, f"{kind} is {grpo.generation}"
+    if grpo.generation == "vllm_server" and grpo.vllm.url:
+        for name in ("command", "tensor_parallel"):
+            yield f"grpo.vllm.{name}", "grpo.vllm.url", "the server at grpo.vllm.url is not started by the kit"
     if grpo.generation.startswith("vllm"):
         yield "grpo.generation_rows", kind, f"{grpo.generation} decides itself how many completions it draws at a time"
     if grpo.loss_type in UNCLIPPED:

@@ -29,11 +29,16 @@ class VllmConfig(Section):
     few seconds a step. TRL's default is false."""
 
     tensor_parallel: Positive = 1
-    """vllm_colocate: number of processes over which vLLM splits the model. It must divide the number of processes.
-    TRL's default is 1."""
+    """vllm_colocate: number of processes over which vLLM splits the model. It must divide the number of processes. Of a
+    server that the kit starts: the GPUs of its node. TRL's default is 1."""
 
-    url: str = "http://localhost:8000"
-    """vllm_server: address of the server. TRL's default is port 8000 of this machine."""
+    url: str | None = None
+    """vllm_server: address of a server that runs. None means the one that `make submit` and `make train-ray` start
+    beside the trainer; where neither starts one, port 8000 of this machine, as in TRL."""
+
+    command: str | None = None
+    """vllm_server: what starts the server, where the kit does. {model}, {host} and {port} become the model's name, and
+    the address to listen on. None means `vllm serve` with the options that TRL needs."""
 
     timeout: Positive = 240
     """vllm_server: seconds to wait for the server when the run starts. TRL's default is 240."""
@@ -126,8 +131,8 @@ class GrpoConfig(Section):
 
     generation: Generation = "transformers"
     """What draws the completions. transformers: the trained model itself. continuous: the same with transformers'
-    continuous batching. vllm_colocate: vLLM on the training GPUs. vllm_server: a vLLM server that you start. TRL's
-    default is the first."""
+    continuous batching. vllm_colocate: vLLM on the training GPUs. vllm_server: a vLLM server on other GPUs, which
+    `make submit` and `make train-ray` start, or you. TRL's default is the first."""
 
     generation_rows: Positive | None = None
     """Completions that a process draws at the same time (generation transformers, continuous); the rest follow. None

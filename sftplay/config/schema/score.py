@@ -95,7 +95,8 @@ class DevicesConfig(Section):
 
 
 class CriticConfig(Section):
-    """The optional critic (advantage critic)."""
+    """The optional critic (advantage critic): two Q and two V on a small encoder of token ids, and a slow copy of it.
+    Each answer is drawn twice for it."""
 
     learning_rate: PositiveFloat = 1e-4
     """Rate of its optimizer. Higher than the solver's, because it starts from nothing."""
@@ -179,8 +180,9 @@ class ScoreConfig(Section):
 
     advantage: Literal["auto", "batch", "rloo", "value", "critic"] = "auto"
     """What turn 2's return is compared with. batch: the mean of all. rloo: the mean of the problem's other episodes.
-    value: V. critic: a critic, for both turns. auto: V once it explains more than a tenth of the variance, rloo
-    before. Turn 1 and the guide use rloo, or batch where it is asked for."""
+    value: V. critic: a critic says what answer and prompt are worth, for both turns. auto: V. auto and critic begin
+    once they explain more than a tenth of the variance; before it is rloo. Turn 1 and the guide use rloo, or batch
+    where it is asked for."""
 
     scale: Literal["batch", "none"] = "batch"
     """batch divides advantages by their standard deviation: with alpha 10 they would be ten times too large."""

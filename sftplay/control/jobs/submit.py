@@ -10,7 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sftplay import log
@@ -21,6 +21,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs, needs_no_hub
 from sftplay.control.start import refuse_restarts
 from sftplay.errors import ConfigError, MachineError, SftplayError
+from sftplay.launch.generation_server import starts_server
 from sftplay.launch.run_folder import RunFolder, find_run, has_begun, new_folder
 from sftplay.launch.slurm import scheduler
 from sftplay.launch.slurm.aliases import in_our_names
@@ -50,6 +51,7 @@ def prepare(args: Namespace, request: JobRequest) -> Submission:
     """
     request.check()
     cfg = checked_config(args, request)
+    request = with_server(request, cfg)
     name = cfg.run_name
     if cfg.train.resume != "never" and has_begun(cfg, args.config):
         folder = find_run(cfg, args.config, run=name)
@@ -84,6 +86,20 @@ def checked_config(args: Namespace, request: JobRequest) -> RunConfig:
     refuse_restarts(cfg, nnodes=request.nodes)
     split_batch(cfg, world_size, has_gpu=True)
     return cfg
+
+
+def with_server(request: JobRequest, cfg: RunConfig) -> JobRequest:
+    """The request with a node for the generation server, where the run needs one.
+
+    Raises:
+        ConfigError: options for that node, which the run does not need.
+    """
+    if starts_server(cfg):
+        return replace(request, server_gpus=cfg.grpo.vllm.tensor_parallel)
+    if request.server_sbatch:
+        fix = "leave it out; or write grpo.generation: vllm_server, without grpo.vllm.url"
+        raise ConfigError("the job starts no generation server", where="--server-sbatch", fix=fix)
+    return request
 
 
 def submit(job: Submission) -> int:
@@ -123,6 +139,8 @@ def run_here(args: Namespace, environment: Mapping[str, str]) -> int:
     cfg = checked_config(args, request)
     if cfg.run_name is None:
         cfg = cfg.with_values({"run_name": f"{Path(args.config).stem}-job{job}"}, "submit")
+    if has_server := starts_server(cfg):
+        _refuse_without_node(environment)
     folder = Path(cfg.output_dir).absolute() / str(cfg.run_name)
     last = newest_job(folder)
     if last is None or last.job != job:  # the first life
@@ -131,7 +149,13 @@ def run_here(args: Namespace, environment: Mapping[str, str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / CONFIG, dump_given(cfg))
         add_job(folder, job, nodes=nodes, nproc=request.processes)
-    return run_job(folder, nproc=request.processes, launcher_args=args.launcher_args)
+    return run_job(folder, nproc=request.processes, launcher_args=args.launcher_args, has_server=has_server)
+
+
+def _refuse_without_node(environment: Mapping[str, str]) -> None:
+    if environment.get("SLURM_HET_SIZE") != "2":
+        fix = "use make submit; or sbatch OPTIONS : OPTIONS workflows/slurm/train.sbatch; or set grpo.vllm.url"
+        raise ConfigError("the job has no node for the generation server", where="grpo.generation", fix=fix)
 
 
 def find_job(output: Path, run: str | None) -> JobFolder:

@@ -85,6 +85,7 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
     Raises:
         Unreadable: it gives no text, with the reason.
         MachineError: the library for this kind is not installed.
+        MemoryError: it does not fit into the memory that one document is given.
     """
     try:
         with path.open("rb") as stream:
@@ -96,10 +97,8 @@ def extract(path: Path, encoding: str = "auto") -> Extracted:
     kind = kind_of(path, head)
     try:
         found = reader_of(kind)(path, encoding)
-    except (Unreadable, MachineError):
+    except (Unreadable, MachineError, MemoryError):
         raise
-    except MemoryError:
-        raise Unreadable("too_large", "it does not fit into the memory that one document is given") from None
     except Exception as error:  # the border to foreign parsers: whatever they raise is a counted record
         raise Unreadable("broken", f"{type(error).__name__}: {error}"[:300]) from error
     if not any(block.text.strip() for block in found.blocks):

@@ -14,6 +14,7 @@ from sftplay.data.cache import SEAL, lock_of
 from sftplay.data.mix.documents import Documents
 from sftplay.data.mix.store import Index, Store
 from sftplay.data.prepare.policies import SIDES
+from sftplay.data.prepare.report import where_rows_went
 from sftplay.errors import ConfigError, DataError, MachineError, RunError, SftplayError
 
 POLL_S = 0.05
@@ -141,10 +142,9 @@ class FollowedStore(Store):
 
 def nothing_to_learn(store: Store, *, path: str) -> DataError:
     """The error about a source with a weight that teaches nothing: its share could never be reached."""
-    counts = store.report()["sources"].get("train", {})
-    reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts.get("dropped", {}).items()]
+    went = where_rows_went(store.report()["sources"].get("train", {}))
     return DataError(
-        ", ".join([f"nothing is left to learn: {counts.get('read', 0):,} rows read", *reasons]),
+        f"nothing is left to learn: {went}",
         where=path,
         fix="give the source rows, hold out less of it, or weight: 0",
     )

@@ -152,6 +152,14 @@ class RowCounts:
         }
 
 
+def where_rows_went(source: Mapping[str, Any], *, refused_rows: str = "") -> str:
+    """What became of the rows of a source of which none is left: "5 read, 3 too long, 2 refused, see FILE"."""
+    words = [f"{source.get('read', 0):,} read"]
+    words += [f"{count:,} {reason.replace('_', ' ')}" for reason, count in source.get("dropped", {}).items()]
+    words += [f"{source['refused']:,} refused, see {refused_rows}"] if refused_rows and source["refused"] else []
+    return ", ".join(words)
+
+
 def total(sources: Iterable[RowCounts]) -> RowCounts:
     """The sum of several sources."""
     whole = RowCounts()

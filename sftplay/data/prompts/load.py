@@ -27,7 +27,7 @@ from sftplay.data.prepare.batch import Example, RowOutcome, short
 from sftplay.data.prepare.one_pass import Input
 from sftplay.data.prepare.output import REFUSED, REPORT, refused_line
 from sftplay.data.prepare.policies import SIDES, RowPolicies, Side
-from sftplay.data.prepare.report import total
+from sftplay.data.prepare.report import total, where_rows_went
 from sftplay.data.problems.rows import published_test_id
 from sftplay.data.prompts.prompt import Prompt, columns_of, to_prompt
 from sftplay.data.prompts.questions import Questions, QuestionWriter
@@ -234,11 +234,9 @@ def _key(prompt: Prompt) -> int:
 
 
 def _nothing_to_ask(path: str, report: Mapping[str, Any]) -> DataError:
-    source = report["sources"].get("train", report)
-    reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in source["dropped"].items()]
-    reasons += [f"{source['refused']:,} refused, see {report['refused_rows']}"] if source["refused"] else []
+    went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
     return DataError(
-        f"no prompt is left to train on: {source['read']:,} read" + "".join(f", {reason}" for reason in reasons),
+        f"no prompt is left to train on: {went}",
         where=path,
         fix=f"{ROOM}; lower data.split; or correct the refused rows",
     )

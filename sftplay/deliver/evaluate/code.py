@@ -13,9 +13,9 @@ from sftplay.data.problems.problem import PROMPT_VERSION, Problem
 from sftplay.data.problems.references import LIMITS
 from sftplay.deliver.evaluate.pass_at_k import mean_pass_at_k
 from sftplay.errors import RunError
-from sftplay.reward.code_rewards import NO_CODE, limits_of, try_programs
+from sftplay.reward.code_rewards import Tried, limits_of, try_programs
 from sftplay.sandbox.pool import Sandbox
-from sftplay.sandbox.verdicts.job import Limits, Verdict
+from sftplay.sandbox.verdicts.job import Limits
 
 MOST_UNKNOWN = 0.05
 """Share of answers for which the sandbox may fail before the figure would say nothing."""
@@ -27,33 +27,15 @@ class Graded:
 
     problem: Problem
     answer: str
-    how: str
-    """How its program was found."""
-
-    verdict: Verdict | None
-    """None where there was no program."""
-
-    @property
-    def status(self) -> str:
-        """The verdict's status, or NO_CODE."""
-        return self.verdict.status if self.verdict else NO_CODE
-
-    @property
-    def passed(self) -> bool:
-        """Whether every test passed."""
-        return (
-            self.verdict is not None and self.verdict.status == "ok" and self.verdict.passed == len(self.problem.tests)
-        )
+    tried: Tried
 
     def as_json(self) -> dict[str, Any]:
         """A line of eval/code-N.jsonl."""
-        verdict = self.verdict.as_dict() if self.verdict else {"status": NO_CODE}
         return {
             "task_id": self.problem.task_id,
             "answer": self.answer,
-            "how": self.how,
-            "passed": self.passed,
-            **verdict,
+            "passed": self.tried.passed,
+            **self.tried.as_json(),
         }
 
 
@@ -74,10 +56,7 @@ def grade(
     """Each answer with what its program does in the sandbox; `answers` are aligned with `problems`."""
     columns: dict[str, Any] = columns_of(problems)
     tried = try_programs(answers, sandbox=sandbox, limits=limits, **columns)
-    return [
-        Graded(problem, answer, each.found.how, each.verdict)
-        for problem, answer, each in zip(problems, answers, tried, strict=True)
-    ]
+    return [Graded(*each) for each in zip(problems, answers, tried, strict=True)]
 
 
 def evaluate_code(
@@ -98,16 +77,19 @@ def evaluate_code(
     """
     n = len(answers) // len(problems)
     graded = grade([problem for problem in problems for _ in range(n)], answers, sandbox=sandbox, limits=limits)
-    statuses = Counter(each.status for each in graded)
+    statuses = Counter(each.tried.status for each in graded)
     if statuses["infra"] > MOST_UNKNOWN * len(graded):
         raise RunError(
             f"the sandbox failed for {statuses['infra']:,} of {len(graded):,} programs",
             where=sandbox.executor,
             fix="`make sandbox ARGS=--self-test` says what is wrong with it",
         )
-    right = [sum(each.passed for each in graded[at : at + n]) for at in range(0, len(graded), n)]
+    right = [sum(each.tried.passed for each in graded[at : at + n]) for at in range(0, len(graded), n)]
     figures: dict[str, Any] = {"n": len(problems), "samples": n, "k": list(ks)}
     for k in ks:
         figures[f"pass@{k}"], figures["stderr" if k == ks[0] else f"stderr@{k}"] = mean_pass_at_k(right, n=n, k=k)
-    figures |= {"statuses": dict(sorted(statuses.items())), "found": dict(Counter(each.how for each in graded))}
+    figures |= {
+        "statuses": dict(sorted(statuses.items())),
+        "found": dict(Counter(each.tried.found.how for each in graded)),
+    }
     return figures | {"executor": sandbox.version, "limits": asdict(limits), "prompt_version": PROMPT_VERSION}, graded

@@ -19,6 +19,9 @@ from sftplay.units import format_seconds
 
 Batch = list[tuple[Prompt, list[int]]]
 
+Answer = str | dict[str, str]
+"""What a row gets: its `response`, or several columns by name."""
+
 
 def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator) -> None:
     """Make sure that every row can be asked and has room for its answer, before any is answered.
@@ -35,8 +38,17 @@ def check_lengths(questions: PromptFile, renderer: Any, *, generator: Generator)
             raise DataError(what, where=str(question.source), fix=fix)
 
 
+def answerer(generator: Generator) -> Callable[[Batch], list[Answer]]:
+    """A function that answers the rows of a batch."""
+
+    def answer(batch: Batch) -> list[Answer]:
+        return [*answer_batch(generator, [prompt for _, prompt in batch], rows=[row.number for row, _ in batch])]
+
+    return answer
+
+
 def answer_rest(
-    generator: Generator,
+    answer: Callable[[Batch], list[Answer]],
     renderer: Any,
     *,
     questions: PromptFile,
@@ -52,9 +64,7 @@ def answer_rest(
     for window in questions.windows(batch_size):
         n_batches = -(-len(window) // batch_size)
         for batch in _by_length(window, renderer, batch_size=batch_size)[skipped:] if skipped < n_batches else ():
-            numbers = [question.number for question, _ in batch]
-            answers = answer_batch(generator, [prompt for _, prompt in batch], rows=numbers)
-            partial.append(list(zip(numbers, answers, strict=True)))
+            partial.append(list(zip([question.number for question, _ in batch], answer(batch), strict=True)))
             meter.count(len(batch))
         skipped = max(0, skipped - n_batches)
 
@@ -67,7 +77,7 @@ def _by_length(window: list[Prompt], renderer: Any, *, batch_size: int) -> list[
 
 
 def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path, batch_size: int) -> None:
-    """Write every row with its `response`, in order; `out` appears whole, and `partial` is removed.
+    """Write every row with its answer, in order; `out` appears whole, and `partial` is removed.
 
     Raises:
         RunError: it cannot be written.
@@ -76,9 +86,11 @@ def write_answered(questions: PromptFile, partial: PartialAnswers, *, out: Path,
         with whole_file(out) as scratch, scratch.open("w", encoding="utf-8") as handle:
             batches = partial.answers() if partial.n_batches else iter(())
             for window in questions.windows(batch_size):
-                answers = {n: text for _ in range(-(-len(window) // batch_size)) for n, text in next(batches)}
+                answers = {n: answer for _ in range(-(-len(window) // batch_size)) for n, answer in next(batches)}
                 for question in window:
-                    handle.write(_line({**question.row, "response": answers[question.number]}))
+                    answer = answers[question.number]
+                    columns = {"response": answer} if isinstance(answer, str) else answer
+                    handle.write(_line({**question.row, **columns}))
     except OSError as error:
         what = f"cannot be written ({error.strerror}); the answers are kept in {partial.path}"
         raise RunError(what, where=str(out), fix=FIX_SPACE) from error

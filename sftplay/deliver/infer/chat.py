@@ -57,7 +57,7 @@ class Conversation:
         except BaseException:
             self.turns = before
             raise
-        if parts or not stop.is_set():
+        if parts:
             self.turns.append(Message("assistant", "".join(parts)))
         else:
             self.turns.pop()
@@ -88,17 +88,22 @@ class Conversation:
         return ids
 
 
-def run_command(conversation: Conversation, line: str) -> str | None:
-    """Do what a line that begins with / says, and answer it; None when the conversation is to end."""
+def run_command(conversation: Any, line: str) -> str | None:
+    """Do what a line that begins with / says, and answer it; None when the conversation is to end.
+
+    The conversation may have `commands` of its own.
+    """
     word, _, rest = line.strip().partition(" ")
     if word == "/quit":
         return None
-    action = COMMANDS.get(word)
+    commands = getattr(conversation, "commands", COMMANDS)
+    action = commands.get(word)
     if action is None:
-        near = nearest_names(word, [*COMMANDS, "/quit"])
+        near = nearest_names(word, [*commands, "/quit"])
         hint = f"did you mean {near[0]}?" if near else "/help lists what there is"
         return f"no command {word!r}: {hint} (a line that begins with a space is said as it is)"
-    return action(conversation, rest.strip())
+    said: str = action(conversation, rest.strip())
+    return said
 
 
 def _reset(conversation: Conversation, rest: str) -> str:

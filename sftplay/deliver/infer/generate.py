@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Generator as Pieces
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -64,7 +65,9 @@ class Generator:
                 attention_mask=mask.to(device),
                 generation_config=greedy,
                 logits_processor=self.sampling.processors(rows or range(len(ids))),
-                stopping_criteria=StoppingCriteriaList([_StopOnEvent(streamer.stop)] if streamer else []),
+                stopping_criteria=StoppingCriteriaList(
+                    [_StopOnEvent(streamer.stop), _StopOnEvent(streamer.left)] if streamer else []
+                ),
                 streamer=streamer,
             )
         finally:
@@ -117,8 +120,13 @@ def answer_all(
     return answers
 
 
-def stream_answer(generator: Generator, prompt: list[int], *, row: int = 0, stop: Event | None = None) -> Iterator[str]:
-    """Parts of the answer to one prompt as they are made, until `stop` is set; together they are the answer."""
+def stream_answer(
+    generator: Generator, prompt: list[int], *, row: int = 0, stop: Event | None = None
+) -> Pieces[str, None, list[int]]:
+    """Parts of the answer to one prompt as they are made, until `stop` is set; together they are the answer.
+
+    What the generator returns at its end are the answer's tokens, an end token among them.
+    """
     streamer = TextStreamer(generator.tokenizer, stop or Event())
     ids = torch.tensor([prompt])
     with ThreadPoolExecutor(1) as pool:
@@ -127,8 +135,9 @@ def stream_answer(generator: Generator, prompt: list[int], *, row: int = 0, stop
         try:
             yield from iter(streamer.queue.get, None)
         finally:
-            streamer.stop.set()  # a reader that left early waits for one token, not for the whole answer
+            streamer.left.set()  # a reader that left early waits for one token, not for the whole answer
         work.result()
+    return streamer.ids
 
 
 class TextStreamer(BaseStreamer):
@@ -140,6 +149,8 @@ class TextStreamer(BaseStreamer):
     def __init__(self, tokenizer: Any, stop: Event) -> None:
         self.queue: SimpleQueue[str | None] = SimpleQueue()
         self.stop = stop
+        self.left = Event()
+        """Set when nobody reads any more."""
         self._tokenizer = tokenizer
         self._ids: list[int] | None = None
         self._shown = ""
@@ -159,8 +170,13 @@ class TextStreamer(BaseStreamer):
         self._put_new(self._text())
         self.queue.put(None)
 
+    @property
+    def ids(self) -> list[int]:
+        """The tokens so far."""
+        return self._ids or []
+
     def _text(self) -> str:
-        return str(self._tokenizer.decode(self._ids or [], skip_special_tokens=True))
+        return str(self._tokenizer.decode(self.ids, skip_special_tokens=True))
 
     def _put_new(self, text: str) -> None:
         # A tokenizer that tidies white space may change the text that it wrote before.

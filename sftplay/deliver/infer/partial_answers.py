@@ -72,8 +72,8 @@ class PartialAnswers:
                 if self.path.exists() and not self.path.stat().st_size:
                     self.path.unlink()
 
-    def append(self, answers: list[tuple[int, str]]) -> None:
-        """Add one batch, (row number, answer) each; it is on the disk when this returns.
+    def append(self, answers: list[tuple[int, Any]]) -> None:
+        """Add one batch, (row number, answer as JSON has it) each; it is on the disk when this returns.
 
         Raises:
             RunError: it cannot be written.
@@ -91,12 +91,12 @@ class PartialAnswers:
         self.n_batches += 1
         self.n_answers += len(answers)
 
-    def answers(self) -> Iterator[list[tuple[int, str]]]:
+    def answers(self) -> Iterator[list[tuple[int, Any]]]:
         """Every batch, one after another."""
         with self.path.open("rb") as lines:
             next(lines, None)
             for line in lines:
-                yield [(number, text) for number, text in json.loads(line)]
+                yield [(number, answer) for number, answer in json.loads(line)]
 
     def remove(self) -> None:
         """Remove the file, after its answers were written elsewhere."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from sftplay.deliver.report.drawing.charts import Chart, Curve
 from sftplay.deliver.report.drawing.figures import capitalized, name_of
+from sftplay.deliver.report.episodes.turns import is_of_turns
 from sftplay.deliver.report.read.history import Point, as_bytes, as_number
 from sftplay.deliver.report.read.run_files import RunFiles, mapping
 
@@ -27,9 +28,9 @@ AMONG_PROCESSES = ("exposed_communication_share", "communication_max_s")
 MOST_OTHERS = 8
 
 
-def is_reward(name: str) -> bool:
-    """Whether `learned` draws this figure of metrics.jsonl."""
-    return name in REWARDS or name.startswith("reward/")
+def is_drawn_elsewhere(name: str) -> bool:
+    """Whether `learned` or `episodes` draws this figure of metrics.jsonl."""
+    return name in REWARDS or name.startswith("reward/") or is_of_turns(name)
 
 
 class Memory(NamedTuple):
@@ -69,7 +70,8 @@ def charts_of(run: RunFiles) -> list[Chart]:
         return Curve(key, name, history.curve(key), colour)
 
     silent = AMONG_PROCESSES if run.plan.get("world_size", 1) == 1 else ()
-    others = [name for name in history.values if name not in (*MAIN, *silent) and not is_reward(name)][:MOST_OTHERS]
+    others = [name for name in history.values if name not in (*MAIN, *silent) and not is_drawn_elsewhere(name)]
+    others = others[:MOST_OTHERS]
     held_out = Curve("held_out_loss", "held-out", held_out_points(run), "b", dots=True)
     is_padded = history.values.get("padded_tokens_per_s") != history.values.get("tokens_per_s")
     padded = [plain("padded_tokens_per_s", "padding included")] if is_padded else []

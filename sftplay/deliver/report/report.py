@@ -17,6 +17,7 @@ from sftplay.deliver.report.course import charts_of, memory_of, resumed_steps
 from sftplay.deliver.report.drawing.charts import Chart
 from sftplay.deliver.report.drawing.figures import capitalized, format_figure, is_share, name_of
 from sftplay.deliver.report.drawing.page import render_page
+from sftplay.deliver.report.episodes.turns import turns_of
 from sftplay.deliver.report.learned import learned_table, reward_charts
 from sftplay.deliver.report.mixture import anchors_of, forgetting, mixture_tables, source_charts
 from sftplay.deliver.report.puzzles.solved import puzzles_of
@@ -62,6 +63,7 @@ def render(run: RunFiles) -> str:
         evaluation=sections.evaluation_tables(run),
         bars=sections.evaluation_bars(run),
         puzzles=puzzles_of(run),
+        turns=turns_of(run, resumed_steps(run)),
         sources=mixture_tables(run),
         forgetting=forgetting(run),
         answers=_answers(run),
@@ -85,7 +87,9 @@ def _charts(run: RunFiles) -> list[Chart]:
 
 
 def _answers(run: RunFiles) -> list[tuple[str, str, Answers]]:
-    """Sets of answers, each with its anchor on the page and its title."""
+    """Sets of answers, each with its anchor on the page and its title. Episodes have a table of their own."""
+    if run.value("task_mode") == "score":
+        return []
     sets = [("answers", "Answers before and after", "")]
     sets += [(f"answers-{n}", f"Answers to {name}", f"anchor-{name}-") for n, name in enumerate(anchors_of(run), 1)]
     sets += [("test-answers", "Answers to the test rows", "test-")]

@@ -30,6 +30,9 @@ MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 40, 20, 700
 BARRED = ("loss",)
 """Metrics that are no shares and are drawn as bars all the same."""
 
+ELSEWHERE = ("hints", "diagnosis")
+"""What has a table of its own."""
+
 Fact = tuple[str, Any]
 """A name with its value."""
 
@@ -114,7 +117,7 @@ def _rows_of(prefix: str) -> str:
 def _pair_rows(run: RunFiles, prefix: str) -> list[list[str]]:
     before, after = (run.evals.get(f"{prefix}{name}", {}) for name in ("before", "after"))
     rows = []
-    for key in [*after, *(key for key in before if key not in after)][:60]:
+    for key in [key for key in (after | before) if key not in ELSEWHERE][:60]:
         better = is_better(key, before.get(key), after=after.get(key))
         moved = "" if key == "n" else change(key, before.get(key), after=after.get(key))
         verdict = {True: ' <b class="good">better</b>', False: ' <b class="bad">worse</b>', None: ""}[better]

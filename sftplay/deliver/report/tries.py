@@ -24,9 +24,9 @@ class Tries(NamedTuple):
 
 
 def tries_of(run: RunFiles) -> Tries | None:
-    """Completions of a few steps; None for a run that has kept none."""
+    """Completions of a few steps; None for a run that has kept none, or whose are episodes."""
     steps = sampled_steps(run)
-    if not steps:
+    if not steps or run.value("task_mode") == "score":
         return None
     chosen = sorted({steps[at * (len(steps) - 1) // (STEPS - 1)] for at in range(STEPS)})
     content = content_names(run)

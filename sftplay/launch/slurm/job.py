@@ -14,16 +14,18 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sftplay.atomic import is_locked, write_text
-from sftplay.errors import MachineError
+from sftplay.errors import MachineError, SftplayError
+from sftplay.launch.generation_server import client_environment
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.slurm import scheduler
 from sftplay.launch.slurm.records import CONFIG, NOTE, JobFolder, add_job, newest_job
+from sftplay.launch.slurm.server import ServerStep
 from sftplay.launch.slurm.summary import write_environment, write_summary
 from sftplay.launch.supervise.processes import children_of, end_launch
 from sftplay.signals import STOP_SIGNALS, catch_signals, popen_tied
@@ -127,12 +129,13 @@ def main(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="job")
     parser.add_argument("run", type=Path)
     parser.add_argument("--nproc", type=int, default=1)
+    parser.add_argument("--server", action="store_true", help="with a generation server on a node of its own")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     args = parser.parse_args(arguments[:end])
-    return run_job(args.run, nproc=args.nproc, launcher_args=arguments[end + 1 :])
+    return run_job(args.run, nproc=args.nproc, launcher_args=arguments[end + 1 :], has_server=args.server)
 
 
-def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = ()) -> int:
+def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = (), has_server: bool = False) -> int:
     """One life of the job, from its start to its end or the next requeue."""
     forwarder = Forwarder()
     catch_signals(forwarder.on_signal)
@@ -154,7 +157,7 @@ def run_job(run: Path, *, nproc: int, launcher_args: Sequence[str] = ()) -> int:
     own, others = (
         build(run, allocation, nproc=nproc, launcher_args=launcher_args) for build in (trainer_command, others_command)
     )
-    code = _train(job, own, others=others, forwarder=forwarder)
+    code = (_train_with_server if has_server else _train)(job, own, others=others, forwarder=forwarder)
     for pid in children_of(os.getpid()):  # the trainer has ended; what it has left would keep the node busy
         end_launch(pid)
     if signal.SIGTERM in forwarder.received and code in STOP_CODES:  # it may have come behind the notice
@@ -187,17 +190,49 @@ def steps_of_life(folder: RunFolder, *, attempts_before: int) -> tuple[int, int]
     return int(attempts[0].get("from_step") or 0), int(step if last is None else last)
 
 
-def _train(job: JobFolder, own: Sequence[str], *, others: Sequence[str], forwarder: Forwarder) -> int:
+def _train_with_server(job: JobFolder, own: Sequence[str], *, others: Sequence[str], forwarder: Forwarder) -> int:
+    """As `_train`, beside a generation server. Whichever ends first, the other one is ended too."""
+    try:
+        server = ServerStep(job, is_stopping=lambda: forwarder.received)
+    except FileNotFoundError as error:
+        say(f"{error}: the generation server cannot be started")
+        return MachineError.exit_code
+    code, url = 0, ""
+    try:
+        if url := server.await_address():
+            say(f"the generation server answers at {url}; {job.server_log} has its lines")
+            env = client_environment(url, os.environ)
+            code = _train(job, own, others=others, forwarder=forwarder, env=env, wait=server.follow)
+        server.check()
+    except SftplayError as error:
+        say(f"{error.what}; {job.server_log} has its lines")
+        code = error.exit_code
+    finally:
+        server.end()
+    if forwarder.received and code not in STOP_CODES and (server.is_lost or not url):
+        return 128 + forwarder.received[0]
+    return code
+
+
+def _train(
+    job: JobFolder,
+    own: Sequence[str],
+    *,
+    others: Sequence[str],
+    forwarder: Forwarder,
+    env: Mapping[str, str] | None = None,
+    wait: Callable[[subprocess.Popen[bytes]], int] = subprocess.Popen.wait,
+) -> int:
     with job.log.open("ab", buffering=0) as log:
         elsewhere = None
         try:
-            elsewhere = popen_tied(others, output=log) if others else None
+            elsewhere = popen_tied(others, output=log, env=env) if others else None
         except FileNotFoundError as error:
             say(f"{error}: the other nodes cannot be started")
             return MachineError.exit_code
-        process = popen_tied(own, output=log)
+        process = popen_tied(own, output=log, env=env)
         forwarder.attach(process)
-        code = process.wait()
+        code = wait(process)
         if elsewhere:
             _await_others(elsewhere)
     return code if code >= 0 else 128 - code

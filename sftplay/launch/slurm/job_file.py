@@ -33,6 +33,7 @@ exec "${{command[@]}}"
 def job_file(request: JobRequest, folder: Path, *, chdir: Path, python: str, launcher_args: Sequence[str] = ()) -> str:
     """The job file of the run in `folder`, an absolute path. `python` runs the kit, in `chdir`."""
     argv = [python, "-m", SUPERVISOR, str(folder), "--nproc", str(request.processes)]
+    argv += ["--server"] if request.server_gpus is not None else []
     argv += ["--", *launcher_args] if launcher_args else []
     return _TEMPLATE.format(
         name=folder.name,

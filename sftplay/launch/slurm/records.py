@@ -19,6 +19,7 @@ JOB_FILE, CONFIG, JOBS, LOCK = "slurm.sbatch", "slurm.yaml", "slurm.jsonl", "slu
 
 LOG, SUMMARY, ENVIRONMENT = "training_output.log", "job_summary.txt", "env.txt"
 LIVES, NOTE = "lives.jsonl", "requeue_failed.txt"
+SERVER, SERVER_LOG = "generation_server.url", "generation_server.log"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ class JobFolder:
     @property
     def log(self) -> Path:
         return self.path / LOG
+
+    @property
+    def server(self) -> Path:
+        """The address of the job's generation server, which is there while one answers."""
+        return self.path / SERVER
+
+    @property
+    def server_log(self) -> Path:
+        return self.path / SERVER_LOG
 
     @property
     def note(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,12 @@ class JobRequest:
     setup: Path | None = None
     """A file that the job's shell reads first, such as one that loads modules."""
 
+    server_gpus: int | None = None
+    """GPUs of the further node on which the generation server runs. None: the job has no such node."""
+
+    server_sbatch: tuple[str, ...] = ()
+    """More options of sbatch for that node."""
+
     @property
     def processes(self) -> int:
         """Processes on each node: as asked, else one for each GPU of a node, else one."""
@@ -53,15 +59,20 @@ class JobRequest:
             raise ConfigError(what, where="--gres", fix="leave one of --gres and --gpus-per-node out")
         if self.time:
             limit_seconds(self.time)
-        for option in self.sbatch:
-            name = option.partition("=")[0]
-            if not re.fullmatch(r"-[a-zA-Z]\S*|--[a-z][a-z-]*(=.*)?", option, re.S) or "\n" in option:
-                fix = "write options as one word each, such as --account=lab"
-                raise ConfigError(f"{option!r} is no option of sbatch", where="--sbatch", fix=fix)
-            if SHORT.get(name[:2], name.removeprefix("--")) in OURS:
-                raise ConfigError(f"{name} is set by the kit", where="--sbatch", fix="leave it out; see docs/slurm.md")
+        for flag, options in (("--sbatch", self.sbatch), ("--server-sbatch", self.server_sbatch)):
+            _check_options(options, flag)
         if self.setup is not None and not self.setup.is_file():
             raise ConfigError("there is no such file", where=f"--setup {self.setup}", fix="correct the path")
+
+
+def _check_options(options: Iterable[str], flag: str) -> None:
+    for option in options:
+        name = option.partition("=")[0]
+        if not re.fullmatch(r"-[a-zA-Z]\S*|--[a-z][a-z-]*(=.*)?", option, re.S) or "\n" in option:
+            fix = "write options as one word each, such as --account=lab"
+            raise ConfigError(f"{option!r} is no option of sbatch", where=flag, fix=fix)
+        if SHORT.get(name[:2], name.removeprefix("--")) in OURS:
+            raise ConfigError(f"{name} is set by the kit", where=flag, fix="leave it out; see docs/slurm.md")
 
 
 def gpus_in(gres: str) -> int:
@@ -86,7 +97,11 @@ def limit_seconds(text: str) -> float:
 
 
 def directives(request: JobRequest, folder: Path, *, chdir: Path) -> Iterator[str]:
-    """The options of the job of the run in `folder`, for lines of `#SBATCH`. Of two the last one counts: the user's."""
+    """The options of the job of the run in `folder`, for lines of `#SBATCH`. Of two the last one counts: the user's.
+
+    With a server the job is heterogeneous: behind `hetjob` stands its node. What is not said again there, such as
+    account, memory and notice, is as for the trainers.
+    """
     yield f"--job-name={word(folder.name)}"
     yield f"--nodes={request.nodes}"
     yield "--ntasks-per-node=1"
@@ -101,9 +116,21 @@ def directives(request: JobRequest, folder: Path, *, chdir: Path) -> Iterator[st
     yield "--open-mode=append"
     yield f"--output={word(str(folder).replace('%', '%%'))}/slurm-%j.out"
     yield f"--chdir={word(str(chdir))}"
-    for option in request.sbatch:
-        name, sign, value = option.partition("=")
-        yield f"{name}{sign}{word(value) if value else ''}"
+    yield from map(_as_words, request.sbatch)
+    if request.server_gpus is None:
+        return
+    yield from ("hetjob", "--nodes=1", "--ntasks-per-node=1")
+    for flag, value in (("time", request.time), ("partition", request.partition)):
+        if value:
+            yield f"--{flag}={word(value)}"
+    if request.gpus_per_node or gpus_in(request.gres):
+        yield f"--gpus-per-node={request.server_gpus}"
+    yield from map(_as_words, request.server_sbatch)
+
+
+def _as_words(option: str) -> str:
+    name, sign, value = option.partition("=")
+    return f"{name}{sign}{word(value) if value else ''}"
 
 
 def word(text: str) -> str:

@@ -57,13 +57,16 @@ def look(job: int) -> JobState:
         MachineError: SLURM does not answer, or is not here.
     """
     try:
-        said = call("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format={'|'.join(COLUMNS.values())}")
+        said = call(
+            "squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format=%i|{'|'.join(COLUMNS.values())}"
+        )
     except MachineError as error:
         if "Invalid job id" in error.what:  # it ended a while ago
             return JobState()
         raise
-    values = said.strip().splitlines()[-1].split("|") if said.strip() else []
-    return JobState(**dict(zip(COLUMNS, values, strict=False)))
+    # A job with a generation server has a line for each part: 17+0 are the trainers.
+    first = min(said.strip().splitlines(), default="")
+    return JobState(**dict(zip(COLUMNS, first.split("|")[1:], strict=False)))
 
 
 def end(job: int) -> None:

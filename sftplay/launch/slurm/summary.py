@@ -41,7 +41,8 @@ def write_summary(job: JobFolder, *, processes: int, exit_code: int | None) -> N
     facts += [("exit code", "still running" if exit_code is None else exit_code)]
     lines = [f"{name + ':':<18}{value}" for name, value in facts if value not in (None, "")]
     if exit_code and exit_code < 128:
-        lines += ["", f"the last lines of {job.log.name}:", *_last_lines(job.log)]
+        for path in (job.server_log, job.log):
+            lines += ["", f"the last lines of {path.name}:", *_last_lines(path)] if path.exists() else []
     write_text(job.path / SUMMARY, "\n".join(lines) + "\n")
 
 
@@ -102,8 +103,6 @@ def _last_pass(folder: Path) -> str | None:
 
 
 def _last_lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LAST_BYTES))
         return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]

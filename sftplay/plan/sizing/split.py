@@ -56,7 +56,9 @@ def foresee_drawing(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Calla
 
     def look(drawn: int) -> Forecast:
         seen = forecast(setting, size, drawn=drawn)
-        return replace(seen, footprint=Footprint({DRAW: seen.footprint.phases[DRAW]}))
+        phases = [each.phases[DRAW] for name, each in seen.by_device.items() if name != "cpu"]
+        largest = max(phases or [seen.footprint.phases[DRAW]], key=lambda parts: sum(parts.values()))
+        return replace(seen, footprint=Footprint({DRAW: largest}))
 
     return look
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.launch.generation_server import DEFAULT_URL, URL
+from sftplay.machine.ports import free_port
 
 CONTINUOUS = "transformers_continuous_batching_config"
 
@@ -66,8 +69,11 @@ def _generation(cfg: RunConfig) -> dict[str, Any]:
             "vllm_max_model_length": cfg.prompt_tokens + cfg.grpo.max_completion_length,
         }
     if kind == "vllm_server":
-        server = {"vllm_server_base_url": vllm.url, "vllm_server_timeout": float(vllm.timeout)}
-        return {"use_vllm": True, "vllm_mode": "server", **server}
+        url = vllm.url or os.environ.get(URL)
+        server = {"vllm_server_base_url": url or DEFAULT_URL, "vllm_server_timeout": float(vllm.timeout)}
+        # Two runs of a node would meet at TRL's own port for weights.
+        ports = {} if vllm.url or not url else {"vllm_group_port": free_port(0)}
+        return {"use_vllm": True, "vllm_mode": "server", **server, **ports}
     if kind == "continuous":
         return {"use_vllm": False, "use_transformers_continuous_batching": True, CONTINUOUS: _cache(cfg)}
     return {"use_vllm": False, "use_transformers_continuous_batching": False}

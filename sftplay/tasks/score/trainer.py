@@ -26,20 +26,21 @@ from sftplay.deliver.infer.sampling import seed_of
 from sftplay.errors import RunError
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.interval import StepCounts
-from sftplay.monitor.metrics import gather_objects
 from sftplay.tasks.score.episodes.cast import Cast
-from sftplay.tasks.score.episodes.judge import EpisodeJudge, Verdict, describe, of_all_ranks
+from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe, of_all_ranks
 from sftplay.tasks.score.episodes.play import Episode, Player
 from sftplay.tasks.score.episodes.samples import keep_episodes
-from sftplay.tasks.score.gradients.update import Batch, Update
-from sftplay.tasks.score.learning.credit import Credit, Outcome, credit_of
-from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
+from sftplay.tasks.score.gradients.lesson import Lesson, Played
+from sftplay.tasks.score.gradients.update import Batch
+from sftplay.tasks.score.learning.credit import Credit
+from sftplay.tasks.score.learning.critic import soft_update
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
 
 WEIGHTS = "score.safetensors"
-"""File of a checkpoint with everything that trains: both adapters and the value head, exact to the bit."""
+"""File of a checkpoint with everything that trains, and the critic's slow copy, exact to the bit. A solver all of whose
+weights train is not in it: the Trainer keeps that itself."""
 
 GUIDE_RATE = 0.2
 """Rate of the guide over that of the solver, where nothing is said."""
@@ -62,6 +63,9 @@ class EpisodeTrainer(Trainer):
     ) -> None:
         super().__init__(**named)
         self.cfg, self.run_folder, self.cast, self.player, self.judge = cfg, run_folder, cast, player, judge
+        self.beside = {"guide": cast.models["guide"]} if cast.is_separate else {}
+        """Models of the result that are not the Trainer's."""
+
         self.questions, self.heartbeat = questions, step.heartbeat
         self.micro_batcher, self.replay = step.micro_batcher, None
         self.source_names: tuple[str, ...] = ()
@@ -88,29 +92,36 @@ class EpisodeTrainer(Trainer):
         step = self.state.global_step + 1
         self._forget_moments(step)
         places = [int(place) for place in inputs["place"]]
-        score, n = self.cfg.score, len(places)
+        score = self.cfg.score
         questions = [self.questions[int(row)] for row in inputs["row"]]
-        model.eval()
+        self.cast.forget_gradients()
+        self.cast.eval()
         with self.heartbeat.within("generation"), torch.no_grad(), self.accelerator.autocast():
-            episodes = self.player.play(
-                questions, numbers=places, seed=seed_of(self.cfg.seed, step), temperature=score.temperature
-            )
+            draw: dict[str, Any] = {
+                "numbers": places,
+                "seed": seed_of(self.cfg.seed, step),
+                "temperature": score.temperature,
+            }
+            episodes = self.player.play(questions, **draw)
+            fresh = self.player.answer_again(episodes, **draw) if self.cast.critic else []
         verdicts = of_all_ranks(self.judge.judge(episodes, heartbeat=self.heartbeat), self.heartbeat)
         self.heartbeat.enter("forward")
-        update = Update(self.cast, score, batch=self._batch(len(verdicts)))
-        credit = self._credit(episodes, verdicts, update=update, step=step)
-        own = slice(log.rank() * n, (log.rank() + 1) * n)
+        lesson = Lesson(
+            Played(episodes, verdicts, fresh), cast=self.cast, score=score, batch=self._batch(len(verdicts)),
+            heartbeat=self.heartbeat, step=step,
+        )  # fmt: skip
+        credit = lesson.credit()
         keep_episodes(
             episodes, verdicts, run_folder=self.run_folder, step=step, tokenizer=self.player.tokenizer,
             limit=score.samples, gains={"t1": credit.first, "guide": credit.guide, "t2": credit.second},
         )  # fmt: skip
-        model.train()
-        self._learn(episodes, verdicts, update=update, credit=credit, own=own, step=step)
+        self.cast.train()
+        lesson.learn(credit)
         if log.world_size() > 1:
             with self.heartbeat.within("communication"):
-                average_gradients(self.model_wrapped)
-                self._drop_idle(step)
-        return self._finish(episodes, verdicts, update=update, credit=credit, step=step)
+                average_gradients(self.model_wrapped, beside=self.cast.beside())
+                self._drop_idle(lesson)
+        return self._finish(lesson, credit)
 
     def _forget_moments(self, step: int) -> None:
         """Begin stage 2 with an optimizer that has seen nothing, where the config asks for it."""
@@ -123,7 +134,6 @@ class EpisodeTrainer(Trainer):
             micro_batch=self.micro_batcher.micro_batch,
             n_episodes=n_episodes / log.world_size(),
             pad=self.player.tokenizer.pad_token_id,
-            device=self.accelerator.device,
             backward=self._backward,
             context=self.compute_loss_context_manager,
         )
@@ -135,79 +145,20 @@ class EpisodeTrainer(Trainer):
             self.accelerator.backward(loss)
         self.heartbeat.enter("forward")
 
-    def _credit(self, episodes: Sequence[Episode], verdicts: Sequence[Verdict], *, update: Update, step: int) -> Credit:
-        """Advantages of the episodes of all ranks."""
-        value = None
-        if self.cast.has_value:
-            mine = update.values([episode.hint for episode in episodes if episode.hint is not None])
-            value = torch.tensor([each for rank in gather_objects(mine.tolist(), self.heartbeat) for each in rank])
-
-        def column(name: str) -> Tensor:
-            return torch.tensor([float(getattr(verdict, name)) for verdict in verdicts])
-
-        outcome = Outcome(
-            first=column("first"),
-            second=column("second"),
-            is_known=column("is_known"),
-            form_first=column("form_first"),
-            form_second=column("form_second"),
-            leak=column("leaks"),
-            value=value,
-        )
-        return credit_of(outcome, self.cfg.score, stage=stage_of(step, self.cfg.score))
-
-    def _learn(
-        self,
-        episodes: Sequence[Episode],
-        verdicts: Sequence[Verdict],
-        *,
-        update: Update,
-        credit: Credit,
-        own: slice,
-        step: int,
-    ) -> None:
-        """Gradients of guide and solver, from this rank's share."""
-        score = self.cfg.score
-        turns = [[episode.first for episode in episodes], [episode.second for episode in episodes]]
-        hints = [episode.hint for episode in episodes if episode.hint is not None]
-        counts = [sum(len(action.ids) for action in actions) for actions in (*turns, hints)]
-        totals = [sum(each) / log.world_size() for each in zip(*gather_objects(counts, self.heartbeat), strict=True)]
-        outcome = torch.tensor([verdict.second for verdict in verdicts[own]])
-        if self._guide_learns(step):
-            update.guide(hints, advantage=credit.guide[own], outcome=outcome, n_tokens=totals[2])
-        elif self.cast.has_value and score.value_coef:
-            update.value_head(hints, outcome=outcome)
-        beta = kl_coefficients(stage_of(step, score), score)
-        first = None if credit.first is None else credit.first[own]
-        update.solver(turns[0], turn=1, advantage=first, beta=beta.first, n_tokens=totals[0])
-        update.solver(turns[1], turn=2, advantage=credit.second[own], beta=beta.second, n_tokens=totals[1])
-
-    def _guide_learns(self, step: int) -> bool:
-        return "guide" in self.cast.parts and step > self.cfg.score.guidance_warmup
-
-    def _drop_idle(self, step: int) -> None:
+    def _drop_idle(self, lesson: Lesson) -> None:
         """Averaging makes gradients of zeros where there are none; an optimizer would count them as a step."""
-        if not self._guide_learns(step):
+        if not lesson.guide_learns:
             for parameter in self.cast.parts.get("guide", ()):
                 parameter.grad = None
 
-    def _finish(
-        self,
-        episodes: Sequence[Episode],
-        verdicts: Sequence[Verdict],
-        *,
-        update: Update,
-        credit: Credit,
-        step: int,
-    ) -> Tensor:
+    def _finish(self, lesson: Lesson, credit: Credit) -> Tensor:
         """Counts and figures of the step; the loss of this rank."""
-        self._count(episodes)
-        sums = [dict(each) for each in gather_objects(dict(update.sums), self.heartbeat)]
-        means = {name: fmean(each[name] for each in sums) for name in sums[0] if name != "loss"}
-        self.figures = {**describe(verdicts), **credit.figures, **means, "stage": stage_of(step, self.cfg.score)}
+        played = lesson.played
+        self._count(played.episodes)
+        self.figures = {**describe(played.verdicts), **credit.figures, **lesson.figures(), "stage": lesson.stage}
         for name, value in self.figures.items():
             self._figures[name].append(value)
-        self.last_loss = update.sums["loss"]
+        self.last_loss = lesson.update.sums["loss"]
         return torch.tensor(self.last_loss, device=self.args.device)
 
     def _count(self, episodes: Sequence[Episode]) -> None:
@@ -230,6 +181,7 @@ class EpisodeTrainer(Trainer):
                 "solver": solver,
                 "guide": score.guide_learning_rate or GUIDE_RATE * solver,
                 "value": score.value_learning_rate,
+                "critic": score.critic.learning_rate,
             }
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = [
@@ -237,7 +189,14 @@ class EpisodeTrainer(Trainer):
                 for name, parameters in self.cast.parts.items()
             ]
             made = self.optimizer = kind(groups, **options)
+            if self.cast.critic is not None:
+                made.register_step_post_hook(self._follow_critic)
         return made
+
+    def _follow_critic(self, *_: Any) -> None:
+        """After each step of the critic, its slow copy comes nearer."""
+        assert self.cast.critic is not None
+        soft_update(self.cast.slow_critic, self.cast.critic, tau=self.cfg.score.critic.tau)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradient of each part by its own norm; the norm of all together before that."""
@@ -257,8 +216,7 @@ class EpisodeTrainer(Trainer):
         with random_numbers_kept():
             super()._save_checkpoint(*given)
         if log.is_main():
-            names = {id(p) for part in self.cast.parts.values() for p in part}
-            weights = {n: p.detach().contiguous() for n, p in self.model.named_parameters() if id(p) in names}
+            weights = {name: p.detach().contiguous() for name, p in self.cast.kept_weights().items()}
             save_file(weights, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}" / WEIGHTS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -266,7 +224,9 @@ class EpisodeTrainer(Trainer):
         if not path.is_file():
             fix = "continue from a checkpoint of task mode score"
             raise RunError("the checkpoint has no weights of solver and guide", where=str(path), fix=fix)
-        weights, mine = load_file(path), dict(self.model.named_parameters())
+        if not hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        weights, mine = load_file(path), self.cast.kept_weights()
         with torch.no_grad():
             for name, weight in weights.items():
                 mine[name].copy_(weight)

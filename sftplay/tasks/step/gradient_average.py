@@ -5,7 +5,7 @@ DistributedDataParallel does the same within the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
-def average_gradients(model: Any) -> None:
+def average_gradients(model: Any, *, beside: Sequence[Any] = ()) -> None:
     """Replace every rank's gradients by their mean over the ranks; a missing gradient counts as zero.
 
-    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel. Gradients are sent
-    in buckets of DDP's own size, which is also all the memory that sending takes.
+    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel, and `beside` are
+    weights that train outside of it. Gradients are sent in buckets of DDP's own size, which is also all the memory that
+    sending takes.
     """
-    weights = [p for p in model.parameters() if p.requires_grad]
+    weights = [*(p for p in model.parameters() if p.requires_grad), *beside]
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)

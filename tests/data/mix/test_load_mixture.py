@@ -197,7 +197,7 @@ def test_a_second_run_uses_the_stores_of_the_first(
 def test_a_source_without_anything_to_learn_is_refused_by_its_path(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], chats: dict[str, Any]
 ):
-    with pytest.raises(DataError, match="nothing is left to learn: 80 rows read, 80 too long") as refusal:
+    with pytest.raises(DataError, match="nothing is left to learn: 80 read, 80 too long") as refusal:
         load_mixture(mixed([domain, chats], size=8, too_long="drop", split=0), tokenizer)
     assert refusal.value.where == str(chats["path"])
 

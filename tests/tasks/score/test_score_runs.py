@@ -46,6 +46,35 @@ def course(run: Finished) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in TIMED} for line in run.metrics]
 
 
+CRITIC = score_options(
+    score__advantage="critic", score__value="separate", score__value_flow="stop",
+    score__critic={"learning_rate": 1e-2, "width": 8},
+)  # fmt: skip
+
+
+def test_a_run_with_a_critic_and_a_separate_value_resumes_bit_for_bit(inputs: Inputs, tmp_path: Path):
+    with patch("sftplay.tasks.score.learning.credit.WARM", -1e9):  # so that its opinion counts from the first step
+        whole = train(tmp_path / "whole", inputs, **CRITIC)
+        cfg, folder = new_run(tmp_path / "halves", inputs, **CRITIC)
+        train_in(cfg, folder, StopAfter(2))
+        resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    assert course(resumed) == course(whole)
+    assert {"critic_q1", "critic_q2", "critic_v1", "critic_v2", "grad_norm/critic"} <= set(whole.metrics[0])
+    assert [line["critic_is_baseline_t2"] for line in whole.metrics] == [1, 1, 1, 1]
+    assert whole.metrics[0]["critic_q1"] != whole.metrics[-1]["critic_q1"]
+    mine, its = (dict(run.trainer.model.named_parameters()) for run in (whole, resumed))
+    learned = [name for name in mine if any(part in name for part in ("critic", "lora", "value_head"))]
+    assert any(name.startswith("slow_critic") for name in learned)
+    for name in learned:
+        assert torch.equal(mine[name], its[name]), name
+    assert not torch.equal(mine["slow_critic.encoder.embedding.weight"], mine["critic.encoder.embedding.weight"])
+
+
+def test_a_critic_that_is_not_used_is_not_built(whole: Finished):
+    assert whole.trainer.cast.critic is None
+    assert not any("critic" in name for name, _ in whole.trainer.model.named_parameters())
+
+
 @pytest.mark.parametrize("step", [1, 2, 3], ids=["in stage 1", "between the stages", "in stage 2"])
 def test_a_resumed_run_is_the_same_bit_for_bit(step: int, whole: Finished, inputs: Inputs, tmp_path: Path):
     cfg, folder = new_run(tmp_path, inputs, **score_options())

@@ -6,16 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from sftplay.tasks.score.learning.critic import (
-    Critic,
-    Tokens,
-    Visits,
-    critic_advantage,
-    critic_loss,
-    slow_copy,
-    soft_update,
-)
-from sftplay.tasks.score.learning.value import ValueHead, straight_through, value_loss
+from sftplay.tasks.score.learning.critic import Critic, Visits, critic_loss, opinion, slow_copy, soft_update
+from sftplay.tasks.score.learning.encoder import TextEncoder, Tokens
+from sftplay.tasks.score.learning.value import SeparateValue, ValueHead, straight_through, value_loss
 
 TARGET = torch.tensor([0.0, 1.0, 1.0])
 
@@ -68,7 +61,27 @@ def test_straight_through_embeds_the_tokens_and_learns_by_the_mixture():
 
 
 def tokens(*rows):
-    return Tokens(torch.tensor(rows), torch.tensor([len(row) for row in rows]))
+    return Tokens.of(rows)
+
+
+def test_what_an_encoder_says_of_a_text_does_not_depend_on_its_neighbours():
+    torch.manual_seed(5)
+    encoder = TextEncoder(9, 4)
+    together, alone = encoder(tokens([1, 2], [3, 4, 5, 6])), encoder(tokens([1, 2]))
+    torch.testing.assert_close(together[:1], alone)
+
+
+def test_a_separate_value_learns_who_is_right_from_tokens_alone():
+    torch.manual_seed(6)
+    value, texts = SeparateValue(9, 8), tokens([1, 2], [1, 3, 4], [5])
+    optimizer = torch.optim.Adam(value.parameters(), lr=3e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = value_loss(value, texts, target=TARGET, flow="stop", value_coef=0.001, n_episodes=3)
+        assert loss is not None
+        loss.backward()
+        optimizer.step()
+    assert value(texts).tolist() == pytest.approx(TARGET.tolist(), abs=0.1)
 
 
 def test_a_slow_copy_comes_nearer_by_the_same_share_each_time():
@@ -89,7 +102,8 @@ def test_the_critic_learns_the_returns_and_what_lies_ahead():
     first = Visits(tokens([1, 2], [1, 2]), tokens([3], [4]), tokens([4], [3]))
     second = Visits(tokens([1, 3], [1, 4]), tokens([5], [6]), tokens([6], [5]))
     returns = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
-    losses = critic_loss(critic, slow, turns=(first, second), returns=returns, discount=0.5)
+    known = {"turns": (first, second), "returns": returns, "weight": torch.ones(2), "n_episodes": 2}
+    losses = critic_loss(critic, slow, discount=0.5, **known)
     ahead = slow.v_values(second.state).min(0).values
     q1 = critic.q_values(first.state, first.answer)
     by_hand = sum((q1[twin] - (returns[0] + 0.5 * ahead)).square().mean() for twin in range(2)) / 2
@@ -97,8 +111,16 @@ def test_the_critic_learns_the_returns_and_what_lies_ahead():
     optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
     for _ in range(150):
         optimizer.zero_grad()
-        sum(critic_loss(critic, slow, turns=(first, second), returns=returns, discount=0.0).values()).backward()
+        sum(critic_loss(critic, slow, discount=0.0, **known).values()).backward()
         optimizer.step()
         soft_update(slow, critic, tau=0.1)
     assert critic.q_values(second.state, second.answer).min(0).values.tolist() == pytest.approx([1, 0], abs=0.1)
-    assert critic_advantage(critic, second)[0] > critic_advantage(critic, second)[1]
+    worth, expected = opinion(critic, second)
+    assert (worth - expected)[0] > (worth - expected)[1]
+    half = critic_loss(critic, slow, discount=0.0, **{**known, "weight": torch.tensor([1.0, 0.0]), "n_episodes": 1})
+    first, second = (Visits(*(Tokens(part.ids[:1], part.lengths[:1]) for part in turn)) for turn in (first, second))
+    alone = critic_loss(
+        critic, slow, discount=0.0, turns=(first, second), returns=(returns[0][:1], returns[1][:1]),
+        weight=torch.ones(1), n_episodes=1,
+    )  # fmt: skip
+    torch.testing.assert_close(half, alone)

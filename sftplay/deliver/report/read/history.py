@@ -22,7 +22,7 @@ BUCKETS = 150
 TREND_BUCKETS = 50
 """Stretches of steps a trend has: enough for the shape, few enough to average noise away."""
 
-MOST_SERIES = 40
+MOST_SERIES = 120
 """Names of figures kept of one run; a file with more is not metrics."""
 
 MOST_STEPS = 2**53

@@ -39,6 +39,9 @@ class Verdict:
     form_second: bool
     """Whether all rewards for form accept the answer."""
 
+    is_parsed: bool
+    """Whether any reward judges the form."""
+
     leaks: bool
     n_cut: int
     """Answers of the two that were cut off."""
@@ -98,6 +101,7 @@ class EpisodeJudge:
             is_known=None not in values,
             form_first=form[0],
             form_second=form[1],
+            is_parsed=bool(self._form),
             leaks=is_leaked(reference_of(episode.question), text_of(self.tokenizer, episode.hint_ids)),
             n_cut=sum(cut),
             hint_tokens=len(episode.hint_ids),
@@ -121,15 +125,17 @@ def of_all_ranks(verdicts: Sequence[Verdict], heartbeat: Heartbeat) -> list[Verd
 def describe(verdicts: Sequence[Verdict]) -> dict[str, float | None]:
     """The figures of section "Metrics" that verdicts tell."""
     right = [verdict.right for verdict in verdicts]
+    forms = [form for each in verdicts if each.is_parsed for form in (each.form_first, each.form_second)]
     return {
         **turn_figures([first for first, _ in right], [second for _, second in right]),
         "reward_t1": fmean(verdict.first for verdict in verdicts),
         "reward_t2": fmean(verdict.second for verdict in verdicts),
         "edit_ratio": fmean(verdict.edit_ratio for verdict in verdicts),
         "frac_identical": fmean(verdict.is_identical for verdict in verdicts),
+        "repeats": fmean(wrong) if (wrong := [each.is_identical for each in verdicts if not each.right[0]]) else None,
         "hint_leak": fmean(verdict.leaks for verdict in verdicts),
         "hint_tokens": fmean(verdict.hint_tokens for verdict in verdicts),
-        "parse_failures": 1 - fmean((verdict.form_first + verdict.form_second) / 2 for verdict in verdicts),
+        "parse_failures": 1 - fmean(forms) if forms else None,
         "truncated": fmean(verdict.n_cut / 2 for verdict in verdicts),
         "abstained": 1 - fmean(verdict.is_known for verdict in verdicts),
     }

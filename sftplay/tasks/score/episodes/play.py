@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
 from sftplay.deliver.infer.generate import Generator
-from sftplay.deliver.infer.sampling import seed_of
+from sftplay.deliver.infer.sampling import Sampling, seed_of
 from sftplay.monitor.out_of_memory import AdaptiveBatches
-from sftplay.tasks.score.episodes.cast import Cast, Role
+from sftplay.tasks.score.episodes.cast import Role
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions
 from sftplay.tasks.score.episodes.figures import reference_of
 from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of
@@ -36,10 +37,29 @@ class Episode:
     second: Action
 
 
+Fresh = tuple[Action, Action]
+"""Another answer to each of an episode's prompts: of turn 1 and of turn 2."""
+
+
+class Speakers(Protocol):
+    """Whoever can lend the model of a role."""
+
+    def speaking(self, role: Role) -> AbstractContextManager[Any]: ...
+
+
 class Player:
     """Plays episodes with the solver and the guide of a run."""
 
-    def __init__(self, cfg: RunConfig, cast: Cast, *, renderer: Renderer) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        cast: Speakers,
+        *,
+        renderer: Renderer,
+        sampling: Callable[..., Sampling] = RecordedSampling,
+    ) -> None:
+        """`sampling` makes of a temperature and a seed how tokens are chosen."""
+        self._sampling = sampling
         self.cfg, self.cast, self.tokenizer = cfg, cast, renderer.tokenizer
         self.templates = make_templates(cfg.score.prompts, renderer, system=cfg.data.system)
         self._ends = renderer.end_token_ids
@@ -80,6 +100,20 @@ class Player:
             Episode(question=question, first=first, hint=hint, hint_ids=ids, second=second)
             for question, first, hint, ids, second in zip(questions, firsts, written, texts, seconds, strict=True)
         ]
+
+    def answer_again(
+        self, episodes: Sequence[Episode], *, numbers: Sequence[int], seed: int, temperature: float
+    ) -> list[Fresh]:
+        """Other answers of the solver to the prompts of both turns, drawn independently of those of the episodes."""
+        prompts = ([episode.first.prompt for episode in episodes], [episode.second.prompt for episode in episodes])
+        first, second = (
+            self._draw(
+                each, "solver", numbers=numbers, seed=seed_of(seed, draw), temperature=temperature,
+                longest=self.cfg.score.max_new_tokens,
+            )
+            for draw, each in enumerate(prompts, 4)
+        )  # fmt: skip
+        return list(zip(first, second, strict=True))
 
     def _written(
         self,
@@ -127,11 +161,11 @@ class Player:
 
         def draw(part: slice) -> list[Action]:
             self.beat()
-            sampling = RecordedSampling(temperature=temperature, seed=seed)
-            generator = Generator(self.cast.model, self.tokenizer, self._ends, longest, sampling)
+            sampling = self._sampling(temperature=temperature, seed=seed)
+            generator = Generator(model, self.tokenizer, self._ends, longest, sampling)
             return draw_actions(generator, prompts[part], rows=numbers[part])
 
-        with self.cast.speaking(role):
+        with self.cast.speaking(role) as model:
             return [action for part in self._at_once.each(len(prompts), draw) for action in part]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from sftplay.tasks.score.learning.returns import (
 )
 
 WARM = 0.1
-"""Share of the variance of r2 that V must explain before it is a baseline."""
+"""Share of the variance of a return that V or Q must explain before it is a baseline: noise would be one otherwise."""
 
 
 class Outcome(NamedTuple):
@@ -34,6 +34,8 @@ class Outcome(NamedTuple):
     form_second: Tensor
     leak: Tensor
     value: Tensor | None
+    critic: Tensor | None = None
+    """Q and V of turn 1, then of turn 2: [4, episodes]."""
 
 
 class Credit(NamedTuple):
@@ -43,49 +45,76 @@ class Credit(NamedTuple):
     second: Tensor
     guide: Tensor
     figures: dict[str, float | None]
+    paid: tuple[Tensor, Tensor]
+    """What both turns pay. The critic learns it for turn 1 in stage 1 too, where that turn has no policy gradient."""
+
+
+class Baselines:
+    """Returns of all ranks' episodes, compared with what was to be expected of them."""
+
+    def __init__(self, outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> None:
+        self.outcome, self.score, self.stage = outcome, score, stage
+
+    def plain(self, returns: Tensor) -> Tensor:
+        """Compared with the mean of other episodes."""
+        if self.score.advantage == "batch":
+            return self._scaled(returns, batch_baseline(returns))
+        return self._scaled(returns, leave_one_out_baseline(returns, group=self.score.episodes_per_problem))
+
+    def by_value(self, returns: Tensor) -> Tensor | None:
+        """Turn 2, compared with V; None where V is no baseline (yet)."""
+        value, r1, kind = self.outcome.value, self.outcome.first, self.score.advantage
+        if value is None or kind not in ("auto", "value"):
+            return None
+        if kind == "auto" and explained_variance(value, self.outcome.second) <= WARM:
+            return None
+        return self._scaled(returns, shaped_baseline(value, r1, stage=self.stage, alpha=self.score.alpha))
+
+    def by_critic(self, returns: Tensor, *, turn: Literal[1, 2]) -> Tensor | None:
+        """Q - V of a turn; None where there is no critic, or Q explains next to nothing of the returns."""
+        if self.outcome.critic is None:
+            return None
+        worth, expected = self.outcome.critic[2 * turn - 2], self.outcome.critic[2 * turn - 1]
+        return self._scaled(worth, expected) if explained_variance(worth, returns) > WARM else None
+
+    def _scaled(self, returns: Tensor, baseline: Tensor) -> Tensor:
+        return advantages(returns, baseline, scales=self.score.scale == "batch") * self.outcome.is_known
 
 
 def credit_of(outcome: Outcome, score: ScoreConfig, *, stage: Stage) -> Credit:
     """Advantages over the episodes of all ranks, of which those of a problem stand together."""
     r1, r2, value = outcome.first, outcome.second, outcome.value
-    paid = turn_returns(r1, r2, stage=stage, alpha=score.alpha, turn_discount=score.turn_discount)
-    first, second = paid
+    first, second = turn_returns(r1, r2, stage=stage, alpha=score.alpha, turn_discount=score.turn_discount)
+    alone = r1  # without what `turn_discount` adds: the critic looks ahead by itself
     if score.format_reward:
         first = None if first is None else first + score.format_reward * outcome.form_first
+        alone = r1 + score.format_reward * outcome.form_first
         second = second + score.format_reward * outcome.form_second
     reward = guide_reward(r1, r2, kind=score.guide_reward, leak=outcome.leak, leak_penalty=score.leak_penalty)
     hint = guide_return(reward, value, value_coef=score.value_coef)
-    variance = None if value is None else explained_variance(value, r2)
-    is_warm = value is not None and (
-        score.advantage == "value" or (score.advantage == "auto" and (variance or 0.0) > WARM)
-    )
-
-    def plain(returns: Tensor) -> Tensor:
-        if score.advantage == "batch":
-            return batch_baseline(returns)
-        return leave_one_out_baseline(returns, group=score.episodes_per_problem)
-
-    def gain(returns: Tensor, baseline: Tensor) -> Tensor:
-        return advantages(returns, baseline, scales=score.scale == "batch") * outcome.is_known
-
-    assert not is_warm or value is not None
-    expected = shaped_baseline(value, r1, stage=stage, alpha=score.alpha) if is_warm and value is not None else None
-    gains = {
-        "t1": None if first is None else gain(first, plain(first)),
-        "t2": gain(second, plain(second) if expected is None else expected),
-        "guide": gain(hint, plain(hint)),
-    }
-    figures: dict[str, float | None] = {"value_is_baseline": float(is_warm)}
-    for name, returns in (("t1", first), ("t2", second), ("guide", hint)):
+    baselines = Baselines(outcome, score, stage=stage)
+    by_critic = None if first is None else baselines.by_critic(first, turn=1)
+    valued, judged = baselines.by_value(second), baselines.by_critic(second, turn=2)
+    gain_first = None if first is None else baselines.plain(first) if by_critic is None else by_critic
+    gain_second = next(each for each in (judged, valued, baselines.plain(second)) if each is not None)
+    gain_hint = baselines.plain(hint)
+    figures: dict[str, float | None] = {"value_is_baseline": float(valued is not None)}
+    if outcome.critic is not None:
+        is_baseline = {"t1": by_critic is not None, "t2": judged is not None}
+        figures |= {f"critic_is_baseline_{turn}": float(each) for turn, each in is_baseline.items()}
+    for name, returns, gain in (
+        ("t1", first, gain_first), ("t2", second, gain_second), ("guide", hint, gain_hint)
+    ):  # fmt: skip
         figures |= {f"return_{name}": _mean(returns), f"return_{name}_std": _std(returns)}
-        figures[f"advantage_{name}_std"] = _std(gains[name])
-    if value is not None:
-        loss = float((value - r2).square().mean())
-        figures |= {"value_mean": _mean(value), "value_loss": loss, "explained_variance": variance}
-    second_gain, guide_gain = gains["t2"], gains["guide"]
-    assert second_gain is not None
-    assert guide_gain is not None
-    return Credit(gains["t1"], second_gain, guide_gain, figures)
+        figures[f"advantage_{name}_std"] = _std(gain)
+    return Credit(gain_first, gain_second, gain_hint, figures | _of_value(value, r2), (alone, second))
+
+
+def _of_value(value: Tensor | None, r2: Tensor) -> dict[str, float | None]:
+    if value is None:
+        return {}
+    loss = float((value - r2).square().mean())
+    return {"value_mean": _mean(value), "value_loss": loss, "explained_variance": explained_variance(value, r2)}
 
 
 def _mean(values: Tensor | None) -> float | None:

@@ -11,14 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
-
-class Tokens(NamedTuple):
-    """Texts as int64 [episodes, tokens], padded on the right, and how long each is, int64 [episodes]."""
-
-    ids: Tensor
-    lengths: Tensor
+from sftplay.tasks.score.learning.encoder import TextEncoder, Tokens
 
 
 class Visits(NamedTuple):
@@ -27,21 +21,6 @@ class Visits(NamedTuple):
     state: Tokens
     answer: Tokens
     fresh_answer: Tokens
-
-
-class TextEncoder(nn.Module):
-    """Token ids to one vector a text, by a small recurrent network of its own."""
-
-    def __init__(self, vocab_size: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, width)
-        self.recurrent = nn.GRU(width, width, batch_first=True)
-
-    def forward(self, tokens: Tokens) -> Tensor:
-        """[episodes, width]: the state after the last token."""
-        states, _ = self.recurrent(self.embedding(tokens.ids))
-        last: Tensor = states[torch.arange(len(states), device=states.device), tokens.lengths - 1]
-        return last
 
 
 class Critic(nn.Module):
@@ -86,17 +65,26 @@ def soft_update(slow: nn.Module, critic: nn.Module, *, tau: float) -> None:
 
 
 def critic_loss(
-    critic: Critic, slow: Critic, *, turns: tuple[Visits, Visits], returns: tuple[Tensor, Tensor], discount: float
+    critic: Critic,
+    slow: Critic,
+    *,
+    turns: tuple[Visits, Visits],
+    returns: tuple[Tensor, Tensor],
+    weight: Tensor,
+    discount: float,
+    n_episodes: float,
 ) -> dict[str, Tensor]:
     """The four squared errors: Q(s1, y1) <- R1 + discount * min V'(s2), Q(s2, y2) <- R2, V(s) <- min Q'(s, fresh).
 
-    V' and Q' are those of the slow copy.
+    V' and Q' are those of the slow copy. Each error is the share of these episodes in the mean over twins and a batch
+    of `n_episodes`; `weight` [episodes] is 0 where nothing is to be learned. It and `returns` lie where the critic
+    does; the slow copy may lie elsewhere.
     """
     first, second = turns
     with torch.no_grad():
         ahead = slow.v_values(second.state).min(0).values
         targets = {
-            "q1": returns[0] + discount * ahead,
+            "q1": returns[0] + discount * ahead.to(returns[0].device),
             "q2": returns[1],
             "v1": slow.q_values(first.state, first.fresh_answer).min(0).values,
             "v2": slow.q_values(second.state, second.fresh_answer).min(0).values,
@@ -107,10 +95,13 @@ def critic_loss(
         "v1": critic.v_values(first.state),
         "v2": critic.v_values(second.state),
     }
-    return {name: mse_loss(estimates[name], target.expand(2, -1)) for name, target in targets.items()}
+    return {
+        name: ((estimates[name] - target.to(weight.device)).square().mean(0) * weight).sum() / n_episodes
+        for name, target in targets.items()
+    }
 
 
 @torch.no_grad()
-def critic_advantage(critic: Critic, turn: Visits) -> Tensor:
-    """min Q(s, y) - min V(s): [episodes]."""
-    return critic.q_values(turn.state, turn.answer).min(0).values - critic.v_values(turn.state).min(0).values
+def opinion(critic: Critic, turn: Visits) -> tuple[Tensor, Tensor]:
+    """min Q(s, y) and min V(s), each [episodes]: what the answer is worth, and what was expected of the state."""
+    return critic.q_values(turn.state, turn.answer).min(0).values, critic.v_values(turn.state).min(0).values

@@ -1,7 +1,7 @@
-"""The value of the state before turn 2: how likely the second answer will be right, read from the guide's own state.
+"""The value of the state before turn 2: how likely the second answer will be right.
 
-V = sigmoid(linear(hidden state of the guide at the last token of its hint)). It sees problem, first answer and hint,
-and not the second answer.
+It sees problem, first answer and hint, and not the second answer. V = sigmoid(linear(h)), where h is the guide's hidden
+state at the last token of its hint (`ValueHead`), or what a network of its own makes of these tokens (`SeparateValue`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from sftplay.tasks.score.learning.encoder import TextEncoder, Tokens
+
+SEPARATE_WIDTH = 64
+"""Of a network of its own. Small: it sees few episodes."""
+
 ValueFlow = Literal["shared_trunk", "stop", "straight_through"]
 
 
 class ValueHead(nn.Module):
-    """One linear layer, in fp32."""
+    """One linear layer on the guide's state, in fp32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -23,23 +28,41 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [...], between 0 and 1."""
-        value: Tensor = torch.sigmoid(self.linear(hidden.float()).squeeze(-1))
+        value: Tensor = torch.sigmoid(self.linear(hidden.float().to(self.linear.weight.device)).squeeze(-1))
+        return value
+
+
+class SeparateValue(nn.Module):
+    """A small recurrent network over token ids, and a head on it."""
+
+    def __init__(self, vocab_size: int, width: int = SEPARATE_WIDTH) -> None:
+        super().__init__()
+        self.encoder, self.head = TextEncoder(vocab_size, width), ValueHead(width)
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        """[episodes], between 0 and 1."""
+        value: Tensor = self.head(self.encoder(tokens))
         return value
 
 
 def value_loss(
-    head: nn.Module, hidden: Tensor, *, target: Tensor, flow: ValueFlow, value_coef: float, n_episodes: float
+    value: nn.Module, seen: Tensor | Tokens, *, target: Tensor, flow: ValueFlow, value_coef: float, n_episodes: float
 ) -> Tensor | None:
     """The share of these episodes in the mean squared error of V, weighted as `flow` says; None where it is nothing.
 
-    shared_trunk: weight `value_coef`, and the gradient reaches the guide through `hidden` [episodes, width]. stop and
-    straight_through: weight 1, for the head alone.
+    `seen` is what V looks at: the guide's states [episodes, width], or tokens. shared_trunk: weight `value_coef`, and
+    the gradient reaches the guide through its states. stop and straight_through: weight 1, for V alone.
     """
     if flow == "shared_trunk":
         if value_coef == 0:
             return None
-        return value_coef * (head(hidden) - target).square().sum() / n_episodes
-    return (head(hidden.detach()) - target).square().sum() / n_episodes
+        return value_coef * _squared_error(value(seen), target) / n_episodes
+    detached = seen.detach() if isinstance(seen, Tensor) else seen
+    return _squared_error(value(detached), target) / n_episodes
+
+
+def _squared_error(values: Tensor, target: Tensor) -> Tensor:
+    return (values - target.to(values.device)).square().sum()
 
 
 def straight_through(log_probs: Tensor, tokens: Tensor, *, embedding: Tensor) -> Tensor:

@@ -1,0 +1,209 @@
+"""The generation server beside the trainer: its command, what is asked of SLURM for it, and that both end together.
+
+A stand-in speaks vLLM's protocol. A program that starts its command at once stands in for srun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import is_alive, wait_until
+from slurm_life import Life
+from trl.scripts.vllm_serve import ScriptArguments, build_command
+
+from sftplay.cli import main
+from sftplay.config.schema.run import RunConfig
+from sftplay.launch.generation_server import client_environment, server_command, starts_server
+
+STAND_IN = Path(__file__).with_name("stand_in_server.py")
+COMMAND = shlex.join([sys.executable, str(STAND_IN), "--port", "{port}"])
+
+
+def grpo(**vllm: Any) -> dict[str, Any]:
+    """Changes to the small run."""
+    return {
+        "task_mode": "grpo",
+        "rewards": [{"name": "all", "use": "regex", "options": {"pattern": ".*"}}],
+        "grpo__num_generations": 4,
+        "grpo__max_completion_length": 12,
+        "grpo__generation": "vllm_server",
+        **{f"grpo__vllm__{key}": value for key, value in vllm.items()},
+    }
+
+
+def config(**vllm: Any) -> RunConfig:
+    grpo = {"generation": "vllm_server", "max_completion_length": 24, "vllm": vllm}
+    model = {"name": "org/m", "max_seq_len": 64}
+    return RunConfig.model_validate({"task_mode": "grpo", "model": model, "grpo": grpo})
+
+
+def test_default_command_has_what_trl_asks_of_a_server():
+    arguments = ScriptArguments(model="org/m", host="0.0.0.0", port=7, tensor_parallel_size=2, max_model_len=64)
+    command = server_command(config(tensor_parallel=2), host="0.0.0.0", port=7)
+    theirs = build_command(arguments)
+    assert command[:5] == theirs[:5]
+
+    def options(words: list[str]) -> dict[str, str]:
+        return dict(zip(words[5::2], words[6::2], strict=True))
+
+    ours = options(command)
+    assert ours == {key: value for key, value in options(theirs).items() if key in ours}
+    imposed = ["--weight-transfer-config", "--logprobs-mode", "--max-logprobs", "--host", "--port", "--max-model-len"]
+    assert {*imposed, "--tensor-parallel-size"} == ours.keys()
+
+
+def test_own_command_gets_model_and_address_and_keeps_its_other_braces():
+    cfg = config(command="""run --name "a {model}" {host}:{port} '{"a": 1}'""")
+    words = server_command(cfg, host="h", port=5)
+    assert words == ["run", "--name", "a org/m", "h:5", '{"a": 1}']
+
+
+def test_server_is_started_only_where_the_config_names_none():
+    assert starts_server(config())
+    assert not starts_server(config(url="http://other:8000"))
+    assert not starts_server(config().with_values({"grpo.generation": "transformers"}, "test"))
+
+
+def test_trainers_ask_the_server_past_a_proxy():
+    environment = client_environment("http://n2:77", {"NO_PROXY": "localhost"})
+    assert environment == {"SFTPLAY_SERVER_URL": "http://n2:77", "no_proxy": "localhost,n2", "NO_PROXY": "localhost,n2"}
+
+
+def test_job_file_asks_for_a_node_of_its_own(write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    path = str(write_config(**grpo(tensor_parallel=2)))
+    words = ["--gres=gpu:volta:4", "--time=30", "--nproc=1", "--server-sbatch=--mem=64G --partition=big"]
+    assert main(["submit", "--config", path, "--dry-run", *words]) == 0
+    text = capsys.readouterr().out
+    directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    server = directives[directives.index("hetjob") + 1 :]
+    assert server == [
+        "--nodes=1", "--ntasks-per-node=1", "--time=30", "--gpus-per-node=2", "--mem=64G", "--partition=big",
+    ]  # fmt: skip
+    assert re.search(r"^command=\(.* --nproc 1 --server\)$", text, re.M)
+    assert main(["submit", "--config", path, "--dry-run", "grpo.vllm.url=http://a:1", "--nproc=1"]) == 0
+    assert "hetjob" not in capsys.readouterr().out
+    assert main(["submit", "--config", path, "--server-sbatch=--mem=1", "grpo.vllm.url=http://a:1"]) == 2
+    assert "the job starts no generation server" in capsys.readouterr().err
+
+
+def test_sbatch_of_the_shipped_file_is_refused_without_a_node_for_the_server(
+    write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    assert main(["submit", "--here", "--config", str(write_config(**grpo()))]) == 2
+    said = capsys.readouterr().err
+    assert "the job has no node for the generation server" in said
+    assert "set grpo.vllm.url" in said
+
+
+SRUN = 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
+
+
+@pytest.fixture
+def served(life: Life, slurm: Callable[..., Path], write_config: Callable[..., Path]) -> Callable[..., Life]:
+    """The life of job 12, with a server by this command."""
+
+    def prepare(command: str = COMMAND, timeout: int = 60) -> Life:
+        slurm(srun=SRUN, scontrol="exit 0")
+        path = write_config(**grpo(command=command, timeout=timeout))
+        (life.run / "slurm.yaml").write_text(path.read_text())
+        return life
+
+    return prepare
+
+
+def servers(life: Life) -> list[int]:
+    """The stand-ins of this test that live."""
+    port = re.findall(r"--port (\d+)", life.job.server_log.read_text()) if life.job.server_log.exists() else []
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if str(STAND_IN) in words and set(port) & set(words) and is_alive(int(path.parent.name)):
+            found.append(int(path.parent.name))
+    return found
+
+
+def log_of(life: Life) -> str:
+    return life.job.output.read_text()
+
+
+def test_server_ends_with_a_trainer_that_fails(served: Callable[..., Life]):
+    life = served()
+    assert life.end("--server", code=7) == 7, log_of(life)
+    assert re.search(r"ready at http://\S+:\d+", life.job.server_log.read_text())
+    assert not servers(life)
+    assert not life.job.server.exists()
+    summary = (life.job.path / "job_summary.txt").read_text()
+    assert "the last lines of generation_server.log:" in summary
+
+
+def test_trainer_ends_with_a_server_that_dies(served: Callable[..., Life]):
+    life = served()
+    process = life.start("--server", waits=True)
+    wait_until((life.run / "ready").exists)
+    (server,) = servers(life)
+    os.kill(server, signal.SIGKILL)
+    assert process.wait(60) == 5
+    assert "the generation server has ended with 5 while the run trained" in log_of(life)
+    assert "has ended with -9" in life.job.server_log.read_text()
+    assert life.job.lives()[0]["exit_code"] == 5
+
+
+def test_notice_of_the_end_stops_both_and_queues_the_job_again(served: Callable[..., Life], slurm: Callable[..., Path]):
+    life = served()
+    process = life.start("--server", waits=True)
+    wait_until((life.run / "ready").exists)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 138
+    assert "scontrol requeue 12" in slurm().read_text()
+    assert not servers(life)
+
+
+def test_stop_of_the_job_that_takes_the_server_first_is_still_a_stop(served: Callable[..., Life]):
+    life = served()
+    process = life.start("--server", waits=True, deaf=True)
+    wait_until((life.run / "ready").exists)
+    process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: "stops with a checkpoint" in log_of(life))
+    os.kill(servers(life)[0], signal.SIGKILL)  # the trainer fails, because it has no server any more
+    wait_until(lambda: not servers(life))
+    (life.run / "fail").touch()
+    assert process.wait(60) == 138
+
+
+def test_server_that_is_never_ready_ends_the_job_and_nothing_is_trained(served: Callable[..., Life]):
+    life = served(f"{COMMAND} --never-ready", timeout=1)
+    assert life.end("--server", code=0) == 3
+    assert "has not answered for 1 s" in life.job.server_log.read_text()
+    assert "has ended with 3 before it was ready" in log_of(life)
+    assert "trainer" not in life.job.log.read_text()
+    assert not servers(life)
+
+
+def test_notice_while_the_server_starts_queues_the_job_again(served: Callable[..., Life]):
+    life = served(f"{COMMAND} --never-ready")
+    process = life.start("--server", code=0)
+    wait_until(lambda: bool(servers(life)))
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 138
+    assert not servers(life)
+
+
+def test_command_that_does_not_exist_is_told(served: Callable[..., Life]):
+    life = served("no-such-program {port}")
+    assert life.end("--server", code=0) == 3
+    said = json.dumps(life.job.server_log.read_text())
+    assert "no-such-program" in said
+    assert "grpo.vllm.command" in said

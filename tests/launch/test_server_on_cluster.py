@@ -1,0 +1,129 @@
+"""Trainer and generation server on two nodes of a real SLURM cluster. A stand-in speaks the protocol of vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from grpo_run import grpo_inputs, grpo_options
+from processes import wait_until
+from slurm_cluster import SlurmCluster, slurm_cluster, why_not
+from small_run import write_small_run
+from test_slurm_cluster import HOOK, Project
+from transformers import AutoModelForCausalLM
+from vllm_stand_in import write_vllm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.slurm,
+    pytest.mark.skipif(bool(why_not()), reason=f"a SLURM cluster {why_not()}"),
+]
+
+STEPS = 4
+STAND_IN = Path(__file__).with_name("stand_in_server.py")
+COMMAND = shlex.join([sys.executable, str(STAND_IN), "--host", "{host}", "--port", "{port}"])
+
+WAITS = """
+if "TRAINER_WAITS" in os.environ and "-m sftplay train " in words:
+    import signal
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    open(os.environ["TRAINER_WAITS"], "w").close()
+    while True:
+        time.sleep(0.05)
+"""
+"""The end of a sitecustomize.py: a trainer that does nothing until it is stopped."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    yield from slurm_cluster()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, cluster: SlurmCluster) -> Project:
+    root = tmp_path_factory.mktemp("served")
+    (root / "hook").mkdir()
+    (root / "hook" / "sitecustomize.py").write_text(HOOK + WAITS)
+    write_vllm(root / "hook")
+    inputs = grpo_inputs(tiny_llama, root / "prompts")
+    served = {"grpo__generation": "vllm_server", "grpo__vllm__command": COMMAND, "grpo__vllm__timeout": 100}
+    options = {**grpo_options(inputs, train__max_steps=STEPS, train__save_steps=100, **served), "run_name": None}
+    write_small_run(root, inputs, "run.yaml", **options)
+    return Project(root, cluster)
+
+
+def lines_of_server(project: Project, name: str, job: int) -> str:
+    path = project.folder(name).path / f"slurm-{job}" / "generation_server.log"
+    return path.read_text() if path.exists() else ""
+
+
+def server_pids(project: Project, job: int) -> list[int]:
+    """The stand-ins of a job."""
+    found = []
+    for pid in project.cluster.processes_of(job):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        found += [pid] if words[1:2] == [str(STAND_IN)] else []
+    return found
+
+
+def test_run_with_its_server_on_another_node_comes_back_with_it(project: Project, tiny_llama: Path):
+    held = project.root / "held"
+    job = project.submit("served", "TIME=1:00:00", HOLD_AT=str(held))
+    wait_until(lambda: held.exists() or project.look(job) == "FAILED")
+    assert held.exists(), project.said(job) + lines_of_server(project, "served", job)
+    nodes = project.cluster.call("squeue", "-h", "-o", "%i %N", f"--jobs={job}").splitlines()
+    assert {line.split()[1] for line in nodes} == {"n1", "n2"}
+    (first,) = server_pids(project, job)
+    project.cluster.call("scancel", "--batch", "--signal=USR1", str(job))
+    (project.root / "held.go").touch()
+    project.until(job, "COMPLETED", "FAILED")
+    assert (project.cluster.state(job), project.cluster.field(job, "Restarts")) == ("COMPLETED", "1"), project.said(job)
+    assert [(life["exit_code"], life["signals"]) for life in project.lives(job)] == [(138, ["SIGUSR1"]), (0, [])]
+    assert [line["step"] for line in project.metrics("served")] == [*range(1, STEPS + 1)]
+    wait_until(lambda: not project.cluster.processes_of(job), 30)
+    said = lines_of_server(project, "served", job)
+    assert len(re.findall("ready at", said)) == 2
+    assert str(first) not in map(str, server_pids(project, job))
+    # The server has got the weights that each drawing needs, at first those that the run starts from.
+    sent = re.findall(r"^weights \d+ (\w+)$", said, re.M)
+    assert len(set(sent)) == STEPS
+    digest = hashlib.sha256()
+    for _, weight in AutoModelForCausalLM.from_pretrained(tiny_llama, dtype="float32").named_parameters():
+        digest.update(weight.detach().numpy().tobytes())
+    assert sent[0] == digest.hexdigest()
+
+
+def test_server_ends_with_a_trainer_that_fails(project: Project):
+    job = project.submit("seven", TRAINER_ENDS_WITH="7")
+    project.until(job, "FAILED")
+    assert project.cluster.field(job, "ExitCode") == "7:0"
+    assert "ready at" in lines_of_server(project, "seven", job)
+    wait_until(lambda: not project.cluster.processes_of(job), 30)
+
+
+@pytest.mark.parametrize("how", ["server dies", "scancel", "make cancel"])
+def test_trainer_and_server_end_together(project: Project, how: str):
+    name = how.replace(" ", "-")
+    waits = project.root / name
+    job = project.submit(name, TRAINER_WAITS=str(waits))
+    wait_until(lambda: waits.exists() or project.look(job) == "FAILED")
+    (server,) = server_pids(project, job)
+    if how == "server dies":
+        os.kill(server, signal.SIGKILL)
+    elif how == "scancel":
+        project.cluster.call("scancel", str(job))
+    else:
+        assert project.make("cancel", f"RUN={name}").returncode == 0
+    project.until(job, "FAILED", "CANCELLED")
+    code = {"server dies": 5, "scancel": 143, "make cancel": 143}[how]
+    wait_until(lambda: bool(project.lives(job)))
+    assert project.lives(job)[0]["exit_code"] == code, project.said(job)
+    assert project.cluster.state(job) == ("FAILED" if how != "scancel" else "CANCELLED")
+    wait_until(lambda: not project.cluster.processes_of(job), 30)
