@@ -19,7 +19,7 @@ as many in the backward pass (`_token_scores`, full KL)."""
 
 TILE_TOKENS, TILE_VOCAB = 4096, 32_768
 """Scores that exist at a time where log-probabilities are taken in tiles (trl 1.16, `kernels/chunked_logprob.py` and
-`_CHUNKED_LOGPROB_CHUNK_SIZE`). The buffer is as wide as that for a smaller vocabulary too."""
+`_CHUNKED_LOGPROB_CHUNK_SIZE`, which `tasks.grpo.completions.tile_width` lowers to a smaller vocabulary)."""
 
 FORWARD_COPIES, BACKWARD_COPIES = 3, 7
 """fp32 copies of a tile where torch folds it, in place of a kernel (ibid., `_forward_tile` and `_backward_tile`)."""
@@ -143,7 +143,7 @@ def _tiles(shape: ModelShape, execution: Execution, *, labelled: int, copies: in
     """One tile of scores with what it is computed of, and the numbers of every token."""
     rows, columns = min(labelled, TILE_TOKENS), min(shape.vocab, TILE_VOCAB)
     out = norm_out_bytes(shape, execution)
-    tile = rows * TILE_VOCAB * execution.compute_bytes
+    tile = rows * columns * execution.compute_bytes
     if not execution.folds_tiles:
         tile = rows * columns * (execution.compute_bytes + copies * FP32)
     rounded = (columns if execution.weight_bytes != execution.compute_bytes else 0) + (
