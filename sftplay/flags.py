@@ -133,6 +133,11 @@ TRAIN_RAY: Flags = {
     **{flag: LAUNCH[flag] for flag in ("--dry-run", "--tb", "--deepspeed")},
 }
 
+INIT: Flags = {
+    "--data": {"default": "", "help": "a file or folder with rows"},
+    "--out": {"default": "run.yaml", "help": "the config to write"},
+}
+
 INGEST: Flags = {
     "--in": {"type": PATH, "dest": "input", "required": True, "help": "a folder of documents, or one file"},
     "--out": {"type": PATH, "required": True, "help": "the jsonl file to write; the report lies beside it"},
@@ -187,10 +192,7 @@ def flags_of(verb: str) -> Flags:
         "train-ray": TRAIN_RAY,
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
-        "init": {
-            "--data": {"default": "", "help": "a file or folder with rows"},
-            "--out": {"default": "run.yaml", "help": "the config to write"},
-        },
+        "init": INIT,
         "ingest": INGEST,
         "puzzle-data": PUZZLES,
         "reward-check": {

@@ -79,7 +79,7 @@ def check_piece(piece: Piece) -> Checked:
     return [], kind.question_keys(questions), kind.answer_keys(answers)
 
 
-def check_held_out(train: tuple[Puzzles, Keys], test: tuple[Puzzles, Keys], kind: Kind) -> None:
+def check_held_out(train: tuple[Puzzles, Keys], test: tuple[Puzzles, Keys], *, kind: Kind) -> None:
     """Raise where a question of the test is a copy of one of training; the error names both lines."""
     (train_puzzles, train_keys), (test_puzzles, test_keys) = train, test
     order = np.argsort(train_keys.questions, kind="stable")
