@@ -133,6 +133,11 @@ TRAIN_RAY: Flags = {
     **{flag: LAUNCH[flag] for flag in ("--dry-run", "--tb", "--deepspeed")},
 }
 
+INIT: Flags = {
+    "--data": {"default": "", "help": "a file or folder with rows"},
+    "--out": {"default": "run.yaml", "help": "the config to write"},
+}
+
 INGEST: Flags = {
     "--in": {"type": PATH, "dest": "input", "required": True, "help": "a folder of documents, or one file"},
     "--out": {"type": PATH, "required": True, "help": "the jsonl file to write; the report lies beside it"},
@@ -153,11 +158,6 @@ INGEST: Flags = {
     },
     "--tokenizer": {"default": "", "help": "a model's name, to count tokens"},
     "--replace": {"action": "store_true", "help": "write over a file that is there"},
-}
-
-INIT: Flags = {
-    "--data": {"default": "", "help": "a file or folder with rows"},
-    "--out": {"default": "run.yaml", "help": "the config to write"},
 }
 
 PUZZLES: Flags = {

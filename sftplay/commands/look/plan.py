@@ -50,13 +50,11 @@ def plan(args: Namespace) -> int:
     world_size = sized.world_size
     place = Place(device_of(machine, world_size), world_size, lengths)
     if args.compare:
-        refuse_compare(cfg)
         return _compare(args, sized, shape=shape, place=place)
     forecast = sized.forecast
     assert forecast is not None
-    is_puzzles = cfg.task_mode == "hrm"
     work = _workload(sized.cfg, forecast, lengths=lengths)
-    suggestions = [] if forecast.verdict == "fits" or is_puzzles else suggest(sized.cfg, shape, place=place)
+    suggestions = [] if forecast.verdict == "fits" or cfg.task_mode == "hrm" else suggest(sized.cfg, shape, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
@@ -73,8 +71,7 @@ def plan(args: Namespace) -> int:
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),
-        *(["in each phase"] if is_puzzles else []),
-        *(describe_phases(forecast) if is_puzzles else []),
+        *(describe_phases(forecast) if cfg.task_mode == "hrm" else []),
         *describe_workload(work),
         *(["what would fit:" if suggestions and suggestions[0].fits else "what comes nearest:"] if suggestions else []),
         *describe_suggestions(suggestions),
@@ -128,6 +125,7 @@ def _rows(sized: SizedRun) -> str:
 
 
 def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, place: Place) -> int:
+    refuse_compare(sized.cfg)
     is_score = sized.cfg.task_mode == "score"
     rows: Any = (compare_layouts if is_score else compare)(sized.cfg, shape, place=place)
     if args.json:

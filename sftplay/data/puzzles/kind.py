@@ -40,4 +40,4 @@ class Kind(Protocol):
         """Whether the one question is a copy of the other."""
 
     def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
-        """`n` copies (one or more) of question and answer, the two rows of `pair`; both changed alike."""
+        """`n` copies, at least one, of the two rows of `pair`, a question and its answer. Both are changed alike."""

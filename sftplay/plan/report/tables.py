@@ -106,6 +106,7 @@ def describe_drawing(seen: Forecast, plan: Mapping[str, Any]) -> Iterator[str]:
 
 def describe_phases(seen: Forecast) -> Iterator[str]:
     """What each phase of a step takes in all, without process and margin."""
+    yield "in each phase"
     for name, parts in seen.footprint.phases.items():
         yield f"  {PHASES[name]:36} {sum(parts.values()) / GIB:9.3f} GiB"
 

@@ -6,6 +6,7 @@ never changed, and every choice comes with its reason. Below this module no conf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -134,17 +135,24 @@ def size_run(
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit, drawn=rows_drawn(decided))
-    tokens, has_gpu = planned_tokens(decided, lengths), bool(machine.gpus)
-    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
-    rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
+    rest |= _decide_sizes(decided, machine, place=place, look=look)
     sized = _fill(decided, rest)
     return SizedRun(
         sized,
         world_size,
         {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
         _notes(sized, machine, shape=shape),
-        look(split.rows) if look else None,
+        look(int(sized.train.batch_size)) if look else None,
     )
+
+
+def _decide_sizes(
+    cfg: RunConfig, machine: Machine, *, place: Place, look: Callable[[int], Forecast] | None
+) -> Decisions:
+    """Rows of a micro-batch, and micro-batches of a step."""
+    tokens, has_gpu = planned_tokens(cfg, place.lengths), bool(machine.gpus)
+    split = split_batch(cfg, place.world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
+    return {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
 
 
 def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, place: Place) -> SizedRun:

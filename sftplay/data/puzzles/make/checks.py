@@ -32,6 +32,8 @@ class Keys:
     answers: NDArray[np.uint64]
 
 
+NO_KEYS = np.zeros(0, np.uint64)
+
 Piece = tuple[str, Cells, Cells]
 Checked = tuple[list[tuple[int, str]], NDArray[np.uint64], NDArray[np.uint64]]
 
@@ -69,13 +71,15 @@ def killed_process() -> MachineError:
 
 
 def check_piece(piece: Piece) -> Checked:
-    """What is wrong with a piece, and the keys of its questions and answers."""
+    """What is wrong with a piece, and the keys of its questions and answers where nothing is."""
     name, questions, answers = piece
     kind = KINDS[name]
-    return list(kind.problems(questions, answers)), kind.question_keys(questions), kind.answer_keys(answers)
+    if problems := list(kind.problems(questions, answers)):
+        return problems, NO_KEYS, NO_KEYS
+    return [], kind.question_keys(questions), kind.answer_keys(answers)
 
 
-def check_held_out(train: tuple[Puzzles, Keys], test: tuple[Puzzles, Keys], kind: Kind) -> None:
+def check_held_out(train: tuple[Puzzles, Keys], test: tuple[Puzzles, Keys], *, kind: Kind) -> None:
     """Raise where a question of the test is a copy of one of training; the error names both lines."""
     (train_puzzles, train_keys), (test_puzzles, test_keys) = train, test
     order = np.argsort(train_keys.questions, kind="stable")

@@ -35,7 +35,7 @@ def write_rows(settings: Settings, folder: Path) -> dict[str, Any]:
         raise ConfigError(what, where="--aug", fix=f"take up to {kind.most_copies}")
     assert settings.source is not None
     train, test = _read(settings, kind, files=find_files(settings.source))
-    check_held_out(train, test, kind)
+    check_held_out(train, test, kind=kind)
     for split, groups, puzzles in (
         ("train", _groups(train[0], kind, copies=copies, seed=settings.seed), train[0]),
         ("test", _groups(test[0], kind, copies=0, seed=settings.seed), test[0]),

@@ -98,7 +98,8 @@ def _cycle_marks(solved: NDArray[np.uint8]) -> Marks:
     for first, second in ((0, 1), (0, 2), (1, 2)):
         becomes = np.take_along_axis(bands[:, second], np.argsort(bands[:, first], axis=1), axis=1).astype(np.int64)
         at, length = becomes, np.ones(becomes.shape, np.uint64)
-        while not (is_home := at == np.arange(9)).all():
+        for _ in range(8):  # no cycle of nine digits is longer
+            is_home = at == np.arange(9)
             length += ~is_home
             at = np.where(is_home, at, np.take_along_axis(becomes, at, axis=1))
         mark = _mix(_mix(length).sum(axis=1))
