@@ -16,7 +16,7 @@ from grpo_run import grpo_inputs, grpo_options
 from processes import wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from small_run import write_small_run
-from test_slurm_cluster import HOOK, Project
+from test_slurm_cluster import HOOK, SCRIPT, Project
 from transformers import AutoModelForCausalLM
 from vllm_stand_in import write_vllm
 
@@ -105,6 +105,17 @@ def test_server_ends_with_a_trainer_that_fails(project: Project):
     project.until(job, "FAILED")
     assert project.cluster.field(job, "ExitCode") == "7:0"
     assert "ready at" in lines_of_server(project, "seven", job)
+    wait_until(lambda: not project.cluster.processes_of(job), 30)
+
+
+def test_sbatch_of_the_shipped_file_takes_a_second_part_for_the_server(project: Project):
+    job = project.sbatch(
+        "--gres=gpu:volta:2", ":", "--gres=gpu:volta:1", str(SCRIPT), "run.yaml", TRAINER_ENDS_WITH="7"
+    )
+    project.until(job, "FAILED", "COMPLETED")
+    assert project.cluster.field(job, "ExitCode") == "7:0", project.said(job)
+    assert "GPUs 0,1 2" in project.said(job)
+    assert "ready at" in lines_of_server(project, f"run-job{job}", job)
     wait_until(lambda: not project.cluster.processes_of(job), 30)
 
 
