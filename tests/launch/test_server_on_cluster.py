@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,9 @@ def server_pids(project: Project, job: int) -> list[int]:
     """The stand-ins of a job."""
     found = []
     for pid in project.cluster.processes_of(job):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        found += [pid] if words[1:2] == [str(STAND_IN)] else []
+        with suppress(OSError):  # a process that has ended since
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            found += [pid] if words[1:2] == [str(STAND_IN)] else []
     return found
 
 
