@@ -197,7 +197,7 @@ class ScoreConfig(Section):
     """Most tokens of a hint. Short: a hint is no solution."""
 
     generation_rows: Positive | None = None
-    """Answers that a process draws at the same time. None means all of its share, or equal parts that fit the device."""
+    """Answers that a process draws at the same time. None means all of its share, or parts that fit the device."""
 
     solver_learning_rate: PositiveFloat | None = None
     """Rate of the solver. None means train.learning_rate."""
