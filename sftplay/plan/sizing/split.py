@@ -85,6 +85,8 @@ def split_batch(
         made = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
         raise _inexact(cfg, made, near=near_batches(cfg, unit, is_fixed=len(given) == 2))
     share = total // world_size
+    if cfg.task_mode == "hrm" and not given:
+        return Split(share, 1, f"all {share} puzzles of a process at once: each keeps its state between steps anyway")
     if isinstance(batch, int) and isinstance(accum, int):
         return Split(batch, accum, "as given")
     if isinstance(batch, int):
