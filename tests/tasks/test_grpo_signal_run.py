@@ -99,14 +99,42 @@ def test_silent_groups_are_drawn_again_and_every_token_is_counted(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_draws_the_same_prompts_again(prompts: Inputs, tmp_path: Path):
-    options = paid_by(SILENT, prompts, train__max_steps=6, grpo__redraws=2)
+def test_nothing_is_drawn_in_the_turns_of_silent_prompts_and_nothing_is_learned_from_them(
+    prompts: Inputs, tmp_path: Path
+):
+    options = paid_by(SILENT, prompts, train__max_steps=12, grpo__beta=0.1)
+    plain = train(tmp_path / "plain", prompts, **options)
+    fewer = train(tmp_path / "fewer", prompts, **options, grpo__skip_silent=True)
+    last = fewer.metrics[-1]
+    assert last["passed_turns"] > 0
+    assert last["generated_tokens"] < plain.metrics[-1]["generated_tokens"]
+    counts, tokens = [], 0.0
+    for step, line in enumerate(fewer.metrics, 1):
+        path = fewer.folder.path / "samples" / f"step-{step}.jsonl"
+        lines = [json.loads(text) for text in path.read_text().splitlines()]
+        counts.append(len(lines))
+        paid = [each["rewards"]["pay"] for each in lines]
+        assert line["reward"] == pytest.approx(sum(paid) / len(paid))
+        assert line["abstained"] == 0.0
+        assert all(each["advantage"] == 0 for each in lines if each["prompt_id"] % 3)
+        tokens += line["completion_tokens"] * len(lines)
+        assert line["generated_tokens"] == pytest.approx(tokens)
+        assert line["label_tokens"] == pytest.approx(line["completion_tokens"] * len(lines))
+    assert set(counts) == {4, 8}  # one group or both: one is always drawn
+    assert sum(8 - count for count in counts) == 4 * last["passed_turns"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"grpo__redraws": 2}, {"grpo__skip_silent": True}])
+def test_a_resumed_run_draws_the_same_prompts_again(options: dict[str, Any], prompts: Inputs, tmp_path: Path):
+    options = paid_by(SILENT, prompts, train__max_steps=9, **options)
     whole = train(tmp_path / "whole", prompts, **options)
     cfg, folder = new_run(tmp_path / "stopped", prompts, **options)
-    train_in(cfg, folder, StopAfter(3))
+    train_in(cfg, folder, StopAfter(5))
     resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
-    for name in ("loss", "reward", "generated_tokens", "redrawn_groups", "passed_turns", "first_reward"):
+    for name in ("loss", "reward", "generated_tokens", "redrawn_groups", "passed_turns", "entropy"):
         assert column(resumed, name) == column(whole, name)
+    assert whole.metrics[-1]["passed_turns"] > whole.metrics[4]["passed_turns"]
 
 
 @pytest.mark.slow
