@@ -92,7 +92,7 @@ class SplitWriter:
 def write_folder(
     folder: Path, groups: Iterable[Group], *, alphabet: Alphabet, num_puzzle_identifiers: int | None = None
 ) -> Facts:
-    """Write a split of these groups into the existing folder `folder`; as `SplitWriter`."""
+    """Write a split of these groups into the existing folder `folder`."""
     writer = SplitWriter(folder, alphabet)
     for group in groups:
         writer.add(group)
