@@ -277,7 +277,12 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
             **choice,
             **{flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         },
-        "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
+        "infer": {
+            **run,
+            "--base": {"action": "store_true", "help": "the untuned model"},
+            "--in": {"type": PATH, "dest": "input", "default": "", "help": "of a run on puzzles: a file with one grid"},
+            **choice,
+        },
         "infer-batch": {**run, **_FILES, **choice},
     }
 
