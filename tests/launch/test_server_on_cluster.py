@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from grpo_run import grpo_inputs, grpo_options
 from processes import wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from small_run import write_small_run
-from test_slurm_cluster import HOOK, Project
+from test_slurm_cluster import HOOK, SCRIPT, Project
 from transformers import AutoModelForCausalLM
 from vllm_stand_in import write_vllm
 
@@ -68,8 +69,9 @@ def server_pids(project: Project, job: int) -> list[int]:
     """The stand-ins of a job."""
     found = []
     for pid in project.cluster.processes_of(job):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        found += [pid] if words[1:2] == [str(STAND_IN)] else []
+        with suppress(OSError):  # a process that has ended since
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            found += [pid] if words[1:2] == [str(STAND_IN)] else []
     return found
 
 
@@ -108,6 +110,17 @@ def test_server_ends_with_a_trainer_that_fails(project: Project):
     wait_until(lambda: not project.cluster.processes_of(job), 30)
 
 
+def test_sbatch_of_the_shipped_file_takes_a_second_part_for_the_server(project: Project):
+    job = project.sbatch(
+        "--gres=gpu:volta:2", ":", "--gres=gpu:volta:1", str(SCRIPT), "run.yaml", TRAINER_ENDS_WITH="7"
+    )
+    project.until(job, "FAILED", "COMPLETED")
+    assert project.cluster.field(job, "ExitCode") == "7:0", project.said(job)
+    assert "GPUs 0,1 2" in project.said(job)
+    assert "ready at" in lines_of_server(project, f"run-job{job}", job)
+    wait_until(lambda: not project.cluster.processes_of(job), 30)
+
+
 @pytest.mark.parametrize("how", ["server dies", "scancel", "make cancel"])
 def test_trainer_and_server_end_together(project: Project, how: str):
     name = how.replace(" ", "-")
@@ -126,4 +139,24 @@ def test_trainer_and_server_end_together(project: Project, how: str):
     wait_until(lambda: bool(project.lives(job)))
     assert project.lives(job)[0]["exit_code"] == code, project.said(job)
     assert project.cluster.state(job) == ("FAILED" if how != "scancel" else "CANCELLED")
+    wait_until(lambda: not project.cluster.processes_of(job), 30)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_lost_node_of_either_kind_brings_both_back(project: Project, node: str):
+    waits = project.root / f"lost-{node}"
+    job = project.submit(f"lost-{node}", TRAINER_WAITS=str(waits))
+    wait_until(lambda: waits.exists() or project.look(job) == "FAILED")
+    nodes = project.cluster.call("squeue", "-h", "-o", "%i %N", f"--jobs={job}")
+    assert re.search(r"\+0 n1\b.*\+1 n2\b|\+1 n2\b.*\+0 n1\b", nodes, re.S)
+    waits.unlink()
+    project.cluster.lose_node(node, job)
+    try:
+        wait_until(lambda: project.look(job) != "RUNNING", 120)
+    finally:
+        project.cluster.start_node(node)
+    wait_until(lambda: waits.exists() or project.look(job) == "FAILED", 240)
+    assert project.cluster.field(job, "Restarts") == "1", project.said(job)
+    assert project.make("cancel", f"RUN=lost-{node}").returncode == 0
     wait_until(lambda: not project.cluster.processes_of(job), 30)

@@ -15,7 +15,6 @@ from sftplay.plan.devices.layout import OWN, Layout, layout_of
 from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.head import reference_scores
 from sftplay.plan.memory.rollout import DRAW, REFERENCE, Rollout, forward_layer, newest_token
-from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import SHARDING, WORKSPACE_BYTES, Footprint, Size, Standing, estimate, standing_bytes
 from sftplay.plan.shape.model_shape import ModelShape
 
@@ -24,9 +23,9 @@ GUIDE, COMPARE, CRITIC = "guide's ", "reference's answer", "critic"
 FP32, ADAM_COPIES = 4, 4
 """A weight that trains in fp32 has a gradient and two moments beside it."""
 
-DRAWN_BYTES = 28
-"""Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, and two rows of
-probabilities in fp64 (`deliver.infer.sampling.DrawByRow`)."""
+DRAWN_BYTES = 32
+"""Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was left of
+the token before, and two rows of probabilities in fp64 (`deliver.infer.sampling.DrawByRow`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +88,12 @@ def held_by(episodes: Episodes, execution: Execution) -> dict[str, list[str]]:
     return found
 
 
+def names_of(devices: Mapping[str, Any], *, is_gpu: bool) -> dict[str, Any]:
+    """The same by the names that people know: the process's own device is its first GPU, or the CPU."""
+    own = "cuda:0" if is_gpu else "cpu"
+    return {own if name == OWN else name: each for name, each in devices.items()}
+
+
 def _in_use(episodes: Episodes, execution: Execution) -> dict[str, str]:
     unused = set()
     if not episodes.has_guide:
@@ -148,17 +153,15 @@ class _On:
     def _resident(self) -> dict[str, float]:
         """What is always there beside weights and moments, and they."""
         standing = self._standing()
-        share = share_of(
-            self.shape, self.execution, standing=standing, strategy="ddp" if self.world_size > 1 else "single",
-            world_size=self.world_size,
-        )  # fmt: skip
+        # DDP has buckets for the model that the Trainer holds, which a guide of its own is no part of.
+        sent = standing.gradients / (self.episodes.learners if self._is_separate() else 1)
         return {
             "weights": standing.weights,
             "adapters": standing.adapters,
             "optimizer": standing.optimizer,
             REFERENCE: self._reference(),
             CRITIC: self._critic(),
-            SHARDING: share.communication.buffers,
+            SHARDING: sent if self.world_size > 1 else 0.0,
             "workspace": float(WORKSPACE_BYTES),
         }
 

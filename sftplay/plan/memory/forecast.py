@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
-from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest
+from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
 from sftplay.plan.memory.execution import Execution, execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
@@ -75,6 +76,13 @@ class Forecast:
     @property
     def peak_bytes(self) -> int:
         return sum(self.components.values())
+
+    @property
+    def device_peaks(self) -> dict[str, int]:
+        """Device -> its peak with process and margin; without what lies on the host of a machine with GPUs."""
+        all_of_them = self.by_device or {OWN: self.footprint}
+        peaks = {name: replace(self, footprint=each).peak_bytes for name, each in all_of_them.items()}
+        return names_of(peaks, is_gpu=self.setting.device.is_gpu)
 
     @property
     def peak_phase(self) -> str:
@@ -196,9 +204,9 @@ UNTRACED_SHARE = 0.12
 
 TRACED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi", "gpt_neox", "gpt2", "olmo2",
-    "granite", "smollm3",
+    "granite", "smollm3", "hrm",
 )  # fmt: skip
-"""Families of tests/plan/test_memory_oracle.py."""
+"""Families of tests/plan/test_memory_oracle.py, and the puzzles of tests/plan/test_puzzle_memory.py."""
 
 
 def _unmodelled_bytes(shape: ModelShape, allocated: float) -> int:
