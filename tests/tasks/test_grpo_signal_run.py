@@ -138,19 +138,34 @@ def test_a_resumed_run_draws_the_same_prompts_again(options: dict[str, Any], pro
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_a_group_draw_it_again_together(tiny_llama: Path, tmp_path: Path, sftplay: Any):
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ({"train__max_steps": 4, "grpo__redraws": 2}, "redrawn_groups"),
+        ({"train__max_steps": 8, "grpo__skip_silent": True}, "passed_turns"),
+    ],
+)
+def test_two_processes_that_share_a_group_draw_it_again_or_skip_it_together(
+    options: dict[str, Any], counted: str, tiny_llama: Path, tmp_path: Path, sftplay: Any
+):
     inputs = grpo_inputs(tiny_llama, tmp_path / "prompts")
     rows = [json.loads(line) for line in inputs.train.read_text().splitlines()]
     for row in rows:
         del row["answer"]  # without one the reward, which makes no sense, is not tried before the run
     inputs.train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = {"train__effective_batch_size": 12, "train__max_steps": 4, "train__batch_size": 3, "grpo__redraws": 2}
+    sizes = {"train__effective_batch_size": 12, "train__batch_size": 3, **options}
     config = write_small_run(tmp_path, inputs, **paid_by(SILENT, inputs, **sizes))
     done = sftplay("train", "--config", config, "--nproc", "2", "run_name=two")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = Path(load_config(str(config)).output_dir) / "two"
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["redrawn_groups"] > 0
-    for path in (folder / "samples").glob("step-*.jsonl"):
-        rows = [json.loads(line)["prompt_id"] for line in path.read_text().splitlines()]
-        assert [len(set(rows[n : n + 4])) for n in (0, 4, 8)] == [1, 1, 1]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1][counted] > 0
+    passed = 0
+    for step, line in enumerate(metrics, 1):
+        samples = [json.loads(each) for each in (folder / "samples" / f"step-{step}.jsonl").read_text().splitlines()]
+        rows = [each["prompt_id"] for each in samples]
+        skipped = line["passed_turns"] - passed if counted == "passed_turns" else 0
+        assert [len(set(rows[n : n + 4])) for n in range(0, len(rows), 4)] == [1] * (3 - skipped)
+        assert all(each["advantage"] == 0 for each in samples if each["prompt_id"] % 3)
+        assert line["label_tokens"] == pytest.approx(line["completion_tokens"] * len(rows))
+        passed = line["passed_turns"]
