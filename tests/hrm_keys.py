@@ -17,9 +17,10 @@ from sftplay.config.rules.resume_keys import differences, values_that_decide_wei
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.run import RunConfig
 from sftplay.tasks.hrm.act import FIGURES, Puzzles, all_halted, begun, least_segments, run_segment
-from sftplay.tasks.hrm.evaluation import StopWhenLearned, described
+from sftplay.tasks.hrm.evaluation import StopWhenLearned
 from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
 from sftplay.tasks.hrm.learning.losses import cell_losses
+from sftplay.tasks.hrm.measuring import described
 from sftplay.tasks.hrm.network.embedding import PuzzleTable
 from sftplay.tasks.hrm.network.layers import Reasoner
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
