@@ -39,6 +39,8 @@ class Course:
     """Prompt and completion tokens that it learned from, since the first step."""
 
     rewards: list[float]
+    cpu_s: float
+    """CPU seconds of its process, without those of rewards and sandbox; of all steps together."""
 
 
 def main() -> int:
@@ -119,11 +121,16 @@ def compare_speed(work: Path, warm: Path, *, shape: str, options: argparse.Names
     step_s = {name: median(second for each in courses for second in each.seconds[1:]) for name, courses in rows.items()}
     rate = {name: median(tokens_per_s(each) for each in courses) for name, courses in rows.items()}
     lines = [f"\n{shape}: {options.steps} steps of 64 completions, median of {options.rounds} runs each", ""]
-    lines += ["| path | s a step | tokens/s | beside TRL | mean reward |", "| --- | --- | --- | --- | --- |"]
+    cpu_s = {name: min(each.cpu_s for each in courses) / options.steps for name, courses in rows.items()}
+    lines += [
+        "| path | s a step | tokens/s | beside TRL | CPU s a step | beside TRL | mean reward |",
+        "| --- " * 7 + "|",
+    ]
     for name, courses in rows.items():
-        ratio = step_s["plain TRL"] / step_s[name]
+        wall, cpu = (figure["plain TRL"] / figure[name] for figure in (step_s, cpu_s))
         lines.append(
-            f"| {name} | {step_s[name]:.3f} | {rate[name]:.0f} | {ratio:.2f}x | {mean(courses[0].rewards):.4f} |"
+            f"| {name} | {step_s[name]:.3f} | {rate[name]:.0f} | {wall:.2f}x | {cpu_s[name]:.3f} | {cpu:.2f}x "
+            f"| {mean(courses[0].rewards):.4f} |"
         )
     return "\n".join(
         [*lines, "", f"Mean rewards of the step are the same in the first {same} of {options.steps} steps."]
@@ -143,6 +150,7 @@ def run_ours(home: Path, warm: Path, changes: list[str]) -> Course:
         seconds=[line["step_s"] for line in lines],
         tokens=[line["tokens_seen"] for line in lines],
         rewards=[line["reward"] for line in lines],
+        cpu_s=json.loads((home / "run" / "status.json").read_text())["train_cpu_seconds"],
     )
 
 
@@ -160,7 +168,7 @@ def run_plain(home: Path, warm: Path, *, like: Path, rows: Path) -> Course:
     (home / "job.json").write_text(json.dumps(job))
     run([sys.executable, str(ROOT / "benchmarks" / "plain_grpo.py"), str(home / "job.json")])
     told = json.loads((home / "told.json").read_text())
-    return Course(told["seconds"], told["tokens"], told["rewards"])
+    return Course(told["seconds"], told["tokens"], told["rewards"], told["cpu_seconds"])
 
 
 def as_prompt(record: dict) -> dict:

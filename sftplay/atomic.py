@@ -19,9 +19,10 @@ from sftplay.errors import ConfigError
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, *, survives_power_cut: bool = True) -> Iterator[Path]:
     """A scratch path to write to. It replaces `path` when the block ends, and is removed when the block raises.
 
+    Waiting for the disk takes milliseconds. Without it a power cut may leave an empty file; a killed process may not.
     Where `path` is a device or a pipe, it is that path itself: `/dev/full` stays what it is.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -31,8 +32,9 @@ def whole_file(path: Path) -> Iterator[Path]:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield scratch
-        with scratch.open("rb") as handle:
-            os.fsync(handle.fileno())
+        if survives_power_cut:
+            with scratch.open("rb") as handle:
+                os.fsync(handle.fileno())
         scratch.replace(path)
     finally:
         with suppress(OSError):  # there is nothing to remove where it could not be made

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,9 +19,8 @@ from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.probe import probe
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.plan.sizing.size_run import size_run
-from sftplay.tasks import TASKS
-from sftplay.tasks.run.run_task import run_task
 from sftplay.tasks.run.train_run import Outcome, TrainRun
+from sftplay.tasks.worker import runner_of
 
 
 @dataclass
@@ -95,7 +93,7 @@ def train_in(cfg: RunConfig, folder: RunFolder, stop: StopOnSignal | None = None
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", train_and_keep):
-        outcome = run_task(import_module(TASKS[cfg.task_mode]), cfg, folder=folder, stop=stop or StopOnSignal())
+        outcome = runner_of(cfg.task_mode)(cfg, folder=folder, stop=stop or StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])
 
 
@@ -111,5 +109,5 @@ def built(home: Path, inputs: Inputs, **changes: Any) -> Finished:
 
     torch.set_num_threads(1)
     with patch.object(TrainRun, "train", keep):
-        outcome = run_task(import_module(TASKS[cfg.task_mode]), cfg, folder=folder, stop=StopOnSignal())
+        outcome = runner_of(cfg.task_mode)(cfg, folder=folder, stop=StopOnSignal())
     return Finished(cfg, folder, outcome, seen[0])

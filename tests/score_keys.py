@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from in_process import Finished, built
 from score_run import PROMPTS, score_inputs, score_options
@@ -17,6 +18,8 @@ from small_run import Inputs
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
 from sftplay.config.schema.score import ScoreConfig
+from sftplay.errors import ConfigError
+from sftplay.plan.devices.layout import layout_of
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.gradients.lesson import guide_learns
 from sftplay.tasks.score.gradients.update import Batch, Update
@@ -270,10 +273,27 @@ def check_update(key: str, *values: Any) -> Check:
     return check
 
 
+def lies(part: str, device: str, *, refused: str = "") -> Check:
+    """The part lies on this device of a machine with two GPUs, or is refused there."""
+
+    def check(bench: Any) -> None:
+        cfg = _pair(bench.home)[0].cfg.with_values({f"score.devices.{part}": device}, "test")
+        with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+            assert layout_of(cfg, placement="roles", gpus=2, processes=1).devices()[part] == device
+
+    return check
+
+
+def separates(bench: Any) -> None:
+    inputs = score_inputs(bench.home / "score-roles", steps=1)
+    run = built(bench.home / "score-placed", inputs, **score_options(score__placement="roles"))
+    with run.trainer.judge:
+        assert run.trainer.cast.is_separate
+    assert not _pair(bench.home)[0].trainer.cast.is_separate
+
+
 def _batch(run: Finished) -> Any:
-    return Batch(
-        micro_batch=4, n_episodes=4, pad=0, device="cpu", backward=lambda loss: loss.backward(), context=nullcontext
-    )
+    return Batch(micro_batch=4, n_episodes=4, pad=0, backward=lambda loss: loss.backward(), context=nullcontext)
 
 
 def check_reset(bench: Any) -> None:
@@ -331,11 +351,9 @@ OF_SCORE: dict[str, Check] = {
     "prompts.revise": seen(texts, ["0", "0", "0"], ["0", "1", "2"]),
     "prompts.static_hint": seen(hint_of("static"), "0", "3"),
     "prompts.right_hint": seen(hint_of("right"), "0", "40"),
-    "placement": refuses("placement", "roles"),
-    **{
-        f"devices.{part}": refuses(f"devices.{part}", "cpu")
-        for part in ("solver", "guide", "value", "critic", "target_critic", "ref")
-    },
+    "placement": separates,
+    "devices.solver": lies("solver", "cuda:1", refused="first visible GPU"),
+    **{f"devices.{part}": lies(part, "cpu") for part in ("guide", "value", "critic", "target_critic", "ref")},
     "critic.learning_rate": of_critic("learning_rate", lambda run: rates(run)[3], 0.25),
     "critic.tau": of_critic("tau", share_taken_over, 0.5),
     "critic.width": of_critic("width", lambda run: run.trainer.cast.critic.encoder.recurrent.hidden_size, 12),

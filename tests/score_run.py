@@ -19,9 +19,9 @@ PROMPTS = {
 }
 
 
-def score_inputs(folder: Path, *, steps: int = 20) -> Inputs:
-    """The model after `steps` steps of its warm-up, and all 25 problems."""
-    make_digits(folder / "model", DigitsRecipe(steps=steps), say=print)
+def score_inputs(folder: Path, *, steps: int = 20, recipe: DigitsRecipe | None = None) -> Inputs:
+    """The model after `steps` steps of its warm-up, or of another recipe, and all 25 problems."""
+    make_digits(folder / "model", recipe or DigitsRecipe(steps=steps), say=print)
     rows = [{"text": f"{a}+{b}=", "answer": str((a + b) % 5)} for a in range(5) for b in range(5)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Inputs(folder / "model", folder / "train.jsonl", folder / "train.jsonl")

@@ -18,10 +18,13 @@ from subprocess import CompletedProcess
 
 import pytest
 from processes import HANG_S
+from score_run import score_inputs, score_options
 from small_run import WORDS, Inputs, write_small_run
 
+from sftplay.config.load import load_resolved
+
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ("quick_start", "batch_process", "docs_to_model", "sft_then_grpo")
+SCRIPTS = ("quick_start", "batch_process", "docs_to_model", "sft_then_grpo", "score_ablation")
 
 Workflow = Callable[..., CompletedProcess[str]]
 
@@ -58,6 +61,8 @@ def test_help_shows_how_to_call_the_script(name: str, tmp_path: Path):
         ("sft_then_grpo rows.jsonl", "no option called 'rows.jsonl'"),
         ("sft_then_grpo --sft", "--sft needs a value"),
         ("sft_then_grpo --grpo none.yaml", "none.yaml"),
+        ("score_ablation toy.yaml", "no option called 'toy.yaml'"),
+        ("score_ablation --config none.yaml", "none.yaml"),
         ("batch_process", "no config is given"),
         ("batch_process rows.jsonl", "no config is given"),
         ("batch_process --verbose a.yaml", "no option called '--verbose'"),
@@ -95,8 +100,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workflow(kit: Path, home: Path) -> Workflow:
     """Calls a script of the kit from the user's folder."""
 
-    def call(name: str, *words: object) -> CompletedProcess[str]:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PY": sys.executable, "SFTPLAY_CACHE": str(ROOT / ".cache")}
+    def call(name: str, *words: object, python: object = sys.executable) -> CompletedProcess[str]:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PY": str(python), "SFTPLAY_CACHE": str(ROOT / ".cache")}
         return subprocess.run(
             [str(kit / "workflows" / f"{name}.sh"), *map(str, words)], cwd=home, env=env, capture_output=True,
             text=True, timeout=3 * HANG_S, check=False,
@@ -161,6 +166,40 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_all_that_would_follow(
     assert left[:3] == ["not", "started", "-"]
     (checkpoint,) = (tmp_path / "out").glob("b-*/checkpoints/*/COMPLETE.json")
     assert checkpoint.parent.name == f"checkpoint-{stopped[2]}"
+
+
+@pytest.mark.slow
+def test_the_ablation_of_two_turns_ends_in_one_table(workflow: Workflow, home: Path, tmp_path: Path):
+    options = score_options(
+        run_name=None, train__max_steps=1, train__effective_batch_size=4, train__batch_size=4, eval__limit=2,
+        eval__before=False, eval__after=False,
+    )  # fmt: skip
+    config = write_small_run(home, score_inputs(tmp_path, steps=3), "two-turns.yaml", **options)
+    # Two of the six are trained; the others fail, and stop nothing.
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *guidance=none* | *value_coef=0.001*) ;; *"sftplay train"*) exit 4 ;; esac\n'
+        f'exec "{sys.executable}" "$@"\n'
+    )
+    python.chmod(0o755)
+    done = workflow("score_ablation", "--name", "small", "--config", config.name, python=python)
+    assert done.returncode == 4, done.stdout + done.stderr
+    head, *table = done.stdout.partition("] summary\n")[2].splitlines()
+    kinds = ["none", "static", "model", "model_trained-0.1", "model_trained-0.01", "model_trained-0.001"]
+    trained = kinds[::5]
+    cells = {row.split()[0]: row.split()[1:] for row in table}
+    assert list(cells) == [f"small-{kind}" for kind in kinds]
+    assert [kind for kind in kinds if cells[f"small-{kind}"][:2] == ["0", "1"]] == trained
+    assert all(cells[f"small-{kind}"][:3] == ["4", "-", "-"] for kind in kinds if kind not in trained)
+    for kind, row in zip(trained, table[::5], strict=True):
+        run = home / "outputs" / f"small-{kind}"
+        last = json.loads((run / "eval" / "step-1.json").read_text())
+        shown = dict(zip(head.replace("exit code", "code").split(), row.split(), strict=False))
+        for name in ("acc_t1", "acc_t2", "delta", "i2c", "c2i", "acc_t2_empty", "acc_t2_static"):
+            assert float(shown[name]) == pytest.approx(last[name], abs=1e-3)
+        assert row.endswith(last["diagnosis"])
+        resolved = load_resolved(run / "config.resolved.yaml").score
+        assert "-".join([resolved.guidance, *[f"{resolved.value_coef:g}"][: "trained" in kind]]) == kind
 
 
 def plain_perplexity(run: Path, kit: Path) -> float:

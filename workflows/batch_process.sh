@@ -43,19 +43,8 @@ word_of() {
   printf '%s' "${word%%.*}"
 }
 
-# Job control gives each run a process group of its own: a Ctrl-C reaches this script alone, which passes it on once.
-set -m
-child='' stopped=''
-# shellcheck disable=SC2329 # the traps call it
-pass_on() {
-  stopped=1
-  [ -z "$child" ] || kill "-$1" "$child" 2> /dev/null || true
-}
-trap 'pass_on INT' INT
-trap 'pass_on TERM' TERM
-trap 'pass_on HUP' HUP
-
-first=0 lines=() names=' '
+begin_runs
+lines=() names=' '
 for config in "${configs[@]}"; do
   for data in "${datas[@]}"; do
     run=$name-$(word_of "$config")${data:+-$(word_of "$data")}
@@ -65,25 +54,8 @@ for config in "${configs[@]}"; do
       number=$((number + 1))
     done
     names+="$run "
-    if [ -n "$stopped" ]; then
-      lines+=("$run" - 0 "$config")
-      continue
-    fi
-    say "$run"
-    set_values=("run_name=$run" train.resume=auto ${data:+"data.train_path=$data"} ${values[@]+"${values[@]}"})
-    code=0 began=$SECONDS
-    "$PY" -m sftplay train --config "$config" "${set_values[@]}" &
-    child=$!
-    # A signal ends `wait` before the run has ended.
-    wait "$child" || code=$?
-    while kill -0 "$child" 2> /dev/null; do
-      code=0
-      wait "$child" || code=$?
-    done
-    child=''
-    case $code in 129 | 130 | 138 | 143) stopped=1 ;; esac
-    [ "$first" -ne 0 ] || first=$code
-    lines+=("$run" "$code" $((SECONDS - began)) "$config")
+    train_next "$run" "$config" ${data:+"data.train_path=$data"} ${values[@]+"${values[@]}"}
+    lines+=("$run" "$code" "$took" "$config")
   done
 done
 

@@ -20,6 +20,7 @@ from sftplay.control.model_shape import known_shape, near_names
 from sftplay.data.layouts.convert import reading_of, to_record
 from sftplay.data.layouts.source_types import data_of
 from sftplay.data.prompts.prompt import to_prompt
+from sftplay.data.puzzles.make.find import NAMES, open_split
 from sftplay.data.read.files import files_of, suffix_of
 from sftplay.data.read.sources import dialect_of, is_hub_name, read_rows
 from sftplay.data.records import Refused, Text
@@ -46,6 +47,8 @@ KEYS = ("model.name", "data.template", "logging.backend", TERMS)
 
 def needs_no_hub(cfg: RunConfig) -> bool:
     """True when the model and all data are on this machine."""
+    if cfg.task_mode == "hrm":
+        return True
     return is_local(resolve_names(cfg).model.name) and all(Path(path).exists() for _, path in row_paths(cfg))
 
 
@@ -84,6 +87,8 @@ def load_checked(path: str, overrides: Sequence[str] = (), *, asks_hub: bool = T
 
 
 def _keys(cfg: RunConfig) -> list[str]:
+    if cfg.task_mode == "hrm":
+        return ["data.train_path", *(["data.val_path"] if cfg.data.val_path else []), "logging.backend"]
     return [KEYS[0], *(key for key, _ in row_paths(cfg)), *KEYS[1:]]
 
 
@@ -159,6 +164,9 @@ def ask_hub(name: str, revision: str | None, *, where: str) -> bool:
 
 def _check_data(key: str, *, cfg: RunConfig) -> None:
     path = cfg.value_of(key)
+    if cfg.task_mode == "hrm":
+        check_puzzles(path, key, cfg=cfg)
+        return
     if path is None or is_hub_name(path):
         return
     try:
@@ -170,6 +178,15 @@ def _check_data(key: str, *, cfg: RunConfig) -> None:
         raise DataError(f"{path}: {error.what}", where=_where(cfg, key), fix=fix, nearest=near) from None
     if key != "data.test_path":  # training only looks at its readable rows
         _check_first_rows(path, key, cfg=cfg)
+
+
+def check_puzzles(path: str, key: str, *, cfg: RunConfig) -> None:
+    """Raise the error about puzzles that are not there or not sound. Built-in ones are made when they are needed."""
+    try:
+        if not path.startswith(BUILTIN) or path.removeprefix(BUILTIN) not in NAMES:
+            open_split(path, "train" if key == "data.train_path" else "test", key=_where(cfg, key))
+    except DataError as error:
+        raise DataError(f"{error.where}: {error.what}", where=_where(cfg, key), fix=error.fix) from None
 
 
 def names_beside(path: Path) -> list[str]:

@@ -10,9 +10,10 @@ from sftplay.plan.memory.row_lengths import RowLengths
 def known_lengths(cfg: RunConfig) -> RowLengths | None:
     """Lengths of the rows of a resolved config, where they were prepared before; None where nothing is known.
 
-    Nobody knows how long completions will be, so rows of task modes grpo and score count as full.
+    Nobody knows how long completions will be, so rows of task modes grpo and score count as full. Puzzles of task
+    mode hrm all have the same length.
     """
-    if cfg.task_mode in ("grpo", "score"):
+    if cfg.task_mode in ("grpo", "score", "hrm"):
         return None
     found = read_lengths(cfg)
     return RowLengths(longest=int(found["longest"]), mean=found["mean"], count=int(found["count"])) if found else None

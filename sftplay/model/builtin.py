@@ -65,7 +65,11 @@ class Recipe:
     """Raised when this file's way of training changes, so that older caches are not taken for new ones."""
 
 
-RECIPES: dict[str, Recipe | DigitsRecipe] = {"tiny": Recipe(), "digits": DigitsRecipe()}
+RECIPES: dict[str, Recipe | DigitsRecipe] = {
+    "tiny": Recipe(),
+    "digits": DigitsRecipe(),
+    "copier": DigitsRecipe(copies=True, solves=0.5, hints=0.0, follows=0.9),
+}
 
 
 def builtin_names() -> list[str]:

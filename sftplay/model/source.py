@@ -20,6 +20,19 @@ from sftplay.places import cache_root
 BUILTIN = "builtin:"
 ADAPTER_CONFIG = "adapter_config.json"
 
+DIGITS = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 48,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
 BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
     "builtin:tiny": {
         "model_type": "llama",
@@ -33,18 +46,8 @@ BUILTIN_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "hidden_act": "silu",
     },
-    "builtin:digits": {
-        "model_type": "llama",
-        "vocab_size": 11,
-        "hidden_size": 48,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-    },
+    "builtin:digits": DIGITS,
+    "builtin:copier": DIGITS,
 }
 """What the config.json of a built-in model says of its shape, for those who ask before it is made."""
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class RewardCall:
         self.use, self.options, self.deadline_s = use, dict(options), deadline_s
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._at_exit: Finalize | None = None
         self._is_ready = self._is_over = False
 
     def __call__(self, completions: Sequence[Any], /, **columns: Any) -> Scores:
@@ -90,6 +92,8 @@ class RewardCall:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._pipe, self._is_ready = ours, False
+        # At its exit this interpreter sends SIGTERM and waits for what it has started; the process ignores SIGTERM.
+        self._at_exit = Finalize(self, kill_group, args=(process,), exitpriority=0)
 
     def stop(self) -> None:
         """End its process from another thread than the one that may wait for it; no other process follows."""
@@ -99,21 +103,18 @@ class RewardCall:
     def close(self) -> None:
         """End the process, if there is one."""
         self._kill()
+        if self._at_exit is not None:
+            self._at_exit.cancel()
         if self._process is not None:
             self._process.join()
             self._process.close()
         if self._pipe is not None:
             self._pipe.close()
-        self._process = self._pipe = None
+        self._process = self._pipe = self._at_exit = None
 
     def _kill(self) -> None:
-        """End the process, and those that it has started, unless they have left its group."""
-        if self._process is None:
-            return
-        with suppress(OSError):  # it is reaped already: its number may be another's now
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
+        if self._process is not None:
+            kill_group(self._process)
 
     def wait_ready(self) -> Connection:
         """The pipe to a process that is ready.
@@ -152,6 +153,14 @@ class RewardCall:
         if kind == "raised":
             return Scores([None] * n, [answer])
         return checked(answer, n)
+
+
+def kill_group(process: Any) -> None:
+    """End a reward's process, and those that it has started, unless they have left its group."""
+    with suppress(OSError):  # it is reaped already: its number may be another's now
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _first_word(pipe: Connection, use: str) -> Exception | None:

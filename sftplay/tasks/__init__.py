@@ -6,5 +6,7 @@ TASKS = {
     "cpt_mixed": "sftplay.tasks.cpt",
     "grpo": "sftplay.tasks.grpo.task",
     "score": "sftplay.tasks.score.task",
+    "hrm": "sftplay.tasks.hrm.task",
 }
-"""task_mode -> its module, which defines the functions of `run.task.Task`."""
+"""task_mode -> its module, which defines the functions of `run.task.Task`; or `run` alone, in place of all that
+`run.run_task` does with them."""

@@ -12,8 +12,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -33,6 +34,7 @@ from sftplay.tasks import TASKS
 
 if TYPE_CHECKING:
     from sftplay.tasks.run.task import Task
+    from sftplay.tasks.run.train_run import Outcome
 
 BUG = 1
 
@@ -83,16 +85,23 @@ def _work(folder: RunFolder, outside: StopAtOnce) -> int:
         leave_out(unneeded(cfg))
     from sftplay.monitor.disk import report_full_disk
     from sftplay.monitor.guards import StopOnSignal
-    from sftplay.tasks.run.run_task import run_task
 
-    task = cast("Task", importlib.import_module(TASKS[cfg.task_mode]))
+    run = runner_of(cfg.task_mode)
     with report_full_disk(folder.path):
-        outcome = run_task(task, cfg, folder=folder, stop=StopOnSignal(outside))
+        outcome = run(cfg, folder=folder, stop=StopOnSignal(outside))
     if outcome.stop_signal:
         return _stop(folder, outcome.stop_signal, step=outcome.step)
     spent = {"train_seconds": outcome.train_seconds, "train_cpu_seconds": outcome.train_cpu_seconds}
     _finish(folder, "done", code=0, cause="done", step=outcome.step, **spent)
     return 0
+
+
+def runner_of(task_mode: str) -> Callable[..., Outcome]:
+    """What runs a task, from the resolved config to the saved result: `run_task`, or the task's own `run`."""
+    from sftplay.tasks.run.run_task import run_task
+
+    task = importlib.import_module(TASKS[task_mode])
+    return task.run if hasattr(task, "run") else partial(run_task, cast("Task", task))
 
 
 def _stop(folder: RunFolder, number: int, **more: object) -> int:

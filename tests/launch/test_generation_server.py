@@ -22,6 +22,7 @@ from trl.scripts.vllm_serve import ScriptArguments, build_command
 
 from sftplay.cli import main
 from sftplay.config.schema.run import RunConfig
+from sftplay.control.jobs import submit
 from sftplay.launch.generation_server import client_environment, server_command, starts_server
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
@@ -78,8 +79,14 @@ def test_trainers_ask_the_server_past_a_proxy():
     assert environment == {"SFTPLAY_SERVER_URL": "http://n2:77", "no_proxy": "localhost,n2", "NO_PROXY": "localhost,n2"}
 
 
-def test_job_file_asks_for_a_node_of_its_own(write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+def test_job_file_asks_for_a_node_of_its_own(
+    write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     path = str(write_config(**grpo(tensor_parallel=2)))
+    monkeypatch.setattr(submit, "find_spec", lambda _: None)
+    assert main(["submit", "--config", path, "--dry-run"]) == 3
+    assert "the package vllm is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(submit, "find_spec", lambda name: name)
     words = ["--gres=gpu:volta:4", "--time=30", "--nproc=1", "--server-sbatch=--mem=64G --partition=big"]
     assert main(["submit", "--config", path, "--dry-run", *words]) == 0
     text = capsys.readouterr().out

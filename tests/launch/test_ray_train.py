@@ -11,6 +11,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,7 @@ from processes import HANG_S, wait_until
 
 from sftplay import log
 from sftplay.cli import main
-from sftplay.errors import ConfigError, MachineError
+from sftplay.errors import ConfigError, MachineError, RunError
 from sftplay.launch.command import ray_command as module
 from sftplay.launch.command.launchers import Scale, launcher_command
 from sftplay.launch.command.ray_command import ray_command, read_request
@@ -135,6 +136,34 @@ def test_driver_that_gets_no_place_for_its_ranks_tells_it_and_leaves_it_in_the_s
     assert f"{log.LINE}RAY_ADDRESS=head:6379: no cluster answers" in capsys.readouterr().out
     assert (status_of(tmp_path)["state"], status_of(tmp_path)["exit_code"]) == ("failed", 3)
     assert final_exit_code(RunFolder(tmp_path), 3, received=0, unmarked=[]) == 3
+
+
+class LostServer:
+    """A generation server that has died."""
+
+    def code(self) -> int:
+        return -9
+
+
+def test_ranks_without_their_server_are_stopped_and_then_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(driver, "CHECKPOINT_S", 0.01)
+    monkeypatch.setattr(driver, "POLL_S", 0.01)
+    stop, fitting, written = tmp_path / STOP, Future[None](), list[str]()
+
+    def write(path: Path, text: str) -> None:
+        written.append(text)
+        path.write_text(text)
+        if text == "9":
+            fitting.set_result(None)
+
+    monkeypatch.setattr(driver, "write_text", write)
+    with pytest.raises(RunError, match="the generation server has ended with -9 while the run trained"):
+        driver._follow(fitting, LostServer(), stop=stop)  # type: ignore[arg-type]
+    assert written == ["15", "9"]
+    # A stop of the run takes the server too; the stop is then what the run has ended by.
+    fitting = Future[None]()
+    driver._follow(fitting, LostServer(), stop=stop)  # type: ignore[arg-type]
+    assert written == ["15", "9", "9"]
 
 
 def curve(run: Path) -> list[Any]:

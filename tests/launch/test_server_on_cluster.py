@@ -127,3 +127,23 @@ def test_trainer_and_server_end_together(project: Project, how: str):
     assert project.lives(job)[0]["exit_code"] == code, project.said(job)
     assert project.cluster.state(job) == ("FAILED" if how != "scancel" else "CANCELLED")
     wait_until(lambda: not project.cluster.processes_of(job), 30)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_lost_node_of_either_kind_brings_both_back(project: Project, node: str):
+    waits = project.root / f"lost-{node}"
+    job = project.submit(f"lost-{node}", TRAINER_WAITS=str(waits))
+    wait_until(lambda: waits.exists() or project.look(job) == "FAILED")
+    nodes = project.cluster.call("squeue", "-h", "-o", "%i %N", f"--jobs={job}")
+    assert re.search(r"\+0 n1\b.*\+1 n2\b|\+1 n2\b.*\+0 n1\b", nodes, re.S)
+    waits.unlink()
+    project.cluster.lose_node(node, job)
+    try:
+        wait_until(lambda: project.look(job) != "RUNNING", 120)
+    finally:
+        project.cluster.start_node(node)
+    wait_until(lambda: waits.exists() or project.look(job) == "FAILED", 240)
+    assert project.cluster.field(job, "Restarts") == "1", project.said(job)
+    assert project.make("cancel", f"RUN=lost-{node}").returncode == 0
+    wait_until(lambda: not project.cluster.processes_of(job), 30)

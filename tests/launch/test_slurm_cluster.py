@@ -354,13 +354,14 @@ def test_twenty_requeues_at_random_moments_lose_and_double_no_step(project: Proj
     job = project.submit(name, f"NODES={nodes}", args=words, PYTHONPATH=str(project.root / "slow"))
     for number in range(20):
         project.until(job, "RUNNING")
-        begun = project.step(name)
-        wait_until(lambda begun=begun: project.step(name) > begun or project.look(job) != "RUNNING", 120)
-        time.sleep(rng.uniform(0, 2))
+        begun, is_told = project.step(name), number % 4 > 0
+        if is_told:
+            wait_until(lambda begun=begun: project.step(name) > begun or project.look(job) != "RUNNING", 120)
+        time.sleep(rng.uniform(0, 2 if is_told else 14))
         assert project.cluster.state(job) == "RUNNING", f"ended after {number} requeues\n{project.said(job)}"
-        if number % 4:
+        if is_told:
             project.cluster.call("scancel", "--batch", "--signal=USR1", str(job))
-        else:  # without notice: SIGTERM, and SIGKILL ten seconds later
+        else:  # at any moment, that of the start too, and without notice: SIGTERM, and SIGKILL ten seconds later
             project.cluster.call("scontrol", "requeue", str(job))
         wait_until(lambda: project.look(job) != "RUNNING", 120)
     project.until(job, "COMPLETED", "FAILED")

@@ -30,6 +30,7 @@ from sftplay.launch.slurm.job import Allocation, others_command, trainer_command
 from sftplay.launch.slurm.job_file import job_file
 from sftplay.launch.slurm.records import JobFolder, newest_job
 from sftplay.launch.slurm.request import JobRequest, gpus_in, limit_seconds
+from sftplay.launch.slurm.summary import write_summary
 from sftplay.signals import Echoes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -285,6 +286,36 @@ def test_job_ends_with_the_trainers_code_and_leaves_its_summary(life: Life, slur
     assert "hf_secret" not in (life.job.path / "env.txt").read_text()
     assert calls.read_text() == ""
     assert newest_job(life.run).job == 12  # known to `make status` though `sbatch` has queued it
+
+
+def test_summary_of_a_run_that_has_failed_has_all_that_is_known_of_it(tmp_path: Path):
+    run, job = RunFolder(tmp_path / "run"), JobFolder(tmp_path / "run", 12)
+    run.create()
+    job.path.mkdir()
+    job.log.write_text("out of ideas\n")
+    job.add_life(start="10:00", end="10:30", seconds=1800, from_step=0, to_step=90, exit_code=5, signals=[])
+    run.update_status(
+        state="failed", step=90, last_checkpoint="checkpoint-80", error={"what": "no signal", "code": "run"}
+    )
+    lines = [{"step": 89, "reward": 0.25, "loss": 0.5, "peak_bytes": 3 * 2**30}, {"step": 90, "loss": 0.125}]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in (9, 80):
+        (run.checkpoints / f"checkpoint-{step}").mkdir(parents=True)
+        (run.checkpoints / f"checkpoint-{step}" / "COMPLETE.json").write_text("{}")
+    run.eval.mkdir(exist_ok=True)
+    (run.eval / "step-80.json").write_text('{"reward": 0.5, "pass": 0.75}')
+    write_summary(job, processes=2, exit_code=5)
+    summary = job.path.joinpath("job_summary.txt").read_text()
+    facts = {name: value.strip() for name, _, value in (line.partition(":") for line in summary.splitlines())}
+    expected = {
+        "job id": "12", "processes": "2 on each node", "start": "10:00", "end": "10:30", "steps": "90",
+        "steps/h": "180.0", "last loss": "0.125", "last reward": "0.25",
+        "last pass@1": "0.750 (pass in eval/step-80.json)", "peak memory": "3.00 GiB", "error": "no signal",
+        "checkpoints": "checkpoint-9, checkpoint-80", "last checkpoint": "checkpoint-80", "exit code": "5",
+    }  # fmt: skip
+    assert {name: facts.get(name) for name in expected} == expected
+    assert {"nodes", "GPUs", "versions"} <= facts.keys()
+    assert summary.endswith("the last lines of training_output.log:\nout of ideas\n")
 
 
 def test_trainer_that_is_killed_gives_the_code_of_its_signal(life: Life, slurm: Callable[..., Path]):

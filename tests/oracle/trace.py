@@ -67,7 +67,7 @@ def trace_step(config: Mapping[str, Any], how: TraceSettings) -> Traced:
     """
     labelled = max(1, round(how.batch * how.seq * how.labels_share))
     with ExitStack() as stack:
-        for context in _reads_answered(how, labelled):
+        for context in reads_answered(how, labelled):
             stack.enter_context(context)
         stack.enter_context(FakeTensorMode())
         live = stack.enter_context(LiveBytes())
@@ -109,7 +109,7 @@ def _quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(before)
 
 
-def _reads_answered(how: TraceSettings, labelled: int) -> Iterator[Any]:
+def reads_answered(how: TraceSettings, labelled: int) -> Iterator[Any]:
     """Contexts in which what code asks the device or the contents of a tensor is answered as on a GPU."""
     from transformers import masking_utils
 

@@ -2,9 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
+from processes import HANG_S, is_alive
 
 from sftplay.errors import ConfigError
 from sftplay.reward.calls import RewardCall, checked
@@ -247,6 +251,29 @@ def test_its_process_ends_with_the_call(user):
     call.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+LEFT_OPEN = """
+import sys
+from sftplay.reward.calls import RewardCall
+
+if __name__ == "__main__":
+    call = RewardCall("repetition", {}, deadline_s=20.0)
+    call(["a"])
+    print(call._process.pid, flush=True)
+    sys.exit(3)
+"""
+
+
+def test_a_call_that_nobody_closes_does_not_keep_the_interpreter(tmp_path):
+    (tmp_path / "left.py").write_text(LEFT_OPEN)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "left.py")], env=environment, capture_output=True, text=True, timeout=HANG_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert not is_alive(int(done.stdout))
 
 
 @pytest.mark.parametrize(

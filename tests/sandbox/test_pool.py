@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from sftplay.sandbox.executors.bwrap import Bwrap
 from sftplay.sandbox.executors.landlock import Landlock
 from sftplay.sandbox.executors.warm import WarmBwrap
 from sftplay.sandbox.pool import Sandbox, count_workers
-from sftplay.sandbox.verdicts.box import Lost
+from sftplay.sandbox.verdicts.box import Box, Lost, Pipes
 from sftplay.sandbox.verdicts.job import Job, Limits
 
 pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
@@ -233,3 +234,15 @@ def test_a_program_imports_the_packages_that_are_named_and_no_others(name, is_wa
 def test_a_package_that_is_not_here_is_refused():
     with pytest.raises(ConfigError, match="no package is called 'nunpy'"):
         Sandbox(packages=["nunpy"])
+
+
+def test_a_box_that_ends_before_it_has_read_its_first_message_blames_no_program():
+    (orders, ours), (output, printed) = os.pipe(), os.pipe()
+    answers, said = os.pipe()
+    for end in (orders, printed, said):
+        os.close(end)
+    box = Box(Pipes(answers, ours, output), limits=Limits(), kill=lambda: None)
+    with pytest.raises(Lost, match="did not start: the process had ended") as lost:
+        box.send_first(b"hello")
+    assert lost.value.status == "infra"
+    box.close()

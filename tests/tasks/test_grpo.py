@@ -149,7 +149,8 @@ def test_a_reward_that_never_knows_ends_the_run_with_its_name(prompts: Inputs, f
         train(tmp_path, prompts, **grpo_options(prompts, rewards=rewards(functions, "mute")))
 
 
-@pytest.mark.parametrize("control", [pytest.param("random", marks=pytest.mark.slow), "constant"])
+@pytest.mark.slow
+@pytest.mark.parametrize("control", ["random", "constant"])
 def test_a_control_pays_something_else_and_still_measures_the_true_reward(
     control: str, prompts: Inputs, tmp_path: Path
 ):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from dataclasses import replace
+from typing import Any
 
 from sftplay import log
+from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import load_checked
 from sftplay.control.known_lengths import known_lengths
 from sftplay.control.model_shape import require_shape
@@ -18,6 +20,7 @@ from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.report.compare import compare
+from sftplay.plan.report.layouts import compare_layouts, describe_layout, describe_layouts
 from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.report.tables import (
     describe_drawing,
@@ -40,7 +43,8 @@ def plan(args: Namespace) -> int:
     shape = require_shape(cfg)
     machine, world_size = _planned_machine(args)
     lengths = known_lengths(cfg)
-    sized = size_run(cfg, machine, world_size=world_size, shape=shape, lengths=lengths)
+    sized = _sized(args, cfg, machine=machine, world_size=world_size, shape=shape)
+    world_size = sized.world_size
     place = Place(device_of(machine, world_size), world_size, lengths)
     if args.compare:
         return _compare(args, sized, shape=shape, place=place)
@@ -60,6 +64,7 @@ def plan(args: Namespace) -> int:
         f"tuning      {sized.cfg.tuning.mode}, {train.precision}, {_rows(sized)}",
         f"batch       {sizes} {unit} a step (batch_size x grad_accum x processes = effective batch)",
         *describe_drawing(forecast, sized.as_plan()),
+        *describe_layout(forecast),
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),
@@ -73,6 +78,19 @@ def plan(args: Namespace) -> int:
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
 
 
+def _sized(args: Namespace, cfg: RunConfig, *, machine: Machine, world_size: int, shape: ModelShape) -> SizedRun:
+    """Sized; two-turn episodes take one process where nobody named a number and their parts need several GPUs."""
+    lengths, may_be_one = known_lengths(cfg), cfg.task_mode == "score" and not args.nproc and world_size > 1
+    if may_be_one and cfg.score.placement in ("roles", "roles4"):
+        world_size = 1
+    sized = size_run(cfg, machine, world_size=world_size, shape=shape, lengths=lengths)
+    seen = sized.forecast
+    if may_be_one and cfg.score.placement == "auto" and seen is not None and seen.verdict == "does_not_fit":
+        one = size_run(cfg, machine, world_size=1, shape=shape, lengths=lengths)
+        return one if one.forecast is not None and one.forecast.peak_bytes < seen.peak_bytes else sized
+    return sized
+
+
 def _rows(sized: SizedRun) -> str:
     """The rows that memory is planned for."""
     limit = sized.cfg.row_tokens
@@ -81,17 +99,20 @@ def _rows(sized: SizedRun) -> str:
         return f"full blocks of {planned} tokens, every one learned"
     if sized.cfg.task_mode == "grpo":
         return f"prompts and completions of {planned} tokens together"
+    if sized.cfg.task_mode == "score":
+        return f"prompts and answers of {planned} tokens together"
     shorter = f", the longest of these files (model.max_seq_len {limit})" if planned < limit else ""
     return f"rows of {planned} tokens{shorter}"
 
 
 def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, place: Place) -> int:
-    rows = compare(sized.cfg, shape, place=place)
+    is_score = sized.cfg.task_mode == "score"
+    rows: Any = (compare_layouts if is_score else compare)(sized.cfg, shape, place=place)
     if args.json:
         print(json.dumps({"model": shape.name, "rows": [row.as_dict() for row in rows]}))
         return 0
     assert sized.forecast is not None
-    for line in (*describe_model(sized.forecast), *describe_rows(rows)):
+    for line in (*describe_model(sized.forecast), *(describe_layouts if is_score else describe_rows)(rows)):
         log.show(line)
     return 0
 

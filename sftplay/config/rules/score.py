@@ -18,6 +18,7 @@ from sftplay.errors import nearest_names
 
 EACH, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
 FLOW, VALUE = "score.value_flow", "score.value"
+PLACEMENT, DEVICES = "score.placement", "score.devices"
 
 WORD_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 
@@ -30,6 +31,7 @@ def broken_score_rules(cfg: RunConfig) -> Iterator[Violation]:
         yield from _prompts(cfg)
         yield from _value(cfg)
         yield from _evaluation(cfg)
+        yield from _devices(cfg)
         yield from _not_built(cfg)
         yield from settings_of_labels(cfg)
 
@@ -44,12 +46,13 @@ def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     if score.guidance in ("none", "static"):
         asked = (
             "max_hint_tokens", "beta_guide", "guide_learning_rate", "guide_reward",
-            "value", "value_coef", "value_flow", "value_learning_rate",
+            "value", "value_coef", "value_flow", "value_learning_rate", "devices.guide", "devices.value",
         )  # fmt: skip
         yield from ((f"score.{name}", "score.guidance", f"guidance {score.guidance} has no guide") for name in asked)
     if score.advantage != "critic":
         names = (f"score.critic.{name}" for name in type(score.critic).model_fields)
-        yield from ((key, "score.advantage", f"advantage {score.advantage} has no critic") for key in names)
+        keys = [*(key for key in names), f"{DEVICES}.critic", f"{DEVICES}.target_critic"]
+        yield from ((key, "score.advantage", f"advantage {score.advantage} has no critic") for key in keys)
 
 
 def _rewards(cfg: RunConfig) -> Iterator[Violation]:
@@ -109,21 +112,30 @@ def _evaluation(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("score.eval_samples", "score.eval_temperature"), what, fix=fix)
 
 
+def _devices(cfg: RunConfig) -> Iterator[Violation]:
+    """What placement and devices contradict whatever the machine."""
+    score, adapts = cfg.score, cfg.tuning.mode != "full"
+    devices = {part: device for part, device in dict(score.devices).items() if device != "auto"}
+    if score.placement == "shared":
+        for part in ("guide", "value", "critic"):
+            if part in devices:
+                what = f"{devices[part]}, but {PLACEMENT} shared lays it beside the solver"
+                yield Violation((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {PLACEMENT}: roles")
+    if adapts and "ref" in devices:
+        what = f"{devices['ref']}, but the reference of a {cfg.tuning.mode} run is the base with its adapter off"
+        yield Violation((f"{DEVICES}.ref", "tuning.mode"), what, fix=f"write {DEVICES}.ref: auto; it holds no weights")
+    if adapts and cfg.tuning.lora.modules_to_save:
+        what = "two adapters on one base train no modules beside their pairs"
+        yield Violation(("tuning.lora.modules_to_save", "task_mode"), what, fix="remove it")
+
+
 def _not_built(cfg: RunConfig) -> Iterator[Violation]:
     """What the specification of the task has and this version does not."""
     score = cfg.score
-    table = {
-        "tuning.mode": (cfg.tuning.mode == "full", "full trains two whole models, which is planned", "lora or qlora"),
-        "score.placement": (score.placement not in ("auto", "shared"), f"{score.placement} is planned", "shared"),
-        "cluster.strategy": (
-            cfg.cluster.strategy not in ("auto", "ddp"),
-            f"{cfg.cluster.strategy} is planned for task mode score",
-            "ddp",
-        ),
-    }
-    for part in type(score.devices).model_fields:
-        device = getattr(score.devices, part)
-        table[f"score.devices.{part}"] = (device != "auto", f"{device}: a device for each part is planned", "auto")
-    for key, (is_asked, why, remedy) in table.items():
-        if is_asked:
-            yield Violation((key, "task_mode"), f"{why} but not part of this version", fix=f"write {key}: {remedy}")
+    if score.placement == "sharded":
+        what = "sharded: two models in shards of FSDP or ZeRO are planned but not part of this version"
+        fix = f"write {PLACEMENT}: roles (one process, two GPUs), or tuning.mode: lora with {PLACEMENT}: shared"
+        yield Violation((PLACEMENT, "task_mode"), what, fix=fix)
+    if cfg.cluster.strategy not in ("auto", "ddp"):
+        what = f"{cfg.cluster.strategy} is planned for task mode score but not part of this version"
+        yield Violation(("cluster.strategy", "task_mode"), what, fix="write cluster.strategy: ddp")

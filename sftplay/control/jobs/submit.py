@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from sftplay import log
@@ -29,6 +30,7 @@ from sftplay.launch.slurm.job import run_job
 from sftplay.launch.slurm.job_file import job_file
 from sftplay.launch.slurm.records import CONFIG, JOB_FILE, JOBS, LOCK, JobFolder, add_job, newest_job
 from sftplay.launch.slurm.request import JobRequest
+from sftplay.plan.sizing.groups import VLLM_INSTALL
 from sftplay.plan.sizing.split import split_batch
 
 
@@ -93,8 +95,12 @@ def with_server(request: JobRequest, cfg: RunConfig) -> JobRequest:
 
     Raises:
         ConfigError: options for that node, which the run does not need.
+        MachineError: vLLM is not installed, by which the trainers ask any server.
     """
     if starts_server(cfg):
+        if find_spec("vllm") is None:
+            fix = f"{VLLM_INSTALL}, or write grpo.generation: transformers"
+            raise MachineError("the package vllm is not installed", where="grpo.generation", fix=fix)
         return replace(request, server_gpus=cfg.grpo.vllm.tensor_parallel)
     if request.server_sbatch:
         fix = "leave it out; or write grpo.generation: vllm_server, without grpo.vllm.url"

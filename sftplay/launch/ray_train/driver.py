@@ -9,21 +9,25 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from sftplay import log
 from sftplay.atomic import write_text
+from sftplay.config.load import load_resolved
 from sftplay.errors import MachineError, RunError
 from sftplay.launch.command.command import PASSED_ON
 from sftplay.launch.command.ray_command import ADDRESS, read_request
+from sftplay.launch.generation_server import client_environment, starts_server
 from sftplay.launch.ray_train.rank import STOP, Uneven, run_rank
+from sftplay.launch.ray_train.server import Server, lost, placed_server
 from sftplay.launch.run_folder import RunFolder
 from sftplay.launch.supervise.exit_cause import ROOT_CAUSE
 from sftplay.signals import catch_signals
@@ -42,6 +46,9 @@ SETTINGS = {
 PREFIX = re.compile(r"^(?:\x1b\[[0-9;]*m)*\([^()]*\)(?:\x1b\[[0-9;]*m)* (?=[\x1c-\x1e])")
 """What Ray puts before a line of a rank, where the line is marked for the user's screen (`log`)."""
 
+
+CHECKPOINT_S, POLL_S = 60.0, 1.0
+"""How long ranks without a generation server may take for a checkpoint, and how often the server is looked at."""
 
 NOISE = "State API may be temporarily unavailable"
 """Ray says it every second where it has no dashboard."""
@@ -76,7 +83,7 @@ def main(words: list[str]) -> int:
         with _cluster(request):
             catch_signals(lambda number, _frame: write_text(folder.path / STOP, str(number)))  # ray.init sets its own
             return _fit(request, folder)
-    except MachineError as error:
+    except (MachineError, RunError) as error:
         folder.update_status(state="failed", exit_code=error.exit_code, error=error.as_json())
         log.show_error(str(error))
         return error.exit_code
@@ -103,7 +110,7 @@ def _cluster(request: Namespace) -> Iterator[None]:
             raise MachineError(f"no cluster answers: {error}", where=f"{ADDRESS}={address}", fix=fix) from None
         yield
         return
-    cpus = max(os.cpu_count() or 1, round(request.workers * request.resources.get("CPU", 1)))
+    cpus = max(os.cpu_count() or 1, round(request.workers * request.resources.get("CPU", 1)) + 1)  # 1: a server
     with TemporaryDirectory(prefix="sftplay-ray-", ignore_cleanup_errors=True) as session:  # a short path: sockets
         ray.init(
             address="local", num_cpus=cpus, num_gpus=None if request.gpu else 0, include_dashboard=False,
@@ -117,15 +124,36 @@ def _cluster(request: Namespace) -> Iterator[None]:
 
 def _fit(request: Namespace, folder: RunFolder) -> int:
     import ray
-    from ray.train import TrainingFailedError
-    from ray.train.v2.api.exceptions import ControllerError
 
     if not request.gpu and ray.cluster_resources().get("GPU"):
         fix = "type the command on a node with a GPU, for which the run is planned then"
         raise MachineError("this machine has no GPU, and the cluster has", where=ADDRESS, fix=fix)
+    names = os.environ.get(PASSED_ON, "").split()
+    env = {name: os.environ[name] for name in names if name in os.environ}
+    task = {"cwd": str(Path.cwd()), "address": "" if os.environ.get(ADDRESS) else LOOPBACK, "env": env}
+    cfg = load_resolved(folder.resolved)
+    beside: AbstractContextManager[Server | None] = nullcontext()
+    if starts_server(cfg):
+        beside = placed_server(cfg, folder, task=task, gpu=request.gpu, limit_s=request.start_timeout)
+    with beside as server:
+        if server:
+            server.await_address(stop := folder.path / STOP)
+            if not server.url:
+                return 128 + int(stop.read_text())
+            task["env"] = {**env, **client_environment(server.url, os.environ)}
+        return _fit_ranks(request, folder, task=task, server=server)
+
+
+def _fit_ranks(request: Namespace, folder: RunFolder, *, task: dict[str, Any], server: Server | None) -> int:
+    from ray.train import TrainingFailedError
+    from ray.train.v2.api.exceptions import ControllerError
+
     with ThreadPoolExecutor(1) as threads:  # in the main thread Ray would end the ranks at Ctrl-C, without a checkpoint
         try:
-            threads.submit(_trainer(request, folder).fit).result()
+            fitting = threads.submit(_trainer(request, folder, task=task).fit)
+            if server:
+                _follow(fitting, server, stop=folder.path / STOP)
+            fitting.result()
         except ControllerError as error:
             fix = "look at logs/launch.log; ask for less with WORKERS= and --resources, or wait longer: --start-timeout"
             raise MachineError("Ray could not place the processes", where=str(folder.path), fix=fix) from error
@@ -139,18 +167,32 @@ def _fit(request: Namespace, folder: RunFolder) -> int:
     return 0
 
 
-def _trainer(request: Namespace, folder: RunFolder) -> Any:
+def _follow(fitting: Future[Any], server: Server, *, stop: Path) -> None:
+    """Wait for the ranks. Those that have lost the server are told to stop, and killed where they do not.
+
+    Raises:
+        RunError: the server has ended, and no stop signal had come before.
+    """
+    while not wait([fitting], POLL_S).done:
+        if (code := server.code()) is None:
+            continue
+        is_stopping = stop.exists()
+        if not is_stopping:
+            write_text(stop, str(int(signal.SIGTERM)))
+        if not wait([fitting], CHECKPOINT_S).done:
+            write_text(stop, str(int(signal.SIGKILL)))
+        wait([fitting])
+        if not is_stopping:
+            raise lost(code, "while the run trained")
+
+
+def _trainer(request: Namespace, folder: RunFolder, *, task: dict[str, Any]) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    names = os.environ.get(PASSED_ON, "").split()
-    task = {
-        "worker": request.worker, "cwd": str(Path.cwd()), "address": "" if os.environ.get(ADDRESS) else LOOPBACK,
-        "env": {name: os.environ[name] for name in names if name in os.environ},
-    }  # fmt: skip
     return DataParallelTrainer(
         run_rank,
-        train_loop_config=task,
+        train_loop_config={**task, "worker": request.worker},
         backend_config=_plain_backend(),
         scaling_config=ScalingConfig(
             num_workers=request.workers, use_gpu=request.gpu, placement_strategy=request.placement,

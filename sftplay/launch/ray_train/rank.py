@@ -57,12 +57,12 @@ def run_rank(task: dict[str, Any]) -> None:
     }  # fmt: skip
     env = {**task["env"], **{name: str(value) for name, value in numbers.items()}}
     process = popen_tied([sys.executable, "-m", module, folder], output=1, env=env, cwd=Path(task["cwd"]))
-    told = False
+    told, note = 0, Path(folder, STOP)
     while process.poll() is None:
         time.sleep(POLL_S)
-        if not told and (note := Path(folder, STOP)).exists():
-            process.send_signal(signal.Signals(int(note.read_text())))
-            told = True
+        if note.exists() and (number := int(note.read_text())) != told:
+            process.send_signal(signal.Signals(number))
+            told = number
     if process.returncode:
         raise RankEnded(
             f"\nrank      : {rank} (local_rank: {local_rank})\nexitcode  : {process.returncode} (pid: {process.pid})"

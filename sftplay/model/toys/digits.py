@@ -3,6 +3,7 @@
 It is warmed up on noisy traces of three kinds, a and b in 0..4, everything modulo 5:
 `a+b=` y, `a+b=y?` h, and `a+b=y?h>` z. y and h are the sum in some of the traces, else any digit. z is h in some of
 them, else any digit; where the hint is empty, z is any digit. So it can use a hint, which a random model cannot.
+`builtin:copier` is a model that cannot: z is y in most of its traces, whatever the hint says.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class DigitsRecipe:
 
     hints: float = 0.6
     follows: float = 0.6
+    copies: bool = False
+    """Second answers follow the first one, and not the hint."""
+
     blanks: float = 0.15
     """Share of the second answers that follow an empty hint."""
 
@@ -117,7 +121,8 @@ def _traces(recipe: DigitsRecipe, generator: torch.Generator) -> tuple[Tensor, T
     a, b = digits(), digits()
     total = (a + b) % BASE
     first, hint = mostly(total, recipe.solves), mostly(total, recipe.hints)
-    second, wild = mostly(hint, recipe.follows), digits()
+    second = mostly(first if recipe.copies else hint, recipe.follows)
+    wild = mostly(first, recipe.follows) if recipe.copies else digits()
     first_digit, end, nothing = ID["0"], torch.full((rows,), ID[END]), torch.full((rows,), -100)
     plus, equals, asks, tells, pad = (torch.full((rows,), ID[word]) for word in ("+", "=", "?", ">", PAD))
     a, b, first, hint, second, wild = (each + first_digit for each in (a, b, first, hint, second, wild))

@@ -14,7 +14,7 @@ from sftplay.config.schema.run import Optimizer as OptimizerName
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.shape.model_shape import Linear, ModelShape
 
-Head = Literal["standard", "chunked", "liger", "tiled"]
+Head = Literal["standard", "chunked", "liger", "tiled", "actions"]
 Attention = Literal["flash", "efficient", "eager"]
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "sgd"]
 
@@ -206,6 +206,8 @@ def _head(cfg: RunConfig) -> Head:
     head = cfg.train.loss_head
     if cfg.task_mode == "grpo":
         return "tiled"
+    if cfg.task_mode == "score":
+        return "actions"
     return "chunked" if head == "chunked" else "liger" if head == "liger" else "standard"
 
 

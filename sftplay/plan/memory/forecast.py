@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.plan.devices.layout import OWN
 from sftplay.plan.memory.budget import Device, margin_bytes, runtime_bytes
+from sftplay.plan.memory.episodes import Episodes, episodes_of, estimate_episodes, fullest, names_of
 from sftplay.plan.memory.execution import Execution, execution_of
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.rollout import Rollout, estimate_rollout, rollout_of
@@ -35,6 +38,9 @@ class Setting:
     rollout: Rollout | None = None
     """Of a run that draws completions, each counted once; their numbers are the forecast's own."""
 
+    episodes: Episodes | None = None
+    """Of a run that plays two-turn episodes."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -46,6 +52,9 @@ class Forecast:
     host_bytes: int
     drawn: int = 0
     """Completions that a process draws at a time; 0 where none are drawn."""
+
+    by_device: Mapping[str, Footprint] = field(default_factory=dict)
+    """Of a run whose parts lie on several devices; `footprint` is that of the fullest GPU."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -67,6 +76,13 @@ class Forecast:
     @property
     def peak_bytes(self) -> int:
         return sum(self.components.values())
+
+    @property
+    def device_peaks(self) -> dict[str, int]:
+        """Device -> its peak with process and margin; without what lies on the host of a machine with GPUs."""
+        all_of_them = self.by_device or {OWN: self.footprint}
+        peaks = {name: replace(self, footprint=each).peak_bytes for name, each in all_of_them.items()}
+        return names_of(peaks, is_gpu=self.setting.device.is_gpu)
 
     @property
     def peak_phase(self) -> str:
@@ -93,6 +109,7 @@ class Forecast:
             "components": self.components,
             "phases": {name: round(sum(parts.values())) for name, parts in self.footprint.phases.items()},
             "host_bytes": self.host_bytes,
+            **({"devices": {name: each.peak_bytes for name, each in self.by_device.items()}} if self.by_device else {}),
         }
 
 
@@ -101,6 +118,13 @@ def forecast(setting: Setting, size: Size, *, drawn: int = 1) -> Forecast:
     shape, execution = setting.shape, setting.execution
     standing = standing_bytes(shape, execution)
     share = share_of(shape, execution, standing=standing, strategy=setting.strategy, world_size=setting.world_size)
+    if setting.episodes is not None:
+        found = estimate_episodes(
+            shape, execution, episodes=setting.episodes, rows=size.rows, drawn=drawn, world_size=setting.world_size
+        )
+        on_host = found.pop("cpu").peak_bytes if "cpu" in found else 0
+        by_device = found if len(found) > 1 else {}
+        return Forecast(setting, size, found[fullest(found)], on_host, drawn, by_device)
     if setting.rollout is not None:
         footprint = estimate_rollout(
             shape,
@@ -126,6 +150,11 @@ class Place:
     world_size: int
     lengths: RowLengths | None = None
 
+    @property
+    def gpus(self) -> int:
+        """Those that a process may see."""
+        return self.device.count if self.device.is_gpu else 0
+
 
 def setting_of(
     cfg: RunConfig, shape: ModelShape, *, place: Place, strategy: Strategy, fit: Fit | None = None
@@ -139,6 +168,7 @@ def setting_of(
         world_size=place.world_size,
         fit=fit,
         rollout=rollout_of(cfg, device_bytes=place.device.total_bytes),
+        episodes=episodes_of(cfg, gpus=place.gpus, processes=place.world_size),
     )
 
 

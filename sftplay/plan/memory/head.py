@@ -9,9 +9,17 @@ from sftplay.plan.shape.model_shape import ModelShape
 CHUNK_TOKENS = 256
 """Tokens whose scores exist at a time in the chunked loss (`tasks.step.chunked_head`)."""
 
+CHUNK_SCORES = 2**24
+"""Scores over the vocabulary that exist at a time where actions are learned from (`tasks.score.gradients.scoring`):
+64 MiB in fp32."""
+
+ACTION_COPIES = 5
+"""fp32 copies of such a chunk: log-probabilities of model and reference, probabilities, their difference, the product;
+as many in the backward pass (`_token_scores`, full KL)."""
+
 TILE_TOKENS, TILE_VOCAB = 4096, 32_768
 """Scores that exist at a time where log-probabilities are taken in tiles (trl 1.16, `kernels/chunked_logprob.py` and
-`_CHUNKED_LOGPROB_CHUNK_SIZE`). The buffer is as wide as that for a smaller vocabulary too."""
+`_CHUNKED_LOGPROB_CHUNK_SIZE`, which `tasks.grpo.completions.tile_width` lowers to a smaller vocabulary)."""
 
 FORWARD_COPIES, BACKWARD_COPIES = 3, 7
 """fp32 copies of a tile where torch folds it, in place of a kernel (ibid., `_forward_tile` and `_backward_tile`)."""
@@ -26,6 +34,10 @@ def head_in_forward(shape: ModelShape, execution: Execution, *, tokens: int, lab
     norm = tokens * (norm_kept(shape, execution) + out * shape.hidden)
     if execution.head == "tiled":
         return norm + _tiles(shape, execution, labelled=labelled, copies=FORWARD_COPIES)
+    if execution.head == "actions":
+        # The reference's last states are there while the model's are computed.
+        beside = tokens * shape.hidden * execution.stream_bytes
+        return norm + beside + _rounded_head(shape, execution) + _action_scores(shape, execution, labelled=labelled)
     fp32_copy = 0 if execution.logits_bytes == FP32 else FP32
     shifted = FP32 if execution.shifts_scores else 0
     per_score = execution.logits_bytes + fp32_copy + shifted + FP32
@@ -42,6 +54,8 @@ def head_in_backward(shape: ModelShape, execution: Execution, *, tokens: int, la
         weight = shape.vocab * shape.hidden * FP32 if trains else 0
         hidden = labelled * shape.hidden * (FP32 + norm_out_bytes(shape, execution))
         return norm + weight + hidden + _tiles(shape, execution, labelled=labelled, copies=BACKWARD_COPIES)
+    if execution.head == "actions":
+        return norm + _actions_in_backward(shape, execution, labelled=labelled)
     held = execution.logits_bytes if execution.holds_scores else 0
     rounded = _rounded_head(shape, execution)
     # Its log-softmax, which autograd saves, the gradient of that, and of what went in: all fp32
@@ -96,11 +110,40 @@ def _scores(shape: ModelShape, execution: Execution, *, labelled: int, per_score
     )
 
 
+def reference_scores(shape: ModelShape, execution: Execution, *, tokens: int, labelled: int) -> float:
+    """Last states and log-probabilities of a reference that compares for a model on another device."""
+    states = (tokens + labelled) * shape.hidden * execution.stream_bytes
+    return float(states + 2 * FP32 * _action_chunk(shape, labelled)) + _rounded_head(shape, execution)
+
+
+def _actions_in_backward(shape: ModelShape, execution: Execution, *, labelled: int) -> float:
+    """As in the forward pass; where the head trains, its gradient is added up over the chunks."""
+    scores = _action_scores(shape, execution, labelled=labelled)
+    if not execution.trains_all:
+        return scores
+    size, rounded = shape.vocab * shape.hidden, _rounded_head(shape, execution)
+    kept = scores - ACTION_COPIES * FP32 * _action_chunk(shape, labelled)
+    if labelled <= CHUNK_SCORES // shape.vocab:
+        return max(scores + rounded, kept + size * (execution.compute_bytes + execution.weight_bytes))
+    so_far = size * execution.weight_bytes
+    return max(so_far + scores + rounded, 3 * so_far + kept)
+
+
+def _action_scores(shape: ModelShape, execution: Execution, *, labelled: int) -> float:
+    """A chunk of scores, and the last states of actions, the model's and the reference's, in the order of chunks."""
+    states = 2 * labelled * shape.hidden * execution.stream_bytes
+    return float(ACTION_COPIES * FP32 * _action_chunk(shape, labelled) + states)
+
+
+def _action_chunk(shape: ModelShape, labelled: int) -> int:
+    return min(labelled, max(1, CHUNK_SCORES // shape.vocab)) * shape.vocab
+
+
 def _tiles(shape: ModelShape, execution: Execution, *, labelled: int, copies: int) -> float:
     """One tile of scores with what it is computed of, and the numbers of every token."""
     rows, columns = min(labelled, TILE_TOKENS), min(shape.vocab, TILE_VOCAB)
     out = norm_out_bytes(shape, execution)
-    tile = rows * TILE_VOCAB * execution.compute_bytes
+    tile = rows * columns * execution.compute_bytes
     if not execution.folds_tiles:
         tile = rows * columns * (execution.compute_bytes + copies * FP32)
     rounded = (columns if execution.weight_bytes != execution.compute_bytes else 0) + (

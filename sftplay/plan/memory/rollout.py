@@ -163,19 +163,27 @@ def _drawing(shape: ModelShape, execution: Execution, *, rollout: Rollout) -> di
     """What drawing adds to what is always held: the newest token at full length, or the prompts at the beginning."""
     if rollout.engine.startswith("vllm"):
         return {ENGINE: float(rollout.engine_bytes)}
+    score = SCORE_BYTES + (SORT_BYTES if rollout.limits_probability else 0)
+    return newest_token(shape, execution, rollout=rollout, score_bytes=score)
+
+
+def newest_token(shape: ModelShape, execution: Execution, *, rollout: Rollout, score_bytes: int) -> dict[str, float]:
+    """Of transformers' generation: the newest token at full length, or the prompts at the beginning.
+
+    `score_bytes` are those of a score of the newest token in all its copies.
+    """
     number, prompt = rollout.completions, rollout.prompt_tokens
     rounded = _rounded(shape, execution)
-    score = SCORE_BYTES + (SORT_BYTES if rollout.limits_probability else 0)
     # A layer's keys are copied as they grow. One query a head reads keys that heads share (transformers, `pack_gqa`).
     grown = number * rollout.tokens * _keys_bytes(shape, execution)
     late = {
         CACHE: float(cache_bytes(shape, execution, completions=number, tokens=rollout.tokens)),
         "layer": float(grown),
-        "head": float(number * shape.vocab * score) + rounded,
+        "head": float(number * shape.vocab * score_bytes) + rounded,
     }
     early = {
         CACHE: float(cache_bytes(shape, execution, completions=number, tokens=prompt)),
-        "layer": _forward_layer(shape, execution, rows=number, seq=prompt),
+        "layer": forward_layer(shape, execution, rows=number, seq=prompt),
         "head": rounded,
     }
     return max(late, early, key=lambda parts: sum(parts.values()))
@@ -185,11 +193,11 @@ def _scoring(shape: ModelShape, execution: Execution, *, size: Size) -> dict[str
     """A micro-batch through the model without gradients."""
     labelled = size.tokens if size.labelled is None else size.labelled
     head = head_in_forward(shape, execution, tokens=size.tokens, labelled=labelled) + _rounded(shape, execution)
-    layer = _forward_layer(shape, execution, rows=size.rows, seq=size.seq) + _rounded(shape, execution)
+    layer = forward_layer(shape, execution, rows=size.rows, seq=size.seq) + _rounded(shape, execution)
     return max({"head": head}, {"layer": layer}, key=lambda parts: sum(parts.values()))
 
 
-def _forward_layer(shape: ModelShape, execution: Execution, *, rows: int, seq: int) -> float:
+def forward_layer(shape: ModelShape, execution: Execution, *, rows: int, seq: int) -> float:
     """One layer at work without gradients: its MLP, its attention or one of its norms, and the streams beside it."""
     inner, query = inner_bytes(shape, execution), shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim

@@ -20,6 +20,8 @@ SHORTEST = 128
 
 ENOUGH = 5
 
+LENGTH = "model.max_seq_len"
+
 
 @dataclass(frozen=True)
 class Suggestion:
@@ -85,7 +87,7 @@ def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
         yield _step("tuning.mode", "lora")
     if mode in ("full", "lora"):
         yield _step("tuning.mode", "qlora")
-    if place.world_size > 1:
+    if place.world_size > 1 and cfg.task_mode != "score":
         yield from (
             _Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
             for name in ("zero2", "zero3", "fsdp")
@@ -99,12 +101,20 @@ def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
         yield from _shorter("grpo.max_completion_length", cfg.grpo.max_completion_length)
         yield from _shorter("grpo.max_prompt_length", cfg.prompt_tokens)
         return
-    yield from _shorter("cpt.block_size" if cfg.learns_documents else "model.max_seq_len", cfg.row_tokens)
+    if cfg.task_mode == "score":
+        room = cfg.score.max_new_tokens + cfg.score.max_hint_tokens
+        yield from (_step(LENGTH, length) for length in _halves(cfg.row_tokens) if length > room)
+        return
+    yield from _shorter("cpt.block_size" if cfg.learns_documents else LENGTH, cfg.row_tokens)
 
 
 def _shorter(key: str, length: int) -> Iterator[_Step]:
+    yield from (_step(key, half) for half in _halves(length))
+
+
+def _halves(length: int) -> Iterator[int]:
     while (length := length // 2) >= SHORTEST:
-        yield _step(key, length)
+        yield length
 
 
 def _step(key: str, value: Any) -> _Step:

@@ -47,7 +47,8 @@ def workload_of(cfg: RunConfig, setting: Setting, *, lengths: RowLengths | None 
     tokens = round(steps * train.effective_batch_size * row_tokens) if steps is not None else None
     if cfg.task_mode == "score":
         tokens = None  # an episode is three texts, each as long as the models make it
-    trained = trained_params(setting.shape, setting.execution)
+    learners = setting.episodes.learners if setting.episodes else 1
+    trained = learners * trained_params(setting.shape, setting.execution)
     checkpoint = int(trained * (setting.execution.trained_bytes + setting.execution.state_bytes))
     seconds, basis = _seconds(setting, tokens, rows=_described(cfg, lengths))
     if cfg.task_mode in ("grpo", "score"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE
 from sftplay.plan.memory.forecast import MARGIN, RUNTIME, Forecast
 from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE
 from sftplay.plan.report.advice import Suggestion
@@ -26,6 +27,7 @@ LABELS = {
     CACHE: "keys and values of completions",
     REFERENCE: "model to compare with",
     ENGINE: "vLLM's share",
+    CRITIC: "critic and its slow copy",
     "workspace": "cuBLAS workspaces",
     RUNTIME: "process beside it",
     MARGIN: "margin of the estimate",
@@ -34,6 +36,9 @@ LABELS = {
 PHASES = {
     DRAW: "while completions are drawn",
     SCORE: "while completions are scored without gradients",
+    COMPARE: "while the reference scores actions",
+    f"{GUIDE}head": "in the guide's loss",
+    f"{GUIDE}layer": "in a layer's backward pass of the guide",
     "head": "in the loss",
     "layer": "in a layer's backward pass",
     "step": "in the optimizer step",

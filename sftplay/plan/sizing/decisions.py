@@ -125,6 +125,8 @@ def _decide_precision(cfg: RunConfig, machine: Machine) -> Decision:
     if machine.gpus:
         if all(gpu.has_bf16 for gpu in machine.gpus):
             return Decision("bf16", "every GPU has bf16 (compute capability 8.0 or later)")
+        if cfg.task_mode == "hrm":
+            return Decision("fp32", "a GPU older than Ampere has no bf16, and fp16 would overflow in the loss")
         return Decision("fp16", "a GPU older than Ampere has no bf16")
     if cfg.train.precision == "fp16":
         raise MachineError(

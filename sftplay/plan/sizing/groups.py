@@ -21,7 +21,8 @@ from sftplay.plan.sizing.decisions import Decision
 from sftplay.units import format_bytes
 
 EFFECTIVE, GENERATIONS = "train.effective_batch_size", "grpo.num_generations"
-GENERATION_ROWS = "grpo.generation_rows"
+GENERATION_ROWS = {"grpo": "grpo.generation_rows", "score": "score.generation_rows"}
+"""By task mode that draws."""
 
 ENOUGH = 4
 """Completions of a group from which on their rewards differ in more than two ways: with 2, an advantage is 0 or the
@@ -34,8 +35,15 @@ VLLM_INSTALL = "pip install vllm"
 
 
 def completions_of_drawing(cfg: RunConfig) -> int:
-    """Completions that all processes draw before they learn from them."""
-    return cfg.train.effective_batch_size * cfg.grpo.steps_per_generation
+    """Completions that all processes draw before they learn from them; answers of one turn for task mode score."""
+    steps = cfg.grpo.steps_per_generation if cfg.task_mode == "grpo" else 1
+    return cfg.train.effective_batch_size * steps
+
+
+def rows_drawn(cfg: RunConfig) -> int:
+    """Completions that a process draws at a time, once it is decided; 0 for a task that draws none."""
+    rows = cfg.score.generation_rows if cfg.task_mode == "score" else cfg.grpo.generation_rows
+    return rows or 0
 
 
 def near_batches(cfg: RunConfig, unit: int, *, is_fixed: bool = False) -> list[int]:
@@ -171,7 +179,7 @@ def decide_drawing(cfg: RunConfig, world_size: int, *, look: Callable[[int], For
     `look` forecasts the phase of drawing alone for so many; None where memory is not planned.
     """
     share = max(1, completions_of_drawing(cfg) // world_size)
-    if cfg.grpo.generation.startswith("vllm"):
+    if cfg.task_mode == "grpo" and cfg.grpo.generation.startswith("vllm"):
         return Decision(share, f"{cfg.grpo.generation} takes all of a drawing and queues them itself")
     if look is None or look(share).verdict == "fits":
         return Decision(share, f"all {share} completions of a process at once")

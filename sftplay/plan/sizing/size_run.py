@@ -38,7 +38,9 @@ from sftplay.plan.sizing.groups import (
     refuse_mixed_cache,
     refuse_shared_head,
     refuse_small_engine,
+    rows_drawn,
 )
+from sftplay.plan.sizing.placement import choose_placement
 from sftplay.plan.sizing.split import foresee_drawing, foresight, split_batch
 from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy
 from sftplay.units import format_bytes
@@ -118,9 +120,9 @@ def size_run(
     decided = _fill(cfg, first)
     rest = decide_numerics(decided, machine, shape=shape)
     decided = _fill(decided, rest)
-    row_tokens = planned_tokens(decided, lengths)
     rest[LOSS_HEAD] = _decide_head(decided, machine, place=place, vocab_size=shape.vocab if shape else vocab_size)
-    first[STRATEGY] = choose_strategy(_fill(decided, rest), shape, place=place)
+    first |= choose_placement(_fill(decided, rest), shape, place=place)
+    first[STRATEGY] = choose_strategy(_fill(decided, {**first, **rest}), shape, place=place)
     rest |= _decide_rows_drawn(_fill(decided, {**first, **rest}), shape, place=place)
     decided = _fill(decided, {**first, **rest})
     look = None
@@ -128,8 +130,8 @@ def size_run(
         if has_gpu and cfg.train.loss_head == "auto" and cfg.task_mode not in ("grpo", "score"):
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
-        look = foresight(decided, shape, place=place, fit=fit, drawn=decided.grpo.generation_rows or 0)
-    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=row_tokens, look=look)
+        look = foresight(decided, shape, place=place, fit=fit, drawn=rows_drawn(decided))
+    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=planned_tokens(decided, lengths), look=look)
     rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
     sized = _fill(decided, rest)
     return SizedRun(
@@ -141,17 +143,10 @@ def size_run(
     )
 
 
-EPISODES_PLANNED_ROUGHLY = (
-    "memory and checkpoints are planned too small for task mode score: as if one adapter learned rows of "
-    "model.max_seq_len tokens. The guide's adapter, the reference's scores and the drawing of answers come on top"
-)
-
-
 def _notes(cfg: RunConfig, machine: Machine, *, shape: ModelShape | None) -> tuple[str, ...]:
     """What the user should know of a sized config."""
     unplanned = () if shape else (f"memory is not planned: the shape of {cfg.model.name} is not known here",)
-    rough = (EPISODES_PLANNED_ROUGHLY,) if shape and cfg.task_mode == "score" else ()
-    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned, *rough)
+    return (*scaled_rate(cfg), *notes_on_drawing(cfg, shape), *without_effect(cfg, machine), *unplanned)
 
 
 def _fill(cfg: RunConfig, decisions: Decisions) -> RunConfig:
@@ -165,14 +160,15 @@ def _is_open(cfg: RunConfig, key: str) -> bool:
 
 def _decide_rows_drawn(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:
     """Completions drawn at a time, where any are drawn."""
-    if cfg.task_mode != "grpo":
+    if cfg.task_mode not in GENERATION_ROWS:
         return {}
-    refuse_mixed_cache(cfg)
-    if shape is not None:
+    if cfg.task_mode == "grpo":
+        refuse_mixed_cache(cfg)
+    if cfg.task_mode == "grpo" and shape is not None:
         refuse_shared_head(cfg, shape)
         refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)
     look = foresee_drawing(cfg, shape, place=place) if shape is not None else None
-    return {GENERATION_ROWS: decide_drawing(cfg, place.world_size, look=look)}
+    return {GENERATION_ROWS[cfg.task_mode]: decide_drawing(cfg, place.world_size, look=look)}
 
 
 def _decide_head(cfg: RunConfig, machine: Machine, *, place: Place, vocab_size: int | None) -> Decision:

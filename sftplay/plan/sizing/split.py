@@ -56,7 +56,9 @@ def foresee_drawing(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Calla
 
     def look(drawn: int) -> Forecast:
         seen = forecast(setting, size, drawn=drawn)
-        return replace(seen, footprint=Footprint({DRAW: seen.footprint.phases[DRAW]}))
+        phases = [each.phases[DRAW] for name, each in seen.by_device.items() if name != "cpu"]
+        largest = max(phases or [seen.footprint.phases[DRAW]], key=lambda parts: sum(parts.values()))
+        return replace(seen, footprint=Footprint({DRAW: largest}))
 
     return look
 
@@ -83,6 +85,8 @@ def split_batch(
         made = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
         raise _inexact(cfg, made, near=near_batches(cfg, unit, is_fixed=len(given) == 2))
     share = total // world_size
+    if cfg.task_mode == "hrm" and not given:
+        return Split(share, 1, f"all {share} puzzles of a process at once: each keeps its state between steps anyway")
     if isinstance(batch, int) and isinstance(accum, int):
         return Split(batch, accum, "as given")
     if isinstance(batch, int):

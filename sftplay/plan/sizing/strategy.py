@@ -27,6 +27,8 @@ def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -
     """The first of ddp, zero3 and fsdp that holds one row at a time; ddp where none does or nothing can be said."""
     if place.world_size == 1:
         return Decision("ddp", "one process holds everything")
+    if cfg.task_mode == "score":
+        return Decision("ddp", "two-turn episodes are trained by ddp alone")
     if shape is None:
         return Decision("ddp", "the model's shape is not known here, so nothing says that it must be split")
     if not place.device.is_gpu:

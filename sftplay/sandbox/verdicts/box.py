@@ -91,8 +91,15 @@ class Box:
         self._send(len(content).to_bytes(4, "little") + content, until)
 
     def send_first(self, content: bytes) -> None:
-        """Send what the box waits for before it stands."""
-        self._send(content, time.monotonic() + START_S)
+        """Send what the box waits for before it stands.
+
+        Raises:
+            Lost: `infra`, it ended before it had read that: no program has run.
+        """
+        try:
+            self._send(content, time.monotonic() + START_S)
+        except Lost as error:
+            raise Lost("infra", f"the box did not start: {error}") from error
 
     def _send(self, content: bytes, until: float) -> None:
         rest = memoryview(content)

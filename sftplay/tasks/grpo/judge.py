@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ class Judge:
             RunError: on every rank, where a reward abstains too often.
         """
         with heartbeat.within("reward"):
-            scored = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
+            columns = [deepcopy(row["columns"]) for row in inputs]  # a reward may change what it gets
+            scored = self.rewards.score(completions, aligned(columns, self.columns))
             own = Drawn(
                 rows=[row["row"] for row in inputs],
                 completions=list(completions),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
@@ -43,7 +44,7 @@ class Judged:
         """The rewards that are learned from; one of weight 0 is only measured."""
         return tuple(name for name, weight in zip(self.names, self.weights, strict=True) if weight)
 
-    @property
+    @cached_property
     def true(self) -> list[float | None]:
         """The weighted sum of the rewards; None where none knows a value."""
         return combined(self.scored, self.weights)
@@ -62,7 +63,8 @@ class Judged:
 
     def figures(self, num_generations: int) -> dict[str, float | None]:
         """The figures of this drawing for a line of metrics."""
-        groups = [self.paid[at : at + num_generations] for at in range(0, len(self.rows), num_generations)]
+        paid = self.paid
+        groups = [paid[at : at + num_generations] for at in range(0, len(paid), num_generations)]
         known = [[value for value in group if value is not None] for group in groups]
         everything = [value for group in known for value in group]
         unknown = sum(

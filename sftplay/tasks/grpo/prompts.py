@@ -5,13 +5,25 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Self
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.data.prompts.load import Prompts
 from sftplay.data.prompts.questions import Question, Questions
 from sftplay.tasks.run.task import RowOrder
+
+KEPT_QUESTIONS = 1024
+"""Questions that are not read from disk again. TRL asks for a row once for each completion and micro-batch."""
+
+
+class PromptRow(dict[str, Any]):
+    """A prompt as TRL's trainer takes it."""
+
+    def to(self, *_: Any, **__: Any) -> Self:
+        """Itself: it holds no tensor. Without this accelerate looks into each token and each column for one."""
+        return self
 
 
 class PromptRows:
@@ -20,18 +32,19 @@ class PromptRows:
     def __init__(self, questions: Questions, order: Sequence[int] | None = None) -> None:
         self.questions = questions
         self.order = range(len(questions)) if order is None else order
+        self._read = lru_cache(KEPT_QUESTIONS)(questions.__getitem__)
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
+    def __getitem__(self, row: int) -> PromptRow:
         """`prompt` holds token ids, so that TRL asks with the kit's own tokens, and takes completions as plain text."""
         question = self.question(row)
-        return {"prompt": question.ids, "row": question.row, "words": question.question, "columns": question.columns}
+        return PromptRow(prompt=question.ids, row=question.row, words=question.question, columns=question.columns)
 
     def question(self, row: int) -> Question:
         """The prompt at this place of the order."""
-        return self.questions[self.order[row]]
+        return self._read(self.order[row])
 
 
 def prompts_of_drawing(cfg: RunConfig) -> int:

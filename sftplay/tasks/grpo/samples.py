@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sftplay import log
-from sftplay.atomic import write_text
+from sftplay.atomic import whole_file
 
 
 def samples_path(folder: Path, step: int) -> Path:
@@ -20,7 +20,8 @@ def write_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Keep completions with what they were paid; on the main rank."""
     if log.is_main() and lines:
         path.parent.mkdir(exist_ok=True)
-        write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        with whole_file(path, survives_power_cut=False) as scratch:
+            scratch.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
 def cut_samples(folder: Path, *, after_step: int) -> None:

@@ -53,8 +53,15 @@ def fingerprint_of(cfg: RunConfig, rows: Rows, *, new_tokens: Sequence[NewToken]
         "template_sha256": rows.recipe.get("template_sha256"),
         "tokenizer_sha256": rows.recipe.get("tokenizer_sha256"),
         "new_tokens": {token.content: token.id for token in new_tokens},
-        "weights": weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter),
+        "weights": starting_weights(cfg),
     }
+
+
+def starting_weights(cfg: RunConfig) -> dict[str, str]:
+    """Path -> digest of each file of weights that the run starts from; empty where it starts from its seed."""
+    if cfg.task_mode == "hrm":
+        return {}
+    return weights_digests(locate(cfg.model.name)) | weights_digests(cfg.model.adapter)
 
 
 def weights_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -73,12 +73,11 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     leave_process_group()
     keep_final_report(rows, folder)
     if outcome.stop_signal == 0 and log.is_main():
-        if own_base:
-            cfg = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged")
-        result = save_result(
-            trainer.model, tokenizer, cfg=cfg, folder=folder, base=locate(cfg.model.name), weights=weights
-        )
-        log.say(f"result: {result}")
+        begun = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
+        save_result(
+            trainer.model, tokenizer, cfg=begun, folder=folder, base=locate(begun.model.name), weights=weights,
+            beside=getattr(trainer, "beside", None),
+        )  # fmt: skip
         if cfg.eval.after:
             whole = whole_model(trainer, setup.cfg, folder=folder)
             task.measure(whole, rows, cfg=setup.cfg, path=folder.eval / "after.json")

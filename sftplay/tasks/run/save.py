@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sftplay import log
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.export.merge import set_end_tokens
@@ -54,39 +56,51 @@ def save_result(
     folder: RunFolder,
     base: str,
     weights: dict[str, torch.Tensor] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save `adapter/` or `model/`, whole or not at all; one that an earlier attempt left is replaced.
 
     `weights` are the model's, where the model itself holds only a part of them. `base` is the folder or hub name that
     the model was loaded from. A builtin base is copied to `base/`, and the adapter points to that copy; a local base is
-    named by its absolute path. So plain PEFT finds it without this kit.
+    named by its absolute path. So plain PEFT finds it without this kit. `beside` are further models of the run, each of
+    which is saved in a folder of its name below the result.
     """
     target = folder.path / ("model" if cfg.tuning.mode == "full" else "adapter")
     if cfg.tuning.mode != "full":
         if cfg.model.name.startswith(BUILTIN):
             base = str(shutil.copytree(base, folder.path / "base", dirs_exist_ok=True))
-        for name in _kept_adapters(model):
-            adapter = model.peft_config[name]
-            adapter.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
-            adapter.revision = cfg.model.revision
-    else:
-        if weights is None:
-            model.to(_saved_dtype(cfg))
-        else:
-            weights = {name: tensor.to(_saved_dtype(cfg)) for name, tensor in weights.items()}
-        model.config.use_cache = True
-        # The base's own end token is not always the one its chats end with.
-        set_end_tokens(model.generation_config, tokenizer)
+        base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    elif weights is not None:
+        weights = {name: tensor.to(_saved_dtype(cfg)) for name, tensor in weights.items()}
     with whole_folder(target, replaces=True) as scratch:
-        only = {} if cfg.tuning.mode == "full" else {"selected_adapters": _kept_adapters(model)}
-        model.save_pretrained(scratch, state_dict=weights, **only)
-        tokenizer.save_pretrained(scratch)
+        for name, each in {"": model, **(beside or {})}.items():
+            if cfg.tuning.mode != "full":
+                _save_adapters(each, scratch, base=base, revision=cfg.model.revision)
+                continue
+            if weights is None:
+                each.to(_saved_dtype(cfg))
+            each.config.use_cache = True
+            # The base's own end token is not always the one its chats end with.
+            set_end_tokens(each.generation_config, tokenizer)
+            each.save_pretrained(scratch / name, state_dict=weights)
+            tokenizer.save_pretrained(scratch / name)
         if cfg.tuning.mode != "full":
+            tokenizer.save_pretrained(scratch)
             on_hub = None if Path(base).is_dir() else base
             write_adapter_card(scratch / "README.md", name=folder.path.resolve().name, base=on_hub)
     if cfg.tuning.mode == "full":
         shutil.rmtree(folder.path / "base", ignore_errors=True)  # one with rows for new tokens; the result has them
+    log.say(f"result: {target}")
     return target
+
+
+def _save_adapters(model: Any, folder: Path, *, base: str, revision: str | None) -> None:
+    """The adapters of the result that this model has; PEFT gives all but the first a folder of its name."""
+    names = _kept_adapters(model)
+    for name in names:
+        model.peft_config[name].base_model_name_or_path = base
+        model.peft_config[name].revision = revision
+    model.save_pretrained(folder, selected_adapters=names)
 
 
 def _kept_adapters(model: Any) -> list[str]:

@@ -93,14 +93,14 @@ class EvaluateEpisodes(Observer):
         n, world = len(self.questions) * score.eval_samples, log.world_size()
         numbers = [number % n for number in range(log.rank(), ceil(n / world) * world, world)]
         questions = [self.questions[number // score.eval_samples] for number in numbers]
-        trainer.model_wrapped.eval()
+        trainer.cast.eval()
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
                 episodes = trainer.player.play(
                     questions, numbers=numbers, seed=self.cfg.seed, temperature=score.eval_temperature, hints=hints
                 )
         finally:
-            trainer.model_wrapped.train()
+            trainer.cast.train()
         verdicts = trainer.judge.judge(episodes, heartbeat=trainer.heartbeat)
         tokenizer = trainer.player.tokenizer
         return [

@@ -5,24 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.config.schema.score import ScoreConfig
 from sftplay.data.prompts.load import load_prompts
 from sftplay.data.prompts.report import prompts_table
 from sftplay.deliver.evaluate.rewarded import spread
 from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
+from sftplay.plan.devices.layout import Layout, layout_of
 from sftplay.tasks.run.fingerprint import recipe_of
 from sftplay.tasks.run.task import Rows, TrainerParts
-from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.episodes.cast import ADAPTERS, Cast
 from sftplay.tasks.score.episodes.judge import EpisodeJudge
 from sftplay.tasks.score.episodes.play import Player
 from sftplay.tasks.score.evaluation import EvaluateEpisodes
 from sftplay.tasks.score.finished.ablation import measure_ablation
-from sftplay.tasks.score.finished.cast import FinishedCast
+from sftplay.tasks.score.finished.cast import FinishedCast, open_cast
+from sftplay.tasks.score.gradients.scoring import check_scores
 from sftplay.tasks.score.problems import EpisodeRows, collate, run_order
 from sftplay.tasks.score.trainer import EpisodeTrainer
 
@@ -44,6 +46,13 @@ def check_share(cfg: RunConfig) -> None:
             where="cluster.strategy",
             fix="write cluster.strategy: ddp, with tuning.mode qlora if the model does not fit",
         )
+
+
+def layout_of_run(cfg: RunConfig) -> Layout:
+    """Which device holds which part, for the GPUs that this process sees."""
+    placement: Any = "shared" if cfg.score.placement == "auto" else cfg.score.placement
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return layout_of(cfg, placement=placement, gpus=gpus, processes=log.world_size())
 
 
 def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
@@ -77,7 +86,11 @@ def report_rows(rows: Rows, tokenizer: Any, *, folder: RunFolder) -> None:
 
 def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
     """Both turns of the held-out problems, with each kind of hint."""
-    measure_ablation(FinishedCast(model), rows.source, cfg=cfg, path=path)
+    has_guide = cfg.score.guidance in ("model", "model_trained")
+    is_elsewhere = has_guide and path.stem == "after" and ADAPTERS["guide"] not in getattr(model, "peft_config", {})
+    # A guide with a model of its own has been saved, but is no part of `model`.
+    cast = open_cast(cfg, RunFolder(path.parents[1])) if is_elsewhere else FinishedCast(model)
+    measure_ablation(cast, rows.source, cfg=cfg, path=path)
 
 
 def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
@@ -90,7 +103,8 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
     check_share(cfg)
     if score.alpha * score.turn_discount > 1:
         log.say("warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right", "score")
-    cast = _cast(parts.model, score)
+    cast = _cast(parts.model, cfg)
+    check_scores(parts.model)
     player = Player(cfg, cast, renderer=prompts.renderer)
     trainer = EpisodeTrainer(
         parts.step,
@@ -102,11 +116,13 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
         questions=prompts.train,
         model=parts.model,
         processing_class=parts.tokenizer,
-        args=TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None}),
+        args=_arguments(parts),
         train_dataset=parts.train,
         data_collator=collate,
         callbacks=parts.callbacks,
     )
+    if trainer.args.gradient_checkpointing:
+        cast.recompute_guide()
     assert parts.rows.order is not None
     measured = prompts.held_out if len(prompts.held_out) else prompts.train
     trainer.add_callback(
@@ -120,8 +136,16 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
     return trainer
 
 
-def _cast(model: Any, score: ScoreConfig) -> Cast:
+def _arguments(parts: TrainerParts) -> TrainingArguments:
+    arguments = TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None})
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # the others hold other parts; the Trainer would copy the solver to each
+    return arguments
+
+
+def _cast(model: Any, cfg: RunConfig) -> Cast:
     """The parts that the config asks for, and no others."""
+    score = cfg.score
     has_guide = score.guidance in ("model", "model_trained")
     return Cast(
         model,
@@ -130,4 +154,5 @@ def _cast(model: Any, score: ScoreConfig) -> Cast:
         has_value=has_guide and (score.value_coef > 0 or score.advantage == "value"),
         value_is_separate=score.value == "separate",
         critic=score.critic if score.advantage == "critic" else None,
+        layout=layout_of_run(cfg),
     )

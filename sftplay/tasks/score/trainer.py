@@ -39,7 +39,8 @@ from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
 
 WEIGHTS = "score.safetensors"
-"""File of a checkpoint with everything that trains, and the critic's slow copy, exact to the bit."""
+"""File of a checkpoint with everything that trains, and the critic's slow copy, exact to the bit. A solver all of whose
+weights train is not in it: the Trainer keeps that itself."""
 
 GUIDE_RATE = 0.2
 """Rate of the guide over that of the solver, where nothing is said."""
@@ -62,6 +63,9 @@ class EpisodeTrainer(Trainer):
     ) -> None:
         super().__init__(**named)
         self.cfg, self.run_folder, self.cast, self.player, self.judge = cfg, run_folder, cast, player, judge
+        self.beside = {"guide": cast.models["guide"]} if cast.is_separate else {}
+        """Models of the result that are not the Trainer's."""
+
         self.questions, self.heartbeat = questions, step.heartbeat
         self.micro_batcher, self.replay = step.micro_batcher, None
         self.source_names: tuple[str, ...] = ()
@@ -90,7 +94,8 @@ class EpisodeTrainer(Trainer):
         places = [int(place) for place in inputs["place"]]
         score = self.cfg.score
         questions = [self.questions[int(row)] for row in inputs["row"]]
-        model.eval()
+        self.cast.forget_gradients()
+        self.cast.eval()
         with self.heartbeat.within("generation"), torch.no_grad(), self.accelerator.autocast():
             draw: dict[str, Any] = {
                 "numbers": places,
@@ -110,11 +115,11 @@ class EpisodeTrainer(Trainer):
             episodes, verdicts, run_folder=self.run_folder, step=step, tokenizer=self.player.tokenizer,
             limit=score.samples, gains={"t1": credit.first, "guide": credit.guide, "t2": credit.second},
         )  # fmt: skip
-        model.train()
+        self.cast.train()
         lesson.learn(credit)
         if log.world_size() > 1:
             with self.heartbeat.within("communication"):
-                average_gradients(self.model_wrapped)
+                average_gradients(self.model_wrapped, beside=self.cast.beside())
                 self._drop_idle(lesson)
         return self._finish(lesson, credit)
 
@@ -129,7 +134,6 @@ class EpisodeTrainer(Trainer):
             micro_batch=self.micro_batcher.micro_batch,
             n_episodes=n_episodes / log.world_size(),
             pad=self.player.tokenizer.pad_token_id,
-            device=self.accelerator.device,
             backward=self._backward,
             context=self.compute_loss_context_manager,
         )
@@ -212,8 +216,7 @@ class EpisodeTrainer(Trainer):
         with random_numbers_kept():
             super()._save_checkpoint(*given)
         if log.is_main():
-            kept = {id(parameter) for parameter in self.cast.kept}
-            weights = {n: p.detach().contiguous() for n, p in self.model.named_parameters() if id(p) in kept}
+            weights = {name: p.detach().contiguous() for name, p in self.cast.kept_weights().items()}
             save_file(weights, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}" / WEIGHTS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -221,7 +224,9 @@ class EpisodeTrainer(Trainer):
         if not path.is_file():
             fix = "continue from a checkpoint of task mode score"
             raise RunError("the checkpoint has no weights of solver and guide", where=str(path), fix=fix)
-        weights, mine = load_file(path), dict(self.model.named_parameters())
+        if not hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        weights, mine = load_file(path), self.cast.kept_weights()
         with torch.no_grad():
             for name, weight in weights.items():
                 mine[name].copy_(weight)

@@ -1,11 +1,11 @@
-"""Averages gradients over the ranks after all backward passes of a step.
+"""Averages gradients over the ranks, or adds them up, after all backward passes of a step.
 
 DistributedDataParallel does the same within the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,28 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
-def average_gradients(model: Any) -> None:
+def average_gradients(model: Any, *, beside: Sequence[Any] = ()) -> None:
     """Replace every rank's gradients by their mean over the ranks; a missing gradient counts as zero.
 
-    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel. Gradients are sent
-    in buckets of DDP's own size, which is also all the memory that sending takes.
+    All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel, and `beside` are
+    weights that train outside of it. Gradients are sent in buckets of DDP's own size, which is also all the memory that
+    sending takes.
     """
-    weights = [p for p in model.parameters() if p.requires_grad]
+    weights = [*(p for p in model.parameters() if p.requires_grad), *beside]
+    _reduce(weights, model.bucket_bytes_cap, divisor=torch.distributed.get_world_size())
+
+
+def add_gradients(model: Any) -> None:
+    """The same with their sum in place of the mean, for losses that are divided by the rows of all ranks already."""
+    _reduce([p for p in model.parameters() if p.requires_grad], model.bucket_bytes_cap, divisor=1)
+
+
+def _reduce(weights: list[Any], cap_bytes: int, *, divisor: int) -> None:
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-    processes = torch.distributed.get_world_size()
-    for bucket in _buckets([weight.grad for weight in weights], model.bucket_bytes_cap):
-        flat = _flatten_dense_tensors(bucket).div_(processes)
+    for bucket in _buckets([weight.grad for weight in weights], cap_bytes):
+        flat = _flatten_dense_tensors(bucket).div_(divisor)
         torch.distributed.all_reduce(flat)
         for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             gradient.copy_(mean)

@@ -78,6 +78,7 @@ def test_the_first_answers_are_those_of_plain_greedy_generation(run: Finished, i
         assert line["prompt"] == prompt[0]["content"]
 
 
+@pytest.mark.slow
 def test_what_is_learned_does_not_depend_on_how_often_it_is_measured(run: Finished, inputs: Inputs, tmp_path: Path):
     with patch.object(EvaluatePrompts, "evaluate", lambda self, step: None):
         other = train(tmp_path, inputs, **GRPO)

@@ -117,6 +117,7 @@ def test_a_run_that_shall_go_on_goes_on(grpo):
     watcher = health(**grpo)
     for number in range(60):
         step(watcher, number, zero_variance_share=1.0, reward=1.0)
+    assert (watcher.limit, watcher.steps_without) == (0, 60)
 
 
 def test_a_resumed_run_counts_on_and_does_not_repeat_itself(capsys):

@@ -169,4 +169,7 @@ def test_with_weight_decay_constant_rewards_shrink_the_weights_and_nothing_else(
     factor = 1.0
     for rate in rates:
         factor *= 1 - 0.1 * rate
+    assert [line["zero_variance_share"] for line in run.metrics] == [1.0, 1.0]
+    assert factor < 1
+    assert not torch.equal(after[name], untrained[name])
     torch.testing.assert_close(after[name], factor * untrained[name])

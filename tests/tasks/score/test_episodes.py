@@ -115,6 +115,11 @@ def test_a_whole_solution_is_no_leak():
 def test_copying_is_told_from_correcting():
     # Toy A of the specification at the end of stage 1, and toy B.
     copies = SimpleNamespace(**turn_figures([True] * 585 + [False] * 415, [True] * 577 + [False] * 423))
-    assert diagnosis({**vars(copies), "frac_identical": 0.98}).startswith("turn 2 copies the first answer")
+    assert diagnosis({**vars(copies), "repeats": 0.98}) == "turn 2 copies the first answer: no self-correction"
     corrects = turn_figures([True] * 300 + [False] * 700, [True] * 292 + [False] * 8 + [True] * 673 + [False] * 27)
-    assert diagnosis({**corrects, "frac_identical": 0.3}) == "turn 2 corrects the first answer"
+    assert diagnosis({**corrects, "repeats": 0.03}) == "turn 2 corrects the first answer"
+    # Stage 2 of both: turn 1 is right itself, so nearly all second answers are the same, and few wrong ones are left.
+    solved = turn_figures([True] * 998 + [False] * 2, [True] * 992 + [False] * 8)
+    for repeats in (None, 0.5):
+        said = diagnosis({**solved, "repeats": repeats})
+        assert said == "the first answer is right already: little is left to correct"

@@ -25,16 +25,25 @@ import json, os, signal, sys
 wanted = json.loads(os.environ.get("KILL_IN", "null"))
 if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
     from sftplay.heartbeat import Heartbeat
-    real = Heartbeat.enter
+    real, times = Heartbeat.enter, []
     def enter(self, phase, *, step=None):
         real(self, phase, step=step)
-        if [phase, self.step] == wanted:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if [phase, self.step] == wanted[:2]:
+            times.append(step)
+            if len(times) == wanted[2]:
+                os.kill(os.getpid(), signal.SIGKILL)
     Heartbeat.enter = enter
 """
 
-KILLS = {"generation": 3, "reward": 3, "backward": 4, "save": 4}
-"""Phase -> the step in which the worker is killed there; every second one is saved."""
+KILLS = {
+    "sampling": ("generation", 3, 1),
+    "judging": ("reward", 3, 1),
+    "the guide's step": ("backward", 4, 1),
+    "the solver's step": ("backward", 4, 5),
+    "saving": ("save", 4, 1),
+}
+"""Where the worker is killed: phase, step, and which time it enters the phase there. Every second step is saved. A step
+has six backward passes: two micro-batches of hints, of first answers and of second ones."""
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +81,8 @@ def test_a_run_killed_in_each_phase_ends_as_if_nothing_had_been(inputs: Inputs, 
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     assert sftplay("train", "--config", config, "run_name=whole").returncode == 0
     verb = "train"
-    for phase, step in KILLS.items():
-        env = {"KILL_IN": json.dumps([phase, step]), "PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{ROOT}"}
+    for place in KILLS.values():
+        env = {"KILL_IN": json.dumps(place), "PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{ROOT}"}
         done = sftplay(verb, "--config", config, "run_name=killed", env=env)
         assert done.returncode == 5, done.stderr
         verb = "resume"

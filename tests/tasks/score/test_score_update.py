@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sftplay.config.schema.score import ScoreConfig
+from sftplay.machine.releases import recompute
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.episodes.cast import Cast
 from sftplay.tasks.score.episodes.drawing import Action
@@ -46,7 +47,7 @@ def cast(folder: Path) -> Cast:
 def update(cast: Cast, **changes) -> Update:
     score = ScoreConfig(max_new_tokens=2, max_hint_tokens=2, **changes)
     batch = Batch(
-        micro_batch=2, n_episodes=N, pad=ID["<pad>"], device="cpu", backward=lambda loss: loss.backward(),
+        micro_batch=2, n_episodes=N, pad=ID["<pad>"], backward=lambda loss: loss.backward(),
         context=nullcontext,
     )  # fmt: skip
     return Update(cast, score, batch=batch)
@@ -100,7 +101,7 @@ def test_scores_are_those_of_a_plain_forward_pass_and_micro_batches_change_nothi
         ids = torch.tensor([action.prompt + action.ids])
         place = len(action.prompt) - 1
         mine = (cast.model(ids).logits[0, place:-1] / 0.7).log_softmax(-1)
-        with cast.reference():
+        with cast.reference("solver"):
             frozen = (cast.model(ids).logits[0, place:-1] / 0.7).log_softmax(-1)
         kl = torch.nn.functional.kl_div(frozen, mine, log_target=True, reduction="none").sum(-1)
         chosen = mine.gather(-1, torch.tensor(action.ids)[:, None])[:, 0]
@@ -115,6 +116,19 @@ def test_scores_are_those_of_a_plain_forward_pass_and_micro_batches_change_nothi
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
 
 
+def test_layers_that_are_computed_anew_find_the_adapter_of_their_role(cast: Cast):
+    found = []
+    for recomputes in (False, True):
+        if recomputes:
+            recompute(cast.model)
+            cast.train()
+        step = update(cast)
+        step.guide(ACTIONS, advantage=torch.ones(N), outcome=torch.ones(N), n_tokens=6)
+        found.append(gradients(cast, "guide"))
+    assert found[0].norm() > 1e-4
+    torch.testing.assert_close(*found)
+
+
 def test_kl_pulls_both_models_back_and_its_gradient_is_not_nothing(cast: Cast):
     for kl in ("full", "k3"):
         step = update(cast, kl=kl)
@@ -126,7 +140,7 @@ def test_kl_pulls_both_models_back_and_its_gradient_is_not_nothing(cast: Cast):
 def test_the_reference_is_the_base_and_holds_no_weights(cast: Cast, folder: Path):
     base = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([ACTIONS[0].prompt])
-    with cast.reference() as model:
+    with cast.reference("guide") as model:
         torch.testing.assert_close(model(ids).logits, base(ids).logits)
     assert all(parameter.requires_grad for part in cast.parts.values() for parameter in part)
     assert {name.split(".lora_")[1].split(".")[1] for name, _ in cast.model.named_parameters() if "lora_" in name} == {

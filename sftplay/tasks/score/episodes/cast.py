@@ -1,4 +1,8 @@
-"""Who speaks: solver, guide, or the frozen reference, which is the base with its adapters off, never a copy."""
+"""Who speaks: solver, guide, or the frozen reference that both began as.
+
+Adapters of one base take turns on it, and the reference is that base with its adapters off. Where the placement or full
+tuning separates them, the guide is a second model, and full tuning has a frozen third one.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,22 @@ from typing import Any, Literal
 from torch import nn
 
 from sftplay.config.schema.score import CriticConfig
+from sftplay.machine.releases import recompute
 from sftplay.model.adapter import make_trainable_fp32
+from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.learning.critic import Critic, slow_copy
 from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
 
 Role = Literal["solver", "guide"]
 
-ADAPTERS: dict[str, str] = {"solver": "default", "guide": "guide"}
+ADAPTERS: dict[Role, str] = {"solver": "default", "guide": "guide"}
 """Role -> name of its adapter. The solver's is the one that the kit saves, merges and exports as a run's result."""
+
+SHARED = Layout(placement="shared")
 
 
 class Cast:
-    """Two adapters on one base, the value and the critic, as modules of one model."""
+    """Solver, guide and reference of a run, the value and the critic."""
 
     def __init__(
         self,
@@ -32,71 +40,166 @@ class Cast:
         has_value: bool,
         value_is_separate: bool = False,
         critic: CriticConfig | None = None,
+        layout: Layout = SHARED,
     ) -> None:
-        """`model` has the solver's adapter already; the guide's is a fresh one of the same shape.
+        """`model` is the solver with its adapter, or all of whose weights train; the guide begins as a copy of it.
 
         Value and critic are built where they are used, and nowhere else.
         """
-        self.model = model
-        self.has_guide, self.has_value = has_guide, has_value
-        if has_guide:
-            model.add_adapter(ADAPTERS["guide"], deepcopy(model.peft_config[ADAPTERS["solver"]]))
-        self.parts: dict[str, list[nn.Parameter]] = {"solver": self._of_adapter("solver")}
+        self.model, self.has_guide, self.has_value = model, has_guide, has_value
+        self.devices = layout.as_torch(str(model.device))
+        self._has_adapters = hasattr(model, "peft_config")
+        self.is_separate = has_guide and (layout.separates or not self._has_adapters)
+        self._reference = None if self._has_adapters else _frozen_copy(model, self.devices["ref"])
+        self.models: dict[Role, Any] = {"solver": model, "guide": model}
+        if self.is_separate:
+            self.models["guide"] = _copy(model, self.devices["guide"])
+        if has_guide and self._has_adapters:
+            self._add_guides_adapter()
+        self.parts: dict[str, list[nn.Parameter]] = {"solver": self._of("solver")}
         """What each optimizer group trains."""
 
         if guide_learns:
-            self.parts["guide"] = self._of_adapter("guide")
-        text = model.config.get_text_config()
-        if has_value:
-            value = SeparateValue(text.vocab_size) if value_is_separate else ValueHead(text.hidden_size)
-            model.value_head = value.to(model.device)
-            self.parts["value"] = list(model.value_head.parameters())
-        self.critic: Critic | None = None
-        self.kept: list[nn.Parameter] = []
-        """What a checkpoint has to keep: everything that trains, and the critic's slow copy."""
+            self.parts["guide"] = self._of("guide")
+        self.networks: dict[str, nn.Module] = {}
+        """Value, critic and its slow copy, by the names that they have in a checkpoint."""
 
-        if critic is not None:
-            self.critic = model.critic = Critic(text.vocab_size, critic.width).to(model.device)
-            model.slow_critic = slow_copy(self.critic)
-            self.parts["critic"] = list(self.critic.parameters())
-            self.kept += model.slow_critic.parameters()
-        self._trainable = [parameter for part in self.parts.values() for parameter in part]
-        self.kept += self._trainable
-        model.set_adapter(ADAPTERS["solver"])
-        self._let_train()
-        make_trainable_fp32(model)
+        self._add_networks(value_is_separate=value_is_separate, critic=critic)
+        self._trained = {id(parameter) for part in self.parts.values() for parameter in part}
+        self._speaker: Role = "solver"
+        for each in self._all():
+            self._let_train(each)
+            make_trainable_fp32(each)
+
+    @property
+    def value_head(self) -> Any:
+        """V."""
+        return self.networks["value_head"]
+
+    @property
+    def critic(self) -> Critic | None:
+        """The critic, where there is one."""
+        found: Any = self.networks.get("critic")
+        return found
 
     @property
     def slow_critic(self) -> Critic:
         """The critic's slow copy, where there is a critic."""
-        slow: Critic = self.model.slow_critic
-        return slow
+        found: Any = self.networks["slow_critic"]
+        return found
 
     @contextmanager
     def speaking(self, role: Role) -> Iterator[Any]:
-        """The model with this role's adapter."""
-        self.model.set_adapter(ADAPTERS[role])
-        self._let_train()
+        """The model of this role; a backward pass that computes layers anew must run inside."""
+        before = self._speaker
+        self._choose(role)
         try:
-            yield self.model
+            yield self.models[role]
         finally:
-            self.model.set_adapter(ADAPTERS["solver"])
-            self._let_train()
+            self._choose(before)
 
     @contextmanager
-    def reference(self) -> Iterator[Any]:
-        """The model that both roles began as."""
-        with self.model.disable_adapter():
-            yield self.model
-        self._let_train()
+    def reference(self, role: Role) -> Iterator[Any]:
+        """The frozen model that the role began as."""
+        if self._reference is not None:
+            yield self._reference
+            return
+        model = self.models[role]
+        with model.disable_adapter():
+            yield model
+        self._let_train(model)
 
-    def _of_adapter(self, role: Role) -> list[nn.Parameter]:
-        name = f".{ADAPTERS[role]}."
-        return [p for key, p in self.model.named_parameters() if name in f"{key}." and "lora_" in key]
+    def train(self) -> None:
+        """All models as for learning; the reference stays as it is."""
+        for each in self._all():
+            each.train()
 
-    def _let_train(self) -> None:
+    def eval(self) -> None:
+        """All models as for answering."""
+        for each in self._all():
+            each.eval()
+
+    def forget_gradients(self) -> None:
+        """Those of weights that no Trainer knows."""
+        for parameter in self.beside():
+            parameter.grad = None
+
+    def beside(self) -> list[nn.Parameter]:
+        """Weights that train and are none of the solver's model."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        return [each for part in self.parts.values() for each in part if id(each) not in own]
+
+    def kept_weights(self) -> dict[str, nn.Parameter]:
+        """What a checkpoint keeps beside a solver in full: what trains, and the critic's slow copy.
+
+        The names are the same in every placement.
+        """
+        named = dict(self.model.named_parameters()) if self._has_adapters else {}
+        if self.is_separate:
+            # Adapters have different names already.
+            prefix = "" if self._has_adapters else "guide_model."
+            named |= {f"{prefix}{name}": p for name, p in self.models["guide"].named_parameters()}
+        for name, network in self.networks.items():
+            named |= {f"{name}.{inner}": p for inner, p in network.named_parameters()}
+        slow = {id(parameter) for parameter in self.networks.get("slow_critic", nn.Module()).parameters()}
+        return {name: parameter for name, parameter in named.items() if id(parameter) in self._trained | slow}
+
+    def recompute_guide(self) -> None:
+        """Let a guide of its own compute its layers anew in backward passes, as the Trainer lets the solver."""
+        if self.is_separate:
+            recompute(self.models["guide"])
+
+    def _all(self) -> list[Any]:
+        return [self.model, self.models["guide"]] if self.is_separate else [self.model]
+
+    def _add_guides_adapter(self) -> None:
+        guide = self.models["guide"]
+        guide.add_adapter(ADAPTERS["guide"], deepcopy(guide.peft_config[ADAPTERS["solver"]]))
+        guide.set_adapter(ADAPTERS["guide" if self.is_separate else "solver"])
+        if self.is_separate:
+            guide.delete_adapter(ADAPTERS["solver"])
+
+    def _add_networks(self, *, value_is_separate: bool, critic: CriticConfig | None) -> None:
+        text = self.model.config.get_text_config()
+        if self.has_value:
+            value = SeparateValue(text.vocab_size) if value_is_separate else ValueHead(text.hidden_size)
+            self._lay("value_head", value, device=self.devices["value"])
+            self.parts["value"] = list(value.parameters())
+        if critic is not None:
+            learner = Critic(text.vocab_size, critic.width)
+            self._lay("critic", learner, device=self.devices["critic"])
+            self._lay("slow_critic", slow_copy(learner), device=self.devices["target_critic"])
+            self.parts["critic"] = list(learner.parameters())
+
+    def _lay(self, name: str, network: nn.Module, *, device: str) -> None:
+        """Beside the solver's adapter a network belongs to its model, so that DDP begins with the same on all ranks."""
+        self.networks[name] = network.to(device)
+        if self._has_adapters and device == self.devices["solver"]:
+            setattr(self.model, name, network)
+
+    def _of(self, role: Role) -> list[nn.Parameter]:
+        named = self.models[role].named_parameters()
+        if not self._has_adapters:
+            return [parameter for _, parameter in named if parameter.requires_grad]
+        return [p for key, p in named if f".{ADAPTERS[role]}." in f"{key}." and "lora_" in key]
+
+    def _choose(self, role: Role) -> None:
+        """Give the base this role's adapter, where both share one."""
+        if role != self._speaker and self._has_adapters and not self.is_separate:
+            self.model.set_adapter(ADAPTERS[role])
+            self._let_train(self.model)
+        self._speaker = role
+
+    def _let_train(self, model: Any) -> None:
         """PEFT freezes every adapter but the active one."""
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(False)
-        for parameter in self._trainable:
-            parameter.requires_grad_(True)
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in self._trained)
+
+
+def _copy(model: Any, device: str) -> Any:
+    """The same weights once more, on `device`."""
+    return deepcopy(model).to(device)
+
+
+def _frozen_copy(model: Any, device: str) -> Any:
+    return _copy(model, device).eval().requires_grad_(False)

@@ -15,7 +15,7 @@ LONGEST_LEAK = 100
 """Characters of a reference that a hint could state; a longer one is a whole solution."""
 
 COPIES = 0.9
-"""Share of identical second answers from which on turn 2 copies turn 1."""
+"""Share of the wrong first answers that turn 2 repeats, from which on it copies. Right ones are to be repeated."""
 
 
 def turn_figures(right_first: Sequence[bool], right_second: Sequence[bool]) -> dict[str, float | None]:
@@ -81,7 +81,7 @@ def action_figures(firsts: Sequence[Sequence[int]], seconds: Sequence[Sequence[i
 def diagnosis(figures: dict[str, float | None]) -> str:
     """What the second turn does, in words; from the figures of an evaluation."""
     delta, i2c, c2i = (figures[key] or 0.0 for key in ("delta", "i2c", "c2i"))
-    if (figures["frac_identical"] or 0.0) >= COPIES:
+    if (figures["repeats"] or 0.0) >= COPIES:
         return "turn 2 copies the first answer: no self-correction"
     if delta > 0 and i2c >= 5 * c2i and delta >= 0.05:
         return "turn 2 corrects the first answer"

@@ -132,6 +132,7 @@ def describe(verdicts: Sequence[Verdict]) -> dict[str, float | None]:
         "reward_t2": fmean(verdict.second for verdict in verdicts),
         "edit_ratio": fmean(verdict.edit_ratio for verdict in verdicts),
         "frac_identical": fmean(verdict.is_identical for verdict in verdicts),
+        "repeats": fmean(wrong) if (wrong := [each.is_identical for each in verdicts if not each.right[0]]) else None,
         "hint_leak": fmean(verdict.leaks for verdict in verdicts),
         "hint_tokens": fmean(verdict.hint_tokens for verdict in verdicts),
         "parse_failures": 1 - fmean(forms) if forms else None,

@@ -9,20 +9,23 @@ from typing import Any
 from sftplay.config.schema.run import RunConfig
 from sftplay.launch.run_folder import RunFolder
 from sftplay.model.load import load_result, load_untrained
+from sftplay.model.weights import frozen_dtype, open_model
 from sftplay.tasks.score.episodes.cast import ADAPTERS, Role
 
 
 class FinishedCast:
-    """Speaks with the adapter of each role, and with the base where a role has none."""
+    """Speaks with the adapter of each role, with a guide's own model, and with the base where a role has neither."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, *, guide: Any = None) -> None:
+        self.model, self._guide = model, guide
         self._adapters = getattr(model, "peft_config", {})
 
     @contextmanager
     def speaking(self, role: Role) -> Iterator[Any]:
         """The model of this role."""
-        if ADAPTERS[role] in self._adapters:
+        if role == "guide" and self._guide is not None:
+            yield self._guide
+        elif ADAPTERS[role] in self._adapters:
             self.model.set_adapter(ADAPTERS[role])
             yield self.model
         elif self._adapters:
@@ -41,7 +44,9 @@ def open_cast(cfg: RunConfig, folder: RunFolder, *, untrained: bool = False) -> 
     if untrained:
         return FinishedCast(load_untrained(cfg, folder.path))
     model = load_result(cfg, folder.path)
-    guide = folder.path / "adapter" / ADAPTERS["guide"]
-    if guide.is_dir():
-        model.load_adapter(str(guide), ADAPTERS["guide"])
-    return FinishedCast(model.eval())
+    name = ADAPTERS["guide"]
+    if (adapter := folder.path / "adapter" / name).is_dir():
+        model.load_adapter(str(adapter), name)
+    whole = folder.path / "model" / name
+    guide = open_model(cfg, str(whole), dtype=frozen_dtype(cfg)).eval() if whole.is_dir() else None
+    return FinishedCast(model.eval(), guide=guide)

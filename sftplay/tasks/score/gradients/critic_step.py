@@ -40,8 +40,9 @@ class CriticStep:
         discount: float,
     ) -> None:
         """The gradient of the four losses; `returns` of both turns and `weight` are [episodes]."""
+        device = next(self.critic.parameters()).device
         for part, turns in self._parts(episodes, fresh):
-            first, second, known = (each[part].to(self.batch.device) for each in (*returns, weight))
+            first, second, known = (each[part].to(device) for each in (*returns, weight))
             losses = critic_loss(
                 self.critic, self.slow, turns=turns, returns=(first, second), weight=known, discount=discount,
                 n_episodes=self.batch.n_episodes,
@@ -62,4 +63,4 @@ class CriticStep:
 
     def _visits(self, given: Sequence[Action], again: Sequence[Action]) -> Visits:
         rows = ([each.prompt for each in given], [each.ids for each in given], [each.ids for each in again])
-        return Visits(*(Tokens.of(each, self.batch.device) for each in rows))
+        return Visits(*(Tokens.of(each) for each in rows))

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.tasks.score.episodes.cast import Cast, Role
 from sftplay.tasks.score.episodes.drawing import Action
-from sftplay.tasks.score.gradients.scoring import ActionBatch, TokenScores, forward, score_actions
+from sftplay.tasks.score.gradients.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions
 from sftplay.tasks.score.learning.encoder import Tokens
 from sftplay.tasks.score.learning.losses import masked_mean, policy_loss
 from sftplay.tasks.score.learning.value import straight_through, value_loss
@@ -33,7 +33,6 @@ class Batch:
     """Episodes of the whole batch, over the ranks: gradients are averaged over them."""
 
     pad: int
-    device: Any
     backward: Callable[[Tensor], None]
     context: Callable[[], Any]
     """The precision of the forward passes."""
@@ -51,7 +50,7 @@ class Update:
         self, actions: Sequence[Action], *, turn: int, advantage: Tensor | None, beta: float, n_tokens: float
     ) -> None:
         """One turn of the solver: its policy gradient, where it is paid, and its KL."""
-        for part, tensors in self._parts(actions):
+        for part, tensors in self._parts(actions, "solver"):
             with self.batch.context():
                 scores = self._scores("solver", tensors)
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
@@ -62,12 +61,12 @@ class Update:
                     )
             self._add(f"t{turn}", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
             if loss.requires_grad:
-                self.batch.backward(loss)
+                self._backward("solver", loss)
 
     def guide(self, actions: Sequence[Action], *, advantage: Tensor, outcome: Tensor, n_tokens: float) -> None:
         """The guide: policy gradient, KL, and the loss of V, whose gradient goes as far as `value_flow` says."""
         score = self.score
-        for part, tensors in self._parts(actions):
+        for part, tensors in self._parts(actions, "guide"):
             with self.batch.context():
                 scores = self._scores("guide", tensors)
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
@@ -76,40 +75,44 @@ class Update:
                 seen = self._tokens(actions[part]) if score.value == "separate" else scores.last_hidden
                 loss = loss + self._value(seen, tensors, outcome=outcome[part])
             self._add("guide", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
-            self.batch.backward(loss)
+            self._backward("guide", loss)
 
     def value_alone(self, actions: Sequence[Action], *, outcome: Tensor) -> None:
         """V alone, while the guide does not learn."""
         for part, seen in self._seen(actions):
             loss = value_loss(
-                self.cast.model.value_head, seen, target=outcome[part].to(self.batch.device),
-                flow="stop", value_coef=self.score.value_coef, n_episodes=1,
-            )  # fmt: skip
+                self.cast.value_head, seen, target=outcome[part], flow="stop", value_coef=1.0, n_episodes=1
+            )
             assert loss is not None
             self.batch.backward(loss / self.batch.n_episodes)
 
     @torch.no_grad()
     def values(self, actions: Sequence[Action]) -> Tensor:
         """V of each episode, [episodes], at the end of its hint."""
-        return torch.cat([self.cast.model.value_head(seen).float().cpu() for _, seen in self._seen(actions)])
+        return torch.cat([self.cast.value_head(seen).float().cpu() for _, seen in self._seen(actions)])
 
     def _seen(self, actions: Sequence[Action]) -> Iterator[tuple[slice, Tensor | Tokens]]:
         """What V looks at, without a gradient."""
-        for part, tensors in self._parts(actions):
+        for part, tensors in self._parts(actions, "guide"):
             if self.score.value == "separate":
                 yield part, self._tokens(actions[part])
                 continue
             with torch.no_grad(), self.batch.context(), self.cast.speaking("guide") as model:
-                _, hidden = forward(model, tensors)
+                hidden = forward(model, tensors)
             yield part, _last(hidden, tensors)
 
     def _tokens(self, actions: Sequence[Action]) -> Tokens:
-        return Tokens.of([[*action.prompt, *action.ids] for action in actions], self.batch.device)
+        return Tokens.of([[*action.prompt, *action.ids] for action in actions])
 
-    def _parts(self, actions: Sequence[Action]) -> Iterator[tuple[slice, ActionBatch]]:
+    def _parts(self, actions: Sequence[Action], role: Role) -> Iterator[tuple[slice, ActionBatch]]:
         for at in range(0, len(actions), self.batch.micro_batch):
             part = slice(at, at + self.batch.micro_batch)
-            yield part, ActionBatch.of(actions[part], pad=self.batch.pad, device=self.batch.device)
+            yield part, ActionBatch.of(actions[part], pad=self.batch.pad, device=self.cast.devices[role])
+
+    def _backward(self, role: Role, loss: Tensor) -> None:
+        # Layers that are computed anew must find the adapter with which they were computed.
+        with self.cast.speaking(role):
+            self.batch.backward(loss)
 
     def _scores(self, role: Role, tensors: ActionBatch) -> TokenScores:
         return score_actions(self.cast, tensors, role=role, temperature=self.score.temperature, kl=self.score.kl)
@@ -123,19 +126,18 @@ class Update:
     def _value(self, seen: Tensor | Tokens, tensors: ActionBatch, *, outcome: Tensor) -> Tensor | float:
         if not self.cast.has_value:
             return 0.0
-        score, value = self.score, self.cast.model.value_head
-        target = outcome.to(tensors.ids.device)
-        loss = value_loss(value, seen, target=target, flow=score.value_flow, value_coef=score.value_coef, n_episodes=1)
-        total = 0.0 if loss is None else loss / self.batch.n_episodes
+        score, value = self.score, self.cast.value_head
+        loss = value_loss(value, seen, target=outcome, flow=score.value_flow, value_coef=score.value_coef, n_episodes=1)
+        total = 0.0 if loss is None else loss.to(tensors.ids.device) / self.batch.n_episodes
         if score.value_flow == "straight_through" and score.value_coef:
-            total = total - score.value_coef * self._climb(tensors).sum() / self.batch.n_episodes
+            climbed = self._climb(tensors).sum().to(tensors.ids.device)
+            total = total - score.value_coef * climbed / self.batch.n_episodes
         return total
 
     def _climb(self, tensors: ActionBatch) -> Tensor:
         """V of a frozen copy of guide and head, whose hint tokens are straight-through samples of the guide."""
         with self.cast.speaking("guide") as model:
-            logits, _ = forward(model, tensors)
-            log_probs = (logits.float() / self.score.temperature).log_softmax(-1)
+            log_probs = OutputHead.of(model).log_probs(forward(model, tensors)[:, :-1], self.score.temperature)
             table = model.get_input_embeddings().weight
             hint = straight_through(log_probs, tensors.tokens, embedding=table).to(table.dtype)
             prompt = model.get_input_embeddings()(tensors.ids[:, : -tensors.tokens.shape[1]]).detach()
@@ -146,8 +148,9 @@ class Update:
                     "position_ids": tensors.positions, "output_hidden_states": True, "use_cache": False,
                 },
             )  # fmt: skip
-            head = {name: weight.detach() for name, weight in model.value_head.named_parameters()}
-            value: Tensor = functional_call(model.value_head, head, (_last(out.hidden_states[-1], tensors),))
+            last = _last(out.hidden_states[-1][:, -tensors.tokens.shape[1] - 1 :], tensors)
+            head = {name: weight.detach() for name, weight in self.cast.value_head.named_parameters()}
+            value: Tensor = functional_call(self.cast.value_head, head, (last,))
         return value
 
     def _add(
@@ -159,7 +162,6 @@ class Update:
 
 
 def _last(hidden: Tensor, tensors: ActionBatch) -> Tensor:
-    """The state at the last token of each action: [actions, tokens, width] -> [actions, width]."""
-    last = tensors.attention.shape[1] - tensors.mask.shape[1] + tensors.mask.sum(1).long() - 1
-    found: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), last]
+    """The state at the last token of each action: [actions, 1 + longest, width] -> [actions, width]."""
+    found: Tensor = hidden[torch.arange(len(hidden), device=hidden.device), tensors.last]
     return found

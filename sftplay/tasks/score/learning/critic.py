@@ -77,13 +77,14 @@ def critic_loss(
     """The four squared errors: Q(s1, y1) <- R1 + discount * min V'(s2), Q(s2, y2) <- R2, V(s) <- min Q'(s, fresh).
 
     V' and Q' are those of the slow copy. Each error is the share of these episodes in the mean over twins and a batch
-    of `n_episodes`; `weight` [episodes] is 0 where nothing is to be learned.
+    of `n_episodes`; `weight` [episodes] is 0 where nothing is to be learned. It and `returns` lie where the critic
+    does; the slow copy may lie elsewhere.
     """
     first, second = turns
     with torch.no_grad():
         ahead = slow.v_values(second.state).min(0).values
         targets = {
-            "q1": returns[0] + discount * ahead,
+            "q1": returns[0] + discount * ahead.to(returns[0].device),
             "q2": returns[1],
             "v1": slow.q_values(first.state, first.fresh_answer).min(0).values,
             "v2": slow.q_values(second.state, second.fresh_answer).min(0).values,
@@ -95,7 +96,7 @@ def critic_loss(
         "v2": critic.v_values(second.state),
     }
     return {
-        name: ((estimates[name] - target).square().mean(0) * weight).sum() / n_episodes
+        name: ((estimates[name] - target.to(weight.device)).square().mean(0) * weight).sum() / n_episodes
         for name, target in targets.items()
     }
 

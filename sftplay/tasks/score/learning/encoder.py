@@ -34,7 +34,8 @@ class TextEncoder(nn.Module):
         self.recurrent = nn.GRU(width, width, batch_first=True)
 
     def forward(self, tokens: Tokens) -> Tensor:
-        """[episodes, width]: the state after the last token."""
-        states, _ = self.recurrent(self.embedding(tokens.ids))
-        last: Tensor = states[torch.arange(len(states), device=states.device), tokens.lengths - 1]
+        """[episodes, width]: the state after the last token, where the network lies."""
+        ids, lengths = (each.to(self.embedding.weight.device) for each in tokens)
+        states, _ = self.recurrent(self.embedding(ids))
+        last: Tensor = states[torch.arange(len(states), device=states.device), lengths - 1]
         return last

@@ -28,7 +28,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., width] -> [...], between 0 and 1."""
-        value: Tensor = torch.sigmoid(self.linear(hidden.float()).squeeze(-1))
+        value: Tensor = torch.sigmoid(self.linear(hidden.float().to(self.linear.weight.device)).squeeze(-1))
         return value
 
 
@@ -56,9 +56,13 @@ def value_loss(
     if flow == "shared_trunk":
         if value_coef == 0:
             return None
-        return value_coef * (value(seen) - target).square().sum() / n_episodes
+        return value_coef * _squared_error(value(seen), target) / n_episodes
     detached = seen.detach() if isinstance(seen, Tensor) else seen
-    return (value(detached) - target).square().sum() / n_episodes
+    return _squared_error(value(detached), target) / n_episodes
+
+
+def _squared_error(values: Tensor, target: Tensor) -> Tensor:
+    return (values - target.to(values.device)).square().sum()
 
 
 def straight_through(log_probs: Tensor, tokens: Tensor, *, embedding: Tensor) -> Tensor:

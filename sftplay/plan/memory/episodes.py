@@ -1,0 +1,210 @@
+"""The phases of a step of two-turn episodes on each device: answers and hints are drawn, and two models learn.
+
+Phases follow each other, on all devices together, so a device's peak is the largest of its own. What is learned from
+has the length of `model.max_seq_len`, of which an action takes the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.plan.devices.layout import OWN, Layout, layout_of
+from sftplay.plan.memory.execution import Execution
+from sftplay.plan.memory.head import reference_scores
+from sftplay.plan.memory.rollout import DRAW, REFERENCE, Rollout, forward_layer, newest_token
+from sftplay.plan.memory.step import SHARDING, WORKSPACE_BYTES, Footprint, Size, Standing, estimate, standing_bytes
+from sftplay.plan.shape.model_shape import ModelShape
+
+GUIDE, COMPARE, CRITIC = "guide's ", "reference's answer", "critic"
+
+FP32, ADAM_COPIES = 4, 4
+"""A weight that trains in fp32 has a gradient and two moments beside it."""
+
+DRAWN_BYTES = 32
+"""Of a score of the newest token: the model's in fp32, transformers' copy, that over the temperature, what was left of
+the token before, and two rows of probabilities in fp64 (`deliver.infer.sampling.DrawByRow`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes:
+    """What is played, what learns, and where it lies."""
+
+    layout: Layout
+    tokens: int
+    """Longest prompt and action together."""
+
+    answer_tokens: int
+    hint_tokens: int
+    has_guide: bool = True
+    guide_learns: bool = True
+    critic_width: int = 0
+    """0 where there is no critic."""
+
+    @property
+    def learners(self) -> int:
+        """Models that train."""
+        return 1 + self.guide_learns
+
+
+def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None:
+    """The episodes of a config whose placement is decided; None for another task."""
+    if cfg.task_mode != "score":
+        return None
+    score = cfg.score
+    placement: Any = "shared" if score.placement in ("auto", "sharded") else score.placement
+    return Episodes(
+        layout=layout_of(cfg, placement=placement, gpus=gpus, processes=processes),
+        tokens=cfg.model.max_seq_len,
+        answer_tokens=score.max_new_tokens,
+        hint_tokens=score.max_hint_tokens,
+        has_guide=score.guidance in ("model", "model_trained"),
+        guide_learns=score.guidance == "model_trained",
+        critic_width=score.critic.width if score.advantage == "critic" else 0,
+    )
+
+
+def estimate_episodes(
+    shape: ModelShape, execution: Execution, *, episodes: Episodes, rows: int, drawn: int, world_size: int = 1
+) -> dict[str, Footprint]:
+    """Device -> bytes of every phase of one step in the steady state.
+
+    `rows` is the micro-batch, `drawn` the answers that a process draws at a time.
+    """
+    found = {}
+    for device in sorted(set(_in_use(episodes, execution).values()) | {OWN}):
+        on = _On(shape, execution, episodes, device, world_size)
+        found[device] = Footprint({name: parts for name, parts in on.phases(rows, drawn).items() if parts})
+    return found
+
+
+def held_by(episodes: Episodes, execution: Execution) -> dict[str, list[str]]:
+    """Device -> the parts that lie there, as far as the run has them."""
+    found: dict[str, list[str]] = {}
+    for part, device in _in_use(episodes, execution).items():
+        found.setdefault(device, []).append(part)
+    return found
+
+
+def names_of(devices: Mapping[str, Any], *, is_gpu: bool) -> dict[str, Any]:
+    """The same by the names that people know: the process's own device is its first GPU, or the CPU."""
+    own = "cuda:0" if is_gpu else "cpu"
+    return {own if name == OWN else name: each for name, each in devices.items()}
+
+
+def _in_use(episodes: Episodes, execution: Execution) -> dict[str, str]:
+    unused = set()
+    if not episodes.has_guide:
+        unused |= {"guide", "value"}
+    if not episodes.critic_width:
+        unused |= {"critic", "target_critic"}
+    if not execution.trains_all:
+        unused.add("ref")
+    return {part: device for part, device in episodes.layout.devices().items() if part not in unused}
+
+
+@dataclass(frozen=True)
+class _On:
+    """One device of a run."""
+
+    shape: ModelShape
+    execution: Execution
+    episodes: Episodes
+    device: str
+    world_size: int
+
+    def phases(self, rows: int, drawn: int) -> dict[str, dict[str, float]]:
+        """Phase -> component -> bytes."""
+        episodes = self.episodes
+        found = {DRAW: self._drawing(drawn)}
+        if self._holds("guide") and episodes.guide_learns:
+            learned = self._learning(rows, episodes.hint_tokens)
+            found |= {f"{GUIDE}{name}": learned[name] for name in ("head", "layer")} | {"step": learned["step"]}
+        if self._holds("solver"):
+            found |= self._learning(rows, episodes.answer_tokens)
+        elif self._holds("ref"):
+            found[COMPARE] = self._comparing(rows)
+        found.setdefault("step", {})
+        if not found["step"]:
+            found["step"] = self._resident()
+        return found
+
+    def _holds(self, part: str) -> bool:
+        return _in_use(self.episodes, self.execution).get(part) == self.device
+
+    def _is_separate(self) -> bool:
+        return self.episodes.has_guide and (self.episodes.layout.separates or self.execution.trains_all)
+
+    def _standing(self) -> Standing:
+        """Weights, gradients and moments of all models on this device, without the reference."""
+        one, episodes = standing_bytes(self.shape, self.execution), self.episodes
+        holds = {"solver": self._holds("solver"), "guide": self._holds("guide")}
+        learns = holds["solver"] + (holds["guide"] and episodes.guide_learns)
+        bases = holds["solver"] + (holds["guide"] and self._is_separate())
+        return Standing(
+            weights=bases * one.weights,
+            adapters=sum(holds.values()) * one.adapters,
+            gradients=learns * one.gradients,
+            optimizer=learns * one.optimizer,
+        )
+
+    def _resident(self) -> dict[str, float]:
+        """What is always there beside weights and moments, and they."""
+        standing = self._standing()
+        # DDP has buckets for the model that the Trainer holds, which a guide of its own is no part of.
+        sent = standing.gradients / (self.episodes.learners if self._is_separate() else 1)
+        return {
+            "weights": standing.weights,
+            "adapters": standing.adapters,
+            "optimizer": standing.optimizer,
+            REFERENCE: self._reference(),
+            CRITIC: self._critic(),
+            SHARDING: sent if self.world_size > 1 else 0.0,
+            "workspace": float(WORKSPACE_BYTES),
+        }
+
+    def _reference(self) -> float:
+        return standing_bytes(self.shape, self.execution).weights if self._holds("ref") else 0.0
+
+    def _critic(self) -> float:
+        """Its table of tokens, which is nearly all of it, with gradient and moments; and the slow copy."""
+        table = self.shape.vocab * self.episodes.critic_width * FP32
+        return float(table * (ADAM_COPIES * self._holds("critic") + self._holds("target_critic")))
+
+    def _drawing(self, drawn: int) -> dict[str, float]:
+        """The role on this device that takes more."""
+        found = []
+        for role, longest in (("solver", self.episodes.answer_tokens), ("guide", self.episodes.hint_tokens)):
+            if self._holds(role):
+                rollout = Rollout(
+                    completions=drawn,
+                    prompt_tokens=self.episodes.tokens - longest,
+                    completion_tokens=longest,
+                    micro_batch=1,
+                )
+                found.append(newest_token(self.shape, self.execution, rollout=rollout, score_bytes=DRAWN_BYTES))
+        most = max(found, key=lambda parts: sum(parts.values()), default={})
+        return {**self._resident(), **most}
+
+    def _learning(self, rows: int, longest: int) -> dict[str, dict[str, float]]:
+        """A micro-batch of one role; both models' gradients are there, since turn 2 follows turn 1."""
+        standing, resident = self._standing(), self._resident()
+        size = Size(rows=rows, seq=self.episodes.tokens, labelled=rows * longest, accumulates=True)
+        beside = {name: resident[name] for name in (REFERENCE, CRITIC, SHARDING)}
+        learned = estimate(self.shape, self.execution, size=size, standing=standing).phases
+        return {name: {**parts, **beside} for name, parts in learned.items()}
+
+    def _comparing(self, rows: int) -> dict[str, float]:
+        """A forward pass of the reference for a model on another device."""
+        tokens, actions = rows * self.episodes.tokens, rows * self.episodes.answer_tokens
+        layer = forward_layer(self.shape, self.execution, rows=rows, seq=self.episodes.tokens)
+        head = reference_scores(self.shape, self.execution, tokens=tokens, labelled=actions)
+        at_work = {"layer": layer} if layer > head else {"head": head}
+        return {**self._resident(), "gradients": self._standing().gradients, **at_work}
+
+
+def fullest(footprints: Mapping[str, Footprint]) -> str:
+    """The GPU, or the process's own device, that holds the most."""
+    return max((name for name in footprints if name != "cpu"), key=lambda name: footprints[name].peak_bytes)

@@ -1,0 +1,168 @@
+"""Deep supervision with adaptive halting: what a training step does with a batch of puzzles under way.
+
+Each step is one segment for every row. Rows that have halted take the next puzzle; the others go on from where they
+were. Sections 2.1 to 2.4 of arXiv:2506.21734.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sftplay.config.schema.hrm import HrmConfig
+from sftplay.data.records import IGNORE_INDEX
+from sftplay.tasks.hrm.learning.losses import Q_WEIGHT, cell_losses, q_losses
+from sftplay.tasks.hrm.network.model import Answer, PuzzleModel, State
+
+FIGURES = (
+    "count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "q_continue_loss",
+)  # fmt: skip
+"""What a segment is described by: sums over its rows. All but the losses are of rows that have halted."""
+
+
+class Puzzles(NamedTuple):
+    """Rows of puzzles; a row is a number in the first dimension of each."""
+
+    inputs: Tensor
+    """int64 [batch, cells]"""
+
+    labels: Tensor
+    """int64 [batch, cells], IGNORE_INDEX where a cell has no label"""
+
+    identifiers: Tensor
+    """int64 [batch]"""
+
+
+class Carry(NamedTuple):
+    """What a step hands to the next one."""
+
+    state: State
+    steps: Tensor
+    """int64 [batch]: segments that the row's puzzle has had."""
+
+    halted: Tensor
+    """bool [batch]: the row takes another puzzle."""
+
+    puzzles: Puzzles
+
+    def rows(self, part: slice) -> Carry:
+        """Some of the rows."""
+        state, puzzles = State(*(t[part] for t in self.state)), Puzzles(*(t[part] for t in self.puzzles))
+        return Carry(state, self.steps[part], self.halted[part], puzzles)
+
+
+class Segment(NamedTuple):
+    """What a step has computed."""
+
+    carry: Carry
+    answer: Answer
+    losses: Tensor
+    """[batch], with gradient"""
+
+    figures: Tensor
+    """fp64 [len(FIGURES)]"""
+
+
+def all_halted(model: PuzzleModel, batch: int, *, device: torch.device | str = "cpu") -> Carry:
+    """The carry before the first step: every row takes a puzzle."""
+    cells = torch.zeros(batch, model.grid.cells, dtype=torch.int64, device=device)
+    numbers = torch.zeros(batch, dtype=torch.int64, device=device)
+    state = State(*(each.clone() for each in model.start(batch)))
+    return Carry(state, numbers, numbers == 0, Puzzles(cells, cells, numbers))
+
+
+def together(parts: list[Carry]) -> Carry:
+    """The rows of several carries, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    state = State(*(torch.cat(each) for each in zip(*(p.state for p in parts), strict=True)))
+    puzzles = Puzzles(*(torch.cat(each) for each in zip(*(p.puzzles for p in parts), strict=True)))
+    return Carry(state, torch.cat([p.steps for p in parts]), torch.cat([p.halted for p in parts]), puzzles)
+
+
+def begun(carry: Carry, fresh: Puzzles, *, model: PuzzleModel) -> Carry:
+    """The carry in which halted rows have the puzzles of `fresh` and the start state; the others are as they were.
+
+    Puzzles at the places of other rows are dropped.
+    """
+    halted = carry.halted
+    at_start = model.start(len(halted))
+    state = State(*(torch.where(halted[:, None, None], new, old) for new, old in zip(at_start, carry.state)))
+    puzzles = Puzzles(*(torch.where(_like(halted, new), new, old) for new, old in zip(fresh, carry.puzzles)))
+    return Carry(state, torch.where(halted, 0, carry.steps), halted, puzzles)
+
+
+def _like(rows: Tensor, other: Tensor) -> Tensor:
+    return rows.view(-1, *(1 for _ in other.shape[1:]))
+
+
+def least_segments(hrm: HrmConfig, batch: int, *, seed: int, step: int) -> Tensor:
+    """The least number of segments that each row of the whole batch must have before it may halt, int64 [batch].
+
+    It is 0, and with the probability `hrm.halt_exploration` a number from 2 to n_supervision. It follows from seed and
+    step alone, so that any number of processes explores alike, and a resumed run goes on alike.
+    """
+    if hrm.n_supervision == 1 or not hrm.halt_exploration:
+        return torch.zeros(batch, dtype=torch.int64)
+    stream = torch.Generator().manual_seed(seed * 2**31 + step)
+    explores = torch.rand(batch, generator=stream) < hrm.halt_exploration
+    drawn = torch.randint(2, hrm.n_supervision + 1, (batch,), generator=stream)
+    return torch.where(explores, drawn, 0)
+
+
+def wants_to_halt(answer: Answer, hrm: HrmConfig) -> Tensor:
+    """bool [batch]: halting is worth more than going on, or, without the latter, the answer is probably right."""
+    return answer.q_halt > (answer.q_continue if hrm.q_continue else 0)
+
+
+def halts(answer: Answer, steps: Tensor, *, hrm: HrmConfig, at_least: Tensor) -> Tensor:
+    """bool [batch]: which rows halt after their `steps` segments, in training."""
+    is_last = steps >= hrm.n_supervision
+    if hrm.n_supervision == 1:
+        return is_last
+    return (is_last | wants_to_halt(answer, hrm)) & (steps >= at_least)
+
+
+def worth_of_continuing(following: Answer, is_last: Tensor) -> Tensor:
+    """The target of q_continue: what the segment after this one promises, [batch]."""
+    best = torch.maximum(following.q_halt, following.q_continue)
+    return torch.where(is_last, following.q_halt, best).sigmoid()
+
+
+def run_segment(
+    model: PuzzleModel, carry: Carry, *, at_least: Tensor, compute: Callable[..., Any] | None = None
+) -> Segment:
+    """One segment of every row of a carry that `begun` has made, with its losses.
+
+    `compute` is the compiled model, where there is one.
+    """
+    compute = compute or model
+    hrm, puzzles = model.hrm, carry.puzzles
+    rows = model.puzzles(puzzles.identifiers) if model.puzzles is not None else None
+    state, answer = compute(carry.state, puzzles.inputs, puzzle_rows=rows)
+    steps = carry.steps + 1
+    known = puzzles.labels != IGNORE_INDEX
+    right = (answer.logits.detach().argmax(dim=-1) == puzzles.labels) & known
+    is_whole = right.sum(dim=-1) == known.sum(dim=-1)
+    of_cells = cell_losses(answer.logits, puzzles.labels, hrm=hrm)
+    of_halting = q_losses(answer.q_halt, is_whole)
+    of_continuing = torch.zeros_like(of_halting)
+    if hrm.q_continue and hrm.n_supervision > 1:
+        with torch.no_grad():
+            _, following = compute(state, puzzles.inputs, puzzle_rows=rows)
+        of_continuing = q_losses(answer.q_continue, worth_of_continuing(following, steps >= hrm.n_supervision))
+    # A row without a label is padding: nothing is learned from it.
+    counts = known.any(dim=-1)
+    losses = (of_cells + Q_WEIGHT * (of_halting + of_continuing)) * counts
+    with torch.no_grad():
+        halted = halts(answer, steps, hrm=hrm, at_least=at_least)
+        ended = halted & counts
+        share = right.sum(dim=-1) / known.sum(dim=-1).clamp(min=1)
+        judged_well = (answer.q_halt >= 0) == is_whole
+        parts = (ended, share * ended, is_whole & ended, judged_well & ended, steps * ended)
+        parts += tuple(each * counts for each in (of_cells, of_halting, of_continuing))
+        figures = torch.stack([each.double().sum() for each in parts])
+    return Segment(Carry(state, steps, halted, puzzles), answer, losses, figures)

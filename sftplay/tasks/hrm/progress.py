@@ -1,0 +1,75 @@
+"""What a checkpoint holds beside weights and optimizer: each rank's puzzles under way, the rows' order, the average.
+
+The Trainer's own files have the weights with the puzzle embeddings, the optimizer, the schedule and random numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sftplay import log
+from sftplay.errors import RunError
+from sftplay.tasks.hrm.act import Carry, Puzzles
+from sftplay.tasks.hrm.network.model import State
+
+AVERAGE = "average.safetensors"
+SAMPLER = "sampler"
+"""Key of the metadata of a rank's puzzles: where the next batch of rows begins."""
+
+
+class Progress(NamedTuple):
+    """Where a rank is."""
+
+    carry: Carry
+    rows: dict[str, int]
+    """State of its sampler."""
+
+    average: dict[str, Tensor] | None
+    """The moving average of the weights, where there is one; the same on all ranks."""
+
+
+def carry_file(checkpoint: Path, rank: int) -> Path:
+    """The file with the puzzles that a rank has under way."""
+    return checkpoint / f"carry-{rank}.safetensors"
+
+
+def save_progress(progress: Progress, checkpoint: Path) -> None:
+    """Write this rank's puzzles and, on the main one, the averaged weights. The rest of the checkpoint is there."""
+    state, steps, halted, puzzles = progress.carry
+    tensors = {**state._asdict(), "steps": steps, "halted": halted, **puzzles._asdict()}
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(whole, carry_file(checkpoint, log.rank()), metadata={SAMPLER: json.dumps(progress.rows)})
+    if progress.average is not None and log.is_main():
+        save_file(progress.average, checkpoint / AVERAGE)
+
+
+def load_progress(checkpoint: Path, device: torch.device, *, has_average: bool) -> Progress:
+    """What this rank has saved in a checkpoint, on `device`.
+
+    Raises:
+        RunError: a file of this rank is missing; another task has written the checkpoint.
+    """
+    path = carry_file(checkpoint, log.rank())
+    found = _read(path, device)
+    state = State(*(found[name] for name in State._fields))
+    puzzles = Puzzles(*(found[name] for name in Puzzles._fields))
+    with safe_open(path, framework="pt") as opened:
+        rows = json.loads(opened.metadata()[SAMPLER])
+    average = _read(checkpoint / AVERAGE, device) if has_average else None
+    return Progress(Carry(state, found["steps"], found["halted"], puzzles), rows, average)
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Tensor]:
+    if not path.is_file():
+        fix = "continue from a checkpoint of task mode hrm, with as many processes as it had"
+        raise RunError("there is no such file in the checkpoint", where=str(path), fix=fix)
+    # safetensors knows no `cpu:0`, which accelerate calls the device of each of several processes on CPUs.
+    return {name: tensor.to(device) for name, tensor in load_file(path).items()}

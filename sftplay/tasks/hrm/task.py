@@ -1,0 +1,192 @@
+"""Task mode hrm from the resolved config to the saved result: the puzzles, the model, the trainer.
+
+It has no tokenizer, no rows of text and no pretrained model, so that it does not go through `tasks.run.run_task`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainingArguments, set_seed
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
+from sftplay.data.puzzles.make.find import BUILTIN, open_split
+from sftplay.data.puzzles.sampler import TrainRows
+from sftplay.launch.run_folder import RunFolder
+from sftplay.machine.releases import recomputation_arguments
+from sftplay.model.adapter import describe_parameters
+from sftplay.model.source import weights_digest
+from sftplay.monitor.guards import StopOnSignal
+from sftplay.tasks.hrm.evaluation import EvaluatePuzzles
+from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
+from sftplay.tasks.hrm.network.saved import save_model
+from sftplay.tasks.hrm.trainer import PuzzleTrainer
+from sftplay.tasks.run.fingerprint import fingerprint_of
+from sftplay.tasks.run.manifest import write_manifest
+from sftplay.tasks.run.rank_sync import first_of_node, wait_for_nodes
+from sftplay.tasks.run.save import leave_process_group
+from sftplay.tasks.run.setup import make_setup
+from sftplay.tasks.run.task import RowOrder, Rows, TrainerParts
+from sftplay.tasks.run.train_run import Outcome, TrainRun
+from sftplay.units import format_count
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BETA2 = 0.95
+"""The published decay of the second moment, where train.extra says nothing."""
+
+
+class Places:
+    """The places of the run's rows. A rank takes the rows themselves from its sampler, step by step."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        if not 0 <= place < self.n:
+            raise IndexError(place)
+        return {"place": place}
+
+
+def collate(places: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """`place`, int64 [rows]."""
+    return {"place": torch.tensor([each["place"] for each in places])}
+
+
+def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
+    """Prepare, train and measure, and save model/ in the run folder.
+
+    Raises:
+        ConfigError: the effective batch does not fit the puzzles or the processes.
+        DataError: the puzzles are not sound.
+        RunError: the run could not continue.
+    """
+    with first_of_node(folder):
+        train, held_out = open_puzzles(cfg)
+    rows = rows_of(cfg, train, held_out=held_out)
+    if log.is_main():
+        folder.write_json("data_report.json", rows.report)
+        log.show(json.dumps(rows.report["sources"]))
+    set_seed(cfg.seed)
+    model = build_model(cfg, train)
+    wait_for_nodes(folder)
+    setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
+    train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint_of(cfg, rows))
+    trainer = build_trainer(train_run.trainer_parts(None, rows), train=train, held_out=held_out)
+    if log.is_main():
+        parameters = describe_parameters(model)
+        write_manifest(setup, rows, parameters=parameters, task={"grid": vars(model.grid)})
+        announce(train_run, model, parameters=parameters)
+    outcome = train_run.train(trainer)
+    leave_process_group()
+    if outcome.stop_signal == 0 and log.is_main():
+        with trainer.averaged():
+            log.say(f"result: {save_model(model, folder.path / 'model')}")
+    return outcome
+
+
+def open_puzzles(cfg: RunConfig) -> tuple[PuzzleFolder, PuzzleFolder | None]:
+    """The puzzles to learn, and those to measure on where there are some."""
+    assert cfg.data.train_path is not None
+    train = open_split(cfg.data.train_path, "train", key="data.train_path")
+    if cfg.data.val_path is not None:
+        return train, open_split(cfg.data.val_path, "test", key="data.val_path")
+    has_both = cfg.data.train_path.startswith(BUILTIN) or train.path != Path(cfg.data.train_path)
+    return train, open_split(cfg.data.train_path, "test", key="data.train_path") if has_both else None
+
+
+def rows_of(cfg: RunConfig, train: PuzzleFolder, *, held_out: PuzzleFolder | None) -> Rows:
+    """The places of the run's rows, and what set-up, manifest and resume need to know of the puzzles."""
+    batch = cfg.train.effective_batch_size
+    steps = cfg.train.max_steps or max(1, train.total_steps(cfg.hrm.epochs, global_batch=batch))
+    splits = {"train": train, **({"test": held_out} if held_out is not None else {})}
+    files = {str(path): weights_digest(path) for split in splits.values() for path in files_of(split)}
+    digest = hashlib.sha256("".join(files.values()).encode()).hexdigest()
+    # "An epoch" of the Trainer is a visit to each group.
+    visit = math.ceil(train.facts.total_groups * train.facts.mean_puzzle_examples / batch)
+    return Rows(
+        train=Places(steps * batch),
+        held_out=None,
+        report={"files": files, "sources": {name: counts_of(split) for name, split in splits.items()}},
+        order=RowOrder(steps=steps, steps_per_epoch=visit, digest=digest),
+        trainer_evaluates=False,
+    )
+
+
+def files_of(split: PuzzleFolder) -> list[Path]:
+    """The files of a split."""
+    arrays = [array_file(split.path, each.name, array=array) for each in split.sets for array in ARRAYS]
+    return [split.path / FACTS, *arrays]
+
+
+def counts_of(split: PuzzleFolder) -> dict[str, Any]:
+    """What the data report says of a split."""
+    facts = split.facts
+    return {
+        "path": str(split.path),
+        "kind": facts.kind,
+        "groups": facts.total_groups,
+        "puzzles": sum(len(each.puzzle_identifiers) for each in split.sets),
+        "examples": len(split),
+        "cells": facts.seq_len,
+        "vocab_size": facts.vocab_size,
+        "identifiers": facts.num_puzzle_identifiers,
+    }
+
+
+def build_model(cfg: RunConfig, train: PuzzleFolder) -> PuzzleModel:
+    """A model for these puzzles; its weights follow from the seed."""
+    facts = train.facts
+    grid = Grid(vocab_size=facts.vocab_size, cells=facts.seq_len, identifiers=facts.num_puzzle_identifiers)
+    return PuzzleModel(cfg.hrm, grid, dtype=DTYPES[str(cfg.train.precision)])
+
+
+def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleFolder | None) -> PuzzleTrainer:
+    """A trainer that takes its rows from the puzzles' own sampler, and measures the held-out ones."""
+    cfg, world = parts.cfg, log.world_size()
+    # The model casts its weights itself; neither autocast nor recomputation has a place in its cycles.
+    own = {"bf16": False, "fp16": False, "neftune_noise_alpha": None, "optim": "adamw_torch"}
+    given = {"adam_beta2": BETA2, **parts.arguments, **own, **recomputation_arguments(recomputes=False)}
+    trainer = PuzzleTrainer(
+        parts.step,
+        cfg=cfg,
+        model=parts.model,
+        train_rows=TrainRows(
+            train, seed=cfg.seed, global_batch=cfg.train.effective_batch_size, rank=log.rank(), world=world
+        ),
+        args=TrainingArguments(**given),
+        train_dataset=parts.train,
+        data_collator=collate,
+        callbacks=parts.callbacks,
+    )
+    if held_out is not None:
+        assert parts.rows.order is not None
+        every = cfg.train.eval_steps or parts.rows.order.steps_per_epoch
+        trainer.add_callback(EvaluatePuzzles(cfg, held_out, folder=parts.folder.eval, every=every))
+    return trainer
+
+
+def announce(train_run: TrainRun, model: PuzzleModel, *, parameters: dict[str, Any]) -> None:
+    """Say what trains, how, and for how long."""
+    cfg, grid = train_run.cfg, model.grid
+    table = 0 if model.puzzles is None else model.puzzles.rows.numel()
+    log.say(
+        f"{format_count(parameters['parameters'])} weights learn {grid.cells} cells of {grid.vocab_size} symbols from "
+        f"nothing, and {format_count(table)} numbers of {grid.identifiers} puzzle identifier(s)"
+    )
+    kind = "new" if train_run.checkpoint is None else "continued"
+    log.say(
+        f"Starting {kind} run with {cfg.train.precision} precision on {log.world_size()} process(es): "
+        f"{train_run.setup.steps} steps, at most {cfg.hrm.n_supervision} segments a puzzle"
+    )

@@ -1,0 +1,195 @@
+"""transformers' Trainer over puzzles under way: a step is one segment of every row of this rank's batch.
+
+Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
+`_save_checkpoint` and `_load_from_checkpoint`, and provides what `monitor.observer.StepTrainer` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from sftplay import log
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.puzzles.sampler import Rows, TrainRows
+from sftplay.monitor.interval import StepCounts
+from sftplay.monitor.observer import Observer
+from sftplay.tasks.hrm.act import FIGURES, Carry, Puzzles, all_halted, begun, least_segments, run_segment, together
+from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
+from sftplay.tasks.hrm.learning.average import MovingAverage
+from sftplay.tasks.hrm.network.model import PuzzleModel
+from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
+from sftplay.tasks.step.gradient_average import add_gradients
+from sftplay.tasks.step.random_numbers import random_numbers_kept
+from sftplay.tasks.step.window import StepSetup
+
+
+def as_puzzles(rows: Rows, device: torch.device) -> Puzzles:
+    """A sampler's rows as tensors on `device`."""
+    arrays = (rows.inputs, rows.labels, rows.puzzle_identifiers)
+    return Puzzles(*(torch.from_numpy(each).long().to(device) for each in arrays))
+
+
+class PuzzleTrainer(Trainer):
+    """Gives each row of the batch a segment, and learns from all of them."""
+
+    def __init__(self, step: StepSetup, *, cfg: RunConfig, model: PuzzleModel, train_rows: TrainRows, **named: Any):
+        super().__init__(model=model, **named)
+        self.cfg, self.train_rows = cfg, train_rows
+        self.heartbeat, self.micro_batcher, self.replay = step.heartbeat, step.micro_batcher, None
+        self.source_names: tuple[str, ...] = ()
+        self.held_out_sources: dict[str, dict[str, float]] = {}
+        self.held_out_figures: dict[str, float] = {}
+        """What was measured since the last line of metrics."""
+
+        self.counts, self.last_loss = StepCounts(), 0.0
+        self.last_rows: list[int] = []
+        self.carry: Carry | None = None
+        self.average = MovingAverage(model, cfg.hrm.ema) if cfg.hrm.ema else None
+        self.compute: Any = torch.compile(model) if cfg.hrm.compile else None
+        self._sums = torch.zeros(len(FIGURES), dtype=torch.float64)
+        self._rows_touched = self._steps = 0
+        self.add_callback(AfterOptimizer())
+
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        """One segment of this rank's rows, and the gradients of the whole batch; the mean loss of this rank's rows."""
+        puzzles: PuzzleModel = self.model
+        puzzles.train()
+        device, step = self.args.device, self.state.global_step + 1
+        rows = next(self.train_rows)
+        fresh, mine = as_puzzles(rows, device), len(rows.rows)
+        carry = all_halted(puzzles, mine, device=device) if self.carry is None else self.carry
+        self._count(rows, carry.halted)
+        carry = begun(carry, fresh, model=puzzles)
+        whole = mine * log.world_size()
+        at_least = least_segments(self.cfg.hrm, whole, seed=self.cfg.seed, step=step).to(device)
+        at_least = at_least[log.rank() * mine :][:mine]
+        loss, parts = 0.0, []
+        assert self.micro_batcher is not None
+        for start in range(0, mine, self.micro_batcher.micro_batch):
+            part = slice(start, start + self.micro_batcher.micro_batch)
+            segment = run_segment(puzzles, carry.rows(part), at_least=at_least[part], compute=self.compute)
+            total = segment.losses.sum()
+            self._backward(total / whole)
+            loss += float(total.detach())
+            parts.append(segment.carry)
+            self._sums += segment.figures.cpu()
+        self.carry = together(parts)
+        self._steps += 1
+        if log.world_size() > 1:
+            with self.heartbeat.within("communication"):
+                add_gradients(self.model_wrapped)
+        self.last_loss = loss / mine
+        return torch.tensor(self.last_loss, device=device)
+
+    def _backward(self, loss: Tensor) -> None:
+        self.heartbeat.enter("backward")
+        # DDP would send gradients in each backward pass; they are added up once, behind all of them.
+        with self.model_wrapped.no_sync() if log.world_size() > 1 else nullcontext():
+            loss.backward()
+        self.heartbeat.enter("forward")
+
+    def _count(self, rows: Rows, halted: Tensor) -> None:
+        """Count the tokens of all rows, which are computed whether their puzzle is fresh or not."""
+        cells = int(rows.inputs.size)
+        self.last_rows = [int(row) for row, is_new in zip(rows.rows, halted.tolist(), strict=True) if is_new]
+        self.counts.rows += rows.rows.tolist()
+        self.counts.lengths += [rows.inputs.shape[1]] * len(rows.rows)
+        self.counts.tokens += cells
+        self.counts.padded_tokens += cells
+        self.counts.label_tokens += int((rows.labels >= 0).sum())
+
+    def finish_step(self) -> None:
+        """What follows the optimizer's step: the puzzle embeddings and the moving average."""
+        hrm, table = self.cfg.hrm, self.model.puzzles
+        if table is not None:
+            # The schedule is one for both; each has a peak rate of its own.
+            share = self.lr_scheduler.lr_lambdas[0](self.lr_scheduler.last_epoch)
+            with self.heartbeat.within("communication"):
+                self._rows_touched += table.update(
+                    table.take(), rate=share * hrm.puzzle_emb_lr, weight_decay=hrm.puzzle_emb_weight_decay
+                )
+                if (self.state.global_step + 1) % hrm.emb_sync_every == 0:
+                    table.copy_from_main()
+        if self.average is not None:
+            self.average.update()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the model has the weights that are measured and saved."""
+        return self.average.in_place() if self.average is not None else nullcontext()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer of everything but the puzzle embeddings. Decay reaches all of it, as published."""
+        made: torch.optim.Optimizer | None = getattr(self, "optimizer", None)
+        if made is None:
+            args, weights = self.args, [p for p in self.model.parameters() if p.requires_grad]
+            options: dict[str, Any] = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+            options["weight_decay"] = args.weight_decay
+            if self.cfg.hrm.optim == "adam_atan2":
+                made = AdamATan2(weights, **options)
+            else:
+                made = torch.optim.AdamW(weights, **options, eps=args.adam_epsilon, fused=True)
+            self.optimizer = made
+        return made
+
+    def _save_checkpoint(self, *given: Any) -> None:
+        with random_numbers_kept():
+            super()._save_checkpoint(*given)
+        assert self.carry is not None
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        average = None if self.average is None else self.average.weights
+        save_progress(Progress(self.carry, self.train_rows.state(), average), checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        found = load_progress(Path(resume_from_checkpoint), self.args.device, has_average=self.average is not None)
+        self.carry = found.carry
+        self.train_rows.restore(found.rows)
+        if self.average is not None and found.average is not None:
+            self.average.weights = {name: found.average[name] for name in self.average.weights}
+
+    def take_counts(self) -> StepCounts:
+        """The counts so far; counting starts again from zero."""
+        taken, self.counts = self.counts, StepCounts()
+        return taken
+
+    def take_figures(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """The figures of all ranks since the last line, and what the last evaluation measured. All ranks call it."""
+        sums = self._sums.to(self.args.device)
+        if log.world_size() > 1:
+            torch.distributed.all_reduce(sums)
+        by_name = dict(zip(FIGURES, sums.tolist(), strict=True))
+        steps = max(1, self._steps)
+        rows = steps * self.cfg.train.effective_batch_size
+        count = by_name["count"]
+        figures = {
+            name: value / rows if name.endswith("loss") else value / max(count, 1) for name, value in by_name.items()
+        }
+        figures |= {"count": count / steps, "rows_touched": self._rows_touched / steps, "w_norm": self._norm()}
+        held_out, self.held_out_figures = self.held_out_figures, {}
+        self._sums, self._steps, self._rows_touched = torch.zeros_like(self._sums), 0, 0
+        return {**figures, **held_out}
+
+    def _norm(self) -> float:
+        """The norm of all weights and puzzle embeddings."""
+        weights = [*self.model.parameters(), *([self.model.puzzles.rows] if self.model.puzzles is not None else [])]
+        return float(torch.stack([weight.detach().norm() for weight in weights]).norm())
+
+    def rows_not_finite(self) -> list[int]:
+        """None are told apart: the loss of a step is one sum."""
+        return []
+
+
+class AfterOptimizer(Observer):
+    """Has the trainer finish its step when the optimizer has: by then a step that is not finite has ended the run."""
+
+    trainer: Any
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.finish_step()

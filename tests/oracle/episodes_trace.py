@@ -1,0 +1,123 @@
+"""The update of one micro-batch of actions on fake tensors: what the plan of task score is checked against.
+
+Model and adapters are as in `oracle.trace`; scores, reference and losses are the task's own code.
+
+    cd tests && PYTHONPATH=.. python -m oracle.episodes_trace
+
+traces every case anew and rewrites recorded/episodes.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from oracle.cases import FAMILIES, TraceSettings
+from oracle.gpu_kernels import CudaKernels, InPlaceSums, KernelTemporaries, replaced
+from oracle.live_bytes import LiveBytes
+from oracle.trace import reads_answered, recompute
+from oracle.traced_model import DTYPES, adapt, build_causal
+from sftplay.tasks.score.episodes import cast as cast_module
+from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
+
+RECORD = Path(__file__).parent / "recorded" / "episodes.json"
+
+
+def _case(method: Any, *, vocab: int, rows: int = 2, tokens: int = 1024, family: str = "llama", **more: Any) -> Any:
+    how = TraceSettings(method=method, batch=rows, seq=tokens, layers=4, padded=True, micro_batches=2, **more)
+    return {**FAMILIES[family], "vocab_size": vocab, "num_hidden_layers": 4}, how
+
+
+CASES: dict[str, tuple[dict[str, Any], TraceSettings, int]] = {
+    "adapters, scores decide": (*_case("lora", vocab=128_256), 512),
+    "adapters, layers decide": (*_case("lora", vocab=2048), 512),
+    "adapters, nothing computed anew": (*_case("lora", vocab=2048, checkpointing=False), 128),
+    "adapters on 4 bits": (*_case("qlora", vocab=128_256), 512),
+    "adapters, tied head": (*_case("lora", vocab=151_936, rows=4, tokens=512, family="qwen2"), 256),
+    "whole models, scores decide": (*_case("full", vocab=128_256), 512),
+    "whole models, layers decide": (*_case("full", vocab=2048), 512),
+    "whole models, nothing computed anew": (*_case("full", vocab=32_000, rows=4, checkpointing=False), 512),
+}
+"""Name -> config.json, settings, and how many of a row's tokens are an action."""
+
+
+def trace_update(config: Mapping[str, Any], how: TraceSettings, longest: int) -> dict[str, int]:
+    """Peak bytes by phase where solver and guide learn, each from micro-batches of `batch` rows of `seq` tokens.
+
+    Two adapters on one base; of whole models the solver alone and its reference, as on a device of its own.
+    """
+    with ExitStack() as stack:
+        for context in reads_answered(how, 1):
+            stack.enter_context(context)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        live = stack.enter_context(LiveBytes())
+        stack.enter_context(KernelTemporaries())
+        stack.enter_context(InPlaceSums())
+        return _run(_cast(config, how), how, live, longest=longest)
+
+
+def _cast(config: Mapping[str, Any], how: TraceSettings) -> Cast:
+    causal, has_guide = build_causal(config, how), how.method != "full"
+    model = adapt(causal, how)
+    # See `adapt`; a fake tensor's copy shares nothing with its parameter.
+    as_it_is = replaced(nn.Module, "to", lambda module, *_args, **_more: module)
+    with as_it_is, replaced(cast_module, "_copy", lambda *_: build_causal(config, how)):
+        cast = Cast(model, has_guide=has_guide, guide_learns=has_guide, has_value=False)
+    cast.train()
+    if how.checkpointing:
+        options = {
+            "use_reentrant": False,
+            "preserve_rng_state": False,
+            "context_fn": lambda: (nullcontext(), CudaKernels(host_reads=0)),
+        }
+        recompute(causal, options)
+    return cast
+
+
+def _run(cast: Cast, how: TraceSettings, live: LiveBytes, *, longest: int) -> dict[str, int]:
+    trained = [parameter for part in cast.parts.values() for parameter in part]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    live.forget_peaks()
+    ids = torch.zeros(how.batch, how.seq, dtype=torch.int64)
+    action = ids[:, -longest:].clone()
+    batch = ActionBatch(ids, torch.ones_like(ids), ids.clone(), action, torch.ones(action.shape), action.float())
+    for role in [each for each in ("guide", "solver") if each in cast.parts]:
+        for _ in range(how.micro_batches):
+            live.enter_phase("learn")
+            with cast.speaking(role):  # type: ignore[arg-type]
+                with torch.autocast("cpu", dtype=DTYPES[how.autocast]):
+                    scores = score_actions(cast, batch, role=role, temperature=1.0, kl="full")  # type: ignore[arg-type]
+                loss = (scores.log_probs.sum() + scores.kl.sum()) / 2
+                del scores
+                loss.backward()
+            del loss
+    live.enter_phase("step")
+    optimizer.step()
+    return dict(live.peaks_bytes)
+
+
+def main() -> int:
+    """Trace every case and write the record."""
+    traces = {}
+    for name, (config, how, longest) in CASES.items():
+        traces[name] = trace_update(config, how, longest)
+        print(name, file=sys.stderr, flush=True)
+    RECORD.write_text(json.dumps(traces, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

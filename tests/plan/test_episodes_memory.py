@@ -1,0 +1,142 @@
+"""The closed form of two-turn episodes against traces of the task's own update, and against real drawing on the CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from oracle.closed_form import execution_of
+from oracle.episodes_trace import CASES, RECORD, trace_update
+from oracle.live_bytes import LiveBytes
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from sftplay.deliver.infer.generate import Generator
+from sftplay.plan.devices.layout import OWN, Layout
+from sftplay.plan.memory.episodes import COMPARE, CRITIC, Episodes, estimate_episodes
+from sftplay.plan.memory.execution import Adapter, Execution
+from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE
+from sftplay.plan.memory.step import SHARDING, WORKSPACE_BYTES, Footprint
+from sftplay.plan.shape.find import find_shape
+from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.tasks.score.episodes.drawing import RecordedSampling, draw_actions
+
+TOLERANCE = 0.03
+SHARED = Layout(placement="shared")
+ROLES = Layout(placement="roles", guide="cuda:1", value="cuda:1", target_critic="cuda:1", ref="cuda:1")
+LLAMA = find_shape("meta-llama/Llama-3.2-3B")
+LORA = Execution(
+    weight_bytes=2, compute_bytes=2, stream_bytes=2, has_autocast=True, adapter=Adapter(rank=32), head="actions"
+)
+FULL = Execution(weight_bytes=4, compute_bytes=2, stream_bytes=4, has_autocast=True, head="actions")
+USUAL = Episodes(layout=SHARED, tokens=2048, answer_tokens=512, hint_tokens=128)
+
+
+def closed(name: str) -> dict[str, float]:
+    config, how, longest = CASES[name]
+    has_guide = how.method != "full"
+    episodes = Episodes(
+        layout=SHARED, tokens=how.seq, answer_tokens=longest, hint_tokens=longest, has_guide=has_guide,
+        guide_learns=has_guide,
+    )  # fmt: skip
+    phases = estimate_episodes(
+        shape_from_config(config, name=name), replace(execution_of(how), head="actions"), episodes=episodes,
+        rows=how.batch, drawn=1,
+    )[OWN].phases  # fmt: skip
+    sums = {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in phases.items()}
+    return {"learn": max(sums["head"], sums["layer"]), "step": sums["step"]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_learning_takes_what_a_trace_of_the_tasks_own_update_takes(name):
+    traced = json.loads(RECORD.read_text(encoding="utf-8"))[name]
+    for phase, size in closed(name).items():
+        assert size == pytest.approx(traced[phase], rel=TOLERANCE), phase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adapters, scores decide", "whole models, scores decide"])
+def test_the_record_is_what_a_trace_gives(name):
+    traced = json.loads(RECORD.read_text(encoding="utf-8"))[name]
+    assert trace_update(*CASES[name]) == pytest.approx(traced, rel=1e-3)
+
+
+def test_drawing_actions_takes_what_a_real_model_takes():
+    config = Qwen2Config(
+        vocab_size=20_000, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    on_cpu = replace(FULL, compute_bytes=4, has_autocast=False, repeats_kv=True, is_masked=True, logits_bytes=4)
+    generator = Generator(model, SimpleNamespace(pad_token_id=0, bos_token_id=None), [], 4, RecordedSampling(1.0))
+    with LiveBytes() as live:
+        held = [parameter.detach() for parameter in model.parameters()]
+        assert held
+        resting = live.live_bytes
+        live.enter_phase("draw")
+        draw_actions(generator, [[1] * 8] * 16, rows=range(16))
+    episodes = Episodes(layout=SHARED, tokens=12, answer_tokens=4, hint_tokens=1, has_guide=False, guide_learns=False)
+    found = estimate_episodes(
+        shape_from_config(config.to_dict(), name="x"), on_cpu, episodes=episodes, rows=1, drawn=16
+    )
+    parts = found[OWN].phases[DRAW]
+    assert sum(parts[name] for name in (CACHE, "layer", "head")) == pytest.approx(
+        live.peaks_bytes["draw"] - resting, rel=0.06
+    )
+
+
+def of(execution: Execution, episodes: Episodes, **more: Any) -> dict[str, Footprint]:
+    return estimate_episodes(LLAMA, execution, episodes=episodes, **({"rows": 1, "drawn": 4} | more))
+
+
+def step(footprint: Footprint) -> dict[str, float]:
+    return dict(footprint.phases["step"])
+
+
+def test_whole_models_take_16_bytes_a_weight_each_and_the_reference_4():
+    weights = LLAMA.total_params
+    shared = step(of(FULL, USUAL)[OWN])
+    assert shared["weights"] + shared["gradients"] + shared["optimizer"] == pytest.approx(2 * 16 * weights)
+    assert shared[REFERENCE] == pytest.approx(4 * weights)
+    roles = of(FULL, replace(USUAL, layout=ROLES))
+    for device, reference in ((OWN, 0), ("cuda:1", 4 * weights)):
+        parts = step(roles[device])
+        assert parts["weights"] + parts["gradients"] + parts["optimizer"] == pytest.approx(16 * weights)
+        assert parts[REFERENCE] == pytest.approx(reference)
+    assert step(of(FULL, replace(USUAL, guide_learns=False))[OWN])["optimizer"] == pytest.approx(8 * weights)
+
+
+def test_two_adapters_share_one_base_and_have_one_each_where_they_are_apart():
+    one, apart = step(of(LORA, USUAL)[OWN]), of(LORA, replace(USUAL, layout=ROLES))
+    for device in (OWN, "cuda:1"):
+        parts = step(apart[device])
+        assert parts["weights"] == one["weights"]
+        assert 2 * parts["adapters"] == one["adapters"]
+        assert 2 * parts["optimizer"] == one["optimizer"]
+        assert parts[REFERENCE] == 0
+
+
+def test_a_reference_on_the_cpu_is_no_ones_but_the_hosts():
+    found = of(FULL, replace(USUAL, layout=replace(ROLES, ref="cpu")))
+    assert set(found) == {OWN, "cuda:1", "cpu"}
+    assert step(found["cuda:1"])[REFERENCE] == 0
+    assert found["cpu"].peak_phase == COMPARE
+    assert found["cpu"].peak_bytes > 4 * LLAMA.total_params
+
+
+def test_a_critic_is_its_table_of_tokens_with_gradient_moments_and_slow_copy():
+    critic = step(of(LORA, replace(USUAL, critic_width=64))[OWN])[CRITIC]
+    assert critic == 5 * 4 * 64 * LLAMA.vocab
+
+
+def test_ddp_has_buckets_for_the_trainers_model_alone():
+    both, guide = of(LORA, USUAL, world_size=2)[OWN], of(FULL, USUAL, world_size=2)[OWN]
+    assert step(both)[SHARDING] == step(both)["gradients"]
+    assert step(guide)[SHARDING] == step(guide)["gradients"] / 2
+
+
+def test_more_answers_at_a_time_move_the_peak_to_drawing():
+    assert of(LORA, USUAL, drawn=1)[OWN].peak_phase != DRAW
+    assert of(LORA, USUAL, drawn=64)[OWN].peak_phase == DRAW

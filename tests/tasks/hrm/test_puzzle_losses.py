@@ -1,0 +1,111 @@
+"""The losses of puzzles and their optimizer, against mpmath, plain torch and hand arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+import torch
+from torch.nn import functional
+
+from sftplay.config.schema.hrm import HrmConfig
+from sftplay.tasks.hrm.learning.adam_atan2 import AdamATan2
+from sftplay.tasks.hrm.learning.average import MovingAverage
+from sftplay.tasks.hrm.learning.losses import cell_losses, log_stablemax, q_losses
+
+SCORES = [
+    [0.0, 1.0, -1.0],
+    [3.5, -2.25, 0.125],
+    [1e4, -1e4, 0.0],
+    [-1e4, -1e4, -1e4],
+    [1e-12, -1e-12, 5.0],
+]
+
+
+def stablemax_by_mpmath(scores: list[float]) -> list[mpmath.mpf]:
+    with mpmath.workdps(60):
+        shares = [mpmath.mpf(x) + 1 if x >= 0 else 1 / (1 - mpmath.mpf(x)) for x in scores]
+        return [share / mpmath.fsum(shares) for share in shares]
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_stablemax_is_that_of_mpmath_and_sums_to_one(scores: list[float]):
+    logs = log_stablemax(torch.tensor(scores, dtype=torch.float64))
+    for mine, exact in zip(logs, stablemax_by_mpmath(scores), strict=True):
+        assert float(mine) == pytest.approx(float(mpmath.log(exact)), rel=1e-14, abs=1e-15)
+    assert float(logs.exp().sum()) == pytest.approx(1, abs=1e-14)
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_the_gradient_of_stablemax_is_finite_and_that_of_mpmath(scores: list[float]):
+    given = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+    (-log_stablemax(given)[1]).backward()
+    assert given.grad is not None
+    # d -log(s_1 / S) / dx_i = s'_i (1 / S - [i = 1] / s_1), with s'(x) = 1 from 0 on and s(x)^2 below it
+    with mpmath.workdps(60):
+        shares = [mpmath.mpf(x) + 1 if x >= 0 else 1 / (1 - mpmath.mpf(x)) for x in scores]
+        slopes = [mpmath.mpf(1) if x >= 0 else share**2 for x, share in zip(scores, shares, strict=True)]
+        total = mpmath.fsum(shares)
+        exact = [slope * (1 / total - (i == 1) / shares[1]) for i, slope in enumerate(slopes)]
+    for mine, its in zip(given.grad, exact, strict=True):
+        assert math.isfinite(mine)
+        assert float(mine) == pytest.approx(float(its), rel=1e-12, abs=1e-300)
+
+
+def test_the_loss_of_a_row_is_the_mean_over_its_labelled_cells_and_a_row_without_labels_has_none():
+    logits = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([[0, 1, 2, 3], [4, -100, -100, 1], [-100] * 4])
+    hrm = HrmConfig(loss="softmax", loss_precision="fp32")
+    expected = [functional.cross_entropy(logits[0], labels[0]), functional.cross_entropy(logits[1], labels[1]), 0.0]
+    assert cell_losses(logits, labels, hrm=hrm).tolist() == pytest.approx([float(each) for each in expected], rel=1e-6)
+    losses = cell_losses(logits, labels, hrm=HrmConfig())
+    assert losses.dtype == torch.float64
+    by_hand = -sum(float(mpmath.log(stablemax_by_mpmath(logits[1, n].tolist())[labels[1, n]])) for n in (0, 3)) / 2
+    assert float(losses[1]) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_the_loss_of_a_q_value_is_binary_cross_entropy_and_takes_shares():
+    # -log sigmoid(2) = log(1 + e^-2); a target of 0.25 mixes both
+    expected = [math.log1p(math.exp(-2)), 0.25 * math.log1p(math.exp(1)) + 0.75 * math.log1p(math.exp(-1))]
+    assert q_losses(torch.tensor([2.0, -1.0]), torch.tensor([1.0, 0.25])).tolist() == pytest.approx(expected)
+
+
+def test_two_steps_of_adam_atan2_are_those_of_the_formula():
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    optimizer = AdamATan2([weight], lr=0.1, betas=(0.9, 0.95), weight_decay=0.5)
+    value, m, v = [1.0, -2.0], [0.0, 0.0], [0.0, 0.0]
+    for step, gradient in enumerate(([3.0, -1e-9], [-1.0, 0.0]), start=1):
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+        for i, g in enumerate(gradient):
+            m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.95 * v[i] + 0.05 * g * g
+            angle = math.atan2(m[i] / (1 - 0.9**step), math.sqrt(v[i] / (1 - 0.95**step)))
+            value[i] = value[i] * (1 - 0.1 * 0.5) - 0.1 * 4 / math.pi * angle
+        assert weight.tolist() == pytest.approx(value, rel=1e-12)
+
+
+def test_the_scale_of_the_gradient_does_not_change_a_step_of_adam_atan2():
+    ends = []
+    for scale in (1.0, 1024.0):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = AdamATan2([weight], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+        for seed in range(5):
+            weight.grad = scale * torch.randn(4, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+        ends.append(weight.detach().clone())
+    assert torch.equal(*ends)
+
+
+def test_the_moving_average_is_that_of_the_formula_and_stands_in_for_the_weights_for_a_while():
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    average = MovingAverage(model, 0.75)
+    for value in (2.0, 4.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        average.update()
+    with average.in_place():
+        assert model.weight.item() == 0.75 * (0.75 * 1 + 0.25 * 2) + 0.25 * 4
+    assert model.weight.item() == 4.0

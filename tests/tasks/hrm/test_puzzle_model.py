@@ -1,0 +1,241 @@
+"""The puzzle model against a reference written by hand: what it computes, where gradients go, how it begins."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sftplay.config.schema.hrm import HrmConfig
+from sftplay.tasks.hrm.network.model import Grid, PuzzleModel, State
+
+WIDTH, HEADS, CELLS, VOCAB, BATCH = 8, 2, 5, 4, 3
+SMALL = {"hidden_size": WIDTH, "num_heads": HEADS, "h_layers": 1, "l_layers": 1}
+GRID = Grid(vocab_size=VOCAB, cells=CELLS, identifiers=3)
+INPUTS = torch.randint(0, VOCAB, (BATCH, CELLS), generator=torch.Generator().manual_seed(5))
+
+
+def small(**changes: Any) -> PuzzleModel:
+    torch.manual_seed(3)
+    model = PuzzleModel(HrmConfig(**{**SMALL, **changes}), GRID).double()
+    model.dtype = torch.float64
+    with torch.no_grad():  # a head of zeros would hide what reaches it
+        model.q_head.weight.normal_()
+    return model
+
+
+def norm(x: Tensor) -> Tensor:
+    return x / (x.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+
+
+def rotated(x: Tensor, position: int) -> Tensor:
+    """Each pair (i, i + half) of a head's numbers, turned by position * 10000^(-2i / width)."""
+    half = len(x) // 2
+    turned = x.clone()
+    for i in range(half):
+        angle = position * 10000.0 ** (-2 * i / len(x))
+        cos, sin = math.cos(angle), math.sin(angle)
+        turned[i] = x[i] * cos - x[i + half] * sin
+        turned[i + half] = x[i + half] * cos + x[i] * sin
+    return turned
+
+
+def block(weights: dict[str, Tensor], x: Tensor, *, turns: bool) -> Tensor:
+    """One block on a single row [positions, WIDTH], head by head."""
+    queries, keys, values = (x @ weights["attention.qkv.weight"].T).split(WIDTH, dim=-1)
+    size, heads = WIDTH // HEADS, []
+    for n in range(HEADS):
+        part = slice(n * size, (n + 1) * size)
+        q, k, v = (each[:, part] for each in (queries, keys, values))
+        if turns:
+            q, k = (torch.stack([rotated(row, at) for at, row in enumerate(each)]) for each in (q, k))
+        heads.append(((q @ k.T) / math.sqrt(size)).softmax(dim=-1) @ v)
+    x = norm(x + torch.cat(heads, dim=-1) @ weights["attention.out.weight"].T)
+    gate, up = (x @ weights["feed_forward.gate_up.weight"].T).chunk(2, dim=-1)
+    return norm(x + (functional.silu(gate) * up) @ weights["feed_forward.down.weight"].T)
+
+
+def module_of(model: PuzzleModel, name: str) -> dict[str, Tensor]:
+    start = f"{name}.blocks.0."
+    return {k.removeprefix(start): v for k, v in model.named_parameters() if k.startswith(start)}
+
+
+def by_hand(model: PuzzleModel, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and Q values of one puzzle after the first segment of 2 x 2 cycles, gradients as the paper has them."""
+    low_weights, high_weights = module_of(model, "low"), module_of(model, "own_high")
+    turns = model.hrm.positions == "rope"
+    embedded = torch.cat((rows.view(1, WIDTH), model.tokens[inputs]))
+    if not turns:
+        assert model.places is not None
+        embedded = (embedded + model.places) / math.sqrt(2)
+    embedded = embedded * math.sqrt(WIDTH)
+    high, low = (each.expand(1 + CELLS, WIDTH) for each in (model.start_high, model.start_low))
+    with torch.no_grad():
+        for call in range(3):
+            low = block(low_weights, low + high + embedded, turns=turns)
+            if call == 1:
+                high = block(high_weights, high + low, turns=turns)
+    low = block(low_weights, low + high + embedded, turns=turns)
+    high = block(high_weights, high + low, turns=turns)
+    return high[1:] @ model.head.weight.T, high[0] @ model.q_head.weight.T + model.q_head.bias
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_answers_and_one_step_gradients_are_those_of_two_blocks_written_by_hand(positions: str):
+    model = small(positions=positions)
+    rows = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    mixed = torch.randn(BATCH, CELLS * VOCAB + 2, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    given = rows.clone().requires_grad_()
+    _, answer = model(model.start(BATCH), INPUTS, puzzle_rows=given)
+    flat = torch.cat((answer.logits.flatten(1), torch.stack((answer.q_halt, answer.q_continue), dim=1).double()), dim=1)
+    (flat * mixed).sum().backward()
+    mine = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    its_rows = rows.clone().requires_grad_()
+    outs = [by_hand(model, INPUTS[n], its_rows[n]) for n in range(BATCH)]
+    expected = torch.stack([torch.cat((logits.flatten(), q)) for logits, q in outs])
+    assert torch.allclose(flat, expected, atol=1e-6)  # the model's cosines are fp32
+    (expected * mixed).sum().backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, name
+        assert torch.allclose(mine[name], weight.grad, atol=1e-6, rtol=1e-5), name
+    assert given.grad is not None
+    assert torch.allclose(given.grad, its_rows.grad, atol=1e-6, rtol=1e-5)
+
+
+class Nudge(nn.Module):
+    """Adds a number that has a gradient to the result of every call."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.nudges, self.by = inner, [], {}
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        nudge = torch.full((), self.by.get(len(self.nudges), 0.0), dtype=torch.float64, requires_grad=True)
+        self.nudges.append(nudge)
+        return self.inner(*given, **named) + nudge
+
+
+@pytest.mark.parametrize(
+    ("changes", "low", "high"),
+    [
+        ({}, [False, False, False, True], [False, True]),
+        ({"grad": "full_last_cycle"}, [False, False, True, True], [False, True]),
+        ({"l_cycles": 3, "h_cycles": 1}, [False, False, True], [True]),
+        ({"l_cycles": 3, "h_cycles": 1, "grad": "full_last_cycle"}, [True, True, True], [True]),
+    ],
+)
+def test_a_nudge_of_an_early_call_changes_the_answer_but_gets_no_gradient(
+    changes: dict[str, Any], low: list[bool], high: list[bool]
+):
+    model = small(**changes)
+    model.low, model.own_high = Nudge(model.low), Nudge(model.own_high)
+
+    def answer_of() -> Tensor:
+        model.low.nudges.clear()
+        model.own_high.nudges.clear()
+        _, answer = model(model.start(BATCH), INPUTS, puzzle_rows=torch.zeros(BATCH, WIDTH, dtype=torch.float64))
+        return answer.logits.square().sum()
+
+    total = answer_of()
+    total.backward()
+    for module, learns in ((model.low, low), (model.own_high, high)):
+        assert [nudge.grad is not None and float(nudge.grad) != 0 for nudge in module.nudges] == learns
+    for module, learns in ((model.low, low), (model.own_high, high)):
+        for call in range(len(learns)):
+            module.by = {call: 1e-3}
+            assert (answer_of() - total).abs().item() > 1e-9  # the value itself goes through every call
+            module.by = {}
+
+
+def test_a_segment_begins_from_a_state_without_gradients_and_leaves_one():
+    model = small()
+    state = State(*(each.clone().requires_grad_() for each in model.start(BATCH)))
+    after, answer = model(state, INPUTS, puzzle_rows=torch.zeros(BATCH, WIDTH, dtype=torch.float64))
+    answer.logits.sum().backward()
+    assert state.high.grad is None
+    assert state.low.grad is None
+    assert not after.high.requires_grad
+    assert not after.low.requires_grad
+
+
+def test_one_module_does_the_work_of_both_where_the_architecture_is_single():
+    model = small(arch="single", l_layers=2)
+    assert model.high is model.low
+    assert not [name for name in model.state_dict() if "high" in name and name != "start_high"]
+    _, answer = model(model.start(BATCH), INPUTS, puzzle_rows=torch.zeros(BATCH, WIDTH, dtype=torch.float64))
+    answer.logits.sum().backward()
+    assert all(weight.grad is not None for name, weight in model.named_parameters() if not name.startswith("q_head"))
+
+
+@pytest.mark.parametrize(("dim", "prefix"), [(None, 1), (0, 0), (3, 1), (8, 1), (9, 2)])
+def test_a_puzzle_embedding_takes_as_many_positions_as_it_needs_and_is_padded_with_zeros(dim: int | None, prefix: int):
+    model = small(puzzle_emb_dim=dim)
+    assert model.prefix == prefix
+    if model.puzzles is None:
+        assert model.embed(INPUTS, None).shape == (BATCH, CELLS, WIDTH)
+        return
+    model.puzzles.rows.fill_(1.0)
+    with torch.no_grad():
+        embedded = model.embed(INPUTS, model.puzzles(torch.zeros(BATCH).long()))
+    assert embedded.shape == (BATCH, prefix + CELLS, WIDTH)
+    flat = embedded[0, :prefix].flatten()
+    width = model.puzzles.rows.shape[1]
+    assert torch.allclose(flat[:width], torch.full((width,), math.sqrt(WIDTH), dtype=torch.float64))
+    assert not flat[width:].any()
+
+
+def test_what_is_drawn_at_the_start_has_the_standard_deviations_of_the_paper_within_two_percent():
+    torch.manual_seed(0)
+    hrm = HrmConfig(hidden_size=256, num_heads=4, h_layers=1, l_layers=1, positions="learned")
+    model = PuzzleModel(hrm, Grid(vocab_size=120, cells=100, identifiers=2))
+    wanted = {"tokens": 1 / 16, "places": 1 / 16, "head.weight": 1 / 16}
+    for name, weight in model.named_parameters():
+        if name.startswith("q_head"):
+            continue
+        target = wanted.get(name, weight.shape[-1] ** -0.5)
+        assert float(weight.detach().std()) == pytest.approx(target, rel=0.02), name
+        assert float(weight.detach().abs().max()) <= 2 / 0.8796256 * target * 1.0001, name
+    assert not model.q_head.weight.any()
+    assert model.q_head.bias.tolist() == [-5, -5]
+    assert model.puzzles is not None
+    assert not model.puzzles.rows.any()
+
+
+def test_both_start_states_are_vectors_of_their_own_with_a_deviation_of_one_that_do_not_train():
+    drawn = [PuzzleModel(HrmConfig(**{**SMALL, "hidden_size": 128, "expansion": 0.1}), GRID) for _ in range(60)]
+    for name in ("start_high", "start_low"):
+        together = torch.cat([getattr(model, name) for model in drawn])
+        assert float(together.std()) == pytest.approx(1, rel=0.02)
+        assert name in drawn[0].state_dict()
+        assert name not in dict(drawn[0].named_parameters())
+    state = drawn[0].start(2)
+    assert torch.equal(state.high[1, 3], drawn[0].start_high)
+    assert not torch.equal(drawn[0].start_high, drawn[0].start_low)
+
+
+def test_the_published_model_has_27_million_weights_and_the_small_one_108_thousand():
+    with torch.device("meta"):
+        published = PuzzleModel(HrmConfig(), Grid(vocab_size=11, cells=81, identifiers=1))
+    # 8 blocks of 4 x 512^2 (attention) + 3 x 512 x 1536 (SwiGLU), embedding and head of 11 x 512, 2 x 512 + 2 for Q
+    expected = 8 * (4 * 512**2 + 3 * 512 * 1536) + 2 * 11 * 512 + 2 * 512 + 2
+    assert sum(weight.numel() for weight in published.parameters()) == expected == 27_275_266
+    tiny = HrmConfig(hidden_size=64, num_heads=4, h_layers=1, l_layers=1, positions="learned")
+    model = PuzzleModel(tiny, Grid(vocab_size=6, cells=16, identifiers=1))
+    # 2 blocks of 4 x 64^2 + 3 x 64 x 192, 6 + 17 + 6 rows of 64, 2 x 64 + 2
+    assert sum(weight.numel() for weight in model.parameters()) == 2 * (4 * 64**2 + 3 * 64 * 192) + 29 * 64 + 130
+
+
+def test_a_model_that_computes_in_bf16_has_weights_and_gradients_in_fp32():
+    torch.manual_seed(1)
+    model = PuzzleModel(HrmConfig(**SMALL), GRID, dtype=torch.bfloat16)
+    rows = torch.zeros(BATCH, WIDTH, requires_grad=True)
+    state, answer = model(model.start(BATCH), INPUTS, puzzle_rows=rows)
+    assert {state.high.dtype, state.low.dtype, answer.logits.dtype} == {torch.bfloat16}
+    assert answer.q_halt.dtype == torch.float32
+    (answer.logits.float().square().sum() + answer.q_halt.sum()).backward()
+    assert {weight.grad.dtype for weight in model.parameters() if weight.grad is not None} == {torch.float32}

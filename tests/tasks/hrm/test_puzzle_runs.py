@@ -1,0 +1,106 @@
+"""Runs of task hrm in this process: a resumed run is the same bit for bit, and what a run leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_run import TIMED
+from hrm_run import GROUPS, new_hrm_run, write_puzzles
+from in_process import Finished, StopAfter, train_in
+from safetensors.torch import load_file
+
+from sftplay.errors import ConfigError, DataError
+from sftplay.tasks.hrm.network.saved import load_model
+
+KINDS: dict[str, dict[str, Any]] = {
+    "hrm": {"hrm__ema": 0.9},
+    "trm": {
+        "hrm__arch": "single", "hrm__grad": "full_last_cycle", "hrm__q_continue": False, "hrm__optim": "adam_atan2",
+        "hrm__positions": "rope", "hrm__loss": "softmax", "train__batch_size": 4, "hrm__puzzle_emb_dim": 9,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_puzzles(tmp_path_factory.mktemp("puzzles"))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(request: pytest.FixtureRequest, puzzles: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    cfg, folder = new_hrm_run(tmp_path_factory.mktemp("whole"), puzzles, **KINDS[request.param])
+    return train_in(cfg, folder)
+
+
+def course(run: Finished) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in run.metrics]
+
+
+def tensors_in(run: Finished, step: int) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds: weights, table, average, puzzles under way, optimizer."""
+    folder, found = run.folder.checkpoints / f"checkpoint-{step}", {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= {f"{path.name}/{name}": tensor for name, tensor in load_file(path).items()}
+    state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    return found | {f"optimizer/{n}/{k}": torch.as_tensor(v) for n, each in state.items() for k, v in each.items()}
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(whole: Finished, puzzles: Path, tmp_path: Path):
+    changes = next(each for each in KINDS.values() if each.get("hrm__ema") == whole.cfg.hrm.ema)
+    cfg, folder = new_hrm_run(tmp_path, puzzles, **changes)
+    assert train_in(cfg, folder, StopAfter(5)).outcome.stop_signal == signal.SIGTERM
+    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    assert course(resumed) == course(whole)
+    its = tensors_in(whole, 8)
+    assert {name.split("/")[0] for name in its} >= {"model.safetensors", "carry-0.safetensors", "optimizer"}
+    for name, tensor in tensors_in(resumed, 8).items():
+        assert torch.equal(tensor, its[name]), name
+    assert resumed.trainer.train_rows.state() == whole.trainer.train_rows.state()
+
+
+def test_the_result_is_the_model_that_was_measured(whole: Finished):
+    model = load_model(whole.folder.path / "model")
+    saved = model.state_dict()
+    with whole.trainer.averaged():
+        for name, tensor in whole.trainer.model.state_dict().items():
+            assert torch.equal(tensor, saved[name]), name
+    last = json.loads((whole.folder.eval / "step-8.json").read_text())
+    assert last["n"] == 2 * GROUPS
+    assert len(last["segments"]) == whole.cfg.hrm.n_supervision
+    assert last["exact_accuracy"] == last["segments"][-1]["exact_accuracy"]
+    assert 1 <= last["halting_q"]["segments"] <= whole.cfg.hrm.n_supervision
+    assert whole.metrics[-1]["eval_exact_accuracy"] == last["exact_accuracy"]
+
+
+def test_every_line_has_the_figures_of_the_published_code(whole: Finished):
+    wanted = {"count", "accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss"}
+    wanted |= {"q_continue_loss", "learning_rate", "grad_norm", "w_norm", "rows_touched", "samples_per_s"}
+    for line in whole.metrics:
+        assert wanted <= line.keys()
+        assert line["loss"] == pytest.approx(
+            line["lm_loss"] + 0.5 * (line["q_halt_loss"] + line["q_continue_loss"]), rel=1e-5
+        )
+        assert 0 <= line["accuracy"] <= 1
+    assert sum(line["count"] for line in whole.metrics) > 0
+
+
+def test_only_touched_rows_of_the_table_have_moved(whole: Finished):
+    rows = whole.trainer.model.puzzles.rows
+    moved = rows.abs().sum(dim=1) > 0
+    assert moved[:6].any()
+    assert not moved[6:].any()  # no puzzle has these identifiers
+
+
+def test_a_checkpoint_of_another_number_of_processes_or_other_puzzles_is_refused(
+    whole: Finished, puzzles: Path, tmp_path: Path
+):
+    cfg, folder = new_hrm_run(tmp_path, write_puzzles(tmp_path / "other", seed=1))
+    checkpoint = whole.folder.checkpoints / "checkpoint-4"
+    changed = whole.cfg.with_values({"train.resume": str(checkpoint), "data.train_path": cfg.data.train_path}, "test")
+    with pytest.raises((DataError, ConfigError), match="changed"):
+        train_in(changed, folder)

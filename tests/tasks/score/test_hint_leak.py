@@ -1,0 +1,73 @@
+"""Hints that state the answer: guides whose hints are written down here are judged and paid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from score_run import score_options
+from small_run import Inputs, write_small_run
+
+from sftplay.config.load import load_config
+from sftplay.config.schema.score import ScoreConfig
+from sftplay.data.prompts.questions import Question
+from sftplay.heartbeat import Heartbeat
+from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.tasks.score.episodes.drawing import Action
+from sftplay.tasks.score.episodes.judge import EpisodeJudge, Verdict, describe
+from sftplay.tasks.score.episodes.play import Episode
+from sftplay.tasks.score.learning.credit import Outcome, credit_of
+
+N = 8
+PENALTY = 0.3
+
+
+def action(text: str) -> Action:
+    return Action(prompt=[ID["0"]], ids=[ID[text], ID["<end>"]], log_probs=[], is_truncated=False)
+
+
+def episode(row: int, *, leaks: bool) -> Episode:
+    """The first answer is wrong, the second one right; the hint is the answer, or another digit."""
+    answer = row % 5
+    wrong, right = (str((answer + by) % 5) for by in (1, 0))
+    hint = action(right if leaks else wrong)
+    question = Question(row, [], f"{row % 3}+{row}=", {"answer": right})
+    return Episode(question=question, first=action(wrong), hint=hint, hint_ids=hint.said, second=action(right))
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Verdict]]:
+    """Those on guides that leak always, never, and in half of their hints."""
+    from transformers import AutoTokenizer
+
+    home = tmp_path_factory.mktemp("leaks")
+    make_digits(home / "model", DigitsRecipe(steps=1), say=print)
+    (home / "rows.jsonl").write_text('{"text": "1+1=", "answer": "2"}\n')
+    inputs = Inputs(home / "model", home / "rows.jsonl", home / "rows.jsonl")
+    cfg = load_config(write_small_run(home, inputs, **score_options()))
+    guides = {"always": [True] * N, "never": [False] * N, "half": [True, False] * (N // 2)}
+    with EpisodeJudge(cfg, columns=["answer"], tokenizer=AutoTokenizer.from_pretrained(inputs.model)) as judge:
+        return {
+            name: judge.judge([episode(row, leaks=each) for row, each in enumerate(leaks)], heartbeat=Heartbeat())
+            for name, leaks in guides.items()
+        }
+
+
+@pytest.mark.parametrize(("guide", "share"), [("always", 1.0), ("never", 0.0), ("half", 0.5)])
+def test_leaks_are_counted_and_each_takes_the_penalty_off_the_guides_return(guide, share, verdicts):
+    mine = verdicts[guide]
+    said = describe(mine)
+    assert said["hint_leak"] == share
+    assert (said["acc_t1"], said["acc_t2"], said["i2c"]) == (0, 1, 1)
+    columns = {name: torch.tensor([float(getattr(each, name)) for each in mine]) for name in ("first", "second")}
+    outcome = Outcome(
+        **columns, is_known=torch.ones(N), form_first=torch.ones(N), form_second=torch.ones(N),
+        leak=torch.tensor([float(each.leaks) for each in mine]), value=None,
+    )  # fmt: skip
+    for penalty in (0.0, PENALTY):
+        score = ScoreConfig(leak_penalty=penalty, scale="none", advantage="batch")
+        credit = credit_of(outcome, score, stage=1)
+        assert credit.figures["return_guide"] == pytest.approx(1 - penalty * share)
+        # A hint that leaks is worth the penalty less than one that does not.
+        expected = [penalty * (share - each.leaks) for each in mine]
+        assert credit.guide.tolist() == pytest.approx(expected, abs=1e-6)
+        assert credit.second.tolist() == pytest.approx([0] * N)

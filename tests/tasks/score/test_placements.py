@@ -1,0 +1,98 @@
+"""Two models on devices of their own, and models all of whose weights train, beside two adapters on one base."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_run import TIMED
+from in_process import Finished, StopAfter, new_run, train, train_in
+from safetensors.torch import load_file
+from score_run import score_inputs, score_options
+from small_run import Inputs
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.slow
+
+SMALL = {"train__max_steps": 2, "score__stage1_steps": 1, "score__stage2_steps": 1, "train__eval_steps": 2}
+FULL = {"tuning__mode": "full", "train__gradient_checkpointing": True, **SMALL}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return score_inputs(tmp_path_factory.mktemp("digits"), steps=60)
+
+
+def weights(run: Finished) -> dict[str, torch.Tensor]:
+    assert run.folder.result is not None
+    found = {}
+    for path in sorted(run.folder.result.rglob("*.safetensors")):
+        found |= {f"{path.parent.name}/{name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def course(run: Finished) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in run.metrics]
+
+
+def assert_same(one: Finished, other: Finished) -> None:
+    for mine, its in zip(course(one), course(other), strict=True):
+        assert mine.keys() == its.keys()
+        for key, value in mine.items():
+            assert value == (pytest.approx(its[key], abs=1e-6) if isinstance(value, float) else its[key]), key
+    assert weights(one).keys() == weights(other).keys()
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(tensor, weights(other)[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_two_models_with_an_adapter_each_learn_what_two_adapters_on_one_base_learn(inputs: Inputs, tmp_path: Path):
+    options = score_options(**SMALL, train__gradient_checkpointing=True, score__advantage="critic")
+    shared, roles = (
+        train(tmp_path / name, inputs, **options, score__placement=name) for name in ("shared", "roles")
+    )  # fmt: skip
+    assert not shared.trainer.cast.is_separate
+    models = roles.trainer.cast.models
+    assert models["solver"] is not models["guide"]
+    assert roles.trainer.cast.kept_weights().keys() == shared.trainer.cast.kept_weights().keys()
+    assert_same(shared, roles)
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return train(tmp_path_factory.mktemp("full"), inputs, **score_options(**FULL, eval__after=True))
+
+
+def test_all_weights_of_both_models_train_and_the_reference_stays_what_they_began_as(whole: Finished, inputs: Inputs):
+    began = AutoModelForCausalLM.from_pretrained(inputs.model).state_dict()
+    cast = whole.trainer.cast
+    for name, tensor in cast._reference.state_dict().items():
+        assert torch.equal(tensor, began[name]), name
+    result = whole.folder.result
+    assert result is not None
+    for path, role in ((result, "solver"), (result / "guide", "guide")):
+        saved = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        trained = cast.models[role].state_dict()
+        assert saved.keys() == began.keys()
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in saved.items())
+        assert any(not torch.equal(tensor, began[name]) for name, tensor in saved.items())
+    assert whole.metrics[0]["kl_t1"] == pytest.approx(0, abs=1e-6)
+    assert whole.metrics[-1]["kl_t1"] > 0
+    assert (whole.folder.eval / "after.json").is_file()
+
+
+def test_with_all_weights_it_is_the_same_whether_both_models_are_laid_out_by_role_or_not(
+    whole: Finished, inputs: Inputs, tmp_path: Path
+):
+    assert_same(whole, train(tmp_path, inputs, **score_options(**FULL, score__placement="roles")))
+
+
+def test_two_whole_models_resume_bit_for_bit(whole: Finished, inputs: Inputs, tmp_path: Path):
+    cfg, folder = new_run(tmp_path, inputs, **score_options(**FULL))
+    assert train_in(cfg, folder, StopAfter(1)).outcome.stop_signal == signal.SIGTERM
+    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    assert course(resumed) == course(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
