@@ -5,10 +5,10 @@ PYTHON ?= python3
 PY := .venv/bin/python
 UNSLOTH_PY := .venv-unsloth/bin/python
 
-override SETTINGS := ARGS COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
+override SETTINGS := ARGS AUG COMPARE CONFIG CONTROL DATA DEEPSPEED_CONFIG DRY_RUN EXTRAS FAST FOR GPUS GPUS_PER_NODE \
   GRES IMAGE IN INTERACTIVE JSON KIND MASTER_ADDR MASTER_PORT MAX_NEW_TOKENS MERGED MODEL N NNODES NODE_RANK NODES \
-  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE TEMPERATURE TIME \
-  TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
+  NPROC OUT PARTITION PORT PY PYTHON REVISION RUN RUN_A RUN_B SBATCH SEED SERVER SERVER_SBATCH SETUP SPLIT STYLE SUBSAMPLE \
+  TEMPERATURE TIME TOP_P TORCH TORCH_INDEX UNSLOTH_PY VRAM WATCH WEAK WORKERS
 
 # A setting arrives as it was typed. Recipes read it from the environment, as $$TYPED_NAME, and the shell expands nothing in
 # the value of a variable. make itself would expand each typed variable when it exports it: therefore unexport.
@@ -62,10 +62,10 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .DEFAULT:
 	@exec "$$TYPED_PYTHON" -m sftplay.commands.make goals "$$TYPED_GOALS"
 
-.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx reward-check process inspect render style train dapt-train train-tb \
+.PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel job-file \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -107,6 +107,9 @@ ingest: $(READY) ## documents to rows of text, with a report: IN=docs/ OUT=file.
 	@$(SFTPLAY) ingest $(call flag,--in,IN) $(OUTPUT) $(JSONFLAG) $(WORDS)
 dapt-docx: $(READY) ## another name of ingest
 	@$(SFTPLAY) ingest $(call flag,--in,IN) $(OUTPUT) $(JSONFLAG) $(WORDS)
+puzzle-data: $(READY) ## puzzles for task hrm: KIND=sudoku, maze, arc or sudoku4 IN= OUT=folder (AUG=1000 SEED= SUBSAMPLE= JSON=1)
+	@$(SFTPLAY) puzzle-data $(call flag,--kind,KIND) $(call flag,--in,IN) $(OUTPUT) $(call flag,--aug,AUG) \
+	  $(call flag,--seed,SEED) $(call flag,--subsample,SUBSAMPLE) $(JSONFLAG) $(WORDS)
 process: $(READY) ## read, render and cache the data, print the report: CONFIG=
 	@$(SFTPLAY) process $(WHICH) $(JSONFLAG) $(WORDS)
 inspect: $(READY) ## what is learned of N training rows, and the report: CONFIG= (N=3, JSON=1)
@@ -202,6 +205,8 @@ bench-grpo: $(READY) ## task grpo beside a plain TRL script: speed, and tokens u
 	@$(PROGRAM) benchmarks/grpo.py
 bench-score: $(READY) ## episodes of task score beside a plain loop of generate (ARGS="--only toy --rounds 9")
 	@$(PROGRAM) benchmarks/score.py
+bench-hrm: $(READY) ## task hrm beside a plain script of the published training step, on this CPU (ARGS="--rounds 5")
+	@$(PROGRAM) benchmarks/hrm.py
 bench-sandbox: $(READY) ## programs a second in a box, beside a plain process (ARGS="--count 300")
 	@$(PROGRAM) benchmarks/sandbox.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
@@ -229,8 +234,8 @@ eval-full: $(READY) ## every held-out row, every metric, beside its base
 	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-code: $(READY) ## programs against tests: CONFIG= DATA=mbpp, humaneval or file (RUN=, NPROC=, N=1, TEMPERATURE=, SPLIT=test)
 	@$(SFTPLAY) eval-code $(WHICH) $(RUNNAME) $(call flag,--data,DATA) $(call flag,--split,SPLIT) $(COUNT) $(DRAW) $(SCALE) $(JSONFLAG) $(WORDS)
-infer: $(READY) ## chat with a run's model: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
-	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(DRAW) $(WORDS)
+infer: $(READY) ## chat with a run's model, or solve a puzzle with IN=file: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
+	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(DRAW) $(WORDS)
 infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)
 	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(OUTPUT) $(DRAW) $(JSONFLAG) $(WORDS)
 

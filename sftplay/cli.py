@@ -47,6 +47,11 @@ VERBS = {
         "ingest",
         "turn a folder of documents into rows of text, with a report",
     ),
+    "puzzle-data": (
+        "sftplay.commands.data.puzzles",
+        "puzzle_data",
+        "turn files of puzzles into the folder that task hrm learns from",
+    ),
     "init": ("sftplay.commands.setup.init", "init", "write a commented config for a data file"),
     "validate": ("sftplay.commands.setup.config", "validate", "check a config and say what each value is and why"),
     "completion": ("sftplay.commands.setup.completion", "completion", "print a shell's completion: bash, zsh or fish"),
@@ -100,9 +105,9 @@ VERBS = {
 """verb -> module, function, help. A verb's function takes the parsed arguments and returns an exit code."""
 
 WITHOUT_CONFIG = (
-    "demo", "init", "ingest", "completion", "download-model", "schema", "manual", "compare", "tensorboard", "tb-stop",
-    "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix", "setup-accelerate", "sandbox",
-    "status", "logs", "cancel",
+    "demo", "init", "ingest", "puzzle-data", "completion", "download-model", "schema", "manual", "compare",
+    "tensorboard", "tb-stop", "gpu-info", "memory-check", "doctor", "check", "comm-check", "gpu-check", "matrix",
+    "setup-accelerate", "sandbox", "status", "logs", "cancel",
 )  # fmt: skip
 """Verbs that run without --config."""
 

@@ -30,6 +30,12 @@ def _processes(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"not a seed, 0 or more: {text!r}")
+    return int(text)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r}")
@@ -133,6 +139,11 @@ TRAIN_RAY: Flags = {
     **{flag: LAUNCH[flag] for flag in ("--dry-run", "--tb", "--deepspeed")},
 }
 
+INIT: Flags = {
+    "--data": {"default": "", "help": "a file or folder with rows"},
+    "--out": {"default": "run.yaml", "help": "the config to write"},
+}
+
 INGEST: Flags = {
     "--in": {"type": PATH, "dest": "input", "required": True, "help": "a folder of documents, or one file"},
     "--out": {"type": PATH, "required": True, "help": "the jsonl file to write; the report lies beside it"},
@@ -155,6 +166,22 @@ INGEST: Flags = {
     "--replace": {"action": "store_true", "help": "write over a file that is there"},
 }
 
+PUZZLES: Flags = {
+    "--kind": {"choices": ["sudoku", "maze", "arc", "sudoku4"], "required": True, "help": "sudoku4 needs no file"},
+    "--in": {
+        "type": PATH,
+        "dest": "input",
+        "default": "",
+        "help": "a file, which is split; a folder with train.* and test.*; for arc one with training, evaluation",
+    },
+    "--out": {"type": PATH, "required": True, "help": "a new folder for both splits"},
+    "--aug": {"type": _count, "default": None, "help": "copies of each training puzzle; else 1000, of a maze 0"},
+    "--seed": {"type": _seed, "default": 0, "help": "of all that is drawn"},
+    "--subsample": {"type": _count, "default": None, "help": "training puzzles that are drawn; else all"},
+    "--held-out": {"type": _share, "default": 0.1, "help": "share of the solutions of one file that go to the test"},
+    "--workers": {"type": _processes, "default": None, "help": "processes; else one for each core"},
+}
+
 _FILES: Flags = {
     "--in": {"type": PATH, "dest": "input", "required": True},
     "--out": {"type": PATH, "required": True},
@@ -171,11 +198,9 @@ def flags_of(verb: str) -> Flags:
         "train-ray": TRAIN_RAY,
         "comm-check": {flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         "demo": {"--control": {"action": "store_true", "help": "train on shuffled answers instead"}, **LAUNCH},
-        "init": {
-            "--data": {"default": "", "help": "a file or folder with rows"},
-            "--out": {"default": "run.yaml", "help": "the config to write"},
-        },
+        "init": INIT,
         "ingest": INGEST,
+        "puzzle-data": PUZZLES,
         "reward-check": {
             **run,
             "--n": {"type": _count, "default": None, "help": "how many rows (32); of a run, how many steps (all)"},
@@ -258,7 +283,12 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
             **choice,
             **{flag: LAUNCH[flag] for flag in LAUNCH if flag not in ("--tb", "--deepspeed")},
         },
-        "infer": {**run, "--base": {"action": "store_true", "help": "the untuned model"}, **choice},
+        "infer": {
+            **run,
+            "--base": {"action": "store_true", "help": "the untuned model"},
+            "--in": {"type": PATH, "dest": "input", "default": "", "help": "of a run on puzzles: a file with one grid"},
+            **choice,
+        },
         "infer-batch": {**run, **_FILES, **choice},
     }
 

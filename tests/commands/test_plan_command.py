@@ -173,6 +173,35 @@ def test_what_cannot_be_meant_is_refused_with_the_nearest(capsys, arguments, mes
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fleet", ["2xA40", "4xA40", "A100"])
+def test_the_layouts_of_the_docs_are_what_the_command_prints(capsys, fleet):
+    assert main(["plan", "--config", str(ROOT / "configs/run_score_gsm8k.yaml"), "--gpus", fleet, "--compare"]) == 0
+    printed = capsys.readouterr()
+    table = [line for line in (printed.out + printed.err).splitlines() if line.startswith("|")]
+    assert "\n".join(table) in (ROOT / "docs/score.md").read_text(encoding="utf-8")
+
+
+def test_the_layouts_for_scripts_say_what_each_device_holds_and_why_it_does_not_fit(capsys):
+    arguments = ["--config", str(ROOT / "configs/run_score_gsm8k.yaml"), "--gpus", "2xA40", "--compare", "--json"]
+    assert main(["plan", *arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    (apart,) = (row for row in rows if row["layout"] == "roles" and row["mode"] == "full")
+    assert set(apart["devices"]) == {"cuda:0", "cuda:1"}
+    assert (apart["verdict"], apart["world_size"]) == ("does_not_fit", 1)
+    assert "optimizer state" in apart["why"]
+    (taken,) = (row for row in rows if row["recommended"])
+    assert (taken["mode"], taken["layout"], taken["world_size"]) == ("lora", "shared", 2)
+
+
+def test_two_turn_episodes_take_one_process_where_their_parts_lie_on_several_gpus(capsys):
+    arguments = ["plan", "--config", str(ROOT / "configs/run_score_gsm8k.yaml"), "--gpus", "2xA40"]
+    assert main([*arguments, "score.placement=roles"]) == 0
+    said = capsys.readouterr()
+    assert "roles: solver on cuda:0; guide, value on cuda:1" in said.out + said.err
+    assert main([*arguments, "score.placement=roles", "--nproc", "2"]) == 2
+    assert "one process holds all parts" in capsys.readouterr().err
+
+
 def test_the_worked_example_of_the_docs_is_what_the_command_prints(capsys):
     assert main(["plan", "--config", GEMMA, "--gpus", "2xH200"]) == 0
     printed = capsys.readouterr()

@@ -39,6 +39,8 @@ FREE_TO_CHANGE = (
     "score.hint_gain",
     "score.eval_samples",
     "score.eval_temperature",
+    "score.placement",
+    "score.devices",
     "hrm.eval_limit",
     "hrm.eval_halt",
     "cluster.max_restarts",

@@ -73,10 +73,10 @@ class PromptsConfig(Section):
 
 
 class DevicesConfig(Section):
-    """Where each part lies: auto, cpu or cuda:N."""
+    """Where each part lies: auto (as the placement says), cpu or cuda:N. cuda:N needs a run of one process."""
 
     solver: Devices = "auto"
-    """The model that answers."""
+    """The model that answers. It lies on the first visible GPU, or without one on the CPU."""
 
     guide: Devices = "auto"
     """The model that writes hints."""
@@ -91,7 +91,7 @@ class DevicesConfig(Section):
     """The critic's slow copy."""
 
     ref: Devices = "auto"
-    """The frozen models that the KL terms compare with."""
+    """The frozen model that the KL terms compare with, where all weights train. On the CPU it is slow."""
 
 
 class CriticConfig(Section):
@@ -197,7 +197,7 @@ class ScoreConfig(Section):
     """Most tokens of a hint. Short: a hint is no solution."""
 
     generation_rows: Positive | None = None
-    """Answers that a process draws at the same time. None means all of its share."""
+    """Answers that a process draws at the same time. None means all of its share, or parts that fit the device."""
 
     solver_learning_rate: PositiveFloat | None = None
     """Rate of the solver. None means train.learning_rate."""
@@ -223,8 +223,9 @@ class ScoreConfig(Section):
     """The texts of the prompts."""
 
     placement: Literal["auto", "shared", "roles", "roles4", "sharded"] = "auto"
-    """Which device holds what. shared: one base with two adapters, in every process. roles: solver and guide on two
-    devices of one process. roles4: four. sharded: everything over all processes. auto: the first that fits."""
+    """Which device holds what. shared: every process holds everything, adapters on one base. roles: one process, the
+    solver on its first GPU, the guide as a model of its own on the second. roles4: on four. sharded: planned. auto: the
+    first that fits."""
 
     devices: DevicesConfig = Field(default_factory=DevicesConfig)
     """A device for each part, in place of the placement's."""

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sftplay.data.puzzles.arc.augment import Change, canonical, draw_changes, parse_name, stream_of
+from sftplay.data.puzzles.arc.augment import Change, canonical, draw_changes, parse_name
 from sftplay.data.puzzles.arc.canvas import ALPHABET, cropped, on_canvas
 from sftplay.data.puzzles.arc.task import Pair, Task, as_json, read_tasks, task_of
 from sftplay.data.puzzles.arc.votes import Answer, count_votes, pass_at, solved_at
 from sftplay.data.puzzles.dihedral import INVERSE, turned
+from sftplay.data.puzzles.stream import stream_of
 from sftplay.errors import DataError, SeveralErrors
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "arc"
@@ -77,12 +78,12 @@ def test_a_crop_is_the_largest_rectangle_of_colours_in_the_corner():
 
 
 def test_copies_all_differ_and_the_first_is_the_original():
-    found = draw_changes(task(), 50, stream=stream_of("t", 3))
+    found = draw_changes(task(), 50, stream=stream_of(b"t", 3))
     assert found[0] == Change()
     looks = {json.dumps(as_json(changed(task(), change))) for change in found}
     assert len(looks) == len(found) == 51
-    assert draw_changes(task(), 50, stream=stream_of("t", 3)) == found
-    assert draw_changes(task(), 50, stream=stream_of("t", 4)) != found
+    assert draw_changes(task(), 50, stream=stream_of(b"t", 3)) == found
+    assert draw_changes(task(), 50, stream=stream_of(b"t", 4)) != found
 
 
 def changed(one: Task, change: Change) -> Task:
@@ -93,7 +94,7 @@ def changed(one: Task, change: Change) -> Task:
 def test_a_task_with_few_colours_has_as_many_copies_as_there_are():
     plain = Task("p", (Pair(grid("1"), grid("1")),), (Pair(grid("0"), grid("1")),))
     # One colour on a single cell: no way to turn it shows, nine colours it can become.
-    assert len(draw_changes(plain, 1000, stream=stream_of("p", 0))) == 9
+    assert len(draw_changes(plain, 1000, stream=stream_of(b"p", 0))) == 9
 
 
 @given(grids, grids, changes)

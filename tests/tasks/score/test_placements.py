@@ -60,6 +60,17 @@ def test_two_models_with_an_adapter_each_learn_what_two_adapters_on_one_base_lea
     assert_same(shared, roles)
 
 
+def test_a_run_goes_on_in_another_placement(inputs: Inputs, tmp_path: Path):
+    options = score_options(**SMALL, train__gradient_checkpointing=True)
+    whole = train(tmp_path / "whole", inputs, **options)
+    cfg, folder = new_run(tmp_path, inputs, **options)
+    assert train_in(cfg, folder, StopAfter(1)).outcome.stop_signal == signal.SIGTERM
+    changed = cfg.with_values({"train.resume": "auto", "score.placement": "roles"}, "test")
+    resumed = train_in(changed, folder)
+    assert resumed.trainer.cast.is_separate
+    assert_same(whole, resumed)
+
+
 @pytest.fixture(scope="module")
 def whole(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return train(tmp_path_factory.mktemp("full"), inputs, **score_options(**FULL, eval__after=True))

@@ -46,12 +46,6 @@ def parse_name(name: str) -> tuple[str, Change]:
     return task, Change(int(way.removeprefix("t")), tuple(map(int, colours)))
 
 
-def stream_of(task: str, seed: int) -> np.random.Generator:
-    """A task's own random numbers: they stay when other tasks come or go."""
-    mark = int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, mark])))
-
-
 def draw_changes(task: Task, n: int, *, stream: np.random.Generator) -> list[Change]:
     """Nothing, and up to `n` changes under which the task's grids all differ."""
     flat = [np.concatenate([_flat(turned(grid, way)) for grid in _grids(task.pairs)]) for way in WAYS]

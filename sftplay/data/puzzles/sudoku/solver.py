@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 Grids = NDArray[np.uint8]
 """[grids, cells]: 0 is a blank, else the digit."""
 
-AT_ONCE = 4096
+Nodes = tuple[NDArray[np.int64], NDArray[np.uint16]]
+"""The puzzle of each search node, and its candidates."""
+
+AT_ONCE = 1024
 """Search nodes that are looked at together."""
 
 MOST_NODES = 200_000
@@ -69,10 +72,7 @@ def find_solutions(puzzles: Grids, *, most: int = 2, most_nodes: int = MOST_NODE
     counts, nodes = np.zeros(len(puzzles), np.int64), np.zeros(len(puzzles), np.int64)
     owners, grids = [np.zeros(0, np.int64)], [np.zeros((0, puzzles.shape[1]), np.uint8)]
     while stack:
-        owner, options = stack.pop()
-        if len(owner) > AT_ONCE:
-            stack.append((owner[:-AT_ONCE], options[:-AT_ONCE]))
-            owner, options = owner[-AT_ONCE:], options[-AT_ONCE:]
+        owner, options = _pop(stack)
         goes_on = (counts[owner] < most) & (nodes[owner] < most_nodes)
         owner, options = owner[goes_on], options[goes_on]
         nodes += np.bincount(owner, minlength=len(nodes))
@@ -83,7 +83,7 @@ def find_solutions(puzzles: Grids, *, most: int = 2, most_nodes: int = MOST_NODE
         owners.append(owner[solved])
         grids.append((np.log2(options[solved]) + 1).astype(np.uint8))
         if not solved.all():
-            stack.append(_guess(owner[~solved], options[~solved]))
+            stack += _guess(owner[~solved], options[~solved])
     return Solutions(np.concatenate(owners), np.concatenate(grids), (nodes >= most_nodes) & (counts < most))
 
 
@@ -113,8 +113,20 @@ def _fill_singles(options: NDArray[np.uint16], size: int) -> NDArray[np.bool_]:
     return alive
 
 
-def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-    """Two nodes for each: a cell with its lowest candidate, and the same cell without it."""
+def _pop(stack: list[Nodes]) -> Nodes:
+    """The last nodes of the stack, up to AT_ONCE."""
+    taken = [stack.pop()]
+    while stack and sum(len(owner) for owner, _ in taken) < AT_ONCE:
+        taken.append(stack.pop())
+    owner = np.concatenate([each for each, _ in reversed(taken)])
+    options = np.concatenate([each for _, each in reversed(taken)])
+    if len(owner) > AT_ONCE:
+        stack.append((owner[:-AT_ONCE], options[:-AT_ONCE]))
+    return owner[-AT_ONCE:], options[-AT_ONCE:]
+
+
+def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> list[Nodes]:
+    """Two nodes for each: a cell without its lowest candidate, and last, to be looked at first, with it alone."""
     bits = BITS[options]
     cell = np.where(bits > 1, bits, 255).argmin(axis=1)
     nodes = np.arange(len(options))
@@ -122,6 +134,4 @@ def _guess(owner: NDArray[np.int64], options: NDArray[np.uint16]) -> tuple[NDArr
     with_it, without = options.copy(), options.copy()
     with_it[nodes, cell] = lowest
     without[nodes, cell] &= ~lowest
-    # Interleaved, so that the last nodes of the stack belong to few puzzles and go deep.
-    both = np.stack([without, with_it], axis=1).reshape(-1, options.shape[1])
-    return np.repeat(owner, 2), both
+    return [(owner, without), (owner, with_it)]

@@ -1,0 +1,49 @@
+"""The verb that turns files of puzzles into the folder that task hrm learns from."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sftplay import log
+from sftplay.errors import ConfigError
+from sftplay.machine.probe import usable_cores
+
+
+def puzzle_data(args: Namespace) -> int:
+    """`puzzle-data`: check all puzzles, write both splits; the counts, or the report as JSON."""
+    if args.overrides:
+        what = f"{args.overrides[0]!r} is no setting of puzzle-data, which has no config"
+        raise ConfigError(what, where="command line", fix="see `python -m sftplay puzzle-data --help`")
+    from sftplay.data.puzzles.make.folder import make_folder
+    from sftplay.data.puzzles.make.settings import Settings
+
+    settings = Settings(
+        kind=args.kind, source=Path(args.input) if args.input else None, out=Path(args.out), copies=args.aug,
+        seed=args.seed, subsample=args.subsample, held_out=args.held_out, workers=args.workers or usable_cores(),
+    )  # fmt: skip
+    report = make_folder(settings)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _show(report, settings.out)
+    return 0
+
+
+def _show(report: dict[str, Any], out: Path) -> None:
+    for split in ("train", "test"):
+        counts = report[split]
+        identifiers = f", {counts['identifiers']:,} identifiers" if counts["identifiers"] > 1 else ""
+        text = (
+            f"{counts['groups']:,} originals, {counts['puzzles']:,} with their copies, {counts['examples']:,} examples"
+        )
+        log.say(f"{split:5} {text}{identifiers}", "puzzle-data")
+    if own := report.get("test_pairs_like_a_demonstration"):
+        log.say(f"note: {own:,} test pairs are copies of a demonstration of their own task", "puzzle-data")
+    else:
+        log.say("no puzzle of the test is a copy of one of training", "puzzle-data")
+    if shared := report.get("test_puzzles_with_a_training_solution"):
+        log.say(f"note: {shared:,} puzzles of the test share their solution with one of training", "puzzle-data")
+    log.say(f"{out}: set data.train_path and data.val_path to it", "puzzle-data")

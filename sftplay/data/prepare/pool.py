@@ -1,0 +1,87 @@
+"""Processes beside the caller that work through a list and hand the outcomes back in order.
+
+They are spawned, not forked, so they hold neither torch nor the caller's memory. They end with the caller.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sftplay.errors import MachineError
+from sftplay.signals import die_with_parent
+
+T = TypeVar("T")
+W = TypeVar("W")
+
+AHEAD = 2
+"""Pieces in flight for each process: enough to keep it busy, few enough to bound memory."""
+
+SHARED_SIGNALS = (signal.SIGINT, signal.SIGUSR1)
+"""Signals that a terminal or a scheduler sends to all processes; only the parent answers them."""
+
+
+def work_through(
+    pieces: Iterable[W],
+    function: Callable[[W], T],
+    *,
+    processes: int,
+    killed: MachineError,
+    begin: Callable[..., None] | None = None,
+    given: tuple[Any, ...] = (),
+) -> Generator[T]:
+    """`function` of each piece, in order; pieces are read only a little ahead. Close it to end its processes.
+
+    Each process calls `begin(*given)` first.
+
+    Raises:
+        MachineError: `killed`, when one of the processes was.
+    """
+    pool = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(os.getpid(), begin, given),
+    )
+    try:
+        yield from _in_order(pool, pieces, function=function, most=AHEAD * processes)
+    except BrokenProcessPool as error:
+        raise killed from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, pieces: Iterable[W], *, function: Callable[[W], T], most: int) -> Iterator[T]:
+    waiting: deque[Future[T]] = deque()
+    for piece in pieces:
+        with _signals_held_back():  # this may start a process
+            waiting.append(pool.submit(function, piece))
+        if len(waiting) > most:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Block SHARED_SIGNALS; a process that starts meanwhile inherits that, or it could die of one while it imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHARED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(parent: int, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+    die_with_parent(parent)
+    for stop in SHARED_SIGNALS:  # the parent decides when to stop, and ends this process by SIGTERM
+        signal.signal(stop, signal.SIG_IGN)
+    if begin is not None:
+        begin(*given)

@@ -1,0 +1,43 @@
+"""What a kind of puzzle that is written as two texts, a question and its answer, says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sftplay.data.puzzles.writer import Alphabet
+
+Cells = NDArray[np.uint8]
+"""[puzzles, cells]"""
+
+
+class Kind(Protocol):
+    """Cells hold the place of their character in `alphabet.symbols`, less one: 0 is the first behind the padding's."""
+
+    alphabet: Alphabet
+    copies: int
+    """Copies of each training puzzle where the user names no number."""
+
+    most_copies: int | None
+    """None: as many as one wants."""
+
+    also_blank: str
+    """Other characters for the alphabet's first behind the padding's."""
+
+    def problems(self, questions: Cells, answers: Cells) -> Iterator[tuple[int, str]]:
+        """Rows that cannot be used, and why."""
+
+    def question_keys(self, questions: Cells) -> NDArray[np.uint64]:
+        """A number that all copies of a question share, and few others."""
+
+    def answer_keys(self, answers: Cells) -> NDArray[np.uint64]:
+        """The same for what decides on which side of the split a puzzle falls."""
+
+    def is_copy(self, one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+        """Whether the one question is a copy of the other."""
+
+    def copies_of(self, pair: Cells, n: int, *, stream: np.random.Generator) -> tuple[Cells, Cells]:
+        """`n` copies, at least one, of the two rows of `pair`, a question and its answer. Both are changed alike."""

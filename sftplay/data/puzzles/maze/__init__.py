@@ -1,0 +1,1 @@
+"""Mazes on 30x30 grids, whose answer is the shortest way."""
