@@ -38,6 +38,9 @@ EVERY, SAMPLES = 4, 24
 """Steps between two measurements, and answers to each of the 27 questions in one: its standard error is below 0.02."""
 
 RATE, TOKENS = 1e-3, 28
+VALUES = {"redraws": 1, "skip_silent": True}
+"""Keys of section grpo that plain TRL is compared with, and what they are set to."""
+
 COLUMNS = ("tests", "entry_point")
 Curve = list[tuple[int, int, float]]
 """Step, generated tokens, pass@1."""
@@ -46,16 +49,16 @@ Curve = list[tuple[int, int, float]]
 def compare_redraws(*, seeds: int, steps: int, hopeless: int, goals: Sequence[float], key: str) -> str:
     """A Markdown table. `hopeless` questions that no answer is right to stand beside the 27 that can be learned.
 
-    `goals` are shares of sampled answers that are right. `key` of section grpo is set to 1.
+    `goals` are shares of sampled answers that are right. `key` is one of VALUES.
     """
     table = [f"\nGenerated tokens until sampled pass@1 of 27 questions is a goal, beside {hopeless} hopeless ones", ""]
-    table += ["| seed | " + " | ".join(f"{goal}: TRL | {key}=1 | ratio" for goal in goals) + " |"]
+    table += ["| seed | " + " | ".join(f"{goal}: TRL | {key} | ratio" for goal in goals) + " |"]
     table += ["| --- " * (1 + 3 * len(goals)) + "|"]
     ratios: dict[float, list[float]] = {goal: [] for goal in goals}
     with Toy(hopeless, enough=max(goals)) as toy:
         toy.warm_up()
         for seed in range(1, seeds + 1):
-            curves = [toy.train(seed, steps, grpo=grpo) for grpo in (None, {key: 1})]
+            curves = [toy.train(seed, steps, grpo=grpo) for grpo in (None, {key: VALUES[key]})]
             cells = [str(seed)]
             for goal in goals:
                 theirs, ours = (tokens_until(goal, curve) for curve in curves)
