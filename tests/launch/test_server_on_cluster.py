@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from grpo_run import grpo_inputs, grpo_options
 from processes import wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from small_run import write_small_run
-from test_slurm_cluster import HOOK, Project
+from test_slurm_cluster import HOOK, SCRIPT, Project
 from transformers import AutoModelForCausalLM
 from vllm_stand_in import write_vllm
 
@@ -68,8 +69,9 @@ def server_pids(project: Project, job: int) -> list[int]:
     """The stand-ins of a job."""
     found = []
     for pid in project.cluster.processes_of(job):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        found += [pid] if words[1:2] == [str(STAND_IN)] else []
+        with suppress(OSError):  # a process that has ended since
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            found += [pid] if words[1:2] == [str(STAND_IN)] else []
     return found
 
 
@@ -105,6 +107,17 @@ def test_server_ends_with_a_trainer_that_fails(project: Project):
     project.until(job, "FAILED")
     assert project.cluster.field(job, "ExitCode") == "7:0"
     assert "ready at" in lines_of_server(project, "seven", job)
+    wait_until(lambda: not project.cluster.processes_of(job), 30)
+
+
+def test_sbatch_of_the_shipped_file_takes_a_second_part_for_the_server(project: Project):
+    job = project.sbatch(
+        "--gres=gpu:volta:2", ":", "--gres=gpu:volta:1", str(SCRIPT), "run.yaml", TRAINER_ENDS_WITH="7"
+    )
+    project.until(job, "FAILED", "COMPLETED")
+    assert project.cluster.field(job, "ExitCode") == "7:0", project.said(job)
+    assert "GPUs 0,1 2" in project.said(job)
+    assert "ready at" in lines_of_server(project, f"run-job{job}", job)
     wait_until(lambda: not project.cluster.processes_of(job), 30)
 
 
