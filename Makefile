@@ -65,7 +65,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel job-file \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -203,6 +203,10 @@ bench-documents: $(READY) ## libraries that read documents, side by side (ARGS="
 	@$(PROGRAM) benchmarks/ingest_libraries.py
 bench-grpo: $(READY) ## task grpo beside a plain TRL script: speed, and tokens until the toy is learned (ARGS="--only speed")
 	@$(PROGRAM) benchmarks/grpo.py
+bench-score: $(READY) ## episodes of task score beside a plain loop of generate (ARGS="--only toy --rounds 9")
+	@$(PROGRAM) benchmarks/score.py
+bench-hrm: $(READY) ## task hrm beside a plain script of the published training step, on this CPU (ARGS="--rounds 5")
+	@$(PROGRAM) benchmarks/hrm.py
 bench-sandbox: $(READY) ## programs a second in a box, beside a plain process (ARGS="--count 300")
 	@$(PROGRAM) benchmarks/sandbox.py
 bench-startup: $(READY) ## seconds until gpu-info, doctor and plan answer
@@ -230,8 +234,8 @@ eval-full: $(READY) ## every held-out row, every metric, beside its base
 	@$(SFTPLAY) eval-full $(WHICH) $(RUNNAME) $(JSONFLAG) $(WORDS)
 eval-code: $(READY) ## programs against tests: CONFIG= DATA=mbpp, humaneval or file (RUN=, NPROC=, N=1, TEMPERATURE=, SPLIT=test)
 	@$(SFTPLAY) eval-code $(WHICH) $(RUNNAME) $(call flag,--data,DATA) $(call flag,--split,SPLIT) $(COUNT) $(DRAW) $(SCALE) $(JSONFLAG) $(WORDS)
-infer: $(READY) ## chat with a run's model: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
-	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(DRAW) $(WORDS)
+infer: $(READY) ## chat with a run's model, or solve a puzzle with IN=file: CONFIG= (RUN=, TEMPERATURE=, TOP_P=, MAX_NEW_TOKENS=, SEED=)
+	@$(SFTPLAY) infer $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(DRAW) $(WORDS)
 infer-batch: $(READY) ## answer every row of a file, resumable: CONFIG= IN= OUT= (RUN=, and as infer)
 	@$(SFTPLAY) infer-batch $(WHICH) $(RUNNAME) $(call flag,--in,IN) $(OUTPUT) $(DRAW) $(JSONFLAG) $(WORDS)
 

@@ -68,8 +68,12 @@ def check_inputs(cfg: RunConfig, *, asks_hub: bool = True) -> RunConfig:
     return resolve_names(cfg)
 
 
-def load_checked(path: str, overrides: Sequence[str] = (), *, asks_hub: bool = True) -> RunConfig:
+def load_checked(
+    path: str, overrides: Sequence[str] = (), *, asks_hub: bool = True, needs_puzzles: bool = True
+) -> RunConfig:
     """The config as `load_config` gives it, with its inputs checked too: all problems of both at once.
+
+    Without `needs_puzzles` a folder of puzzles may be missing.
 
     Raises:
         SftplayError: what `load_config` and `check_inputs` raise.
@@ -79,6 +83,8 @@ def load_checked(path: str, overrides: Sequence[str] = (), *, asks_hub: bool = T
     if cfg is not None:
         # A key that is missing or was refused has no origin. Its stand-in says nothing about the inputs.
         keys = [key for key in _keys(cfg) if not found or key in cfg.origins]
+        if cfg.task_mode == "hrm" and not needs_puzzles:
+            keys = [key for key in keys if not key.startswith("data.") or Path(cfg.value_of(key)).exists()]
         problems += _problems(cfg, keys, asks_hub=asks_hub and not found)
     if problems:
         raise _together(problems)

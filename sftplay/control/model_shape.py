@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.control.puzzles.shape import shape_for_puzzles
 from sftplay.errors import ConfigError
 from sftplay.machine.probe import probe
 from sftplay.model.source import BUILTIN_CONFIGS
 from sftplay.model.start_point import resolve_names
+from sftplay.plan.report.puzzle_cost import workload_of_puzzles
 from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.shape.find import find_shape, nearest_names
 from sftplay.plan.shape.model_shape import ModelShape
@@ -14,7 +16,13 @@ from sftplay.plan.sizing.size_run import size_run
 
 
 def known_shape(cfg: RunConfig) -> ModelShape | None:
-    """The shape of the config's model; None when only the hub knows it."""
+    """The shape of the config's model; None when only the hub knows it.
+
+    Raises:
+        SftplayError: the puzzles that decide the shape of a model of puzzles are there, but not sound.
+    """
+    if cfg.task_mode == "hrm":
+        return shape_for_puzzles(cfg)
     return find_shape(cfg.model.name, cfg.model.revision, builtin=BUILTIN_CONFIGS)
 
 
@@ -50,4 +58,6 @@ def checkpoint_bytes(cfg: RunConfig) -> int | None:
         return None
     sized = size_run(cfg, probe(), shape=shape)
     assert sized.forecast is not None
+    if cfg.task_mode == "hrm":
+        return workload_of_puzzles(sized.cfg, sized.forecast).checkpoint_bytes
     return workload_of(sized.cfg, sized.forecast.setting).checkpoint_bytes

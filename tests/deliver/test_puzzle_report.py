@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> RunFolder:
     (tmp_path / "eval").mkdir()
     for step, shares in ((100, (0.0, 0.25)), (200, (0.25, 0.5))):
         segments = [{"exact_accuracy": share, "accuracy": share + 0.25} for share in shares]
-        figures = {"step": step, "n": 16, "segments": segments, **segments[-1], "pass": {"1": 0.5, "2": 0.75},
+        figures = {"step": step, "n": 16, "segments": segments, **segments[-1], "pass_at": {"1": 0.5, "2": 0.75},
                    "halting_q": {"exact_accuracy": 0.5, "accuracy": 0.75, "segments": 1.5}}  # fmt: skip
         (tmp_path / "eval" / f"step-{step}.json").write_text(json.dumps(figures))
         rows = [row(number, correct=number >= 3) for number in range(16)]

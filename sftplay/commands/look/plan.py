@@ -17,15 +17,18 @@ from sftplay.machine.probe import Gpu, Machine, probe
 from sftplay.model.start_point import resolve_names
 from sftplay.plan.devices.cards import Card, find_card, parse_fleet
 from sftplay.plan.memory.budget import device_of
-from sftplay.plan.memory.forecast import Place
+from sftplay.plan.memory.forecast import Forecast, Place
+from sftplay.plan.memory.row_lengths import RowLengths
 from sftplay.plan.report.advice import suggest
 from sftplay.plan.report.compare import compare
 from sftplay.plan.report.layouts import compare_layouts, describe_layout, describe_layouts
-from sftplay.plan.report.run_cost import workload_of
+from sftplay.plan.report.puzzle_cost import workload_of_puzzles
+from sftplay.plan.report.run_cost import Workload, workload_of
 from sftplay.plan.report.tables import (
     describe_drawing,
     describe_memory,
     describe_model,
+    describe_phases,
     describe_rows,
     describe_suggestions,
     describe_workload,
@@ -39,7 +42,7 @@ DOES_NOT_FIT = 3
 
 def plan(args: Namespace) -> int:
     """`plan`: bytes of every component, the sizes, the verdict, and what would fit; exit code 3 when it does not."""
-    cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False))
+    cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False, needs_puzzles=False))
     shape = require_shape(cfg)
     machine, world_size = _planned_machine(args)
     lengths = known_lengths(cfg)
@@ -50,8 +53,8 @@ def plan(args: Namespace) -> int:
         return _compare(args, sized, shape=shape, place=place)
     forecast = sized.forecast
     assert forecast is not None
-    work = workload_of(sized.cfg, forecast.setting, lengths=lengths)
-    suggestions = [] if forecast.verdict == "fits" else suggest(sized.cfg, shape, place=place)
+    work = _workload(sized.cfg, forecast, lengths=lengths)
+    suggestions = [] if forecast.verdict == "fits" or cfg.task_mode == "hrm" else suggest(sized.cfg, shape, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
@@ -68,6 +71,7 @@ def plan(args: Namespace) -> int:
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),
+        *(describe_phases(forecast) if cfg.task_mode == "hrm" else []),
         *describe_workload(work),
         *(["what would fit:" if suggestions and suggestions[0].fits else "what comes nearest:"] if suggestions else []),
         *describe_suggestions(suggestions),
@@ -76,6 +80,19 @@ def plan(args: Namespace) -> int:
     for line in lines:
         log.show(line)
     return DOES_NOT_FIT if forecast.verdict == "does_not_fit" else 0
+
+
+def refuse_compare(cfg: RunConfig) -> None:
+    """Raise the ConfigError of a task that has nothing to compare."""
+    if cfg.task_mode == "hrm":
+        what = "task mode hrm trains every weight, and by ddp alone: there is nothing to compare"
+        raise ConfigError(what, where="--compare (COMPARE=1)", fix="leave it out")
+
+
+def _workload(cfg: RunConfig, forecast: Forecast, *, lengths: RowLengths | None) -> Workload:
+    if cfg.task_mode == "hrm":
+        return workload_of_puzzles(cfg, forecast)
+    return workload_of(cfg, forecast.setting, lengths=lengths)
 
 
 def _sized(args: Namespace, cfg: RunConfig, *, machine: Machine, world_size: int, shape: ModelShape) -> SizedRun:
@@ -97,6 +114,8 @@ def _rows(sized: SizedRun) -> str:
     planned = sized.forecast.size.seq if sized.forecast else limit
     if sized.cfg.learns_documents:
         return f"full blocks of {planned} tokens, every one learned"
+    if sized.cfg.task_mode == "hrm":
+        return f"grids of {planned} positions, their puzzle's embedding among them"
     if sized.cfg.task_mode == "grpo":
         return f"prompts and completions of {planned} tokens together"
     if sized.cfg.task_mode == "score":
@@ -106,6 +125,7 @@ def _rows(sized: SizedRun) -> str:
 
 
 def _compare(args: Namespace, sized: SizedRun, *, shape: ModelShape, place: Place) -> int:
+    refuse_compare(sized.cfg)
     is_score = sized.cfg.task_mode == "score"
     rows: Any = (compare_layouts if is_score else compare)(sized.cfg, shape, place=place)
     if args.json:

@@ -49,7 +49,9 @@ def evaluate(args: Namespace) -> int:
     if measure.split == "test":
         _expect_test_set(cfg)
     prepare_environment(cfg)
-    if cfg.learns_documents:
+    if cfg.task_mode == "hrm":
+        figures, table = _measure_puzzles(cfg, folder, measure=measure)
+    elif cfg.learns_documents:
         figures, table = _measure_sources(cfg, folder, measure=measure)
     else:
         figures = _measure(cfg, folder, measure=measure)
@@ -94,6 +96,16 @@ def _measure_sources(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> 
         measured("before", tokenizer=load_tokenizer(cfg.model), open_model=lambda: load_base(cfg).eval())
     content = measured("after", tokenizer=own, open_model=lambda: load_result(cfg, folder.path))
     return content, comparison_table(content)
+
+
+def _measure_puzzles(cfg: RunConfig, folder: RunFolder, *, measure: Measure) -> tuple[dict[str, Any], str]:
+    """The figures of the result and their table; an untrained model solves nothing, so it is not measured beside it."""
+    from sftplay.tasks.hrm.finished.evaluation import figures_table, measure_finished
+
+    limit = measure.values.get("eval.limit")
+    path = folder.eval / f"{measure.prefix}after.json"
+    figures = measure_finished(cfg, folder, split=measure.split, limit=limit, path=path)
+    return {"after": figures}, figures_table(figures)
 
 
 def _nothing_held_out() -> DataError:

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any
 
 from sftplay import log
-from sftplay.commands.use import two_turns
+from sftplay.commands.use import puzzle, two_turns
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import load_renderer, open_run, prepare_environment
 from sftplay.data.layouts.convert import reading_of
@@ -27,8 +27,14 @@ from sftplay.launch.run_folder import RunFolder
 
 
 def infer(args: Namespace) -> int:
-    """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends."""
+    """`infer`: a conversation on standard input and output, one line a turn. An empty line or the end of input ends.
+
+    For a run that has learned puzzles: the solution of the one in a file.
+    """
     cfg, folder = open_run(args)
+    if cfg.task_mode == "hrm":
+        return puzzle.solve(args, cfg, folder=folder)
+    puzzle.refuse_file(args)
     conversation = _open_conversation(_in_length(cfg, args), folder, args=args)
     from sftplay.deliver.infer.chat import run_command
 

@@ -89,12 +89,14 @@ class SplitWriter:
         return facts
 
 
-def write_folder(folder: Path, groups: Iterable[Group], *, alphabet: Alphabet) -> Facts:
+def write_folder(
+    folder: Path, groups: Iterable[Group], *, alphabet: Alphabet, num_puzzle_identifiers: int | None = None
+) -> Facts:
     """Write a split of these groups into the existing folder `folder`."""
     writer = SplitWriter(folder, alphabet)
     for group in groups:
         writer.add(group)
-    return writer.finish()
+    return writer.finish(num_puzzle_identifiers)
 
 
 class _Rows:

@@ -30,7 +30,7 @@ MOST_SOURCES, MOST_TABLES, MOST_TOKENS = 40, 20, 700
 BARRED = ("loss",)
 """Metrics that are no shares and are drawn as bars all the same."""
 
-ELSEWHERE = ("hints", "diagnosis")
+ELSEWHERE = ("hints", "diagnosis", "segments", "halting_q", "pass_at")
 """What has a table of its own."""
 
 Fact = tuple[str, Any]

@@ -204,9 +204,9 @@ UNTRACED_SHARE = 0.12
 
 TRACED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "phi", "gpt_neox", "gpt2", "olmo2",
-    "granite", "smollm3",
+    "granite", "smollm3", "hrm",
 )  # fmt: skip
-"""Families of tests/plan/test_memory_oracle.py."""
+"""Families of tests/plan/test_memory_oracle.py, and the puzzles of tests/plan/test_puzzle_memory.py."""
 
 
 def _unmodelled_bytes(shape: ModelShape, allocated: float) -> int:

@@ -27,6 +27,10 @@ LABELS = {
     CACHE: "keys and values of completions",
     REFERENCE: "model to compare with",
     ENGINE: "vLLM's share",
+    "table": "puzzle embeddings",
+    "average": "averaged weights",
+    "carry": "states between segments",
+    "second pass": "a look at the next segment",
     CRITIC: "critic and its slow copy",
     "workspace": "cuBLAS workspaces",
     RUNTIME: "process beside it",
@@ -36,6 +40,8 @@ LABELS = {
 PHASES = {
     DRAW: "while completions are drawn",
     SCORE: "while completions are scored without gradients",
+    "segment": "while a segment runs forward",
+    "evaluation": "in the evaluation",
     COMPARE: "while the reference scores actions",
     f"{GUIDE}head": "in the guide's loss",
     f"{GUIDE}layer": "in a layer's backward pass of the guide",
@@ -96,6 +102,13 @@ def describe_drawing(seen: Forecast, plan: Mapping[str, Any]) -> Iterator[str]:
         cache = parts.get(CACHE, 0.0)
         held = f", {cache / GIB:.3f} GiB of it keys and values" if cache else ""
         yield f"  {PHASES[name]:48} {sum(parts.values()) / GIB:9.3f} GiB{held}"
+
+
+def describe_phases(seen: Forecast) -> Iterator[str]:
+    """What each phase of a step takes in all, without process and margin."""
+    yield "in each phase"
+    for name, parts in seen.footprint.phases.items():
+        yield f"  {PHASES[name]:36} {sum(parts.values()) / GIB:9.3f} GiB"
 
 
 def describe_workload(work: Workload) -> Iterator[str]:

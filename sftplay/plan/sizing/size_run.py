@@ -6,6 +6,7 @@ never changed, and every choice comes with its reason. Below this module no conf
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +20,8 @@ from sftplay.plan.memory.execution import execution_of
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.probe_fit import Fit
 from sftplay.plan.memory.row_lengths import RowLengths, planned_tokens
+from sftplay.plan.puzzles.forecast import foresee_puzzles
+from sftplay.plan.puzzles.shape import PuzzleModelShape
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.communication import refuse_hook
 from sftplay.plan.sizing.decisions import (
@@ -41,7 +44,7 @@ from sftplay.plan.sizing.groups import (
     rows_drawn,
 )
 from sftplay.plan.sizing.placement import choose_placement
-from sftplay.plan.sizing.split import foresee_drawing, foresight, split_batch
+from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresee_drawing, foresight, split_batch
 from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy
 from sftplay.units import format_bytes
 
@@ -114,8 +117,9 @@ def size_run(
     """
     refuse_hook(cfg, machine, world_size=world_size)
     refuse_generation(cfg, machine, world_size=world_size)
-    has_gpu = bool(machine.gpus)
     place = Place(device_of(machine, local_processes or world_size), world_size, lengths)
+    if isinstance(shape, PuzzleModelShape):
+        return _size_puzzles(cfg, machine, shape=shape, place=place)
     first = {BACKEND: choose_backend(cfg, machine, world_size=world_size)}
     decided = _fill(cfg, first)
     rest = decide_numerics(decided, machine, shape=shape)
@@ -127,19 +131,51 @@ def size_run(
     decided = _fill(decided, {**first, **rest})
     look = None
     if shape is not None:
-        if has_gpu and cfg.train.loss_head == "auto" and cfg.task_mode not in ("grpo", "score"):
+        if machine.gpus and cfg.train.loss_head == "auto" and cfg.task_mode not in ("grpo", "score"):
             rest[LOSS_HEAD] = _compare_heads(decided, shape, place=place)
             decided = decided.with_values({LOSS_HEAD: rest[LOSS_HEAD].value}, "auto")
         look = foresight(decided, shape, place=place, fit=fit, drawn=rows_drawn(decided))
-    split = split_batch(decided, world_size, has_gpu=has_gpu, row_tokens=planned_tokens(decided, lengths), look=look)
-    rest |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
+    rest |= _decide_sizes(decided, machine, place=place, look=look)
     sized = _fill(decided, rest)
     return SizedRun(
         sized,
         world_size,
         {key: decision for key, decision in {**first, **rest}.items() if _is_open(cfg, key)},
         _notes(sized, machine, shape=shape),
-        look(split.rows) if look else None,
+        look(int(sized.train.batch_size)) if look else None,
+    )
+
+
+def _decide_sizes(
+    cfg: RunConfig, machine: Machine, *, place: Place, look: Callable[[int], Forecast] | None
+) -> Decisions:
+    """Rows of a micro-batch, and micro-batches of a step."""
+    tokens, has_gpu = planned_tokens(cfg, place.lengths), bool(machine.gpus)
+    split = split_batch(cfg, place.world_size, has_gpu=has_gpu, row_tokens=tokens, look=look)
+    return {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
+
+
+def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, place: Place) -> SizedRun:
+    """As `size_run`. All rows of a process go at once where memory allows it."""
+    chosen = decide_numerics(cfg, machine)
+    chosen |= {
+        BACKEND: Decision("bnb", "the model is the kit's own"),
+        LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),
+        STRATEGY: Decision("ddp", "the model is small"),
+    }
+    decided = _fill(cfg, chosen)
+    look = foresee_puzzles(decided, shape, place=place)
+    tokens = {"row_tokens": shape.row_tokens, "most_tokens": PLATEAU_TOKENS}  # rows are alike: there is no padding
+    split = split_batch(decided, place.world_size, has_gpu=bool(machine.gpus), look=look, **tokens)
+    chosen |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
+    told = ("train.precision", "train.learning_rate", BATCH_SIZE, GRAD_ACCUM)
+    notes = [*scaled_rate(cfg), *without_effect(cfg, machine), *([shape.assumed] if shape.assumed else [])]
+    return SizedRun(
+        _fill(decided, chosen),
+        place.world_size,
+        {key: chosen[key] for key in told if _is_open(cfg, key)},
+        tuple(notes),
+        look(split.rows),
     )
 
 

@@ -69,11 +69,13 @@ def split_batch(
     *,
     has_gpu: bool,
     row_tokens: int | None = None,
+    most_tokens: int | None = None,
     look: Callable[[int], Forecast] | None = None,
 ) -> Split:
     """Micro-batch and accumulation whose product over all processes is exactly the effective batch.
 
-    `row_tokens` is the length of the longest row, None for rows of full length.
+    `row_tokens` is the length of the longest row, None for rows of full length; `most_tokens` the most tokens of an
+    automatic micro-batch, None for what suits rows of text.
     With `look`, which forecasts a micro-batch, an automatic one is the largest that fits the device and still helps.
     """
     refuse_broken_groups(cfg, world_size)
@@ -85,7 +87,7 @@ def split_batch(
         made = " x ".join([*(f"{name} {n}" for name, n in given.items()), f"{world_size} process(es)"])
         raise _inexact(cfg, made, near=near_batches(cfg, unit, is_fixed=len(given) == 2))
     share = total // world_size
-    if cfg.task_mode == "hrm" and not given:
+    if cfg.task_mode == "hrm" and look is None and not given:
         return Split(share, 1, f"all {share} puzzles of a process at once: each keeps its state between steps anyway")
     if isinstance(batch, int) and isinstance(accum, int):
         return Split(batch, accum, "as given")
@@ -93,7 +95,8 @@ def split_batch(
         return Split(batch, share // batch, f"{share} rows a process in micro-batches of {batch}")
     if isinstance(accum, int):
         return Split(share // accum, accum, f"{share} rows a process in {accum} micro-batches")
-    tokens = PLATEAU_TOKENS if look and has_gpu else TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
+    usual = PLATEAU_TOKENS if look and has_gpu else TOKENS_PER_MICRO_BATCH["gpu" if has_gpu else "cpu"]
+    tokens = most_tokens or usual
     room = max(1, tokens // (row_tokens or cfg.row_tokens))
     divisors = [n for n in range(1, share + 1) if share % n == 0]
     helpful = [n for n in divisors if n <= room]

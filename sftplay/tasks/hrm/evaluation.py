@@ -10,21 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.sampler import TestRows
-from sftplay.data.records import IGNORE_INDEX
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
-from sftplay.tasks.hrm.act import Puzzles
-from sftplay.tasks.hrm.network.model import PuzzleModel
-from sftplay.tasks.hrm.solve import first_halts, refined
-from sftplay.tasks.hrm.trainer import as_puzzles
+from sftplay.tasks.hrm.measuring import Measured, measure
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 
 
@@ -52,72 +44,47 @@ class EvaluatePuzzles(Observer):
             return
         began = time.monotonic()
         with random_numbers_kept(), trainer.heartbeat.within("evaluation"), trainer.averaged():
-            sums = self._measure()
-        figures: dict[str, Any] = {"step": step, **described(sums, self.cfg.hrm.eval_halt)}
-        figures["seconds"] = round(time.monotonic() - began, 3)
+            figures, lines = measure(
+                trainer.model,
+                self.puzzles,
+                hrm=self.cfg.hrm,
+                at_once=int(self.cfg.train.batch_size),
+                limit=self.cfg.hrm.eval_limit,
+                progress=lambda _: trainer.heartbeat.enter("evaluation"),
+            )
+        figures = {"step": step, **figures, "seconds": round(time.monotonic() - began, 3)}
         if log.is_main():
-            write_text(path, json.dumps(figures, indent=1) + "\n")
+            write_measured(path, Measured(figures, lines))
         names = ("exact_accuracy", "accuracy", "q_halt_accuracy")
         trainer.held_out_figures = {f"eval_{name}": figures[name] for name in names}
         trainer.held_out_figures["eval_segments"] = figures["halting_q"]["segments"]
         log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
 
-    def _measure(self) -> Tensor:
-        """What `segment_sums` gives, over the rows of all ranks."""
-        trainer, model = self.trainer, self.trainer.model
-        device = trainer.args.device
-        batch = self.cfg.train.effective_batch_size
-        sums = torch.zeros(model.hrm.n_supervision + 1, 4, dtype=torch.float64, device=device)
-        model.eval()
-        measured = 0
-        for rows in TestRows(self.puzzles, global_batch=batch, rank=log.rank(), world=log.world_size()):
-            if self.cfg.hrm.eval_limit is not None and measured >= self.cfg.hrm.eval_limit:
-                break
-            measured += batch
-            mask = torch.from_numpy(rows.mask).to(device)
-            sums += segment_sums(model, as_puzzles(rows, device), mask=mask)
-            trainer.heartbeat.enter("evaluation")
-        model.train()
-        if log.world_size() > 1:
-            torch.distributed.all_reduce(sums)
-        return sums
 
+class StopWhenLearned(Observer):
+    """Ends the run, with a checkpoint and a last measurement, at the line of metrics whose training puzzles were right.
 
-def segment_sums(model: PuzzleModel, puzzles: Puzzles, *, mask: Tensor) -> Tensor:
-    """fp64 [n_supervision + 1, 4]: sums over the rows that `mask` keeps, after each segment and, last, where each row
-    halts: right puzzles, shares of right cells, right judgements of q_halt; rows, and in the last line segments.
+    Every rank sees the same figures, so that all stop together.
     """
-    inputs, labels, identifiers = puzzles
-    known = labels != IGNORE_INDEX
-    answers, lines = [], []
-    for answer in refined(model, inputs, identifiers=identifiers):
-        right = ((answer.logits.argmax(dim=-1) == labels) & known).sum(dim=-1)
-        whole = right == known.sum(dim=-1)
-        share = right / known.sum(dim=-1).clamp(min=1)
-        judged = (answer.q_halt >= 0) == whole
-        lines.append(torch.stack([whole.double(), share.double(), judged.double(), torch.ones_like(share).double()]))
-        answers.append(answer._replace(logits=answer.logits[:0]))
-    halts = first_halts(model, answers)
-    by_segment = torch.stack(lines)
-    at_halt = by_segment.gather(0, halts.expand(1, 4, -1))
-    at_halt[0, 3] = halts + 1.0
-    return (torch.cat((by_segment, at_halt)) * mask).sum(dim=-1)
+
+    def __init__(self, share: float, evaluation: EvaluatePuzzles | None) -> None:
+        self.share, self.evaluation = share, evaluation
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if not logs.get("count") or logs["exact_accuracy"] < self.share or control.should_training_stop:
+            return
+        log.say(f"{logs['exact_accuracy']:.1%} of the training puzzles were right: hrm.stop_at_exact ends the run")
+        control.should_save = control.should_training_stop = True
+        if self.evaluation is not None:
+            self.evaluation.evaluate(state.global_step)
 
 
-def described(sums: Tensor, eval_halt: str) -> dict[str, Any]:
-    """The figures of a measurement; those of `eval_halt` stand first, those of both ways below."""
-    *segments, at_halt = sums.tolist()
-    n = segments[0][3]
-    figures = [_shares(line, n) for line in segments]
-    halting = {**_shares(at_halt, n), "segments": at_halt[3] / max(n, 1)}
-    chosen = halting if eval_halt == "q" else figures[-1]
-    names = ("exact_accuracy", "accuracy", "q_halt_accuracy")
-    return {"n": int(n), **{name: chosen[name] for name in names}, "segments": figures, "halting_q": halting}
-
-
-def _shares(line: list[float], n: float) -> dict[str, float]:
-    exact, cells, judged = (value / max(n, 1) for value in line[:3])
-    return {"exact_accuracy": exact, "accuracy": cells, "q_halt_accuracy": judged}
+def write_measured(path: Path, measured: Measured) -> None:
+    """Write the figures, and the answers for people beside them."""
+    write_text(
+        path.with_suffix(".jsonl"), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in measured.lines)
+    )
+    write_text(path, json.dumps(measured.figures, indent=1) + "\n")
 
 
 def said_of(figures: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Puzzles refined segment by segment without learning: the answer after each, and where the model would halt."""
+"""Puzzles refined segment by segment without learning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sftplay.tasks.hrm.act import wants_to_halt
 from sftplay.tasks.hrm.network.model import Answer, PuzzleModel
 
 
@@ -23,10 +22,3 @@ def refined(model: PuzzleModel, inputs: Tensor, *, identifiers: Tensor) -> Itera
         with torch.no_grad():
             state, answer = model(state, inputs, puzzle_rows=rows)
         yield answer
-
-
-def first_halts(model: PuzzleModel, answers: list[Answer]) -> Tensor:
-    """int64 [batch]: the segment, from 0, after which the model would halt; the last one where it never would."""
-    wants = torch.stack([wants_to_halt(answer, model.hrm) for answer in answers])
-    wants[-1] = True
-    return wants.int().argmax(dim=0)

@@ -1,0 +1,1 @@
+"""Runs that learn puzzles: what is known of them before they start."""

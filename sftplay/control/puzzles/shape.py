@@ -1,0 +1,45 @@
+"""The shape of a model of puzzles, from its config and from the puzzles, or from their kind where they are not there.
+
+It loads neither torch nor a row of the puzzles.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.data.puzzles.make.find import BUILTIN, open_split
+from sftplay.plan.puzzles.shape import PuzzleModelShape, model_shape_of
+from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
+
+KINDS = {
+    "arc": GridSize(cells=900, words=12, identifiers=1, name="ARC, 30 x 30, without its puzzle embeddings"),
+    "maze": GridSize(cells=900, words=6, identifiers=1, name="mazes of 30 x 30"),
+    "sudoku": GridSize(cells=81, words=11, identifiers=1, name="Sudoku, 9 x 9"),
+}
+"""What `make puzzle-data` makes, by its KIND; of ARC without the identifiers, whose number the files decide."""
+
+
+def shape_for_puzzles(cfg: RunConfig) -> PuzzleModelShape:
+    """The shape of the config's model.
+
+    Where there are no puzzles yet, their grid is assumed from the name of their folder, and the shape says so.
+
+    Raises:
+        ConfigError: there are no built-in puzzles of that name.
+        DataError: the puzzles are not sound.
+    """
+    path = cfg.rows_path
+    if not path.startswith(BUILTIN) and not Path(path).exists():
+        kind = next((kind for kind in KINDS if kind in Path(path).name.lower()), "arc")
+        assumed = f"{path} is not there yet: planned for {KINDS[kind].name}"
+        return model_shape_of(PuzzleShape(cfg.hrm, KINDS[kind]), rows=None, assumed=assumed)
+    facts = open_split(path, "train", key="data.train_path").facts
+    across = " x ".join(map(str, facts.shape)) if facts.shape else f"{facts.seq_len} cells"
+    grid = GridSize(
+        cells=facts.seq_len,
+        words=facts.vocab_size,
+        identifiers=facts.num_puzzle_identifiers,
+        name=f"{facts.kind or Path(path).name}, {across}",
+    )
+    return model_shape_of(PuzzleShape(cfg.hrm, grid), rows=facts.total_groups * facts.mean_puzzle_examples)

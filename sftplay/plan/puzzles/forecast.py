@@ -1,0 +1,37 @@
+"""The forecast of a run of puzzles: what each phase of a step takes of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sftplay.config.schema.run import RunConfig
+from sftplay.plan.memory.execution import BYTES, Execution
+from sftplay.plan.memory.forecast import Forecast, Place, Setting
+from sftplay.plan.memory.step import Size
+from sftplay.plan.puzzles.memory import PuzzleSize, puzzle_footprint
+from sftplay.plan.puzzles.shape import PuzzleModelShape
+
+
+def foresee_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place) -> Callable[[int], Forecast]:
+    """The forecast of a micro-batch of so many rows, for a config in which all but the sizes is decided."""
+    compute = BYTES[str(cfg.train.precision)]
+    setting = Setting(
+        shape=shape,
+        execution=Execution(weight_bytes=4, compute_bytes=compute, stream_bytes=compute, checkpointing=False),
+        device=place.device,
+        strategy="ddp" if place.world_size > 1 else "single",
+        world_size=place.world_size,
+    )
+    share = cfg.train.effective_batch_size // place.world_size
+
+    def look(rows: int) -> Forecast:
+        footprint = puzzle_footprint(
+            shape.puzzles,
+            size=PuzzleSize(rows=share, micro_batch=rows),
+            compute_bytes=compute,
+            is_shared=place.world_size > 1,
+            on_gpu=place.device.is_gpu,
+        )
+        return Forecast(setting, Size(rows=rows, seq=shape.row_tokens, accumulates=rows < share), footprint, 0)
+
+    return look

@@ -1,0 +1,1 @@
+"""Finished runs of task hrm: measured again, and used to solve a puzzle."""

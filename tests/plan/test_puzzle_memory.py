@@ -1,0 +1,159 @@
+"""Memory, size and time of runs of puzzles: against a fake-tensor trace, the model itself, and by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle.puzzle_trace import trace_puzzles
+from torch.utils.flop_counter import FlopCounterMode
+
+from sftplay.cli import main
+from sftplay.config.load import load_config
+from sftplay.config.schema.hrm import HrmConfig
+from sftplay.control.puzzles.shape import shape_for_puzzles
+from sftplay.machine.probe import Gpu, Machine
+from sftplay.plan.puzzles.memory import PuzzleSize, puzzle_footprint
+from sftplay.plan.puzzles.shape import model_shape_of
+from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
+from sftplay.plan.report.puzzle_cost import flops_per_row
+from sftplay.plan.sizing.size_run import size_run
+from sftplay.tasks.hrm.act import all_halted, run_segment
+from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 0.03
+SUDOKU = GridSize(cells=81, words=11, identifiers=1)
+SMALL = {"hidden_size": 64, "num_heads": 4, "h_layers": 1, "l_layers": 1, "positions": "learned", "q_continue": False}
+MIDDLE = {"hidden_size": 256, "num_heads": 4, "h_layers": 2, "l_layers": 2}
+TRM = {"arch": "single", "grad": "full_last_cycle", "l_layers": 2, "l_cycles": 3, "q_continue": False}
+CASES = {
+    "small": (SMALL, 64, 64, 4),
+    "accumulates": (MIDDLE | {"h_layers": 1, "l_layers": 1}, 48, 24, 4),
+    "16 bits": (MIDDLE | {"h_layers": 1}, 96, 96, 2),
+}
+LARGE_CASES = {
+    "published": ({}, 96, 96, 2),
+    "deeper": (MIDDLE, 96, 24, 4),
+    "no look ahead": (MIDDLE | {"q_continue": False}, 96, 96, 2),
+    "smaller later model": (TRM, 32, 8, 4),
+}
+
+
+def built(hrm: HrmConfig, grid: GridSize, **more: Any) -> PuzzleModel:
+    return PuzzleModel(hrm, Grid(vocab_size=grid.words, cells=grid.cells, identifiers=grid.identifiers), **more)
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE_CASES)])
+def test_the_closed_form_is_within_three_percent_of_the_trace_in_every_phase(name: str):
+    given, rows, micro_batch, compute_bytes = (CASES | LARGE_CASES)[name]
+    hrm = HrmConfig(**given)
+    planned = puzzle_footprint(
+        PuzzleShape(hrm, SUDOKU),
+        size=PuzzleSize(rows=rows, micro_batch=micro_batch),
+        compute_bytes=compute_bytes,
+        on_gpu=False,
+    ).phases
+    dtype = {2: torch.bfloat16, 4: torch.float32}[compute_bytes]
+    grid = Grid(vocab_size=SUDOKU.words, cells=SUDOKU.cells, identifiers=1)
+    traced = trace_puzzles(hrm, grid, rows=rows, micro_batch=micro_batch, dtype=dtype)
+    errors = {phase: sum(planned[phase].values()) / size - 1 for phase, size in traced.items()}
+    assert errors == pytest.approx(dict.fromkeys(errors, 0), abs=TOLERANCE)
+
+
+def test_memory_does_not_grow_with_the_cycles_unless_the_gradient_goes_back_through_them():
+    def peak(**more: Any) -> int:
+        shape = PuzzleShape(HrmConfig(**{**MIDDLE, **more}), SUDOKU)
+        return puzzle_footprint(shape, size=PuzzleSize(rows=8, micro_batch=8), compute_bytes=4).peak_bytes
+
+    assert peak(h_cycles=8, l_cycles=8) == peak()
+    assert peak(grad="full_last_cycle", l_cycles=8) > 2 * peak()
+
+
+@pytest.mark.parametrize("given", [SMALL, MIDDLE, TRM | {"hidden_size": 128}, SMALL | {"puzzle_emb_dim": 0}])
+def test_weights_and_table_are_those_of_the_model(given: dict[str, Any]):
+    grid = GridSize(cells=16, words=6, identifiers=7)
+    shape, model = PuzzleShape(HrmConfig(**given), grid), built(HrmConfig(**given), grid)
+    assert shape.weights == sum(weight.numel() for weight in model.parameters())
+    assert shape.table == (model.puzzles.rows.numel() if model.puzzles is not None else 0)
+
+
+def test_the_published_model_has_27_million_weights():
+    assert PuzzleShape(HrmConfig(), SUDOKU).weights == pytest.approx(27.3e6, rel=0.002)
+
+
+@pytest.mark.parametrize("given", [SMALL, MIDDLE | {"h_cycles": 3}, TRM | {"hidden_size": 64, "num_heads": 2}])
+def test_operations_of_a_step_are_those_that_torch_counts_up_to_attention(given: dict[str, Any]):
+    hrm, grid, rows = HrmConfig(**given), GridSize(cells=16, words=6, identifiers=1), 2
+    model = built(hrm, grid)
+    carry = all_halted(model, rows)
+    with FlopCounterMode(display=False) as counter:
+        run_segment(model, carry, at_least=torch.zeros(rows, dtype=torch.int64)).losses.sum().backward()
+    of_products = sum(
+        flops
+        for name, flops in counter.get_flop_counts()["Global"].items()
+        if "mm" in str(name) and "bmm" not in str(name)
+    )
+    shape = model_shape_of(PuzzleShape(hrm, grid), rows=None)
+    assert rows * flops_per_row(shape) == pytest.approx(of_products, rel=0.05)
+
+
+def test_rows_at_a_time_follow_from_memory_and_the_batch_stays_exact():
+    cfg = load_config(ROOT / "configs/run_hrm_arc1.yaml")
+    shape = model_shape_of(PuzzleShape(cfg.hrm, GridSize(cells=900, words=12, identifiers=1000)), rows=3000.0)
+    found = {}
+    for gib in (80, 16):
+        card = Gpu(0, "a card", gib * 2**30, gib * 2**30, (9, 0))
+        machine = Machine((card,), "", 2**36, 8, "3.11", "Linux", {})
+        sized = size_run(cfg, machine, shape=shape)
+        found[gib] = sized.cfg.train.batch_size
+        assert sized.cfg.train.batch_size * sized.cfg.train.grad_accum == 768
+        assert sized.forecast is not None
+        assert sized.forecast.verdict == "fits"
+    assert found[16] < found[80] == 64
+
+
+def test_a_plan_needs_no_puzzles_and_says_what_it_assumes(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = [
+        "plan",
+        "--config",
+        "configs/run_hrm_sudoku.yaml",
+        "--gpus",
+        "8xH100",
+        "--json",
+        "data.train_path=no/sudoku",
+    ]
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert list(plan["phases"]) == ["segment", "layer", "step", "evaluation"]
+    assert (plan["batch_size"], plan["grad_accum"], plan["effective_batch_size"]) == (96, 1, 768)
+    assert any("not there yet" in note for note in plan["notes"])
+
+
+def test_steps_are_those_of_the_published_formula_and_the_plan_says_each_phase(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["plan", "--config", "configs/run_hrm_sudoku.yaml", "data.train_path=builtin:sudoku4", "hrm.epochs=1000"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    rows = shape_for_puzzles(load_config("configs/run_hrm_sudoku.yaml", ["data.train_path=builtin:sudoku4"])).rows
+    assert f"steps       {int(1000 * rows / 768)}," in shown
+    for phase in ("while a segment runs forward", "in a layer's backward pass", "in the optimizer step", "evaluation"):
+        assert phase in shown
+
+
+def test_a_comparison_of_ways_to_train_is_refused(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", "--config", "configs/run_hrm_sudoku4.yaml", "--compare"]) == 2
+    assert "nothing to compare" in capsys.readouterr().err
+
+
+def test_a_folder_of_puzzles_that_is_broken_is_refused_by_the_plan(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shutil.copytree(ROOT / "configs", tmp_path / "sudoku")
+    assert main(["plan", "--config", "configs/run_hrm_sudoku.yaml", f"data.train_path={tmp_path / 'sudoku'}"]) == 4
+    assert "dataset.json" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""Puzzles measured and solved: by hand with planted answers, over two processes, and with a finished run."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sftplay.cli import main
+from sftplay.config.schema.hrm import HrmConfig
+from sftplay.data.puzzles.arc.canvas import ALPHABET, on_canvas
+from sftplay.data.puzzles.folder import PuzzleFolder
+from sftplay.data.puzzles.make.find import open_split
+from sftplay.data.puzzles.writer import Group, write_folder
+from sftplay.tasks.hrm import measuring
+from sftplay.tasks.hrm.finished.evaluation import figures_table
+from sftplay.tasks.hrm.measuring import described, measure
+from sftplay.tasks.hrm.network.model import Answer, Grid, PuzzleModel
+
+SEGMENTS = 3
+HRM: dict[str, Any] = {
+    "hidden_size": 32, "num_heads": 2, "h_layers": 1, "l_layers": 1, "positions": "learned", "n_supervision": SEGMENTS,
+    "q_continue": False, "loss_precision": "fp32",
+}  # fmt: skip
+
+
+def model_for(puzzles: PuzzleFolder, **more: Any) -> PuzzleModel:
+    facts = puzzles.facts
+    grid = Grid(vocab_size=facts.vocab_size, cells=facts.seq_len, identifiers=facts.num_puzzle_identifiers)
+    torch.manual_seed(0)
+    return PuzzleModel(HrmConfig(**{**HRM, **more}), grid)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, answers: list[tuple[Any, list[float]]], vocab: int) -> None:
+    """Have the model answer so: for each segment its cells [batch, cells] and q_halt [batch]."""
+
+    def refined(model: Any, inputs: Any, identifiers: Any) -> Any:
+        for cells, q in answers:
+            logits = torch.nn.functional.one_hot(torch.as_tensor(np.asarray(cells)).long(), vocab).float()
+            yield Answer(logits[: len(inputs)], torch.tensor(q)[: len(inputs)], torch.zeros(len(inputs)))
+
+    monkeypatch.setattr(measuring, "refined", refined)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> PuzzleFolder:
+    """Two puzzles of four cells; the second has a cell without a label."""
+    from sftplay.data.puzzles.writer import Alphabet
+
+    group = Group(np.array([[1, 2, 1, 1], [1, 1, 1, 3]], np.uint8), np.array([[2, 2, 3, 4], [2, 3, 0, 3]], np.uint8))
+    write_folder(tmp_path, [group], alphabet=Alphabet(kind="", symbols=" .123", shape=(2, 2)))
+    return PuzzleFolder.open(tmp_path)
+
+
+def test_figures_of_each_segment_and_of_both_ways_to_halt_are_those_by_hand(two, monkeypatch):
+    right = [[2, 2, 3, 4], [2, 3, 1, 3]]
+    answers = [
+        ([[2, 2, 3, 1], right[1]], [-1.0, 1.0]),  # 3 of 4 cells; the second is whole, and would halt here
+        ([right[0], [2, 4, 1, 3]], [1.0, -1.0]),  # the first would halt here; the second gets worse: 2 of 3
+        ([right[0], [2, 4, 1, 1]], [1.0, 1.0]),  # 1 of 3, which it takes for right
+    ]
+    plant(monkeypatch, answers, vocab=5)
+    found = measure(model_for(two), two, hrm=HrmConfig(**HRM), at_once=2)
+    exact = [each["exact_accuracy"] for each in found.figures["segments"]]
+    cells = [each["accuracy"] for each in found.figures["segments"]]
+    judged = [each["q_halt_accuracy"] for each in found.figures["segments"]]
+    assert exact == [0.5, 0.5, 0.5]
+    assert cells == pytest.approx([(3 / 4 + 1) / 2, (1 + 2 / 3) / 2, (1 + 1 / 3) / 2])
+    assert judged == [1.0, 1.0, 0.5]
+    halting = found.figures["halting_q"]
+    assert (halting["exact_accuracy"], halting["accuracy"], halting["segments"]) == (1.0, 1.0, 1.5)
+    assert found.figures["exact_accuracy"] == 0.5
+    assert [line["correct"] for line in found.lines] == [True, False]
+    assert [line["halted_after"] for line in found.lines] == [2, 1]
+    assert found.lines[1]["prompt"] == "..\n.2"
+    assert found.lines[1]["reference"] == "12\n·2"
+    by_q = measure(model_for(two), two, hrm=HrmConfig(**HRM, eval_halt="q"), at_once=2)
+    assert by_q.figures["exact_accuracy"] == 1.0
+    assert [line["correct"] for line in by_q.lines] == [True, True]
+    assert "halts at 1.50" in figures_table(found.figures)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 88, 300])
+def test_the_number_of_puzzles_at_a_time_changes_nothing_and_padding_counts_for_nothing(at_once: int):
+    puzzles = open_split("builtin:sudoku4", "test", key="x")
+    model = model_for(puzzles)
+    found = measure(model, puzzles, hrm=model.hrm, at_once=at_once, limit=None if at_once > 1 else 20)
+    whole = measure(model, puzzles, hrm=model.hrm, at_once=264, limit=None)
+    if at_once > 1:
+        assert found.figures["n"] == 264
+        assert found.figures["accuracy"] == pytest.approx(whole.figures["accuracy"], abs=1e-12)
+    assert found.lines[0] == whole.lines[0]
+
+
+def test_both_ranks_measure_their_shares_and_together_what_one_process_measures(monkeypatch):
+    puzzles = open_split("builtin:sudoku4", "test", key="x")
+    model = model_for(puzzles)
+    alone = measure(model, puzzles, hrm=model.hrm, at_once=100)
+    sums = torch.zeros(SEGMENTS + 1, 4, dtype=torch.float64)
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        rows = measuring.TestRows(puzzles, global_batch=50, rank=rank, world=2)
+        sums += sum(measuring.solve_rows(model, each, eval_halt="max").sums for each in rows)
+    together = described(sums, "max")
+    assert together["n"] == alone.figures["n"] == 264
+    for name in ("exact_accuracy", "accuracy", "q_halt_accuracy"):
+        assert together[name] == pytest.approx(alone.figures[name], abs=1e-12)
+
+
+def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeypatch):
+    test, outputs = tmp_path / "test", [np.array([[n, 5]], np.uint8) for n in (1, 2, 3)]
+    test.mkdir()
+    asked = np.array([[7]], np.uint8)
+    groups = [Group(np.tile(on_canvas(asked), (3, 1)), np.tile(on_canvas(outputs[0]), (3, 1)), identifiers=[1, 1, 1],
+                    sizes=[1, 1, 1])]  # fmt: skip
+    write_folder(test, groups, alphabet=ALPHABET, num_puzzle_identifiers=2)
+    (tmp_path / "identifiers.json").write_text(json.dumps(["<blank>", "task"]))
+    pair = {"input": asked.tolist(), "output": outputs[0].tolist()}
+    (tmp_path / "test_puzzles.json").write_text(json.dumps({"task": {"train": [pair], "test": [pair]}}))
+    puzzles = PuzzleFolder.open(test)
+    # The right answer has one vote of three, the wrong one two: solved with two tries, not with one.
+    said = [on_canvas(outputs[n]) for n in (1, 0, 1)]
+    plant(monkeypatch, [(said, [0.0, 4.0, 0.0])] * SEGMENTS, vocab=12)
+    figures = measure(model_for(puzzles), puzzles, hrm=HrmConfig(**HRM), at_once=3).figures
+    assert figures["tasks"] == 1
+    assert (figures["pass_at"]["1"], figures["pass_at"]["2"]) == (0.0, 1.0)
+    limited = measure(model_for(puzzles), puzzles, hrm=HrmConfig(**HRM), at_once=3, limit=2).figures
+    assert "pass_at" not in limited
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run that has learned next to nothing, with the config that names it."""
+    from hrm_run import new_hrm_run
+    from in_process import train_in
+
+    path = tmp_path_factory.mktemp("home")
+    changes = {f"hrm__{name}": value for name, value in HRM.items()}
+    cfg, folder = new_hrm_run(path, Path("builtin:sudoku4"), **changes, train__max_steps=2)
+    train_in(cfg, folder)
+    return folder.path
+
+
+def words(home: Path, verb: str, *more: str) -> list[str]:
+    return [verb, "--config", str(home / "config.resolved.yaml"), "--run", str(home), *more]
+
+
+def test_a_finished_run_is_measured_again_with_the_same_figures(home: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(words(home, "eval", "--json")) == 0
+    figures = json.loads(capsys.readouterr().out)["after"]
+    stored = json.loads((home / "eval" / "after.json").read_text())
+    assert stored == figures
+    last = json.loads((home / "eval" / "step-2.json").read_text())
+    assert {name: last[name] for name in figures} == figures
+    lines = (home / "eval" / "after.jsonl").read_text().splitlines()
+    assert set(json.loads(lines[0])) == {"row", "prompt", "reference", "prediction", "correct", "halted_after"}
+    assert (home / "report.html").is_file()
+
+
+def test_one_puzzle_is_solved_and_its_grid_printed(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    puzzle = tmp_path / "puzzle.txt"
+    puzzle.write_text("1..4\n..1.\n.3..\n4..2\n")
+    assert main(words(home, "infer", "--in", str(puzzle))) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [len(line) for line in shown if not line.startswith("[")] == [4] * 4
+    assert "by its own judgement" in shown[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [("1..4\n..1.\n.3.\n4..2\n", 4, ":3"), (None, 4, "cannot be read"), ("1" * 70_000, 4, "larger")],
+)
+def test_a_bad_file_is_refused(home: Path, tmp_path: Path, capsys, text: str | None, code: int, said: str):
+    puzzle = tmp_path / "puzzle.txt"
+    if text is not None:
+        puzzle.write_text(text)
+    assert main(words(home, "infer", "--in", str(puzzle))) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_on_puzzles_needs_a_file_and_other_runs_take_none(home: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(words(home, "infer")) == 2
+    assert "IN=puzzle.txt" in capsys.readouterr().err
+    from sftplay.commands.use.puzzle import refuse_file
+    from sftplay.errors import ConfigError
+
+    refuse_file(Namespace(input=""))
+    with pytest.raises(ConfigError, match="only a run of task mode hrm"):
+        refuse_file(Namespace(input="x"))
