@@ -65,7 +65,7 @@ $(UNSLOTH_READY): requirements.lock requirements-unsloth.lock sftplay/install.py
 .PHONY: help install demo test test-slow test-long test-unsloth check init completion validate schema manual architecture ingest dapt-docx puzzle-data reward-check process inspect render style train dapt-train train-tb \
   train-bnb train-bnb-tb train-unsloth train-unsloth-tb train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb resume plan gpu-info memory-check doctor tensorboard tb-stop eval eval-test eval-quick \
   eval-full eval-code infer infer-batch download-model matrix sandbox setup-accelerate comm-check bench-scaling bench-invariance train-ray submit status logs cancel job-file \
-  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
+  merge merge-bf16 merge-test export serve report compare bench bench-data bench-ingest bench-documents bench-sandbox bench-grpo bench-score bench-hrm bench-startup bench-first-runs bench-cpu-memory bench-gpu gpu-check clean
 
 help: ## this list
 	@exec awk -f docs/help.awk Makefile
@@ -203,6 +203,8 @@ bench-documents: $(READY) ## libraries that read documents, side by side (ARGS="
 	@$(PROGRAM) benchmarks/ingest_libraries.py
 bench-grpo: $(READY) ## task grpo beside a plain TRL script: speed, and tokens until the toy is learned (ARGS="--only speed")
 	@$(PROGRAM) benchmarks/grpo.py
+bench-score: $(READY) ## episodes of task score beside a plain loop of generate (ARGS="--only toy --rounds 9")
+	@$(PROGRAM) benchmarks/score.py
 bench-hrm: $(READY) ## task hrm beside a plain script of the published training step, on this CPU (ARGS="--rounds 5")
 	@$(PROGRAM) benchmarks/hrm.py
 bench-sandbox: $(READY) ## programs a second in a box, beside a plain process (ARGS="--count 300")

@@ -30,6 +30,12 @@ def _processes(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"not a seed, 0 or more: {text!r}")
+    return int(text)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r}")
@@ -170,7 +176,7 @@ PUZZLES: Flags = {
     },
     "--out": {"type": PATH, "required": True, "help": "a new folder for both splits"},
     "--aug": {"type": _count, "default": None, "help": "copies of each training puzzle; else 1000, of a maze 0"},
-    "--seed": {"type": int, "default": 0, "help": "of all that is drawn"},
+    "--seed": {"type": _seed, "default": 0, "help": "of all that is drawn"},
     "--subsample": {"type": _count, "default": None, "help": "training puzzles that are drawn; else all"},
     "--held-out": {"type": _share, "default": 0.1, "help": "share of the solutions of one file that go to the test"},
     "--workers": {"type": _processes, "default": None, "help": "processes; else one for each core"},

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from sftplay.data.puzzles.folder import AGAIN, PuzzleFolder, PuzzleSet, array_file
 from sftplay.errors import ConfigError, DataError
 
+BATCHES = 100
+"""Batches of a pass at least, where nobody says how long it is."""
+
 IGNORED = -100
 """The label of a cell without a loss, as torch has it."""
 
@@ -48,18 +51,26 @@ class TrainRows:
     """
 
     def __init__(
-        self, folder: PuzzleFolder, *, seed: int, global_batch: int, rank: int, world: int, epochs_per_pass: int = 1
+        self,
+        folder: PuzzleFolder,
+        *,
+        seed: int,
+        global_batch: int,
+        rank: int,
+        world: int,
+        epochs_per_pass: int | None = None,
     ) -> None:
-        self.folder, self.seed, self.epochs_per_pass = folder, seed, epochs_per_pass
+        """`epochs_per_pass` None takes so many that what is dropped at a pass's end is below a hundredth of it."""
+        self.folder, self.seed = folder, seed
         self.global_batch, self.mine = global_batch, _part(global_batch, rank=rank, world=world)
         self.passes, self.batches, self.position = 0, 0, 0
         self._order: NDArray[np.int32] | None = None
-        for each in folder.sets:
-            smallest = epochs_per_pass * int(np.minimum.reduceat(_sizes(each), each.group_indices[:-1]).sum())
-            if smallest < global_batch:
-                what = f"{global_batch:,} rows are more than the {smallest:,} that a pass over {folder.path} has"
-                fix = "lower it, or prepare more puzzles"
-                raise ConfigError(what, where="train.effective_batch_size", fix=fix)
+        least = min(int(np.minimum.reduceat(_sizes(each), each.group_indices[:-1]).sum()) for each in folder.sets)
+        self.epochs_per_pass = epochs_per_pass or -(-BATCHES * global_batch // least)
+        if least * self.epochs_per_pass < global_batch:
+            what = f"{global_batch:,} rows are more than the {least * self.epochs_per_pass:,} that a pass has"
+            fix = "lower it, or prepare more puzzles"
+            raise ConfigError(what, where="train.effective_batch_size", fix=fix)
 
     def __iter__(self) -> Iterator[Rows]:
         return self

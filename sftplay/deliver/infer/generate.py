@@ -34,14 +34,18 @@ class Generator:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else None
 
+    @property
+    def all_end_ids(self) -> list[int]:
+        """End tokens of the template and of the model."""
+        shipped = self.model.generation_config.eos_token_id or []
+        return sorted({*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)})
+
     def greedy(self) -> GenerationConfig:
         """The config for the likeliest token each time, up to an end token of the template or of the model."""
-        shipped = self.model.generation_config.eos_token_id or []
-        ends = {*self.end_token_ids, *([shipped] if isinstance(shipped, int) else shipped)}
         return GenerationConfig(
             do_sample=False,
             max_new_tokens=self.max_new_tokens,
-            eos_token_id=sorted(ends),
+            eos_token_id=self.all_end_ids,
             pad_token_id=self.tokenizer.pad_token_id,
             bos_token_id=self.tokenizer.bos_token_id,
         )

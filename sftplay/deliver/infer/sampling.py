@@ -34,21 +34,28 @@ class Sampling:
 
 GREEDY = Sampling()
 
+AHEAD = 32
+"""Random numbers of a row that are drawn at a time: a call for each token costs as much as a small model's layer."""
+
 
 class DrawByRow(LogitsProcessor):
     """Leaves one token per row, drawn by the scores. Seed, row number and position alone decide which one.
 
     One random number a token is looked up in the summed probabilities (inverse transform sampling), so the greedy
-    choice after it takes what was drawn.
+    choice after it takes what was drawn. Numbers are drawn ahead, many of a row at once: they are the same.
     """
 
     def __init__(self, seed: int, rows: Sequence[int]) -> None:
         self._sources = [torch.Generator().manual_seed(seed_of(seed, row)) for row in rows]
+        self._ahead: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """`scores`, float [rows, vocabulary], with all but the drawn token at minus infinity."""
         sums = scores.double().softmax(-1).cumsum(-1)
-        drawn = torch.cat([torch.rand(1, generator=source, dtype=torch.float64) for source in self._sources])
+        if not self._ahead:
+            numbers = [torch.rand(AHEAD, generator=source, dtype=torch.float64) for source in self._sources]
+            self._ahead = list(torch.stack(numbers, 1).flip(0))
+        drawn = self._ahead.pop()
         # Each number is below the last sum, however that is rounded. The first sum above it is never a cut-off token's.
         places = drawn.to(sums.device)[:, None] * sums[:, -1:]
         tokens = torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)

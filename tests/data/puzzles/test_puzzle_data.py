@@ -454,6 +454,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Cap
     code, error = refusal(capsys, "--kind=chess", out)
     assert (code, "'chess'" in error["what"]) == (2, True)
     assert refusal(capsys, "--kind=sudoku4", out, "train.max_steps=3")[0] == 2
+    code, error = refusal(capsys, "--kind=sudoku4", out, "--seed=-1")
+    assert (code, "not a seed" in error["what"]) == (2, True)
     code, error = refusal(capsys, "--kind=arc", out, f"--in={tmp_path}", "--subsample=3")
     assert (code, error["where"]) == (2, "--subsample")
 

@@ -59,7 +59,7 @@ def test_a_pass_visits_each_group_once_and_takes_no_example_twice(
 ):
     split = make(tmp_path_factory.mktemp("any") / "train", shapes)
     only = split.sets[0]
-    rows = TrainRows(split, seed=seed, global_batch=3, rank=0, world=1)
+    rows = TrainRows(split, seed=seed, global_batch=3, rank=0, world=1, epochs_per_pass=1)
     visits: Counter[int] = Counter()
     open_puzzle: dict[int, set[int]] = {}
     while True:
@@ -108,7 +108,7 @@ def test_a_state_of_other_settings_is_refused(folder: PuzzleFolder):
 
 def test_seeds_and_passes_have_orders_of_their_own(folder: PuzzleFolder):
     assert not np.array_equal(draw(folder, 1)[0].rows, draw(folder, 1, seed=6)[0].rows)
-    rows = TrainRows(folder, seed=5, global_batch=6, rank=0, world=1)
+    rows = TrainRows(folder, seed=5, global_batch=6, rank=0, world=1, epochs_per_pass=1)
     firsts = {}
     while len(firsts) < 3:
         batch = next(rows)
@@ -156,4 +156,24 @@ def test_a_batch_that_cannot_be_split_or_filled_is_refused(folder: PuzzleFolder)
         TrainRows(folder, seed=0, global_batch=6, rank=0, world=4)
     # The smallest puzzles of the six shapes have 1 + 3 + 1 + 1 + 2 + 1 = 9 examples, four times 36.
     with pytest.raises(ConfigError, match="37 rows are more than the 36 that a pass"):
-        TrainRows(folder, seed=0, global_batch=37, rank=0, world=1)
+        TrainRows(folder, seed=0, global_batch=37, rank=0, world=1, epochs_per_pass=1)
+
+
+def test_a_batch_may_be_larger_than_an_epoch_and_little_is_dropped(folder: PuzzleFolder):
+    rows = TrainRows(folder, seed=0, global_batch=500, rank=0, world=1)
+    counts: Counter[int] = Counter()
+    n_batches = 0
+    while not rows.passes:
+        batch = next(rows)
+        if not rows.passes:
+            n_batches += 1
+            counts.update(batch.rows.tolist())
+    # 100 batches of the smallest puzzles; the mean of each group's puzzles is larger than its smallest.
+    assert n_batches >= 100
+    # Each group is visited once an epoch; those of one puzzle without a choice show it.
+    only, epochs = folder.sets[0], rows.epochs_per_pass
+    alone = [int(only.group_indices[group]) for group in range(24) if np.diff(only.group_indices)[group] == 1]
+    for puzzle in alone:
+        for row in range(*only.puzzle_indices[puzzle : puzzle + 2]):
+            # What is dropped: the last batch, and the rest of the puzzle that fills a batch.
+            assert epochs - 500 / len(folder) * 3 - n_batches <= counts[row] <= epochs

@@ -28,9 +28,9 @@ def stream(seed: int = 0) -> np.random.Generator:
 
 
 def test_ten_thousand_puzzles_are_changed_and_changed_back():
-    originals = np.tile(np.stack([cells(QUESTION), cells(ANSWER)]), (5000, 1))
+    originals = np.tile(np.stack([cells(QUESTION), cells(ANSWER)]), (10_000, 1))
     # Question and answer of a pair have one change.
-    drawn = draw_changes(5000, stream())
+    drawn = draw_changes(10_000, stream())
     changes = Changes(np.repeat(drawn.digits, 2, axis=0), np.repeat(drawn.cells, 2, axis=0))
     changed = changes.apply(originals)
     assert np.array_equal(changes.undo().apply(changed), originals)
@@ -39,7 +39,7 @@ def test_ten_thousand_puzzles_are_changed_and_changed_back():
     assert ((questions > 0).sum(axis=1) == 32).all()
     assert ((questions == 0) | (questions == answers)).all()
     assert (np.sort(answers[:, units_of(9)], axis=2) == np.arange(1, 10)).all()
-    assert len({row.tobytes() for row in answers}) == 5000
+    assert len({row.tobytes() for row in answers}) == 10_000
 
 
 def test_each_kind_of_change_is_drawn_as_often_as_it_should_be():

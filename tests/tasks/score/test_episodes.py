@@ -13,6 +13,7 @@ from sftplay.config.schema.score import PromptsConfig
 from sftplay.data.encode.render import Renderer
 from sftplay.data.prompts.questions import Question
 from sftplay.deliver.infer.generate import Generator
+from sftplay.deliver.infer.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.errors import RunError
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.episodes.drawing import RecordedSampling, draw_actions
@@ -123,3 +124,15 @@ def test_copying_is_told_from_correcting():
     for repeats in (None, 0.5):
         said = diagnosis({**solved, "repeats": repeats})
         assert said == "the first answer is right already: little is left to correct"
+
+
+def test_numbers_that_are_drawn_ahead_are_those_of_one_call_a_token():
+    ahead, by_token = (torch.Generator().manual_seed(5) for _ in range(2))
+    numbers = torch.rand(AHEAD, generator=ahead, dtype=torch.float64)
+    single = [torch.rand(1, generator=by_token, dtype=torch.float64) for _ in range(AHEAD)]
+    assert torch.equal(numbers, torch.cat(single))
+    draw, scores = DrawByRow(7, [3]), torch.zeros(1, 1_000)
+    source = torch.Generator().manual_seed(seed_of(7, 3))
+    for _ in range(AHEAD + 2):
+        place = int(torch.rand(1, generator=source, dtype=torch.float64).item() * 1_000)
+        assert abs(int(draw(torch.zeros(1, 1), scores).argmax()) - place) <= 1

@@ -69,7 +69,7 @@ def draw_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: Se
     sampling = generator.sampling
     recorded = sampling.log_probs if isinstance(sampling, RecordedSampling) else []
     log_probs = torch.stack(recorded, 1).tolist() if recorded else [[] for _ in prompts]
-    ends = generator.greedy().eos_token_id
+    ends = set(generator.all_end_ids)
     actions = []
     for prompt, tokens, probabilities in zip(prompts, out, log_probs, strict=True):
         length = next((n for n, token in enumerate(tokens, 1) if token in ends), 0)
@@ -83,20 +83,15 @@ def draw_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: Se
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, int64 [prompts, tokens], with the padding before the tokens."""
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), pad)
-    mask = torch.zeros_like(ids)
-    for n, prompt in enumerate(prompts):
-        ids[n, width - len(prompt) :] = torch.tensor(prompt)
-        mask[n, width - len(prompt) :] = 1
-    return ids, mask
+    # Lists become a tensor at once: to fill one row by row takes longer than a small model does.
+    ids = [[*[pad] * (width - len(prompt)), *prompt] for prompt in prompts]
+    mask = [[*[0] * (width - len(prompt)), *[1] * len(prompt)] for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
 
 
 def right_padded(rows: Sequence[Sequence[float]], pad: float, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Values and mask (fp32), [rows, longest], with the padding behind the values."""
     width = max(len(row) for row in rows)
-    values = torch.full((len(rows), width), pad, dtype=dtype)
-    mask = torch.zeros((len(rows), width))
-    for n, row in enumerate(rows):
-        values[n, : len(row)] = torch.tensor(row, dtype=dtype)
-        mask[n, : len(row)] = 1
-    return values, mask
+    values = [[*row, *[pad] * (width - len(row))] for row in rows]
+    mask = [[*[1.0] * len(row), *[0.0] * (width - len(row))] for row in rows]
+    return torch.tensor(values, dtype=dtype), torch.tensor(mask)

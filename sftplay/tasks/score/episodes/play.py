@@ -89,7 +89,8 @@ class Player:
                 longest=score.max_new_tokens,
             )  # fmt: skip
 
-        known = [{"problem": tokens_of(self.tokenizer, question.question)} for question in questions]
+        problems = {text: tokens_of(self.tokenizer, text) for text in {question.question for question in questions}}
+        known = [{"problem": problems[question.question]} for question in questions]
         firsts = answer(self.templates.solve, known, turn=1)
         known = [{**ids, "attempt": first.said} for ids, first in zip(known, firsts, strict=True)]
         written = self._written(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)

@@ -90,4 +90,4 @@ class EpisodeTalk:
         with self.cast.speaking(role) as model:
             generator = replace(self.generator, model=model, max_new_tokens=longest, sampling=sampling)
             ids = yield from stream_answer(generator, prompt, row=self.n_asked, stop=stop)
-        return ids[:-1] if ids and ids[-1] in generator.greedy().eos_token_id else ids
+        return ids[:-1] if ids and ids[-1] in generator.all_end_ids else ids
