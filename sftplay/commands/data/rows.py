@@ -25,9 +25,23 @@ if TYPE_CHECKING:
     from sftplay.data.pipeline import Examples
 
 
+def load_texts(args: Namespace) -> RunConfig:
+    """The checked config of a run on texts.
+
+    Raises:
+        ConfigError: it learns puzzles, which no tokenizer reads.
+    """
+    cfg = load_checked(args.config, args.overrides)
+    if cfg.task_mode == "hrm":
+        what = "task_mode hrm learns puzzles, which have neither a tokenizer nor a template"
+        fix = "`make train` prints what the puzzles are; `make puzzle-data` makes some"
+        raise ConfigError(what, where=f"{cfg.origins.get('task_mode', 'default')} task_mode", fix=fix)
+    return cfg
+
+
 def process(args: Namespace) -> int:
     """`process`: read, render and cache the rows; the data report as a table or as JSON."""
-    rows = _load(load_checked(args.config, args.overrides))
+    rows = _load(load_texts(args))
     if args.json:
         print(json.dumps(rows.report))
     else:
@@ -37,7 +51,7 @@ def process(args: Namespace) -> int:
 
 def inspect(args: Namespace) -> int:
     """`inspect`: the data report, and a spread of training rows with the learned tokens marked."""
-    cfg = load_checked(args.config, args.overrides)
+    cfg = load_texts(args)
     if cfg.learns_documents:
         return _inspect_blocks(_load_mixture(cfg), args)
     examples = _load_examples(cfg)
@@ -80,7 +94,7 @@ def _inspect_blocks(mixture: MixtureRows, args: Namespace) -> int:
 def render(args: Namespace) -> int:
     """`render`: training rows as the chat template writes them; with `--out` every row, into a new jsonl file."""
     out = None if args.out is None else Path(args.out)
-    cfg = load_checked(args.config, args.overrides)
+    cfg = load_texts(args)
     if cfg.learns_documents:
         where = f"{cfg.origins.get('task_mode', args.config)} task_mode"
         what = f"the rows of {cfg.task_mode} are blocks of documents, which no chat template writes"

@@ -61,6 +61,24 @@ class EvaluatePuzzles(Observer):
         log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
 
 
+class StopWhenLearned(Observer):
+    """Ends the run, with a checkpoint and a last measurement, at the line of metrics whose training puzzles were right.
+
+    Every rank sees the same figures, so that all stop together.
+    """
+
+    def __init__(self, share: float, evaluation: EvaluatePuzzles | None) -> None:
+        self.share, self.evaluation = share, evaluation
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if not logs.get("count") or logs["exact_accuracy"] < self.share or control.should_training_stop:
+            return
+        log.say(f"{logs['exact_accuracy']:.1%} of the training puzzles were right: hrm.stop_at_exact ends the run")
+        control.should_save = control.should_training_stop = True
+        if self.evaluation is not None:
+            self.evaluation.evaluate(state.global_step)
+
+
 def write_measured(path: Path, measured: Measured) -> None:
     """Write the figures, and the answers for people beside them."""
     write_text(

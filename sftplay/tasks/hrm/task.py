@@ -26,7 +26,7 @@ from sftplay.machine.releases import recomputation_arguments
 from sftplay.model.adapter import describe_parameters
 from sftplay.model.source import weights_digest
 from sftplay.monitor.guards import StopOnSignal
-from sftplay.tasks.hrm.evaluation import EvaluatePuzzles
+from sftplay.tasks.hrm.evaluation import EvaluatePuzzles, StopWhenLearned
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 from sftplay.tasks.hrm.network.saved import save_model
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
@@ -170,10 +170,14 @@ def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleF
         data_collator=collate,
         callbacks=parts.callbacks,
     )
+    evaluation = None
     if held_out is not None:
         assert parts.rows.order is not None
         every = cfg.train.eval_steps or parts.rows.order.steps_per_epoch
-        trainer.add_callback(EvaluatePuzzles(cfg, held_out, folder=parts.folder.eval, every=every))
+        evaluation = EvaluatePuzzles(cfg, held_out, folder=parts.folder.eval, every=every)
+        trainer.add_callback(evaluation)
+    if cfg.hrm.stop_at_exact is not None:
+        trainer.add_callback(StopWhenLearned(cfg.hrm.stop_at_exact, evaluation))
     return trainer
 
 

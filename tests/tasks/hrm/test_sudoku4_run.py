@@ -40,4 +40,4 @@ def test_another_seed_does_as_well_and_a_single_segment_does_worse(sftplay: Verb
     other = last_measurement(sftplay, tmp_path / "other", "seed=2")
     expect_the_specified_figures(other)
     single = last_measurement(sftplay, tmp_path / "single", "seed=2", "hrm.n_supervision=1")
-    assert single["exact_accuracy"] < other["exact_accuracy"]
+    assert single["exact_accuracy"] < other["exact_accuracy"] - 0.05
