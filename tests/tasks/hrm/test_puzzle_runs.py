@@ -142,6 +142,25 @@ def test_a_run_that_has_learned_its_puzzles_ends_with_a_checkpoint_a_measurement
     assert load_model(folder.path / "model")
 
 
+@pytest.mark.long
+def test_a_compiled_model_learns_what_it_learns_otherwise(puzzles: Path, tmp_path: Path):
+    losses = []
+    for compiles in (False, True):
+        cfg, folder = new_hrm_run(tmp_path / str(compiles), puzzles, train__max_steps=3, hrm__compile=compiles)
+        losses.append(train_in(cfg, folder).losses)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_state_has_the_precision_of_the_run_and_the_weights_are_fp32(precision: str, puzzles: Path, tmp_path: Path):
+    cfg, folder = new_hrm_run(tmp_path, puzzles, train__max_steps=2, train__precision=precision)
+    train_in(cfg, folder)
+    held = load_file(folder.checkpoints / "checkpoint-2" / "carry-0.safetensors")
+    assert str(held["high"].dtype) == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
+    weights = load_file(folder.path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
 def test_a_checkpoint_of_another_number_of_processes_or_other_puzzles_is_refused(
     whole: Finished, puzzles: Path, tmp_path: Path
 ):
