@@ -60,7 +60,12 @@ def main() -> int:
         if options.only != "speed":
             from benchmarks.grpo_redraws import compare_redraws  # brings torch and TRL
 
-            print(compare_redraws(seeds=options.seeds, steps=options.goal_steps, hopeless=options.hopeless))
+            print(
+                compare_redraws(
+                    seeds=options.seeds, steps=options.goal_steps, hopeless=options.hopeless, goals=options.goals,
+                    key=options.key,
+                )
+            )  # fmt: skip
     return 0
 
 
@@ -72,6 +77,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--goal-steps", type=int, default=110, help="of each run that is to reach the goal")
     parser.add_argument("--hopeless", type=int, default=81, help="questions of the toy that nothing is right to")
+    parser.add_argument("--goals", type=float, nargs="+", default=[0.6, 0.7], help="shares of right answers to reach")
+    parser.add_argument("--key", choices=["redraws", "skip_silent"], default="redraws", help="what beats silent groups")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--warm", type=Path, help="folder of a warm run, made by configs/run_grpo_toy_sft.yaml")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Generated tokens until a toy is learned: plain TRL, and task grpo with silent groups drawn again, over several seeds.
+"""Generated tokens until a toy is learned: plain TRL, and task grpo with a key for silent groups, over several seeds.
 
 The toy is data/one_liners with a model of 100,000 weights that writes letters, so that a run takes seconds. It is
 warmed up on the noisy answers first. Both contestants learn from the same rewards.
@@ -34,30 +34,33 @@ from sftplay.tasks.step.window import StepSetup
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "one_liners"
-GOALS = (0.6, 0.7)
-"""Sampled pass@1 that counts as learned."""
-
 EVERY, SAMPLES = 4, 24
 """Steps between two measurements, and answers to each of the 27 questions in one: its standard error is below 0.02."""
 
 RATE, TOKENS = 1e-3, 28
+VALUES = {"redraws": 1, "skip_silent": True}
+"""Keys of section grpo that plain TRL is compared with, and what they are set to."""
+
 COLUMNS = ("tests", "entry_point")
 Curve = list[tuple[int, int, float]]
 """Step, generated tokens, pass@1."""
 
 
-def compare_redraws(*, seeds: int, steps: int, hopeless: int) -> str:
-    """A Markdown table. `hopeless` questions that no answer is right to stand beside the 27 that can be learned."""
+def compare_redraws(*, seeds: int, steps: int, hopeless: int, goals: Sequence[float], key: str) -> str:
+    """A Markdown table. `hopeless` questions that no answer is right to stand beside the 27 that can be learned.
+
+    `goals` are shares of sampled answers that are right. `key` is one of VALUES.
+    """
     table = [f"\nGenerated tokens until sampled pass@1 of 27 questions is a goal, beside {hopeless} hopeless ones", ""]
-    table += ["| seed | " + " | ".join(f"{goal}: TRL | redraws=1 | ratio" for goal in GOALS) + " |"]
-    table += ["| --- " * (1 + 3 * len(GOALS)) + "|"]
-    ratios: dict[float, list[float]] = {goal: [] for goal in GOALS}
-    with Toy(hopeless) as toy:
+    table += ["| seed | " + " | ".join(f"{goal}: TRL | {key} | ratio" for goal in goals) + " |"]
+    table += ["| --- " * (1 + 3 * len(goals)) + "|"]
+    ratios: dict[float, list[float]] = {goal: [] for goal in goals}
+    with Toy(hopeless, enough=max(goals)) as toy:
         toy.warm_up()
         for seed in range(1, seeds + 1):
-            curves = [toy.train(seed, steps, redraws=redraws) for redraws in (None, 1)]
+            curves = [toy.train(seed, steps, grpo=grpo) for grpo in (None, {key: VALUES[key]})]
             cells = [str(seed)]
-            for goal in GOALS:
+            for goal in goals:
                 theirs, ours = (tokens_until(goal, curve) for curve in curves)
                 cells += ["-" if value is None else f"{value:.0f}" for value in (theirs, ours)]
                 cells.append("-" if theirs is None or ours is None else f"{ours / theirs:.2f}")
@@ -82,7 +85,10 @@ def tokens_until(goal: float, curve: Curve) -> float | None:
 class Toy:
     """Questions, rewards and a warm model; a context manager, which ends the rewards' processes."""
 
-    def __init__(self, hopeless: int) -> None:
+    def __init__(self, hopeless: int, *, enough: float) -> None:
+        self.enough = enough
+        """A run ends where so many sampled answers are right."""
+
         rewards = [{"name": "tests", "use": "code_tests"}]
         base = {"model": {"name": "builtin:tiny", "max_seq_len": 64}, "task_mode": "grpo", "rewards": rewards}
         self.base = base | {"train": {"effective_batch_size": 64, "batch_size": 64, "grad_accum": 1}}
@@ -138,8 +144,8 @@ class Toy:
             optimizer.param_groups[0]["lr"] = 3e-3 * (1 - (step + 1) / steps)
         self.warm = {name: value.clone() for name, value in model.state_dict().items()}
 
-    def train(self, seed: int, steps: int, *, redraws: int | None) -> Curve:
-        """A run of plain TRL, or of the kit's trainer where `redraws` is given."""
+    def train(self, seed: int, steps: int, *, grpo: dict[str, Any] | None) -> Curve:
+        """A run of plain TRL, or of the kit's trainer where values of its section are given."""
         model = tiny_model(self.tokenizer)
         model.load_state_dict(self.warm)
         order = training_order(len(self.asked), steps * 8, seed=seed)
@@ -153,12 +159,12 @@ class Toy:
                 activation_checkpointing=False, shuffle_dataset=False, report_to="none", logging_strategy="no",
                 disable_tqdm=True,
             )  # fmt: skip
-            if redraws is None:
+            if grpo is None:
                 rows = Dataset.from_list([{"prompt": self.asked[n], "row": n} for n in order])
                 GRPOTrainer(**common, train_dataset=rows, reward_funcs=measured.pay).train()
             else:
-                grpo = {"redraws": redraws, "max_completion_length": TOKENS, "samples": 0, "gauge_steps": 0}
-                cfg = RunConfig.model_validate({**self.base, "seed": seed, "grpo": grpo})
+                same = {"max_completion_length": TOKENS, "samples": 0, "gauge_steps": 0}
+                cfg = RunConfig.model_validate({**self.base, "seed": seed, "grpo": {**same, **grpo}})
                 trainer = PromptTrainer(
                     StepSetup(micro_batcher=None, loss_head="standard"), cfg=cfg, run_folder=Path(name),
                     judge=Judge(cfg, COLUMNS), questions=self.questions,
@@ -189,7 +195,7 @@ class Measure(TrainerCallback):
                 now = self.sampled_pass()
             self.model.train()
             self.curve.append((state.global_step, self.drawn["generated_tokens"], now))
-            control.should_training_stop = control.should_training_stop or now >= max(GOALS)
+            control.should_training_stop = control.should_training_stop or now >= self.toy.enough
 
     @torch.no_grad()
     def sampled_pass(self) -> float:

@@ -874,6 +874,7 @@ OF_GRPO: dict[str, Check] = {
     "vllm.command": starts_the_server,
     "vllm.timeout": of_trl("vllm_server_timeout", {240: 240.0, 7: 7.0}, key="vllm.timeout", generation="vllm_server"),
     "redraws": decides("grpo.redraws", 2, weights=True),
+    "skip_silent": decides("grpo.skip_silent", True, weights=True),
     "gauge_steps": decides("grpo.gauge_steps", 3, weights=False),
     "stop_without_signal": decides("grpo.stop_without_signal", 5, weights=False),
     "samples": decides("grpo.samples", 4, weights=False),

@@ -28,6 +28,17 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
         ("grpo: {delta: 4, loss_type: cispo}", "grpo.delta", "remove it, or write 4"),
         ("grpo: {max_completion_length: 2048}", "grpo.max_completion_length", "write model.max_seq_len: 4096"),
         ("grpo: {max_prompt_length: 2000}", "grpo.max_prompt_length", "write model.max_seq_len: 2512"),
+        ("grpo: {skip_silent: true, redraws: 2}", "grpo.skip_silent", "leave grpo.redraws or grpo.skip_silent out"),
+        (
+            "grpo: {skip_silent: true, control: random}",
+            "grpo.skip_silent",
+            "leave grpo.control or grpo.skip_silent out",
+        ),
+        (
+            "grpo: {skip_silent: true, generation: vllm_server}",
+            "grpo.skip_silent",
+            "leave grpo.generation or grpo.skip_silent out",
+        ),
         ("train: {packing: true}", "train.packing", "write train.packing: false"),
         ("train: {neftune_alpha: 5}", "train.neftune_alpha", "write train.neftune_alpha: null"),
         ("train: {loss_head: standard}", "train.loss_head", "write train.loss_head: auto"),

@@ -99,30 +99,73 @@ def test_silent_groups_are_drawn_again_and_every_token_is_counted(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_draws_the_same_prompts_again(prompts: Inputs, tmp_path: Path):
-    options = paid_by(SILENT, prompts, train__max_steps=6, grpo__redraws=2)
-    whole = train(tmp_path / "whole", prompts, **options)
-    cfg, folder = new_run(tmp_path / "stopped", prompts, **options)
-    train_in(cfg, folder, StopAfter(3))
-    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
-    for name in ("loss", "reward", "generated_tokens", "redrawn_groups", "passed_turns", "first_reward"):
-        assert column(resumed, name) == column(whole, name)
+def test_nothing_is_drawn_in_the_turns_of_silent_prompts_and_nothing_is_learned_from_them(
+    prompts: Inputs, tmp_path: Path
+):
+    options = paid_by(SILENT, prompts, train__max_steps=12, grpo__beta=0.1)
+    plain = train(tmp_path / "plain", prompts, **options)
+    fewer = train(tmp_path / "fewer", prompts, **options, grpo__skip_silent=True)
+    last = fewer.metrics[-1]
+    assert last["passed_turns"] > 0
+    assert last["generated_tokens"] < plain.metrics[-1]["generated_tokens"]
+    counts, tokens = [], 0.0
+    for step, line in enumerate(fewer.metrics, 1):
+        path = fewer.folder.path / "samples" / f"step-{step}.jsonl"
+        lines = [json.loads(text) for text in path.read_text().splitlines()]
+        counts.append(len(lines))
+        paid = [each["rewards"]["pay"] for each in lines]
+        assert line["reward"] == pytest.approx(sum(paid) / len(paid))
+        assert line["abstained"] == 0.0
+        assert all(each["advantage"] == 0 for each in lines if each["prompt_id"] % 3)
+        tokens += line["completion_tokens"] * len(lines)
+        assert line["generated_tokens"] == pytest.approx(tokens)
+        assert line["label_tokens"] == pytest.approx(line["completion_tokens"] * len(lines))
+    assert set(counts) == {4, 8}  # one group or both: one is always drawn
+    assert sum(8 - count for count in counts) == 4 * last["passed_turns"]
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_a_group_draw_it_again_together(tiny_llama: Path, tmp_path: Path, sftplay: Any):
+@pytest.mark.parametrize("options", [{"grpo__redraws": 2}, {"grpo__skip_silent": True}])
+def test_a_resumed_run_draws_the_same_prompts_again(options: dict[str, Any], prompts: Inputs, tmp_path: Path):
+    options = paid_by(SILENT, prompts, train__max_steps=9, **options)
+    whole = train(tmp_path / "whole", prompts, **options)
+    cfg, folder = new_run(tmp_path / "stopped", prompts, **options)
+    train_in(cfg, folder, StopAfter(5))
+    resumed = train_in(cfg.with_values({"train.resume": "auto"}, "test"), folder)
+    for name in ("loss", "reward", "generated_tokens", "redrawn_groups", "passed_turns", "entropy"):
+        assert column(resumed, name) == column(whole, name)
+    assert whole.metrics[-1]["passed_turns"] > whole.metrics[4]["passed_turns"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ({"train__max_steps": 4, "grpo__redraws": 2}, "redrawn_groups"),
+        ({"train__max_steps": 8, "grpo__skip_silent": True}, "passed_turns"),
+    ],
+)
+def test_two_processes_that_share_a_group_draw_it_again_or_skip_it_together(
+    options: dict[str, Any], counted: str, tiny_llama: Path, tmp_path: Path, sftplay: Any
+):
     inputs = grpo_inputs(tiny_llama, tmp_path / "prompts")
     rows = [json.loads(line) for line in inputs.train.read_text().splitlines()]
     for row in rows:
         del row["answer"]  # without one the reward, which makes no sense, is not tried before the run
     inputs.train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = {"train__effective_batch_size": 12, "train__max_steps": 4, "train__batch_size": 3, "grpo__redraws": 2}
+    sizes = {"train__effective_batch_size": 12, "train__batch_size": 3, **options}
     config = write_small_run(tmp_path, inputs, **paid_by(SILENT, inputs, **sizes))
     done = sftplay("train", "--config", config, "--nproc", "2", "run_name=two")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = Path(load_config(str(config)).output_dir) / "two"
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["redrawn_groups"] > 0
-    for path in (folder / "samples").glob("step-*.jsonl"):
-        rows = [json.loads(line)["prompt_id"] for line in path.read_text().splitlines()]
-        assert [len(set(rows[n : n + 4])) for n in (0, 4, 8)] == [1, 1, 1]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1][counted] > 0
+    passed = 0
+    for step, line in enumerate(metrics, 1):
+        samples = [json.loads(each) for each in (folder / "samples" / f"step-{step}.jsonl").read_text().splitlines()]
+        rows = [each["prompt_id"] for each in samples]
+        skipped = line["passed_turns"] - passed if counted == "passed_turns" else 0
+        assert [len(set(rows[n : n + 4])) for n in range(0, len(rows), 4)] == [1] * (3 - skipped)
+        assert all(each["advantage"] == 0 for each in samples if each["prompt_id"] % 3)
+        assert line["label_tokens"] == pytest.approx(line["completion_tokens"] * len(rows))
+        passed = line["passed_turns"]

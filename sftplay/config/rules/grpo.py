@@ -24,6 +24,7 @@ def broken_grpo_rules(cfg: RunConfig) -> Iterator[Violation]:
         yield from _rewards(cfg)
         yield from _lengths(cfg)
         yield from _loss(cfg)
+        yield from _skipping(cfg)
         yield from settings_of_labels(cfg)
 
 
@@ -70,6 +71,19 @@ def _lengths(cfg: RunConfig) -> Iterator[Violation]:
         what = f"{grpo.max_prompt_length} and {COMPLETION} {grpo.max_completion_length} are more than "
         fix = f"write model.max_seq_len: {both}, or {PROMPT}: {limit - grpo.max_completion_length}"
         yield Violation((PROMPT, COMPLETION, "model.max_seq_len"), f"{what}model.max_seq_len {limit}", fix=fix)
+
+
+def _skipping(cfg: RunConfig) -> Iterator[Violation]:
+    grpo = cfg.grpo
+    others = {
+        "grpo.redraws": (bool(grpo.redraws), "which gives the turn of such a prompt to another one"),
+        "grpo.control": (grpo.control is not None, "whose rewards say nothing of a prompt"),
+        "grpo.generation": (grpo.generation.startswith("vllm"), "which draws all of a step"),
+    }
+    for key, (is_set, why) in others.items():
+        if grpo.skip_silent and is_set:
+            what = f"it does not go together with {key}, {why}"
+            yield Violation(("grpo.skip_silent", key), what, fix=f"leave {key} or grpo.skip_silent out")
 
 
 def _loss(cfg: RunConfig) -> Iterator[Violation]:

@@ -146,6 +146,10 @@ class GrpoConfig(Section):
     prompt (dynamic sampling, DAPO). Above 0, prompts whose last groups were such also pass their next turns. 0 draws
     once, as TRL does."""
 
+    skip_silent: bool = False
+    """Draw nothing for a prompt whose last groups had equal rewards, for its next turns (at most four): a step takes
+    fewer tokens. At least one prompt is drawn. Not with redraws, control, vLLM or sharded weights. TRL draws all."""
+
     gauge_steps: Annotated[int, Field(ge=0)] = 10
     """Every so many steps the sampler is compared with the model that learns (sampler_gap and sampler_kl in the
     metrics). Such a step computes one more forward pass. 0 never compares."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sftplay import log
 from sftplay.data.prompts.questions import Questions
 from sftplay.errors import ConfigError
 from sftplay.monitor.metrics import gather_objects
@@ -50,6 +51,12 @@ class Drawing(Base):
                 where="grpo.redraws",
                 fix="set grpo.redraws=0, or an effective batch of whole groups for each process",
             )
+        if grpo.skip_silent and has_sharded_weights(self):
+            raise ConfigError(
+                "ranks that hold parts of the weights must draw equally many completions",
+                where="grpo.skip_silent",
+                fix="leave it out, or train with DDP",
+            )
         self.redraws = Redraws(
             PromptRows(questions),
             rows=questions.row_numbers,
@@ -71,9 +78,12 @@ class Drawing(Base):
         self._generated_tokens = 0
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
-        if self.redraws.rounds:
+        grpo = self.cfg.grpo
+        if grpo.redraws or grpo.skip_silent:
             ranks = gather_objects([row["row"] for row in inputs], self.heartbeat)
-            self.drawn["passed_turns"] += self.redraws.give_turns(inputs, [row for rank in ranks for row in rank])
+            rows = [row for rank in ranks for row in rank]
+            passed = self.redraws.skip_turns(rows) if grpo.skip_silent else self.redraws.give_turns(inputs, rows)
+            self.drawn["passed_turns"] += passed
         self._inputs, self._generated_tokens = inputs, 0
         try:
             drawn = super()._generate_and_score_completions(inputs)
@@ -81,7 +91,26 @@ class Drawing(Base):
             self._inputs = self._judged_ahead = None
         self.drawn["generated_tokens"] += sum(gather_objects(self._generated_tokens, self.heartbeat))
         self.drawing.update(self.redraws.first_draw)
+        if self.redraws.skipped:
+            self._leave_out(drawn)
         return drawn
+
+    def _leave_out(self, drawn: dict[str, Any]) -> None:
+        """Learn nothing from rows for which nothing was drawn, and take their one token out of the figures."""
+        rows = len(drawn["completion_mask"])
+        places = self.redraws.places_drawn(log.rank() * rows, rows)
+        is_drawn = torch.zeros(rows, 1, dtype=torch.bool, device=drawn["completion_mask"].device)
+        is_drawn[places] = True
+        drawn["completion_mask"] = drawn["completion_mask"] * is_drawn
+        kept, everything = len(self.judged.rows), rows * log.world_size()
+        mean = self.drawing["completion_tokens"] or 0.0
+        self.drawing["completion_tokens"] = (mean * everything - (everything - kept)) / kept
+        self.drawing["clipped_ratio"] = (self.drawing["clipped_ratio"] or 0.0) * everything / kept
+
+    def last_advantages(self) -> list[float]:
+        everything = len(self.judged.rows) + len(self.redraws.skipped) * self.num_generations
+        advantages = list(self._logs["advantages"])[-everything:]
+        return [advantages[n] for n in self.redraws.places_drawn(0, everything)]
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *given: Any, **named: Any) -> Any:
         inputs = self._inputs
@@ -93,12 +122,28 @@ class Drawing(Base):
             self._generated_tokens += sum(map(len, completion_ids))
             return completion_ids, logps
 
+        if self.cfg.grpo.skip_silent:
+            return self._draw_some(inputs, prompt_ids, generate=generate)
         share = Share(inputs, prompt_ids, *generate(prompt_ids))
         if self.redraws.rounds:
             first = self._judge(inputs, share.completion_ids)
             self._judged_ahead, redrawn = self.redraws.run(share, first, generate=generate, judge=self._judge)
             self.drawn["redrawn_groups"] += redrawn
         return share.completion_ids, share.logps
+
+    def _draw_some(self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], *, generate: Any) -> Any:
+        """Completions of the groups that are drawn. A row of the others gets one token, which teaches nothing."""
+        places = self.redraws.places_drawn(log.rank() * len(inputs), len(inputs))
+        drawn, logps = generate([prompt_ids[n] for n in places]) if places else ([], None)
+        self._judged_ahead = self._judge([inputs[n] for n in places], drawn)
+        self.redraws.note_drawn(self._judged_ahead)
+        completion_ids = [[self.processing_class.eos_token_id] for _ in inputs]
+        sampled = None if logps is None else [[float("nan")] for _ in inputs]
+        for number, place in enumerate(places):
+            completion_ids[place] = drawn[number]
+            if sampled is not None:
+                sampled[place] = logps[number]
+        return completion_ids, sampled
 
     def _draw(self, prompts: list[list[int]], *given: Any, **named: Any) -> Any:
         """Completions, and what the sampler says of their tokens: vLLM always, the module itself where it is due."""
@@ -120,7 +165,12 @@ class Drawing(Base):
         if self._judged_ahead is None:
             return super()._calculate_rewards(inputs, prompts, completions, ids)
         self.judged = self._judged_ahead
-        return self.as_tensor(self.judged)
+        paid = self.as_tensor(self.judged)
+        if not self.redraws.skipped:
+            return paid
+        everything = paid.new_full((len(inputs) * log.world_size(), paid.size(1)), torch.nan)
+        everything[self.redraws.places_drawn(0, len(everything))] = paid
+        return everything
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         before = self._buffered_inputs

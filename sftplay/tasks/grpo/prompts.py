@@ -18,6 +18,13 @@ KEPT_QUESTIONS = 1024
 """Questions that are not read from disk again. TRL asks for a row once for each completion and micro-batch."""
 
 
+class Tokens(list[int]):
+    """Tokens of a prompt, of which TRL takes a deep copy: number by number that costs more than to read them."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return type(self)(self)
+
+
 class PromptRow(dict[str, Any]):
     """A prompt as TRL's trainer takes it."""
 
@@ -40,7 +47,9 @@ class PromptRows:
     def __getitem__(self, row: int) -> PromptRow:
         """`prompt` holds token ids, so that TRL asks with the kit's own tokens, and takes completions as plain text."""
         question = self.question(row)
-        return PromptRow(prompt=question.ids, row=question.row, words=question.question, columns=question.columns)
+        return PromptRow(
+            prompt=Tokens(question.ids), row=question.row, words=question.question, columns=question.columns
+        )
 
     def question(self, row: int) -> Question:
         """The prompt at this place of the order."""

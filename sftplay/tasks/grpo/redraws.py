@@ -1,8 +1,9 @@
-"""Dynamic sampling: a group whose rewards are all equal teaches nothing, so its place goes to another prompt.
+"""Dynamic sampling: a group whose rewards are all equal teaches nothing, so its place goes to another prompt, or none.
 
 Two things happen where grpo.redraws is above 0. A prompt whose last groups were silent (all rewards equal) passes its
 next turns, before anything is drawn for it. And a group that turns out silent is drawn again with the next prompt of
 the reserve that is not known to be silent, at most grpo.redraws times in a drawing; where there is none, it is kept.
+With grpo.skip_silent nothing is drawn in the turns that a prompt passes.
 The reserve is a seeded order of all prompts, apart from that of the training. Everything follows from rewards that all
 ranks know, so they choose alike, and a checkpoint keeps it.
 """
@@ -131,6 +132,9 @@ class Redraws:
         self.prompts, self.rounds, self.group, self.together = prompts, rounds, num_generations, together
         self.reserve = Reserve(rows, seed=seed)
         self._places = {row: place for place, row in enumerate(rows)}
+        self.skipped: list[int] = []
+        """Groups of this drawing for which nothing is drawn."""
+
         self.first_draw: dict[str, float | None] = {}
         """Reward and silent share of the last drawing before anything was drawn again. The completions that are kept
         say less about the model: silent groups are missing among them."""
@@ -141,6 +145,21 @@ class Redraws:
         chosen = self._chosen([group for group, prompt in enumerate(now) if self.reserve.passes_turn(prompt)], now)
         self._replace(inputs, chosen)
         return len(chosen)
+
+    def skip_turns(self, rows: Sequence[int]) -> int:
+        """Choose the groups for which nothing is drawn, and count them; one group is always drawn."""
+        now = list(rows[:: self.group])
+        passing = [group for group, prompt in enumerate(now) if self.reserve.passes_turn(prompt)]
+        self.skipped = passing if len(passing) < len(now) else passing[1:]
+        return len(self.skipped)
+
+    def places_drawn(self, first: int, count: int) -> list[int]:
+        """Of `count` rows from number `first` of the drawing, those of groups that are drawn, counted from 0."""
+        return [n for n in range(count) if (first + n) // self.group not in self.skipped]
+
+    def note_drawn(self, judged: Judged) -> None:
+        """Remember what the groups have shown that were drawn; `judged` has no others."""
+        self._note(judged, range(len(judged.rows) // self.group))
 
     def run(
         self,

@@ -153,10 +153,14 @@ class Rollouts(Base):
             "completion_tokens": metrics["completions/mean_length"][-1],
         }
         n_kept = self.cfg.grpo.samples
-        advantages = list(self._logs["advantages"])[-len(self.judged.rows) :]
-        write_samples(samples_path(self.run_folder, self.state.global_step + 1), self.judged.lines(advantages)[:n_kept])
+        lines = self.judged.lines(self.last_advantages())[:n_kept]
+        write_samples(samples_path(self.run_folder, self.state.global_step + 1), lines)
         rows = torch.tensor([row["row"] for row in inputs], device=self.accelerator.device)
         return {**drawn, "row": rows}
+
+    def last_advantages(self) -> list[float]:
+        """Those of the judged completions of all ranks."""
+        return list(self._logs["advantages"])[-len(self.judged.rows) :]
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ def test_rows_go_to_the_trainer_as_they_are_and_each_is_read_once():
     assert all(sent is row for sent, row in zip(send_to_device(batch, torch.device("cpu")), batch, strict=True))
     expected = {"prompt": [3], "row": 6, "words": "q2", "columns": {"tests": ["t2"]}}
     assert batch[0] == batch[1] == expected
+    copied = deepcopy(batch[0]["prompt"])
+    assert copied == [3]
+    assert copied is not batch[0]["prompt"] is not batch[1]["prompt"]
     questions.rows = None  # nothing more is read
     assert rows[0] == expected
     with pytest.raises(TypeError):

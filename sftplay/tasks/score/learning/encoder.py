@@ -19,7 +19,7 @@ class Tokens(NamedTuple):
     def of(cls, rows: Sequence[Sequence[int]], device: Any = "cpu") -> Tokens:
         """Rows of ids, none of them empty. What stands behind a row's end is never looked at."""
         lengths = torch.tensor([len(row) for row in rows])
-        ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
         for n, row in enumerate(rows):
             ids[n, : len(row)] = torch.tensor(row)
         return cls(ids.to(device), lengths.to(device))
