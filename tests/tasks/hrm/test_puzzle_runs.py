@@ -134,8 +134,9 @@ def test_a_run_that_has_learned_its_puzzles_ends_with_a_checkpoint_a_measurement
     puzzles: Path, tmp_path: Path
 ):
     cfg, folder = new_hrm_run(tmp_path, puzzles, hrm__stop_at_exact=1e-9, train__max_steps=40, hrm__n_supervision=1)
-    ended = train_in(cfg, folder).outcome.step
-    first = next(line for line in Finished(cfg, folder, None, None).metrics if line["exact_accuracy"] > 0)  # type: ignore[arg-type]
+    run = train_in(cfg, folder)
+    ended = run.outcome.step
+    first = next(line for line in run.metrics if line["exact_accuracy"] > 0)
     assert ended == first["step"] < 40
     assert (folder.checkpoints / f"checkpoint-{ended}" / "COMPLETE.json").is_file()
     assert (folder.eval / f"step-{ended}.json").is_file()
