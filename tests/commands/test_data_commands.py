@@ -272,3 +272,9 @@ def test_the_blocks_of_a_mixture_are_shown_document_by_document(call: Call, toke
     code, _, err = call("render", **changes)
     assert code == 2
     assert "blocks of documents, which no chat template writes" in err
+
+
+@pytest.mark.parametrize("verb", ["process", "inspect", "render"])
+def test_a_verb_on_texts_refuses_puzzles_by_name(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([verb, "--config", str(ROOT / "configs" / "run_hrm_sudoku4.yaml")]) == 2
+    assert "task_mode: task_mode hrm learns puzzles, which have neither a tokenizer" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def run_segment(
 
     `compute` is the compiled model, where there is one.
     """
-    compute = compute or model
+    compute = model if compute is None else compute
     hrm, puzzles = model.hrm, carry.puzzles
     rows = model.puzzles(puzzles.identifiers) if model.puzzles is not None else None
     state, answer = compute(carry.state, puzzles.inputs, puzzle_rows=rows)

@@ -52,16 +52,22 @@ def save_progress(progress: Progress, checkpoint: Path) -> None:
 
 
 def load_progress(checkpoint: Path, device: torch.device, *, has_average: bool) -> Progress:
-    """What this rank has saved in a checkpoint, on `device`.
+    """This rank's part of what all ranks have saved in a checkpoint, on `device`.
+
+    The ranks may be more or fewer than they were: together they have the puzzles of the whole batch, in rank order.
 
     Raises:
-        RunError: a file of this rank is missing; another task has written the checkpoint.
+        RunError: a file is missing; another task has written the checkpoint.
     """
-    path = carry_file(checkpoint, log.rank())
-    found = _read(path, device)
+    first = carry_file(checkpoint, 0)
+    n_files = max(1, len(list(checkpoint.glob(first.name.replace("0", "*")))))
+    parts = [_read(carry_file(checkpoint, rank), device) for rank in range(n_files)]
+    share = sum(len(part["steps"]) for part in parts) // log.world_size()
+    mine = slice(log.rank() * share, (log.rank() + 1) * share)
+    found = {name: torch.cat([part[name] for part in parts])[mine] for name in parts[0]}
     state = State(*(found[name] for name in State._fields))
     puzzles = Puzzles(*(found[name] for name in Puzzles._fields))
-    with safe_open(path, framework="pt") as opened:
+    with safe_open(first, framework="pt") as opened:
         rows = json.loads(opened.metadata()[SAMPLER])
     average = _read(checkpoint / AVERAGE, device) if has_average else None
     return Progress(Carry(state, found["steps"], found["halted"], puzzles), rows, average)
@@ -69,7 +75,7 @@ def load_progress(checkpoint: Path, device: torch.device, *, has_average: bool) 
 
 def _read(path: Path, device: torch.device) -> dict[str, Tensor]:
     if not path.is_file():
-        fix = "continue from a checkpoint of task mode hrm, with as many processes as it had"
+        fix = "continue from a checkpoint of task mode hrm with the same hrm.ema"
         raise RunError("there is no such file in the checkpoint", where=str(path), fix=fix)
     # safetensors knows no `cpu:0`, which accelerate calls the device of each of several processes on CPUs.
     return {name: tensor.to(device) for name, tensor in load_file(path).items()}

@@ -6,7 +6,6 @@ It has no tokenizer, no rows of text and no pretrained model, so that it does no
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +76,8 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
     rows = rows_of(cfg, train, held_out=held_out)
     if log.is_main():
         folder.write_json("data_report.json", rows.report)
-        log.show(json.dumps(rows.report["sources"]))
+        for name, counts in rows.report["sources"].items():
+            log.say(described(name, counts), "data")
     set_seed(cfg.seed)
     model = build_model(cfg, train)
     wait_for_nodes(folder)
@@ -143,6 +143,14 @@ def counts_of(split: PuzzleFolder) -> dict[str, Any]:
         "vocab_size": facts.vocab_size,
         "identifiers": facts.num_puzzle_identifiers,
     }
+
+
+def described(name: str, counts: dict[str, Any]) -> str:
+    """A split in a line."""
+    return (
+        f"{name}: {counts['examples']:,} examples of {counts['puzzles']:,} puzzles in {counts['groups']:,} groups, "
+        f"{counts['cells']} cells each ({counts['path']})"
+    )
 
 
 def build_model(cfg: RunConfig, train: PuzzleFolder) -> PuzzleModel:

@@ -14,8 +14,12 @@ from hrm_run import GROUPS, new_hrm_run, write_puzzles
 from in_process import Finished, StopAfter, train_in
 from safetensors.torch import load_file
 
-from sftplay.errors import ConfigError, DataError
+from sftplay import log
+from sftplay.errors import ConfigError, DataError, RunError
+from sftplay.tasks.hrm.act import Carry, Puzzles
+from sftplay.tasks.hrm.network.model import State
 from sftplay.tasks.hrm.network.saved import load_model
+from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
 
 KINDS: dict[str, dict[str, Any]] = {
     "hrm": {"hrm__ema": 0.9},
@@ -94,6 +98,68 @@ def test_only_touched_rows_of_the_table_have_moved(whole: Finished):
     moved = rows.abs().sum(dim=1) > 0
     assert moved[:6].any()
     assert not moved[6:].any()  # no puzzle has these identifiers
+
+
+def test_puzzles_under_way_are_those_of_the_whole_batch_whatever_the_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = State(torch.randn(6, 3, 4), torch.randn(6, 3, 4))
+    whole = Carry(
+        state, torch.arange(6), torch.arange(6) % 2 == 0, Puzzles(*torch.randint(0, 9, (2, 6, 3)), torch.arange(6))
+    )
+
+    def as_rank(rank: int, world: int) -> slice:
+        monkeypatch.setattr(log, "rank", lambda: rank)
+        monkeypatch.setattr(log, "world_size", lambda: world)
+        return slice(rank * 6 // world, (rank + 1) * 6 // world)
+
+    for rank in range(2):
+        save_progress(Progress(whole.rows(as_rank(rank, 2)), {"passes": 3}, None), tmp_path)
+    for world in (1, 2, 3):
+        for rank in range(world):
+            mine = as_rank(rank, world)
+            found = load_progress(tmp_path, torch.device("cpu"), has_average=False)
+            assert found.rows == {"passes": 3}
+            for one, other in zip(flat(found.carry), flat(whole.rows(mine)), strict=True):
+                assert torch.equal(one, other)
+    with pytest.raises(RunError, match=r"average.safetensors.*no such file"):
+        load_progress(tmp_path, torch.device("cpu"), has_average=True)
+
+
+def flat(carry: Carry) -> list[torch.Tensor]:
+    return [*carry.state, carry.steps, carry.halted, *carry.puzzles]
+
+
+def test_a_run_that_has_learned_its_puzzles_ends_with_a_checkpoint_a_measurement_and_a_result(
+    puzzles: Path, tmp_path: Path
+):
+    cfg, folder = new_hrm_run(tmp_path, puzzles, hrm__stop_at_exact=1e-9, train__max_steps=40, hrm__n_supervision=1)
+    run = train_in(cfg, folder)
+    ended = run.outcome.step
+    first = next(line for line in run.metrics if line["exact_accuracy"] > 0)
+    assert ended == first["step"] < 40
+    assert (folder.checkpoints / f"checkpoint-{ended}" / "COMPLETE.json").is_file()
+    assert (folder.eval / f"step-{ended}.json").is_file()
+    assert load_model(folder.path / "model")
+
+
+@pytest.mark.long
+def test_a_compiled_model_learns_what_it_learns_otherwise(puzzles: Path, tmp_path: Path):
+    losses = []
+    for compiles in (False, True):
+        cfg, folder = new_hrm_run(tmp_path / str(compiles), puzzles, train__max_steps=3, hrm__compile=compiles)
+        losses.append(train_in(cfg, folder).losses)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_state_has_the_precision_of_the_run_and_the_weights_are_fp32(precision: str, puzzles: Path, tmp_path: Path):
+    cfg, folder = new_hrm_run(tmp_path, puzzles, train__max_steps=2, train__precision=precision)
+    train_in(cfg, folder)
+    held = load_file(folder.checkpoints / "checkpoint-2" / "carry-0.safetensors")
+    assert str(held["high"].dtype) == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
+    weights = load_file(folder.path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
 def test_a_checkpoint_of_another_number_of_processes_or_other_puzzles_is_refused(
