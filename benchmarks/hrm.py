@@ -29,9 +29,10 @@ from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "run_hrm_sudoku4.yaml"
 SHAPES = {
-    "tiny": ["hrm.grad=one_step", "hrm.q_continue=true", "hrm.loss_precision=fp64"],
+    "tiny": ["hrm.grad=one_step", "hrm.ema=null", "hrm.q_continue=true", "hrm.loss_precision=fp64"],
     "middle": [
-        "hrm.grad=one_step", "hrm.q_continue=true", "hrm.loss_precision=fp64", "hrm.hidden_size=128",
+        "hrm.grad=one_step", "hrm.ema=null", "hrm.q_continue=true", "hrm.loss_precision=fp64",
+        "hrm.hidden_size=128",
         "hrm.h_layers=2", "hrm.l_layers=2",
         "hrm.n_supervision=8", "hrm.positions=rope",
     ],
