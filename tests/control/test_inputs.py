@@ -77,9 +77,10 @@ def test_a_misspelt_model_is_answered_with_the_nearest_name_and_never_with_its_d
     assert "download" not in found["model.name"]["fix"]
 
 
-def test_a_misspelt_builtin_model_is_answered_with_the_one_there_is(said):
+def test_a_misspelt_builtin_model_is_answered_with_the_nearest_one(said):
     code, found = said("validate", "model.name=builtin:tyni")
-    assert (code, found["model.name"]["fix"]) == (2, "did you mean builtin:tiny or builtin:digits?")
+    assert code == 2
+    assert found["model.name"]["fix"].startswith("did you mean builtin:tiny")
 
 
 def test_a_model_that_is_like_a_known_one_is_taken_where_the_hub_has_it(said, monkeypatch):

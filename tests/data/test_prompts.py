@@ -156,3 +156,14 @@ def test_a_share_of_the_prompts_is_held_out_each_with_all_its_rows(config_of: Co
 def test_nothing_left_to_ask_says_what_became_of_the_rows(config_of: ConfigOf, tokenizer: Any):
     with pytest.raises(DataError, match="no prompt is left to train on: 1 read, 1 too long"):
         load_prompts(config_of([{"prompt": "salt " * 100}]), tokenizer)
+
+
+@pytest.mark.parametrize("mode", ["grpo", "score"])
+def test_a_prompt_that_is_too_long_is_told_with_the_keys_that_give_its_task_room(
+    config_of: ConfigOf, tokenizer: Any, mode: str
+):
+    cfg = config_of([{"prompt": "salt " * 200}], data__too_long="error").with_values({"task_mode": mode}, "a test")
+    with pytest.raises(DataError, match="has ") as refusal:
+        load_prompts(cfg, tokenizer)
+    named = {word.strip(",;") for word in refusal.value.fix.split() if "." in word}
+    assert {key.split(".")[0] for key in named} - {"model", "data"} == {mode}

@@ -36,8 +36,6 @@ from sftplay.data.records import Refused, keys_of
 from sftplay.data.template.templates import resolve_template
 from sftplay.errors import DataError
 
-ROOM = "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
-
 COMPLETIONS = "completions"
 
 
@@ -74,7 +72,7 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     guarded = [data.test_path] if data.test_path else []
     prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
     if not len(prompts.train):
-        raise _nothing_to_ask(cfg.rows_path, prompts.report)
+        raise _nothing_to_ask(cfg, prompts.report)
     return prompts
 
 
@@ -135,7 +133,7 @@ class _Pass:
         self._reading: Reading = reading_of(cfg.data)
         self._dialect = dialect_of(cfg.data)
         self._columns: dict[str, None] = {}
-        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=ROOM)
+        self._policies = RowPolicies(cfg.data, max_tokens, limit="the most for a prompt", fix_long=room(cfg))
 
     def run(self, inputs: list[Input], guarded: list[str], *, folder: Path) -> None:
         """Write both sides, the refused rows and the report."""
@@ -229,14 +227,18 @@ class _Pass:
         ]
 
 
+def room(cfg: RunConfig) -> str:
+    """What gives prompts more room, as `RunConfig.prompt_tokens` counts it."""
+    if cfg.task_mode == "score":
+        return "raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens"
+    return "raise grpo.max_prompt_length or model.max_seq_len, or lower grpo.max_completion_length"
+
+
 def _key(prompt: Prompt) -> int:
     return short(keys_of(prompt.unanswered).prompt)
 
 
-def _nothing_to_ask(path: str, report: Mapping[str, Any]) -> DataError:
+def _nothing_to_ask(cfg: RunConfig, report: Mapping[str, Any]) -> DataError:
     went = where_rows_went(report["sources"].get("train", report), refused_rows=report["refused_rows"])
-    return DataError(
-        f"no prompt is left to train on: {went}",
-        where=path,
-        fix=f"{ROOM}; lower data.split; or correct the refused rows",
-    )
+    fix = f"{room(cfg)}; lower data.split; or correct the refused rows"
+    return DataError(f"no prompt is left to train on: {went}", where=cfg.rows_path, fix=fix)
