@@ -75,14 +75,14 @@ def save_result(
     with whole_folder(target, replaces=True) as scratch:
         for name, each in {"": model, **(beside or {})}.items():
             if cfg.tuning.mode != "full":
-                _save_adapters(each, scratch, base=base, revision=cfg.model.revision)
+                _save_adapters(each, scratch, base=base, revision=cfg.model.revision, weights=None if name else weights)
                 continue
             if weights is None:
                 each.to(_saved_dtype(cfg))
             each.config.use_cache = True
             # The base's own end token is not always the one its chats end with.
             set_end_tokens(each.generation_config, tokenizer)
-            each.save_pretrained(scratch / name, state_dict=weights)
+            each.save_pretrained(scratch / name, state_dict=None if name else weights)
             tokenizer.save_pretrained(scratch / name)
         if cfg.tuning.mode != "full":
             tokenizer.save_pretrained(scratch)
@@ -94,13 +94,15 @@ def save_result(
     return target
 
 
-def _save_adapters(model: Any, folder: Path, *, base: str, revision: str | None) -> None:
+def _save_adapters(
+    model: Any, folder: Path, *, base: str, revision: str | None, weights: dict[str, torch.Tensor] | None
+) -> None:
     """The adapters of the result that this model has; PEFT gives all but the first a folder of its name."""
     names = _kept_adapters(model)
     for name in names:
         model.peft_config[name].base_model_name_or_path = base
         model.peft_config[name].revision = revision
-    model.save_pretrained(folder, selected_adapters=names)
+    model.save_pretrained(folder, state_dict=weights, selected_adapters=names)
 
 
 def _kept_adapters(model: Any) -> list[str]:
