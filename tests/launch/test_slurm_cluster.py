@@ -278,7 +278,30 @@ def test_run_that_learns_from_rewards_comes_back_inside_a_drawing(project: Proje
     inputs = grpo_inputs(tiny_llama, project.root / "prompts")
     window = {"grpo__num_iterations": 2, "grpo__steps_per_generation": 2, "train__batch_size": 4}
     options = {**grpo_options(inputs, train__max_steps=9, train__save_steps=100, **window), "run_name": None}
-    config = write_small_run(project.root, inputs, "grpo.yaml", **options)
+    expect_return_inside_a_drawing(project, write_small_run(project.root, inputs, "grpo.yaml", **options))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("builtin_tiny")
+def test_shipped_toy_of_programs_in_a_sandbox_comes_back_inside_a_drawing(project: Project):
+    def toy(name: str, text: str) -> Path:
+        rows = ROOT / "data" / "one_liners"
+        path = project.root / f"{name}.yaml"
+        path.write_text(f"include: {ROOT}/configs/run_grpo_{name}.yaml\noutput_dir: {project.root}/outputs\n{text}")
+        path.write_text(path.read_text().replace("ROWS", str(rows)))
+        return path
+
+    train_undisturbed(project, "warm", config=toy("toy_sft", "data: {train_path: ROWS/noisy.jsonl}\n"))
+    text = f"""model: {{name: {project.folder("warm").result}}}
+data: {{train_path: ROWS/train.jsonl, val_path: ROWS/held_out.jsonl}}
+grpo: {{num_iterations: 2, steps_per_generation: 2}}
+train: {{max_steps: 9, save_steps: 100}}
+"""
+    expect_return_inside_a_drawing(project, toy("toy", text))
+
+
+def expect_return_inside_a_drawing(project: Project, config: Path) -> None:
+    """A run of nine steps on two nodes, whose second drawing feeds steps 5 to 8, loses nothing by a requeue in it."""
     expected = train_undisturbed(project, "rewards-alone", config=config)
     held = project.root / "held-rewards"
     job = project.submit("rewards", "NODES=2", f"CONFIG={config}", HOLD_AT=str(held), HOLD_LINES="6")
@@ -288,7 +311,7 @@ def test_run_that_learns_from_rewards_comes_back_inside_a_drawing(project: Proje
     (project.root / "held-rewards.go").touch()
     project.until(job, "COMPLETED", "FAILED")
     assert (project.cluster.state(job), project.cluster.field(job, "Restarts")) == ("COMPLETED", "1"), project.said(job)
-    assert 4 < project.lives(job)[0]["to_step"] < 8  # the second drawing feeds steps 5 to 8
+    assert 4 < project.lives(job)[0]["to_step"] < 8
     assert [line["step"] for line in project.metrics("rewards")] == [*range(1, 10)]
     assert [line["reward"] for line in project.metrics("rewards")] == [
         line["reward"] for line in project.metrics("rewards-alone")
