@@ -8,12 +8,6 @@ from typing import Any
 
 from small_run import WORDS, Inputs
 
-TIMED = {
-    "tokens_per_s", "padded_tokens_per_s", "samples_per_s", "model_tflops_per_s", "mfu", "step_s", "step_split",
-    "communication_max_s", "ranks", "peak_rss_bytes", "ranks_memory", "attempt", "exposed_communication_share",
-}  # fmt: skip
-"""Fields of a line of metrics that may differ between two equal runs."""
-
 REWARD = """
 def variety(completions, answer, **_):
     return [1.0 if text == right else min(len(set(text)), 20) / 40 for text, right in zip(completions, answer)]

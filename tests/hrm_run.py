@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from small_run import write_values
 
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config, load_resolved
@@ -48,16 +48,7 @@ def write_hrm_run(home: Path, puzzles: Path, name: str = "run.yaml", **changes: 
         "train": {"max_steps": 8, "effective_batch_size": 8, "learning_rate": 0.01, "save_steps": 4, "eval_steps": 4},
         "logging": {"steps": 1, "backend": "none", "row_ids": True},
     }  # fmt: skip
-    for dotted, value in changes.items():
-        *path, last = dotted.split("__")
-        branch = values
-        for part in path:
-            branch = branch.setdefault(part, {})
-        branch[last] = value
-    home.mkdir(parents=True, exist_ok=True)
-    target = home / name
-    target.write_text(json.dumps(values, indent=1))  # JSON is YAML
-    return target
+    return write_values(home / name, values, changes)
 
 
 def new_hrm_run(home: Path, puzzles: Path, **changes: Any) -> tuple[RunConfig, RunFolder]:

@@ -39,13 +39,17 @@ def write_small_run(home: Path, inputs: Inputs, name: str = "run.yaml", **change
         "logging": {"steps": 1, "backend": "none", "row_ids": True},
         "eval": {"limit": 4, "max_new_tokens": 4},
     }
+    return write_values(home / name, values, changes)
+
+
+def write_values(target: Path, values: dict[str, Any], changes: dict[str, Any]) -> Path:
+    """The YAML of a config with changes; the key `a__b` of a change means a.b."""
     for dotted, value in changes.items():
         *path, last = dotted.split("__")
         branch = values
         for part in path:
             branch = branch.setdefault(part, {})
         branch[last] = value
-    home.mkdir(parents=True, exist_ok=True)
-    target = home / name
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(values, indent=1))  # JSON is YAML
     return target

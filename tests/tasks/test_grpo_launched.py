@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
-from grpo_run import TIMED, grpo_inputs, grpo_options
+from grpo_run import grpo_inputs, grpo_options
+from killed_worker import killed_in
 from small_run import write_small_run
+from untimed_metrics import lines_of
 
-ROOT = Path(__file__).resolve().parents[2]
 Verb = Callable[..., CompletedProcess[str]]
 
 pytestmark = pytest.mark.slow
 
-HOOK = """
-import json, os, signal, sys
-wanted = json.loads(os.environ.get("KILL_IN", "null"))
-if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
-    from sftplay.heartbeat import Heartbeat
-    real = Heartbeat.enter
-    def enter(self, phase, *, step=None):
-        real(self, phase, step=step)
-        if [phase, self.step] == wanted:
-            os.kill(os.getpid(), signal.SIGKILL)
-    Heartbeat.enter = enter
-"""
-
 KILLS = {"generation": 5, "reward": 5, "backward": 7}
 """Phase -> the step in which the worker is killed there. Four steps learn from one drawing, and every second one is
 saved: the last kill is answered from a checkpoint inside a drawing."""
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
 
 
 def samples_of(folder: Path) -> dict[str, str]:
@@ -52,13 +33,10 @@ def test_a_run_killed_while_it_draws_judges_and_learns_ends_as_if_nothing_had_be
     window = {"grpo__num_iterations": 2, "grpo__steps_per_generation": 2, "train__batch_size": 4}
     options = grpo_options(inputs, train__max_steps=9, train__save_steps=2, **window)
     config = write_small_run(tmp_path, inputs, **options)
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     assert sftplay("train", "--config", config, "run_name=whole").returncode == 0
     verb = "train"
     for phase, step in KILLS.items():
-        env = {"KILL_IN": json.dumps([phase, step]), "PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{ROOT}"}
-        done = sftplay(verb, "--config", config, "run_name=killed", env=env)
+        done = sftplay(verb, "--config", config, "run_name=killed", env=killed_in(tmp_path, phase, step))
         assert done.returncode == 5, done.stderr
         assert "SIGKILL" in done.stdout + done.stderr
         verb = "resume"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_run import TIMED, grpo_inputs, grpo_options
+from grpo_run import grpo_inputs, grpo_options
 from in_process import Finished, Inputs, StopAfter, new_run, train, train_in
 from safetensors.torch import load_file
+from untimed_metrics import untimed
 
 WINDOW = {"grpo__num_iterations": 2, "grpo__steps_per_generation": 2, "train__batch_size": 4}
 """Four optimizer steps learn from one drawing, each of two micro-batches."""
@@ -38,7 +39,7 @@ def samples(run: Finished) -> dict[str, list[dict[str, Any]]]:
 
 
 def course(run: Finished) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key not in TIMED} for line in run.metrics]
+    return untimed(run.metrics)
 
 
 def stopped_and_resumed(home: Path, inputs: Inputs, step: int, **changes: Any) -> Finished:

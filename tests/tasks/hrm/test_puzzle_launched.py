@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 import torch
-from grpo_run import TIMED
 from hrm_run import write_hrm_run, write_puzzles
+from killed_worker import killed_in
 from safetensors.torch import load_file
+from untimed_metrics import lines_of
 
-ROOT = Path(__file__).resolve().parents[3]
 Verb = Callable[..., CompletedProcess[str]]
 
 pytestmark = pytest.mark.slow
-
-HOOK = """
-import json, os, signal, sys
-wanted = json.loads(os.environ.get("KILL_IN", "null"))
-if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
-    from sftplay.heartbeat import Heartbeat
-    real = Heartbeat.enter
-    def enter(self, phase, *, step=None):
-        real(self, phase, step=step)
-        if [phase, self.step, os.environ.get("RANK", "0")] == wanted:
-            os.kill(os.getpid(), signal.SIGKILL)
-    Heartbeat.enter = enter
-"""
-"""A sitecustomize.py that kills a rank when it enters a phase of a step."""
 
 
 @pytest.fixture(scope="module")
 def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_puzzles(tmp_path_factory.mktemp("puzzles"))
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -82,14 +61,11 @@ def test_two_processes_learn_as_one_does(two: tuple[Path, Path], sftplay: Verb):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_run_ends_as_a_whole_one_bit_for_bit(processes: int, puzzles: Path, tmp_path: Path, sftplay: Verb):
     config = write_hrm_run(tmp_path, puzzles, hrm__ema=0.9, train__save_steps=2)
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     given = ("--config", config, "--nproc", processes)
     assert sftplay("train", *given, "run_name=whole").returncode == 0
     verb = "train"
     for phase, step in (("backward", 4), ("save", 6)):
-        kill = json.dumps([phase, step, str(processes - 1)])
-        env = {"KILL_IN": kill, "PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{ROOT}"}
+        env = killed_in(tmp_path, phase, step, rank=processes - 1)
         done = sftplay(verb, *given, "run_name=killed", env=env)
         assert done.returncode == 5, done.stderr
         verb = "resume"
@@ -99,5 +75,7 @@ def test_a_killed_run_ends_as_a_whole_one_bit_for_bit(processes: int, puzzles: P
     assert lines_of(killed) == lines_of(whole)
     its = checkpoint_tensors(whole, 8)
     assert {name.partition("/")[0] for name in its} >= {f"carry-{rank}.safetensors" for rank in range(processes)}
-    for name, tensor in checkpoint_tensors(killed, 8).items():
+    again = checkpoint_tensors(killed, 8)
+    assert again.keys() == its.keys()
+    for name, tensor in again.items():
         assert torch.equal(tensor, its[name]), name

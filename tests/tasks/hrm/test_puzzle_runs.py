@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_run import TIMED
 from hrm_run import GROUPS, new_hrm_run, write_puzzles
 from in_process import Finished, StopAfter, train_in
 from safetensors.torch import load_file
+from untimed_metrics import untimed
 
 from sftplay import log
 from sftplay.errors import ConfigError, DataError, RunError
@@ -42,7 +42,7 @@ def whole(request: pytest.FixtureRequest, puzzles: Path, tmp_path_factory: pytes
 
 
 def course(run: Finished) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key not in TIMED} for line in run.metrics]
+    return untimed(run.metrics)
 
 
 def tensors_in(run: Finished, step: int) -> dict[str, torch.Tensor]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_run import TIMED
 from in_process import Finished, StopAfter, new_run, train, train_in
 from safetensors.torch import load_file
 from score_run import score_inputs, score_options
 from small_run import Inputs
 from transformers import AutoModelForCausalLM
+from untimed_metrics import untimed
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def weights(run: Finished) -> dict[str, torch.Tensor]:
 
 
 def course(run: Finished) -> list[dict[str, Any]]:
-    return [{key: value for key, value in line.items() if key not in TIMED} for line in run.metrics]
+    return untimed(run.metrics)
 
 
 def assert_same(one: Finished, other: Finished) -> None:

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
-from grpo_run import TIMED
+from killed_worker import killed_in
 from safetensors.torch import load_file
 from score_run import score_inputs, score_options
 from small_run import Inputs, write_small_run
+from untimed_metrics import lines_of
 
-ROOT = Path(__file__).resolve().parents[3]
 Verb = Callable[..., CompletedProcess[str]]
 
 pytestmark = pytest.mark.slow
-
-HOOK = """
-import json, os, signal, sys
-wanted = json.loads(os.environ.get("KILL_IN", "null"))
-if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
-    from sftplay.heartbeat import Heartbeat
-    real, times = Heartbeat.enter, []
-    def enter(self, phase, *, step=None):
-        real(self, phase, step=step)
-        if [phase, self.step] == wanted[:2]:
-            times.append(step)
-            if len(times) == wanted[2]:
-                os.kill(os.getpid(), signal.SIGKILL)
-    Heartbeat.enter = enter
-"""
 
 KILLS = {
     "sampling": ("generation", 3, 1),
@@ -49,11 +32,6 @@ has six backward passes: two micro-batches of hints, of first answers and of sec
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return score_inputs(tmp_path_factory.mktemp("digits"))
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
 
 
 def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path: Path, sftplay: Verb):
@@ -80,13 +58,10 @@ def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path
 @pytest.mark.long
 def test_a_run_killed_in_each_phase_ends_as_if_nothing_had_been(inputs: Inputs, tmp_path: Path, sftplay: Verb):
     config = write_small_run(tmp_path, inputs, **score_options(train__max_steps=6, train__save_steps=2))
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     assert sftplay("train", "--config", config, "run_name=whole").returncode == 0
     verb = "train"
-    for place in KILLS.values():
-        env = {"KILL_IN": json.dumps(place), "PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{ROOT}"}
-        done = sftplay(verb, "--config", config, "run_name=killed", env=env)
+    for phase, step, time in KILLS.values():
+        done = sftplay(verb, "--config", config, "run_name=killed", env=killed_in(tmp_path, phase, step, time=time))
         assert done.returncode == 5, done.stderr
         verb = "resume"
     done = sftplay("resume", "--config", config, "run_name=killed")
