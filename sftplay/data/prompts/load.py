@@ -17,6 +17,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.encode.render import Renderer
@@ -73,6 +74,19 @@ def load_prompts(cfg: RunConfig, tokenizer: Any, *, renderer_template: str | Non
     prompts = _load(cfg, tokenizer, template=renderer_template, inputs=inputs, guarded=guarded)
     if not len(prompts.train):
         raise _nothing_to_ask(cfg, prompts.report)
+    return prompts
+
+
+def prepare_prompts(cfg: RunConfig, tokenizer: Any, *, called: str) -> Prompts:
+    """`load_prompts` for a run that says so. Gives the tokenizer the chat template that asks them.
+
+    Raises:
+        DataError: as `load_prompts`.
+    """
+    log.status(f"preparing the {called} of {cfg.rows_path}", "data")
+    prompts = load_prompts(cfg, tokenizer)
+    if prompts.renderer.template is not None:
+        tokenizer.chat_template = prompts.renderer.template
     return prompts
 
 

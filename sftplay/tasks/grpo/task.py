@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.prompts.load import load_prompts
+from sftplay.data.prompts.load import prepare_prompts
 from sftplay.data.prompts.report import prompts_table
 from sftplay.deliver.evaluate.rewarded import evaluate_prompts, spread
 from sftplay.launch.run_folder import RunFolder
@@ -39,10 +39,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     Raises:
         DataError: no prompt is left.
     """
-    log.status(f"preparing the prompts of {cfg.rows_path}", "data")
-    prompts = load_prompts(cfg, tokenizer)
-    if prompts.renderer.template is not None:
-        tokenizer.chat_template = prompts.renderer.template
+    prompts = prepare_prompts(cfg, tokenizer, called="prompts")
     order, known = run_order(cfg, prompts)
     return Rows(
         train=PromptRows(prompts.train, order),

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.prompts.load import load_prompts
+from sftplay.data.prompts.load import prepare_prompts
 from sftplay.data.prompts.report import prompts_table
 from sftplay.deliver.evaluate.rewarded import spread
 from sftplay.errors import ConfigError
@@ -61,10 +61,7 @@ def load_rows(cfg: RunConfig, tokenizer: Any) -> Rows:
     Raises:
         DataError: no problem is left.
     """
-    log.status(f"preparing the problems of {cfg.rows_path}", "data")
-    prompts = load_prompts(cfg, tokenizer)
-    if prompts.renderer.template is not None:
-        tokenizer.chat_template = prompts.renderer.template
+    prompts = prepare_prompts(cfg, tokenizer, called="problems")
     train, known = run_order(cfg, prompts)
     # Where nothing is held out, the evaluation plays the training problems.
     measured = prompts.held_out if len(prompts.held_out) else prompts.train
