@@ -36,9 +36,15 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _positive(text: str) -> int:
+def _tokens(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"not a number of tokens: {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"not a number, 1 or more: {text!r}")
     return int(text)
 
 
@@ -257,7 +263,7 @@ def _answer_flags(run: Flags) -> dict[str, Flags]:
     choice: Flags = {
         "--temperature": {"type": _temperature, "default": 0.0, "help": "0 takes the likeliest token each time"},
         "--top-p": {"type": _share, "default": None, "help": "draw from the likeliest tokens that sum up to it"},
-        "--max-new-tokens": {"type": _positive, "default": None, "help": "longest answer; else eval.max_new_tokens"},
+        "--max-new-tokens": {"type": _tokens, "default": None, "help": "longest answer; else eval.max_new_tokens"},
         "--seed": {"type": int, "default": None, "help": "of what is drawn; else the config's"},
     }
     return {

@@ -106,6 +106,7 @@ def test_a_run_without_a_result_is_told_from_a_config_without_a_run(
     [
         (["--k", "5"], "pass@5 cannot be estimated from 1 answers a problem"),
         (["--k", "1,11", "--n", "10", "--temperature", "0.8"], "pass@11 cannot be estimated from 10 answers"),
+        (["--n", "0"], "not a number, 1 or more: '0'"),
         (["--n", "2"], "2 answers a problem would all be the likeliest one"),
         (["--top-p", "0.9"], "at temperature 0 nothing is drawn"),
         (["--nnodes", "2"], "eval-code starts processes of one node"),
