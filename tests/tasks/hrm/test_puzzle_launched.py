@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -88,12 +89,14 @@ def test_processes_that_share_the_puzzle_embeddings_out_learn_and_save_the_same_
 def test_a_run_with_sharded_puzzle_embeddings_goes_on_in_one_process(
     learned: dict[str, Path], two: tuple[Path, Path], sftplay: Verb
 ):
-    checkpoint = learned["sharded"] / "checkpoints" / "checkpoint-4"
-    given = ("run_name=onward", f"train.resume={checkpoint}", "--nproc", 1)
-    done = sftplay("train", "--config", two[1], *given)
+    onward = learned["sharded"].with_name("onward")
+    shutil.copytree(learned["sharded"], onward, symlinks=True)
+    shutil.rmtree(onward / "checkpoints" / "checkpoint-8")
+    shutil.rmtree(onward / "model")
+    (onward / "status.json").write_text('{"state": "stopped"}')
+    done = sftplay("resume", "--config", two[1], "run_name=onward", "--nproc", 1)
     assert done.returncode == 0, done.stderr
-    name = "puzzles.rows"
-    assert torch.equal(result(two[0] / "outputs" / "onward")[name], result(learned["one"])[name])
+    assert torch.equal(result(onward)["puzzles.rows"], result(learned["one"])["puzzles.rows"])
 
 
 @pytest.mark.parametrize("processes", [1, 2])
