@@ -1,7 +1,7 @@
 """Linear layers: how their weights begin, and the library that multiplies on a CPU.
 
-torch multiplies fp32 matrices on x86 CPUs by MKL. On AMD's CPUs MKL does without AVX-512, and is half as fast as oneDNN,
-which torch brings too (docs/benchmarks.md). 16-bit numbers go through oneDNN in torch itself.
+torch multiplies fp32 matrices on x86 CPUs by MKL. On AMD's CPUs MKL does without AVX-512, and is half as fast as
+oneDNN, which torch brings too (docs/benchmarks.md). 16-bit numbers go through oneDNN in torch itself.
 """
 
 from __future__ import annotations
