@@ -58,9 +58,12 @@ class OneDnnProduct(torch.autograd.Function):
     """x [..., n_in] times the transposed weight [n_out, n_in], in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
         return one_dnn_product(x, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     @once_differentiable
