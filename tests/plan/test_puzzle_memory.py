@@ -89,9 +89,9 @@ def test_the_published_model_has_27_million_weights():
 @pytest.mark.parametrize("given", [SMALL, MIDDLE | {"h_cycles": 3}, TRM | {"hidden_size": 64, "num_heads": 2}])
 def test_operations_of_a_step_are_those_that_torch_counts_up_to_attention(given: dict[str, Any]):
     hrm, grid, rows = HrmConfig(**given), GridSize(cells=16, words=6, identifiers=1), 2
-    model = built(hrm, grid)
-    carry = all_halted(model, rows)
-    with FlopCounterMode(display=False) as counter:
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model = built(hrm, grid)
+        carry = all_halted(model, rows, device="meta")
         run_segment(model, carry, at_least=torch.zeros(rows, dtype=torch.int64)).losses.sum().backward()
     of_products = sum(
         flops

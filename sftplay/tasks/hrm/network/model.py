@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from sftplay.config.schema.hrm import HrmConfig
 from sftplay.tasks.hrm.network.embedding import ALL_ROWS, PuzzleTable
-from sftplay.tasks.hrm.network.layers import Linear, Reasoner, Rotation, truncated_normal_
+from sftplay.tasks.hrm.network.layers import Reasoner, Rotation
+from sftplay.tasks.hrm.network.linear import Linear, truncated_normal_
 from sftplay.tasks.hrm.network.table_share import TableShare
 
 Q_BIAS = -5.0
