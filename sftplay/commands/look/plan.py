@@ -31,6 +31,7 @@ from sftplay.plan.report.tables import (
     describe_phases,
     describe_rows,
     describe_suggestions,
+    describe_table,
     describe_workload,
 )
 from sftplay.plan.shape.model_shape import ModelShape
@@ -68,6 +69,7 @@ def plan(args: Namespace) -> int:
         f"batch       {sizes} {unit} a step (batch_size x grad_accum x processes = effective batch)",
         *describe_drawing(forecast, sized.as_plan()),
         *describe_layout(forecast),
+        *describe_table(forecast),
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),

@@ -1,6 +1,6 @@
 """The layers of the puzzle model: attention over all cells, SwiGLU, norms without weights, rotary positions.
 
-Weights are fp32 and are cast to the type of their input in each call. No layer has a bias but the one that asks for it.
+Weights are fp32 and are cast to the type of their input in each call. No layer has a bias.
 """
 
 from __future__ import annotations
@@ -11,24 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-CUT = 2.0
-"""Standard deviations beyond which a truncated normal distribution has nothing."""
-
-STD_OF_CUT = 0.8796256610342398
-"""Standard deviation of a standard normal distribution that is cut at +-CUT: sqrt(1 - 2 CUT phi(CUT) / (2 Phi(CUT) -
-1)). torch's trunc_normal_ does not correct for it."""
+from sftplay.tasks.hrm.network.linear import Linear
 
 EPSILON = 1e-5
 MULTIPLE = 256
 SMALL_WIDTH, SMALL_MULTIPLE = 512, 32
 """Below this width the feed-forward layers are rounded up to a multiple of 32, else to one of 256."""
-
-
-def truncated_normal_(weight: Tensor, std: float) -> Tensor:
-    """Fill `weight` from a normal distribution that is cut at two sigma, and whose standard deviation is `std`."""
-    sigma = std / STD_OF_CUT
-    with torch.no_grad():
-        return nn.init.trunc_normal_(weight, std=sigma, a=-CUT * sigma, b=CUT * sigma)
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -41,17 +29,6 @@ def inner_width(hidden: int, expansion: float) -> int:
     """Width within SwiGLU: two thirds of `expansion` times `hidden`, rounded up."""
     multiple = MULTIPLE if hidden >= SMALL_WIDTH else SMALL_MULTIPLE
     return math.ceil(round(expansion * hidden * 2 / 3) / multiple) * multiple
-
-
-class Linear(nn.Module):
-    """A linear layer."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(truncated_normal_(torch.empty(n_out, n_in), n_in**-0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.to(x.dtype))
 
 
 class Rotation(nn.Module):
