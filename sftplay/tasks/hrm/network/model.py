@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.tasks.hrm.network.embedding import PuzzleTable
+from sftplay.tasks.hrm.network.embedding import ALL_ROWS, PuzzleTable
 from sftplay.tasks.hrm.network.layers import Reasoner, Rotation
 from sftplay.tasks.hrm.network.linear import Linear, truncated_normal_
+from sftplay.tasks.hrm.network.table_share import TableShare
 
 Q_BIAS = -5.0
 """Start of both Q values before the sigmoid: halting and going on look worthless at first."""
@@ -62,8 +63,10 @@ class PuzzleModel(nn.Module):
     start_high: Tensor
     start_low: Tensor
 
-    def __init__(self, hrm: HrmConfig, grid: Grid, *, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is the type it computes in; its weights are fp32."""
+    def __init__(
+        self, hrm: HrmConfig, grid: Grid, *, dtype: torch.dtype = torch.float32, share: TableShare = ALL_ROWS
+    ) -> None:
+        """`dtype` is the type it computes in; its weights are fp32. `share` says which puzzle embeddings it holds."""
         super().__init__()
         self.hrm, self.grid, self.dtype = hrm, grid, dtype
         width = hrm.hidden_size
@@ -79,7 +82,7 @@ class PuzzleModel(nn.Module):
             self.places = nn.Parameter(truncated_normal_(torch.empty(positions, width), width**-0.5))
         else:
             self.rotation = Rotation(width // hrm.num_heads, positions, theta=hrm.rope_theta)
-        self.puzzles = PuzzleTable(grid.identifiers, emb_dim) if emb_dim else None
+        self.puzzles = PuzzleTable(grid.identifiers, emb_dim, share=share) if emb_dim else None
         module: dict[str, Any] = {"heads": hrm.num_heads, "expansion": hrm.expansion}
         self.low = Reasoner(hrm.l_layers, width, **module)
         self.own_high = None if hrm.arch == "single" else Reasoner(hrm.h_layers, width, **module)
