@@ -60,7 +60,7 @@ class Update:
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
                 loss = beta * kl
                 if advantage is not None:
-                    loss = loss + self._policy(name, scores, tensors, advantage=advantage[part], n_tokens=n_tokens)
+                    loss = loss + self._policy(scores, tensors, name=name, advantage=advantage[part], n_tokens=n_tokens)
             self._add(name, loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
             if loss.requires_grad:
                 self._backward("solver", loss)
@@ -72,7 +72,7 @@ class Update:
             with self.batch.context():
                 scores = self._scores("guide", tensors)
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
-                loss = self._policy("guide", scores, tensors, advantage=advantage[part], n_tokens=n_tokens)
+                loss = self._policy(scores, tensors, name="guide", advantage=advantage[part], n_tokens=n_tokens)
                 loss = loss + score.beta_guide * kl
                 seen = self._tokens(actions[part]) if score.value == "separate" else scores.last_hidden
                 loss = loss + self._value(seen, tensors, outcome=outcome[part])
@@ -120,7 +120,7 @@ class Update:
         return score_actions(self.cast, tensors, role=role, temperature=self.score.temperature, kl=self.score.kl)
 
     def _policy(
-        self, name: str, scores: TokenScores, tensors: ActionBatch, *, advantage: Tensor, n_tokens: float
+        self, scores: TokenScores, tensors: ActionBatch, *, name: str, advantage: Tensor, n_tokens: float
     ) -> Tensor:
         """By ratios where a drawing feeds several optimizer steps."""
         score, log_probs, mask = self.score, scores.log_probs, tensors.mask
