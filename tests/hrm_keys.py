@@ -223,7 +223,7 @@ OF_HRM: dict[str, Check] = {
     "l_cycles": of_model(calls, "l_cycles", (4, 2), value=3, after=(6, 2)),
     "positions": of_model(lambda m: m.places is not None, "positions", False, value="learned", after=True),
     "rope_theta": of_model(
-        lambda m: m.rotation is not None and round(float(m.rotation.cos[1, 1]), 3), "rope_theta", 1.0, value=1.0,
+        lambda m: m.rotation is not None and round(float(m.rotation.cos[1, 0, 1]), 3), "rope_theta", 1.0, value=1.0,
         after=0.54,
     ),
     "n_supervision": of_model(

@@ -86,7 +86,9 @@ def test_the_published_model_has_27_million_weights():
     assert PuzzleShape(HrmConfig(), SUDOKU).weights == pytest.approx(27.3e6, rel=0.002)
 
 
-@pytest.mark.parametrize("given", [SMALL, MIDDLE | {"h_cycles": 3}, TRM | {"hidden_size": 64, "num_heads": 2}])
+@pytest.mark.parametrize(
+    "given", [SMALL, SMALL | {"q_continue": True}, MIDDLE | {"h_cycles": 3}, TRM | {"hidden_size": 64, "num_heads": 2}]
+)
 def test_operations_of_a_step_are_those_that_torch_counts_up_to_attention(given: dict[str, Any]):
     hrm, grid, rows = HrmConfig(**given), GridSize(cells=16, words=6, identifiers=1), 2
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -99,7 +101,7 @@ def test_operations_of_a_step_are_those_that_torch_counts_up_to_attention(given:
         if "mm" in str(name) and "bmm" not in str(name)
     )
     shape = model_shape_of(PuzzleShape(hrm, grid), rows=None)
-    assert rows * flops_per_row(shape) == pytest.approx(of_products, rel=0.05)
+    assert rows * flops_per_row(shape) == pytest.approx(of_products, rel=0.01)
 
 
 def test_rows_at_a_time_follow_from_memory_and_the_batch_stays_exact():

@@ -149,7 +149,8 @@ def describe_suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
     """What to change, the cheapest first."""
     for each in suggestions:
         what = "fits" if each.fits else "still too large"
-        yield f"  {each.change}: {format_bytes(each.peak_bytes)}, {what} (one row at a time)"
+        rows = "one row" if each.batch_size == 1 else f"{each.batch_size} rows"
+        yield f"  {each.change}: {format_bytes(each.peak_bytes)}, {what} ({rows} at a time)"
 
 
 def describe_rows(rows: Sequence[Row]) -> Iterator[str]:

@@ -40,19 +40,19 @@ class Rotation(nn.Module):
     def __init__(self, head_width: int, length: int, *, theta: float) -> None:
         super().__init__()
         rates = theta ** -(torch.arange(0, head_width, 2).float() / head_width)
-        angles = torch.outer(torch.arange(length).float(), rates).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        angles = torch.outer(torch.arange(length).float(), rates).unsqueeze(1)
+        self.register_buffer("cos", angles.cos().repeat(1, 1, 2), persistent=False)
+        self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), dim=-1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., length, head_width], rotated."""
+        """`x` [batch, length, heads, head_width], rotated."""
         first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return x * self.cos.to(x.dtype) + turned * self.sin.to(x.dtype)
+        swapped = torch.cat((second, first), dim=-1)
+        return (x * self.cos.to(x.dtype)).addcmul_(swapped, self.sin.to(x.dtype))
 
 
 class Attention(nn.Module):
-    """Every position looks at every other."""
+    """Positions look at every position: all of them, or only the `first` ones."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -60,14 +60,15 @@ class Attention(nn.Module):
         self.qkv = Linear(hidden, 3 * hidden)
         self.out = Linear(hidden, hidden)
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, *, first: int | None = None) -> Tensor:
         batch, length, hidden = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        heads = self.qkv(x).view(batch, length, 3 * self.heads, hidden // self.heads)
+        looking, v = heads.split((2 * self.heads, self.heads), dim=2)
         if rotation is not None:
-            q, k = rotation(q), rotation(k)
-        mixed = functional.scaled_dot_product_attention(q, k, v)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+            looking = rotation(looking)
+        q, k, v = (each.transpose(1, 2) for each in (*looking.chunk(2, dim=2), v))
+        mixed = functional.scaled_dot_product_attention(q[:, :, :first], k, v)
+        return self.out(mixed.transpose(1, 2).reshape(batch, -1, hidden))
 
 
 class SwiGlu(nn.Module):
@@ -92,8 +93,8 @@ class Block(nn.Module):
         self.attention = Attention(hidden, heads)
         self.feed_forward = SwiGlu(hidden, expansion)
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        x = rms_norm(x + self.attention(x, rotation))
+    def forward(self, x: Tensor, rotation: Rotation | None, *, first: int | None = None) -> Tensor:
+        x = rms_norm(x[:, :first] + self.attention(x, rotation, first=first))
         return rms_norm(x + self.feed_forward(x))
 
 
@@ -104,8 +105,12 @@ class Reasoner(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(hidden, heads=heads, expansion=expansion) for _ in range(n_layers))
 
-    def forward(self, state: Tensor, injected: Tensor, *, rotation: Rotation | None) -> Tensor:
+    def forward(
+        self, state: Tensor, injected: Tensor, *, rotation: Rotation | None, first: int | None = None
+    ) -> Tensor:
+        """The next state, of its `first` positions alone where that is given."""
         state = state + injected
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             state = block(state, rotation)
-        return state
+        return last(state, rotation, first=first)

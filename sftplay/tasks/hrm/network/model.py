@@ -119,19 +119,22 @@ class PuzzleModel(nn.Module):
             embedded = math.sqrt(0.5) * (embedded + self.places.to(self.dtype))
         return math.sqrt(width) * embedded
 
-    def forward(self, state: State, inputs: Tensor, *, puzzle_rows: Tensor | None) -> tuple[State, Answer]:
+    def forward(
+        self, state: State, inputs: Tensor, *, puzzle_rows: Tensor | None, judges_alone: bool = False
+    ) -> tuple[State, Answer]:
         """One segment: the state after it, detached, and the answer.
 
-        Gradients reach the last calls alone, as `hrm.grad` says; `state` gets none.
+        Gradients reach the last calls alone, as `hrm.grad` says; `state` gets none. With `judges_alone` the answer has
+        no cells, and the high state only its first position, from which the Q values are read.
         """
         embedded = self.embed(inputs, puzzle_rows)
-        state = self._think(state.detached(), embedded)
+        state = self._think(state.detached(), embedded, first=1 if judges_alone else None)
         q = self.q_head(state.high[:, 0].to(self.q_head.weight.dtype))
-        logits = self.head(state.high[:, self.prefix :])
+        logits = self.head(state.high[:, :0] if judges_alone else state.high[:, self.prefix :])
         return state.detached(), Answer(logits, q[:, 0], q[:, 1])
 
-    def _think(self, state: State, embedded: Tensor) -> State:
-        """All cycles. Which calls have a gradient is decided by their number."""
+    def _think(self, state: State, embedded: Tensor, *, first: int | None) -> State:
+        """All cycles. Which calls have a gradient is decided by their number; the last gives the `first` positions."""
         hrm, (high, low) = self.hrm, state
         for slow in range(hrm.h_cycles):
             is_last_cycle = slow == hrm.h_cycles - 1
@@ -140,5 +143,5 @@ class PuzzleModel(nn.Module):
                 with nullcontext() if learns else torch.no_grad():
                     low = self.low(low, high + embedded, rotation=self.rotation)
             with nullcontext() if is_last_cycle else torch.no_grad():
-                high = self.high(high, low, rotation=self.rotation)
+                high = self.high(high, low, rotation=self.rotation, first=first if is_last_cycle else None)
         return State(high, low)
