@@ -190,21 +190,20 @@ class LineBoard:
 
     def __init__(self, writer: Any) -> None:
         """`writer` is torch's SummaryWriter."""
-        self._writer, self._values, self._step = writer, list[tuple[str, float]](), 0
+        self._writer, self._figures = writer, list[tuple[str, float, int]]()
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """A figure of the line that `flush` sends."""
-        self._step = step
-        self._values.append((tag, value))
+    def add_scalar(self, *figure: Any) -> None:
+        """Name, value and step of a figure of the line that `flush` sends."""
+        self._figures.append(figure)
 
     def flush(self) -> None:
         """Send the line."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in self._values]
-        if values:
-            self._writer.file_writer.add_summary(Summary(value=values), self._step)
-        self._values = []
+        if self._figures:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value, _ in self._figures]
+            self._writer.file_writer.add_summary(Summary(value=values), self._figures[0][2])
+            self._figures = []
         self._writer.flush()
 
     def __getattr__(self, name: str) -> Any:
