@@ -80,6 +80,12 @@ def draw_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: Se
     return actions
 
 
+def padded_tokens(actions: Sequence[Action], *, rows: int) -> int:
+    """Tokens of the actions behind their prompts, with padding, where `rows` of them are learned from at a time."""
+    parts = [actions[at : at + rows] for at in range(0, len(actions), rows)]
+    return sum(len(part) * (max(len(a.prompt) for a in part) + max(len(a.ids) for a in part)) for part in parts)
+
+
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, int64 [prompts, tokens], with the padding before the tokens."""
     width = max(len(prompt) for prompt in prompts)
