@@ -263,9 +263,11 @@ FOREIGN = {
     "_begin": "ProcessPoolExecutor gives an initializer its arguments by position",
     "_calculate_rewards": "TRL's",
     "_mark_layers": "torch's forward hook",
+    "_save_to_state_dict": "torch's",
     "compute_loss": "the Trainer's",
     "find_spec": "Python's import system",
     "resolve": "PyYAML's resolver",
+    "setup_context": "torch.autograd.Function's",
     "training_step": "the Trainer's",
 }
 """Functions whose arguments a library sets, beside the Trainer's callbacks (`on_...`), and which."""

@@ -326,7 +326,7 @@ def test_a_second_start_refuses_other_rows_settings_or_weights(
     assert "batch_size was 3 and is 4 now" in refused("eval.batch_size=4")
     weights = run.folder.path / "adapter" / "adapter_model.safetensors"
     times = weights.stat()
-    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 10**10))
     assert "run was" in refused()
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     rows.write_text(rows.read_text().replace("why", "who"))

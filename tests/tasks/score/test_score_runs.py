@@ -84,6 +84,27 @@ def test_a_resumed_run_is_the_same_bit_for_bit(step: int, whole: Finished, input
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
+def test_a_drawing_that_feeds_several_steps_goes_on_within_it_bit_for_bit(inputs: Inputs, tmp_path: Path):
+    changes = {"score__steps_per_generation": 2, "score__num_iterations": 2, "score__stage1_steps": 4}
+    options = score_options(**changes, train__max_steps=7, train__learning_rate=3e-3)
+    whole = train(tmp_path / "whole", inputs, **options)
+    cfg, folder = new_run(tmp_path / "parts", inputs, **options)
+    for step in (2, 5):
+        train_in(cfg, folder, StopAfter(step))
+        cfg = cfg.with_values({"train.resume": "auto"}, "test")
+    resumed = train_in(cfg, folder)
+    assert course(resumed) == course(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+    ratios = [line["ratio_t2"] for line in whole.metrics]
+    assert [ratio == pytest.approx(1.0, abs=1e-9) for ratio in ratios] == [n % 4 == 0 for n in range(7)]
+    assert [line["stage"] for line in whole.metrics] == [1, 1, 1, 1, 2, 2, 2]
+    assert "ratio_t1" not in whole.metrics[0]  # in stage 1 turn 1 is not paid
+    assert [path.stem for path in sorted((whole.folder.path / "samples").iterdir())] == ["step-1", "step-5"]
+    for measured in ("acc_t1", "return_t2"):  # those of the drawing
+        assert len({line[measured] for line in whole.metrics[:4]}) == 1
+
+
 def test_every_line_says_what_turn_2_did_and_the_gain_is_what_was_fixed_less_what_was_broken(whole: Finished):
     assert [line["stage"] for line in whole.metrics] == [1, 1, 2, 2]
     evaluations = [json.loads(path.read_text()) for path in sorted(whole.folder.eval.glob("step-*.json"))]

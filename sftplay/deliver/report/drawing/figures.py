@@ -25,6 +25,9 @@ SHARES = (
     "c2i",
     "fix_rate",
     "break_rate",
+    "clip_share_t1",
+    "clip_share_t2",
+    "clip_share_guide",
 )
 LESS_IS_BETTER = ("loss", "held_out_loss", "perplexity", "bits_per_byte", "c2i", "break_rate")
 PERCENT = "\u00a0%"
@@ -55,6 +58,12 @@ NAMES = {
     "entropy_t1": "turn 1",
     "entropy_t2": "turn 2",
     "entropy_guide": "guide",
+    "ratio_t1": "turn 1",
+    "ratio_t2": "turn 2",
+    "ratio_guide": "guide",
+    "clip_share_t1": "turn 1",
+    "clip_share_t2": "turn 2",
+    "clip_share_guide": "guide",
     "zero_variance_share": "groups with equal rewards",
     "clipped_ratio": "completions that were cut off",
     "completion_tokens": "tokens of a completion",

@@ -22,6 +22,8 @@ PAIRS = (
 SAMPLED = (
     ("KL to the base", ("kl_t1", "kl_t2", "kl_guide")),
     ("Entropy of a token", ("entropy_t1", "entropy_t2", "entropy_guide")),
+    ("Ratio to the probability of the draw", ("ratio_t1", "ratio_t2", "ratio_guide")),
+    ("Share of tokens whose ratio is cut off", ("clip_share_t1", "clip_share_t2", "clip_share_guide")),
     ("What turn 2 does to turn 1", ("edit_ratio", "frac_identical")),
     ("Hints and ends", ("hint_leak", "truncated", "parse_failures")),
     ("Gradient norm of each part", ("grad_norm/solver", "grad_norm/guide", "grad_norm/value")),
