@@ -16,7 +16,7 @@ from sftplay.deliver.infer.generate import Generator
 from sftplay.deliver.infer.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.errors import RunError
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
-from sftplay.tasks.score.episodes.drawing import RecordedSampling, draw_actions
+from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions, padded_tokens
 from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, is_leaked, reference_of, turn_figures
 from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of, tokens_of_each, without_middle
 
@@ -144,3 +144,14 @@ def test_texts_tokenised_in_one_call_are_those_of_a_call_each(digits: Path):
     tokenizer, texts = AutoTokenizer.from_pretrained(digits), ["1+3=", "", "2>"]
     assert tokens_of_each(tokenizer, texts) == [ids("1+3="), [], ids("2>")]
     assert [tokens_of(tokenizer, text) for text in texts] == [ids("1+3="), [], ids("2>")]
+
+
+def test_padding_is_what_lies_between_a_micro_batchs_actions_and_the_longest_of_them():
+    actions = [
+        Action(prompt=[0] * before, ids=[0] * behind, log_probs=[], is_truncated=False)
+        for before, behind in ((2, 3), (5, 1), (4, 4))
+    ]
+    assert padded_tokens(actions, rows=3) == 3 * (5 + 4)
+    assert padded_tokens(actions, rows=2) == 2 * (5 + 3) + (4 + 4)
+    assert padded_tokens(actions, rows=1) == sum(len(each.prompt) + len(each.ids) for each in actions)
+    assert padded_tokens([], rows=2) == 0

@@ -85,6 +85,12 @@ def up_to_end(tokens: Sequence[int], ends: Container[int]) -> int:
     return len(tokens)
 
 
+def padded_tokens(actions: Sequence[Action], *, rows: int) -> int:
+    """Tokens of the actions behind their prompts, with padding, where `rows` of them are learned from at a time."""
+    parts = [actions[at : at + rows] for at in range(0, len(actions), rows)]
+    return sum(len(part) * (max(len(a.prompt) for a in part) + max(len(a.ids) for a in part)) for part in parts)
+
+
 def right_padded(rows: Sequence[Sequence[float]], pad: float, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Values and mask (fp32), [rows, longest], with the padding behind the values."""
     width = max(len(row) for row in rows)
