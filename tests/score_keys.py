@@ -244,10 +244,12 @@ def check_evaluation(bench: Any) -> None:
 
         callback = EvaluateEpisodes(run.cfg, [run.trainer.questions[0]] * 3, folder=bench.home, every=1)
         callback.attach(run.trainer)
-        with patch.object(run.trainer.player, "play", play), suppress(Enough):
-            callback._share("own")
-        asked.append(found)
-    assert asked == [{"n": 3, "temperature": 0.0}, {"n": 6, "temperature": 0.5}]
+        for is_greedy in (False, True):
+            with patch.object(run.trainer.player, "play", play), suppress(Enough):
+                callback._share("own", is_greedy=is_greedy)
+            asked.append({**found})
+    once = {"n": 3, "temperature": 0.0}
+    assert asked == [once, once, {"n": 6, "temperature": 0.5}, once]
 
 
 def dealt(score: ScoreConfig) -> Dealing:

@@ -267,7 +267,6 @@ FOREIGN = {
     "compute_loss": "the Trainer's",
     "find_spec": "Python's import system",
     "resolve": "PyYAML's resolver",
-    "setup_context": "torch.autograd.Function's",
     "training_step": "the Trainer's",
 }
 """Functions whose arguments a library sets, beside the Trainer's callbacks (`on_...`), and which."""

@@ -225,7 +225,8 @@ class ScoreConfig(Section):
     look."""
 
     eval_temperature: NotNegative = 0.0
-    """Temperature of the evaluation. 0 takes the likeliest token each time."""
+    """Temperature of the evaluation. 0 takes the likeliest token each time. Above 0, each problem is also played once
+    that way, for acc_t1_greedy and acc_t2_greedy; 0.7 with several eval_samples is usual."""
 
     eval_samples: Positive = 1
     """Episodes of each problem in the evaluation. More than one needs an eval_temperature above 0."""

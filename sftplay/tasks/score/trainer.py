@@ -28,10 +28,11 @@ from sftplay.monitor.checkpoints import step_of
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.interval import StepCounts
 from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.episodes.drawing import padded_tokens
 from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe, of_all_ranks
 from sftplay.tasks.score.episodes.play import Episode, Player
 from sftplay.tasks.score.episodes.samples import keep_episodes
-from sftplay.tasks.score.gradients.lesson import Lesson, Played
+from sftplay.tasks.score.gradients.lesson import Lesson, Played, actions_of
 from sftplay.tasks.score.gradients.update import Batch
 from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawing
 from sftplay.tasks.score.learning.credit import Credit
@@ -194,13 +195,15 @@ class EpisodeTrainer(Trainer):
         return torch.tensor(self.last_loss, device=self.args.device)
 
     def _count(self, episodes: Sequence[Episode]) -> None:
-        actions = [a for e in episodes for a in (e.first, e.hint, e.second) if a is not None]
+        assert self.micro_batcher is not None
+        roles = [*actions_of(episodes).values()]
+        actions = [action for each in roles for action in each]
         self.last_rows = [episode.question.row for episode in episodes]
         self.counts.rows += self.last_rows
         lengths = [len(action.prompt) + len(action.ids) for action in actions]
         self.counts.lengths += lengths
         self.counts.tokens += sum(lengths)
-        self.counts.padded_tokens += sum(lengths)
+        self.counts.padded_tokens += sum(padded_tokens(each, rows=self.micro_batcher.micro_batch) for each in roles)
         self.counts.label_tokens += sum(len(action.ids) for action in actions)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

@@ -15,6 +15,8 @@ from killed_worker import killed_in
 from safetensors.torch import load_file
 from untimed_metrics import lines_of
 
+from sftplay.tasks.hrm.network.saved import load_model
+
 Verb = Callable[..., CompletedProcess[str]]
 
 pytestmark = pytest.mark.slow
@@ -84,6 +86,11 @@ def test_processes_that_share_the_puzzle_embeddings_out_learn_and_save_the_same_
         assert found.keys() == its.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in its.items())
     assert all(torch.equal(result(sharded)[name], tensor) for name, tensor in result(whole).items())
+    its, found = (json.loads((each / "eval" / "step-8.json").read_text()) for each in (whole, sharded))
+    assert {**found, "seconds": its["seconds"]} == its
+    table = load_model(sharded / "model").puzzles
+    assert table is not None
+    assert torch.equal(table(torch.arange(8)), result(whole)["puzzles.rows"])
 
 
 def test_a_run_with_sharded_puzzle_embeddings_goes_on_in_one_process(

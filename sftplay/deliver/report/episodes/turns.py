@@ -35,8 +35,9 @@ HINTS = {"acc_t2": "own hints", "acc_t2_empty": "no hint", "acc_t2_static": "sta
 KINDS = {"none": "no hint", "static": "static hint", "model": "hints of the guide"}
 
 FIGURES = (
-    "acc_t1", "acc_t2", "delta", "i2c", "c2i", "fix_rate", "break_rate", "acc_t2_empty", "acc_t2_static", "edit_ratio",
-    "frac_identical", "hint_leak", "hint_tokens", "truncated", "parse_failures",
+    "acc_t1", "acc_t2", "delta", "i2c", "c2i", "fix_rate", "break_rate", "acc_t2_empty", "acc_t2_static",
+    "acc_t1_greedy", "acc_t2_greedy", "edit_ratio", "frac_identical", "hint_leak", "hint_tokens", "truncated",
+    "parse_failures",
 )  # fmt: skip
 
 COLOURS = "abcd"

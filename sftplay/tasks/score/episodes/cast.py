@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal
 
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from sftplay.config.schema.score import CriticConfig
@@ -65,7 +67,11 @@ class Cast:
         """Value, critic and its slow copy, by the names that they have in a checkpoint."""
 
         self._add_networks(value_is_separate=value_is_separate, critic=critic)
-        self._trained = {id(parameter) for part in self.parts.values() for parameter in part}
+        trained = {id(parameter) for part in self.parts.values() for parameter in part}
+        self._layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+        self._trains = {each: [(p, id(p) in trained) for p in each.parameters()] for each in self._all()}
+        """Models -> their weights, and whether these train. To walk a model takes as long as a small one's answer."""
+
         self._speaker: Role = "solver"
         for each in self._all():
             self._let_train(each)
@@ -141,8 +147,9 @@ class Cast:
             named |= {f"{prefix}{name}": p for name, p in self.models["guide"].named_parameters()}
         for name, network in self.networks.items():
             named |= {f"{name}.{inner}": p for inner, p in network.named_parameters()}
-        slow = {id(parameter) for parameter in self.networks.get("slow_critic", nn.Module()).parameters()}
-        return {name: parameter for name, parameter in named.items() if id(parameter) in self._trained | slow}
+        kept = [*self.parts.values(), self.networks.get("slow_critic", nn.Module()).parameters()]
+        ids = {id(parameter) for part in kept for parameter in part}
+        return {name: parameter for name, parameter in named.items() if id(parameter) in ids}
 
     def recompute_guide(self) -> None:
         """Let a guide of its own compute its layers anew in backward passes, as the Trainer lets the solver."""
@@ -186,14 +193,17 @@ class Cast:
     def _choose(self, role: Role) -> None:
         """Give the base this role's adapter, where both share one."""
         if role != self._speaker and self._has_adapters and not self.is_separate:
-            self.model.set_adapter(ADAPTERS[role])
+            # As PeftModel.set_adapter, which walks all modules three times.
+            self.model.active_adapter = self.model.base_model.active_adapter = ADAPTERS[role]
+            for layer in self._layers:
+                layer.set_adapter(ADAPTERS[role])
             self._let_train(self.model)
         self._speaker = role
 
     def _let_train(self, model: Any) -> None:
         """PEFT freezes every adapter but the active one."""
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in self._trained)
+        for parameter, trains in self._trains[model]:
+            parameter.requires_grad_(trains)
 
 
 def _copy(model: Any, device: str) -> Any:

@@ -96,7 +96,7 @@ class Lesson:
         own, score = self.played.own, self.score
         episodes = [self.played.episodes[n] for n in self.part]
         verdicts = [self.played.verdicts[own][n] for n in self.part]
-        roles = _actions(episodes)
+        roles = actions_of(episodes)
         n_tokens = self._count_tokens(roles)
         if self.critic_step is not None:
             known = torch.tensor([float(verdict.is_known) for verdict in verdicts])
@@ -119,7 +119,7 @@ class Lesson:
     def _count_tokens(self, roles: Mapping[str, Sequence[Action]]) -> dict[str, float]:
         """Action tokens of each role that losses are divided by: those of a step in the mean of the drawing, over the
         ranks. So the gradients of all steps of a pass add up to that of the whole drawing."""
-        all_roles = _actions(self.played.episodes)
+        all_roles = actions_of(self.played.episodes)
         counts = {name: (_n_tokens(roles[name]), _n_tokens(all_roles[name])) for name in roles}
         ranks, world, parts = gather_objects(counts, self.heartbeat), log.world_size(), self.score.steps_per_generation
         found = {}
@@ -144,7 +144,7 @@ class Lesson:
         return torch.cat([torch.tensor(each) for each in gather_objects(mine.tolist(), self.heartbeat)], -1)
 
 
-def _actions(episodes: Sequence[Episode]) -> dict[str, list[Action]]:
+def actions_of(episodes: Sequence[Episode]) -> dict[str, list[Action]]:
     """Who has done what: the actions of both turns, and the hints."""
     return {
         "t1": [episode.first for episode in episodes],
