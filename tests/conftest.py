@@ -222,7 +222,7 @@ def write_config(tmp_path: Path, inputs: Inputs) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sftplay() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `python -m sftplay ...` as a user would, from the repository's root."""
 

@@ -54,7 +54,7 @@ def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None
     if cfg.task_mode != "score":
         return None
     score = cfg.score
-    placement: Any = "shared" if score.placement in ("auto", "sharded") else score.placement
+    placement: Any = "shared" if score.placement == "auto" else score.placement
     return Episodes(
         layout=layout_of(cfg, placement=placement, gpus=gpus, processes=processes),
         tokens=cfg.model.max_seq_len,

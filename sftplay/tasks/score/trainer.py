@@ -34,6 +34,7 @@ from sftplay.tasks.score.gradients.lesson import Lesson, Played
 from sftplay.tasks.score.gradients.update import Batch
 from sftplay.tasks.score.learning.credit import Credit
 from sftplay.tasks.score.learning.critic import soft_update
+from sftplay.tasks.score.shards import gathered
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
@@ -209,14 +210,18 @@ class EpisodeTrainer(Trainer):
             if norm > self.args.max_grad_norm:
                 for parameter in parameters:
                     if parameter.grad is not None:
-                        parameter.grad.mul_(self.args.max_grad_norm / norm)
+                        parameter.grad.mul_(float(self.args.max_grad_norm / norm))
         return squares.sqrt()
 
     def _save_checkpoint(self, *given: Any) -> None:
         with random_numbers_kept():
             super()._save_checkpoint(*given)
+        weights = {}
+        for name, parameter in self.cast.kept_weights().items():
+            whole = gathered(parameter.detach())  # by all ranks
+            if log.is_main():
+                weights[name] = whole.contiguous()
         if log.is_main():
-            weights = {name: p.detach().contiguous() for name, p in self.cast.kept_weights().items()}
             save_file(weights, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}" / WEIGHTS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
