@@ -142,7 +142,7 @@ def broken_shard_rules(cfg: RunConfig) -> Iterator[Violation]:
     elif score.placement not in ("auto", "sharded") and strategy == "fsdp":
         what = f"fsdp splits models, and {PLACEMENT} {score.placement} has them whole"
         yield Violation((STRATEGY, PLACEMENT), what, fix=f"write {PLACEMENT}: sharded, or {STRATEGY}: ddp")
-    if "sharded" not in (score.placement, strategy.replace("fsdp", "sharded")):
+    if score.placement != "sharded" and (strategy, score.placement) != ("fsdp", "auto"):
         return
     if score.placement == "sharded" and strategy == "ddp":
         what = "sharded: models are split by fsdp, and ddp has them whole"
@@ -150,7 +150,7 @@ def broken_shard_rules(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.tuning.mode != "full":
         what = f"sharded: it splits models all of whose weights train, and tuning.mode is {cfg.tuning.mode}"
         fix = f"write tuning.mode: full, or {PLACEMENT}: shared with {STRATEGY}: ddp"
-        yield Violation((PLACEMENT, "tuning.mode"), what, fix=fix)
+        yield Violation((STRATEGY if strategy == "fsdp" else PLACEMENT, "tuning.mode"), what, fix=fix)
     if score.value_flow == "straight_through":
         what = "straight_through runs a frozen copy of the guide, which is not there where its weights are in shards"
         yield Violation((FLOW, PLACEMENT), what, fix=f"write {FLOW}: shared_trunk or stop")

@@ -36,6 +36,11 @@ class Layout:
         """True where the guide is a model of its own and no adapter on the solver's base."""
         return self.placement != "shared"
 
+    @property
+    def is_split(self) -> bool:
+        """True where every process holds a part of each weight."""
+        return self.placement == "sharded"
+
     def devices(self) -> dict[str, str]:
         """Part -> device."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "placement"}

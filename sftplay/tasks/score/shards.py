@@ -47,10 +47,10 @@ def mesh_of_ranks() -> DeviceMesh:
 
 
 def shard(model: Any, mesh: DeviceMesh, *, precision: str, keeps_head: bool = False) -> None:
-    """Leave this rank a part of each weight: layers are gathered one at a time, what is around them at once.
+    """Leave this rank a part of each weight: layers are gathered one at a time, and so is an embedding of its own.
 
-    All is given back after each pass. With `keeps_head` the model keeps what is around its layers until `reshard`:
-    scores are made of a reference's head a second time, in the backward pass of another model.
+    All is given back after each pass. With `keeps_head` the model keeps its head until `reshard`: scores are made of a
+    reference's head a second time, in the backward pass of another model.
 
     Raises:
         ConfigError: the model names no layers.
@@ -60,9 +60,11 @@ def shard(model: Any, mesh: DeviceMesh, *, precision: str, keeps_head: bool = Fa
     if not layers:
         fix = "choose another model, or score.placement: shared"
         raise ConfigError(f"{type(model).__name__} names no layers to shard", where="model.name", fix=fix)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    units = [*layers, *([embeddings] if embeddings.weight is not head.weight else [])]
     policy = MixedPrecisionPolicy(param_dtype=COMPUTED[precision], reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_head)
     model.within = _call
     register_fsdp_forward_method(model, "within")

@@ -100,13 +100,15 @@ def score_actions(cast: Cast, batch: ActionBatch, *, role: Role, temperature: fl
     with torch.no_grad(), cast.reference(role) as frozen:
         its = within(frozen, lambda: (forward(frozen, batch.to(frozen.device)), OutputHead.of(frozen)))
     with cast.speaking(role) as model:
-        return within(model, lambda: _compared(model, batch, reference=its, temperature=temperature, kl=kl))
+        found = within(model, lambda: _compared(model, batch, reference=its, temperature=temperature, kl=kl))
+    log_probs, spread, distance = (each.view_as(batch.mask) for each in found[:3])
+    return TokenScores(log_probs, spread, distance, found[3])
 
 
 def _compared(
     model: Any, batch: ActionBatch, *, reference: tuple[Tensor, OutputHead], temperature: float, kl: Kl
-) -> TokenScores:
-    """The tokens under `model`, beside the last states of the reference and its head."""
+) -> tuple[Tensor, ...]:
+    """What `TokenScores` has, of all tokens in a row, beside the last states of the reference and its head."""
     hidden, (frozen_hidden, its_head) = forward(model, batch), reference
     heads = OutputHead.of(model), its_head
     rows = torch.arange(len(hidden), device=hidden.device)
@@ -120,8 +122,7 @@ def _compared(
         )
         for mine, frozen, tokens, drawn in zip(*columns, strict=True)
     ]  # fmt: skip
-    log_probs, spread, distance = (torch.cat(each).view_as(batch.mask) for each in zip(*parts, strict=True))
-    return TokenScores(log_probs, spread, distance, hidden[rows, batch.last])
+    return (*(torch.cat(each) for each in zip(*parts, strict=True)), hidden[rows, batch.last])
 
 
 def forward(model: Any, batch: ActionBatch) -> Tensor:
