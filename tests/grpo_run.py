@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from processes import HANG_S
 from small_run import WORDS, Inputs
 
 REWARD = """
@@ -41,7 +42,7 @@ def grpo_options(inputs: Inputs, **changes: Any) -> dict[str, Any]:
         "train__effective_batch_size": 8,
         "train__max_steps": 6,
         "train__learning_rate": 1e-3,
-        "rewards": [{"name": "variety", "use": f"{inputs.train.parent / 'reward.py'}:variety"}],
+        "rewards": [{"name": "variety", "use": f"{inputs.train.parent / 'reward.py'}:variety", "deadline": HANG_S}],
         "grpo__num_generations": 4,
         "grpo__max_completion_length": 12,
         **changes,

@@ -12,6 +12,7 @@ import torch
 from hrm_run import new_hrm_run, write_puzzles
 from in_process import train_in
 
+from sftplay import log
 from sftplay.config.rules.hrm import broken_hrm_rules, idle_hrm_keys
 from sftplay.config.rules.resume_keys import differences, values_that_decide_weights
 from sftplay.config.schema.hrm import HrmConfig
@@ -25,7 +26,7 @@ from sftplay.tasks.hrm.network.embedding import PuzzleTable
 from sftplay.tasks.hrm.network.layers import Reasoner
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 from sftplay.tasks.hrm.solve import refined
-from sftplay.tasks.hrm.task import open_puzzles, rows_of
+from sftplay.tasks.hrm.task import build_model, open_puzzles, rows_of
 
 Check = Callable[[Any], None]
 
@@ -182,6 +183,16 @@ def run_changed(bench: Any) -> None:
         assert folder.read_json("eval/step-3.json")["n"] == (16 if number else 80)
 
 
+def check_placement(bench: Any) -> None:
+    """Of eight rows a process holds all, or its share."""
+    puzzles = puzzles_of(bench)
+    for placement, rows in (("replicated", 8), ("sharded", 4)):
+        cfg, _ = new_hrm_run(bench.home / f"hrm-{placement}", puzzles, hrm__puzzle_emb_placement=placement)
+        with patch.object(log, "world_size", lambda: 2):
+            model = build_model(cfg, open_puzzles(cfg)[0])
+        assert len(model.puzzles.rows) == rows
+
+
 def check_free_keys(_: Any) -> None:
     """What is measured may change in a resume, what is learned may not; other tasks have no use for the section."""
     hrm = {"task_mode": "hrm", "model": {"name": "builtin:hrm"}, "tuning": {"mode": "full"}}
@@ -212,7 +223,7 @@ OF_HRM: dict[str, Check] = {
     "l_cycles": of_model(calls, "l_cycles", (4, 2), value=3, after=(6, 2)),
     "positions": of_model(lambda m: m.places is not None, "positions", False, value="learned", after=True),
     "rope_theta": of_model(
-        lambda m: m.rotation is not None and round(float(m.rotation.cos[1, 1]), 3), "rope_theta", 1.0, value=1.0,
+        lambda m: m.rotation is not None and round(float(m.rotation.cos[1, 0, 1]), 3), "rope_theta", 1.0, value=1.0,
         after=0.54,
     ),
     "n_supervision": of_model(
@@ -226,6 +237,7 @@ OF_HRM: dict[str, Check] = {
     "epochs": check_epochs,
     "stop_at_exact": check_stop,
     "eval_limit": check_free_keys,
+    "puzzle_emb_placement": check_placement,
     "puzzle_emb_dim": of_model(lambda m: m.prefix, "puzzle_emb_dim", 1, value=9, after=2),
     "optim": check_run,
     **dict.fromkeys(

@@ -26,6 +26,7 @@ from sftplay.tasks.score.gradients.update import Batch, Update
 from sftplay.tasks.score.learning.credit import Outcome, credit_of
 from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
 from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
+from sftplay.tasks.score.problems import Dealing
 
 Check = Callable[[Any], None]
 
@@ -36,6 +37,7 @@ class Enough(Exception):
 
 CHANGES = {
     "score__guidance_warmup": 3,
+    "score__steps_per_generation": 2,
     "score__temperature": 0.5,
     "score__max_new_tokens": 4,
     "score__max_hint_tokens": 3,
@@ -242,21 +244,28 @@ def check_evaluation(bench: Any) -> None:
 
         callback = EvaluateEpisodes(run.cfg, [run.trainer.questions[0]] * 3, folder=bench.home, every=1)
         callback.attach(run.trainer)
-        with patch.object(run.trainer.player, "play", play), suppress(Enough):
-            callback._share("own")
-        asked.append(found)
-    assert asked == [{"n": 3, "temperature": 0.0}, {"n": 6, "temperature": 0.5}]
+        for is_greedy in (False, True):
+            with patch.object(run.trainer.player, "play", play), suppress(Enough):
+                callback._share("own", is_greedy=is_greedy)
+            asked.append({**found})
+    once = {"n": 3, "temperature": 0.0}
+    assert asked == [once, once, {"n": 6, "temperature": 0.5}, once]
 
 
-def check_update(key: str, *values: Any) -> Check:
-    """The key changes what the guide's or the solver's gradient is made of."""
+def dealt(score: ScoreConfig) -> Dealing:
+    """How a drawing of four episodes is dealt."""
+    return Dealing(step_episodes=4, parts=score.steps_per_generation, passes=score.num_iterations)
+
+
+def check_update(key: str, *values: Any, **usual: Any) -> Check:
+    """The key changes what the guide's or the solver's gradient is made of, beside other keys as in `usual`."""
 
     def check(bench: Any) -> None:
         run = _pair(bench.home)[0]
         played = episodes(run)
         gradients = []
         for value in values:
-            score = run.cfg.score.model_copy(update={key: value})
+            score = run.cfg.score.model_copy(update={**usual, key: value})
             step = Update(run.trainer.cast, score, batch=_batch(run))
             for parameter in run.trainer.cast.parts["guide"]:
                 parameter.data.add_(1e-2)
@@ -293,7 +302,10 @@ def separates(bench: Any) -> None:
 
 
 def _batch(run: Finished) -> Any:
-    return Batch(micro_batch=4, n_episodes=4, pad=0, backward=lambda loss: loss.backward(), context=nullcontext)
+    return Batch(
+        micro_batch=4, n_episodes=4, pad=0, backward=lambda loss: loss.backward(), context=nullcontext,
+        is_fresh=False,
+    )  # fmt: skip
 
 
 def check_reset(bench: Any) -> None:
@@ -311,7 +323,7 @@ def check_reset(bench: Any) -> None:
 
 
 OF_SCORE: dict[str, Check] = {
-    "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.problems), 16, 32),
+    "episodes_per_problem": seen(lambda run: len(run.trainer.train_dataset.episodes.problems), 16, 32),
     "guidance": check_guidance,
     "guidance_warmup": seen(
         lambda run: [guide_learns(run.trainer.cast, run.cfg.score, step=step) for step in (1, 4)],
@@ -336,6 +348,9 @@ OF_SCORE: dict[str, Check] = {
     "value_flow": check_update("value_flow", "shared_trunk", "stop"),
     "advantage": credits("advantage", "value"),
     "scale": credits("scale", "batch"),
+    "steps_per_generation": seen(lambda run: len(run.trainer.dealing.own(0)), 16, 32),
+    "num_iterations": passed_to("num_iterations", lambda score: dealt(score).place(4), 1, 2),
+    "epsilon": check_update("epsilon", 1e-4, 10.0, num_iterations=2),
     "temperature": seen(log_prob, 1.0, 0.5),
     "max_new_tokens": seen(lambda run: run.cfg.prompt_tokens, 28, 25),
     "max_hint_tokens": seen(lambda run: run.cfg.prompt_tokens, 28, 25),

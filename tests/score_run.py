@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from processes import HANG_S
 from small_run import Inputs
 
 from sftplay.model.toys.digits import DigitsRecipe, make_digits
@@ -39,7 +40,7 @@ def score_options(**changes: Any) -> dict[str, Any]:
         "train__max_steps": 4,
         "train__eval_steps": 4,
         "eval__limit": 5,
-        "rewards": [{"name": "answer", "use": "exact_match"}],
+        "rewards": [{"name": "answer", "use": "exact_match", "deadline": HANG_S}],
         "score__stage1_steps": 2,
         "score__stage2_steps": 2,
         "score__max_new_tokens": 2,

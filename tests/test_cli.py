@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -336,12 +338,18 @@ def test_one_process_a_gpu_without_gpus_is_a_lack_of_the_machine(dry_run, monkey
 
 
 def test_two_processes_go_through_torchrun_with_a_port_of_their_own(dry_run):
-    (code, first), (_, second) = dry_run("--nproc", "2"), dry_run("--nproc=2")
+    def port_of(launch):
+        return int(launch["argv"][launch["argv"].index("--master-port") + 1])
+
+    code, first = dry_run("--nproc", "2")
     assert code == 0
     assert first["argv"][1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    ports = [launch["argv"][launch["argv"].index("--master-port") + 1] for launch in (first, second)]
-    assert all(port.isdigit() for port in ports)
-    assert ports[0] != ports[1]
+    with socket.socket() as started:  # the system may give a port twice, but not while somebody has it
+        with suppress(OSError):  # somebody else has it by now
+            started.bind(("127.0.0.1", port_of(first)))
+            started.listen()
+        second = dry_run("--nproc=2")[1]
+    assert port_of(first) != port_of(second)
 
 
 def test_several_nodes_meet_where_they_are_told_to(dry_run):

@@ -25,6 +25,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from domain import write_texts
 from hrm_keys import OF_HRM
 from in_process import Finished, Inputs, StopAfter, built, new_run, sized, train, train_in, written_config
+from patience import PATIENT_BOX
+from processes import HANG_S
 from score_keys import OF_SCORE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
@@ -732,8 +734,6 @@ def measured(bench: Bench) -> dict[str, Any]:
         batches.append((len(ids), out.shape[1] - ids.shape[1]))
         return out
 
-    (bench.home / "slow.py").write_text(SLOW)
-    rewards = [{**reward, "use": reward["use"].replace("slow.py", f"{bench.home}/slow.py")} for reward in REWARDS]
     with patch.object(Generator, "generate", generate):
         run = train(
             bench.home / "measured", bench.inputs, train__max_steps=1, eval__before=True, eval__after=True,
@@ -741,7 +741,7 @@ def measured(bench: Bench) -> dict[str, Any]:
         )  # fmt: skip
         usual = train(
             bench.home / "usual", bench.inputs, train__max_steps=1, eval__after=True, eval__limit=None,
-            eval__max_new_tokens=9, logging__row_ids=False, rewards=rewards,
+            eval__max_new_tokens=9, logging__row_ids=False, rewards=REWARDS,
         )  # fmt: skip
     return {"run": run, "usual": usual, "batches": batches}
 
@@ -751,14 +751,10 @@ def figures(run: Finished, name: str = "after") -> dict[str, Any]:
 
 
 REWARDS: list[dict[str, Any]] = [
-    {"name": "any", "use": "regex", "options": {"pattern": "(?s).*"}},
-    {"name": "none", "use": "regex", "options": {"pattern": "(?!)"}},
-    {"name": "slow", "use": "slow.py:slow"},
-    {"name": "late", "use": "slow.py:slow", "deadline": 0.05},
+    {"name": "any", "use": "regex", "options": {"pattern": "(?s).*"}, "deadline": HANG_S},
+    {"name": "none", "use": "regex", "options": {"pattern": "(?!)"}, "deadline": HANG_S},
 ]
-"""The first two differ in their pattern, the last two in their deadline."""
-
-SLOW = "import time\ndef slow(completions, **_):\n    time.sleep(0.5)\n    return [1.0 for _ in completions]\n"
+"""They differ in their pattern."""
 
 
 def rewards_of(run: Finished) -> dict[str, set[Any]]:
@@ -779,14 +775,9 @@ MEASURED: dict[str, Callable[[Finished, Finished, list[tuple[int, int]]], bool]]
     "eval.metrics": lambda run, usual, _: (
         (list(figures(run))[3:], list(figures(usual))[3:4]) == (["rouge_l", "chrf"], ["exact_match"])
     ),
-    "rewards.name": lambda run, usual, _: (
-        (rewards_of(run).keys(), set(rewards_of(usual))) == (set(), {"any", "none", "slow", "late"})
-    ),
+    "rewards.name": lambda run, usual, _: (rewards_of(run).keys(), set(rewards_of(usual))) == (set(), {"any", "none"}),
     "rewards.use": lambda _r, usual, _b: rewards_of(usual)["any"] == {1.0} and "reward/any" in figures(usual),
     "rewards.options": lambda _r, usual, _b: rewards_of(usual)["none"] == {0.0},
-    "rewards.deadline": lambda _r, usual, _b: (
-        rewards_of(usual)["late"] == {None} and rewards_of(usual)["slow"] == {1.0}
-    ),
     "logging.row_ids": lambda run, usual, _: (
         ("row_ids" in run.metrics[0], "row_ids" in usual.metrics[0]) == (True, False)
     ),
@@ -884,9 +875,18 @@ OF_GRPO: dict[str, Check] = {
 
 
 def check_weight_of_reward(_: Bench) -> None:
-    rewards = [{"name": "all", "use": "regex", "options": {"pattern": ".*"}, "weight": 0.5}]
+    rewards = [{"name": "all", "use": "regex", "options": {"pattern": ".*"}, "weight": 0.5, "deadline": HANG_S}]
     with RewardSet(RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})) as opened:
         assert combined(opened.score(["a"], {}), opened.weights) == [0.5]
+
+
+def check_deadline(bench: Bench) -> None:
+    (bench.home / "never.py").write_text("def ends(completions, **_):\n    while True: pass\n")
+    never = f"{bench.home}/never.py:ends"
+    rewards = [{"name": f"r{n}", "use": never, "deadline": deadline} for n, deadline in enumerate((0.05, 0.1))]
+    with RewardSet(RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})) as opened:
+        found = opened.score(["a"], {}).by_name.values()
+    assert [scores.reasons for scores in found] == [["took longer than 0.05 s"], ["took longer than 0.1 s"]]
 
 
 def check_judges(_: Bench) -> None:
@@ -895,35 +895,34 @@ def check_judges(_: Bench) -> None:
     assert [judges_form(reward) for reward in rewards] == [False, False, True, True, False, True]
 
 
+CODE = {"name": "code", "use": "code_tests", "deadline": HANG_S}
+
+
 def check_packages(_: Bench) -> None:
     answer, tests = "```python\nimport yaml\ndef f(): return yaml.safe_load('3')\n```", {"tests": [["assert f() == 3"]]}
     for packages, expected in (([], 0.0), (["yaml"], 1.0)):
         content = {
-            "model": {"name": "builtin:tiny"}, "rewards": [{"name": "code", "use": "code_tests"}],
-            "sandbox": {"executor": "none", "packages": packages},
+            "model": {"name": "builtin:tiny"}, "rewards": [CODE],
+            "sandbox": {**PATIENT_BOX, "executor": "none", "packages": packages},
         }  # fmt: skip
         with RewardSet(RunConfig.model_validate(content)) as opened:
             assert opened.score([answer], tests).by_name["code"].values == [expected]
 
 
 def check_sandbox(_: Bench) -> None:
-    """Three programs, which sleep too long for one test, for all tests, and take too much memory, if limits are low."""
-    programs = [
-        "import time\ndef f(x): time.sleep(0.3); return x",
-        "import time\ndef f(x): time.sleep(0.2); return x",
-        "def f(x): return x + 0 * len(bytearray(200 << 20))",
-    ]
-    tests = {"tests": [["assert f(1) == 1"], ["assert f(1) == 1", "assert f(2) == 2"], ["assert f(1) == 1"]]}
-    low = {"timeout": 0.35, "test_timeout": 0.25, "memory": "128MiB"}
-    for limits, expected in (({}, ["ok", "ok", "ok"]), (low, ["timeout", "timeout", "memory"])):
-        content = {
-            "model": {"name": "builtin:tiny"}, "rewards": [{"name": "code", "use": "code_tests"}],
-            "sandbox": {"executor": "none", **limits},
-        }  # fmt: skip
+    """A program that never ends, and one that takes 200 MiB, with limits that end them and with others."""
+    loops, greedy = "def f(x):\n    while True: pass", "def f(x): return x + 0 * len(bytearray(200 << 20))"
+    hasty, small = {"timeout": 0.35, "test_timeout": 0.25}, {**PATIENT_BOX, "memory": "128MiB"}
+    for program, box, expected in ((loops, hasty, "timeout"), (greedy, PATIENT_BOX, "ok"), (greedy, small, "memory")):
+        content = {"model": {"name": "builtin:tiny"}, "rewards": [CODE], "sandbox": {"executor": "none", **box}}
         with RewardSet(RunConfig.model_validate(content)) as opened:
+            assert opened.sandbox is not None
             assert opened.executor == "none"
-            verdicts = opened.score([f"```python\n{program}\n```" for program in programs], tests).verdicts
-        assert [verdict["per_test"][-1] for verdict in verdicts if verdict] == expected
+            with patch.object(opened.sandbox, "_judge", wraps=opened.sandbox._judge) as judge:
+                scored = opened.score([f"```python\n{program}\n```"], {"tests": [["assert f(1) == 1"]]})
+        (asked,) = [call.args[0].limits for call in judge.call_args_list]
+        assert (asked.timeout_s, asked.test_timeout_s) == (box["timeout"], box["test_timeout"])
+        assert [verdict["per_test"] for verdict in scored.verdicts if verdict] == [[expected]]
 
 
 TABLE: dict[str, Check] = {
@@ -1070,6 +1069,7 @@ TABLE: dict[str, Check] = {
     "cluster.comm.hook": check_hook,
     "cluster.comm.bucket_cap_mb": check_ddp_keys,
     "cluster.comm.static_graph": check_ddp_keys,
+    "rewards.deadline": check_deadline,
     "rewards.weight": check_weight_of_reward,
     "rewards.judges": check_judges,
     "sandbox.executor": check_sandbox,

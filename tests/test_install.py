@@ -62,17 +62,43 @@ def pip(tmp_path, monkeypatch):
     return fake
 
 
-def test_what_a_step_says_goes_to_the_log_and_the_screen_hears_that_it_lives(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def ends_when_heard(tmp_path, monkeypatch):
+    """A step in the current folder that says something, and ends once the screen has shown a sign of its life after
+    that."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(install, "SIGN_OF_LIFE_S", 0.2)
-    assert install.run_logged([sys.executable, "-c", "print('noise', flush=True); import time; time.sleep(0.7)"]) == 0
+    monkeypatch.setattr(install, "SIGN_OF_LIFE_S", 0.1)
+    say = install.say
+
+    def hear(text):
+        say(text)
+        if Path("seen").exists():
+            Path("heard").touch()
+        elif Path("spoken").exists():  # this text may be from before that
+            Path("seen").touch()
+
+    monkeypatch.setattr(install, "say", hear)
+
+    def step(words):
+        code = (
+            f"import os, time; print({words!r}, flush=True); open('spoken', 'w').close()\n"
+            "while not os.path.exists('heard'): time.sleep(0.01)"
+        )
+        return [sys.executable, "-c", code]
+
+    return step
+
+
+def test_what_a_step_says_goes_to_the_log_and_the_screen_hears_that_it_lives(ends_when_heard, tmp_path, capsys):
+    assert install.run_logged(ends_when_heard("noise")) == 0
     screen = capsys.readouterr()
     assert screen.out.startswith("[install] ")
     assert "noise" in (tmp_path / install.LOG).read_text()
     assert screen.err == ""
 
 
-def test_a_step_is_named_in_words_and_says_where_pip_is(tmp_path, monkeypatch, capsys):
+def test_a_step_is_named_in_words_and_says_where_pip_is(ends_when_heard, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
     steps = install.list_steps(install.KIT, ["serve"])
     monkeypatch.setenv("TORCH_INDEX", "https://index.example/cpu")
     assert install.title_of(install.list_steps(install.KIT, [])[0]) == f"installing {install.TORCH}"
@@ -80,9 +106,7 @@ def test_a_step_is_named_in_words_and_says_where_pip_is(tmp_path, monkeypatch, c
     assert install.title_of(steps[2]).startswith(f"installing {install.TORCH}, ")
     assert install.title_of([sys.executable, "-m", "venv", "--clear", "here/.venv"]) == "making here/.venv"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(install, "SIGN_OF_LIFE_S", 0.2)
-    code = "print('Collecting a\\n  Downloading a-1.whl (3 MB)\\nnoise', flush=True); import time; time.sleep(0.7)"
-    assert install.run_logged([sys.executable, "-c", code]) == 0
+    assert install.run_logged(ends_when_heard("Collecting a\n  Downloading a-1.whl (3 MB)\nnoise")) == 0
     assert " s: Downloading a-1.whl (3 MB)\n" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.commands.make import split_args
@@ -60,7 +61,7 @@ class Place:
         known = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "TYPED_"))}
         return subprocess.run(
             ["make", *words], cwd=self.root, env={**known, "RECORDED": str(self.recorded), **env},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG_S, check=False,
         )  # fmt: skip
 
     def calls(self) -> list[list[str]]:

@@ -263,6 +263,7 @@ FOREIGN = {
     "_begin": "ProcessPoolExecutor gives an initializer its arguments by position",
     "_calculate_rewards": "TRL's",
     "_mark_layers": "torch's forward hook",
+    "_save_to_state_dict": "torch's",
     "compute_loss": "the Trainer's",
     "find_spec": "Python's import system",
     "resolve": "PyYAML's resolver",

@@ -9,6 +9,7 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sftplay import log
@@ -37,7 +38,9 @@ from sftplay.machine.probe import Machine
 from sftplay.monitor.checkpoints import newest_complete
 from sftplay.plan.memory.forecast import Place
 from sftplay.plan.memory.probe_fit import Fit
+from sftplay.plan.puzzles.shape import PuzzleModelShape
 from sftplay.plan.report.advice import suggest
+from sftplay.plan.report.puzzle_advice import suggest_for_puzzles
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.terminal.colours import is_terminal
 from sftplay.units import GIB, format_bytes
@@ -138,18 +141,20 @@ def size(cfg: RunConfig, machine: Machine, *, scale: Scale, fit: Fit | None = No
         MachineError: not even one row at a time fits, or what is asked for cannot run here.
     """
     shape, lengths, world_size = known_shape(cfg), known_lengths(cfg), scale.world_size
-    sized = size_run(
-        cfg, machine, world_size=world_size, shape=shape, local_processes=scale.nproc, fit=fit, lengths=lengths
-    )
+    sizing = partial(size_run, machine=machine, world_size=world_size, local_processes=scale.nproc)
+    sized = sizing(cfg, shape=shape, fit=fit, lengths=lengths)
     forecast = sized.forecast
     if forecast is None or shape is None or forecast.verdict != "does_not_fit" or cfg.train.batch_size != "auto":
         return sized
-    suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, world_size, lengths))
+    if isinstance(shape, PuzzleModelShape):
+        suggestions = suggest_for_puzzles(cfg, shape, sizing=sizing)
+    else:
+        suggestions = suggest(sized.cfg, shape, place=Place(forecast.setting.device, world_size, lengths))
     listed = "; ".join(f"{each.change} ({format_bytes(each.peak_bytes)})" for each in suggestions)
     raise MachineError(
         f"{shape.name} does not fit: even one row at a time takes {format_bytes(forecast.peak_bytes)} of "
         f"{format_bytes(forecast.budget_bytes)} on each {forecast.setting.device.name}",
-        where=f"{cfg.origins.get('model.name', 'model')} model.name",
+        where="hrm" if cfg.task_mode == "hrm" else f"{cfg.origins.get('model.name', 'model')} model.name",
         fix=f"{listed}; `make plan` shows every part; train.batch_size=1 tries it anyway",
     )
 

@@ -32,7 +32,7 @@ LEAST_SHARE = 0.97
 """Of a card's memory: what a driver reports where a part is kept for error correction."""
 
 _AGAIN = """\
-trap 'kill -TERM "$trainer"' TERM INT
+trap 'kill -TERM "$!"' TERM INT
 while :; do
   {command} &
   trainer=$!
@@ -41,7 +41,8 @@ while :; do
   [ "$code" = {stopped} ] || exit "$code"
 done
 """
-"""For a tool that does not look at exit codes. A trap ends `wait` before the trainer has ended."""
+"""For a tool that does not look at exit codes. A trap ends `wait` before the trainer has ended. A trap that comes right
+behind a start finds the new trainer in `$!`, and still the old one in a variable."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if any(isinstance(gradient, DTensor) or gradient.device.type != "cpu" for gradient in gradients):
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return _total_norm(gradients)
     total = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
         flat = gradient.detach().reshape(-1)
@@ -30,3 +29,13 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         for chunks in (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1)):
             total += torch.linalg.vector_norm(chunks, dim=1, dtype=torch.float32).double().square().sum()
     return total.sqrt().float()
+
+
+def rough_gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """As `gradient_norm`, but rounded as torch rounds it, for a quarter of the time on a CPU."""
+    return _total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

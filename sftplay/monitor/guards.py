@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback
 from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.errors import RunError
-from sftplay.monitor.gradient_norm import gradient_norm
+from sftplay.monitor.gradient_norm import rough_gradient_norm
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
 from sftplay.signals import Echoes, StopAtOnce, catch_signals
@@ -97,7 +97,7 @@ class StopOnBadStep(Observer):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         ranks = gather_objects(
-            (float(self.trainer.last_loss), float(gradient_norm(model.parameters()))), self.trainer.heartbeat
+            (float(self.trainer.last_loss), float(rough_gradient_norm(model.parameters()))), self.trainer.heartbeat
         )
         bad = not all(math.isfinite(value) for pair in ranks for value in pair)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if bad else 0

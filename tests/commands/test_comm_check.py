@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.config.load import load_config
@@ -79,7 +80,7 @@ def test_ranks_that_hang_are_ended_and_named(tmp_path: Path):
 def test_a_rank_that_has_gone_is_told_with_the_launchers_last_word(tmp_path: Path):
     rank.write_note(tmp_path / "rank0.json", state="failed", error="connection closed by peer")
     with pytest.raises(RunError) as caught:
-        comm_check.run_check(fake("import sys; sys.exit('no room')"), tmp_path, scale=TWO, limit_s=30.0)
+        comm_check.run_check(fake("import sys; sys.exit('no room')"), tmp_path, scale=TWO, limit_s=HANG_S)
     assert "ended with code 1: rank 0 failed (connection closed by peer); rank 1 did not come (no room)" in str(
         caught.value
     )
@@ -90,13 +91,13 @@ def test_what_the_ranks_of_a_failed_check_said_is_kept_and_named(tmp_path: Path,
     for message in ("NCCL INFO NET/IB : no device", "NCCL INFO NET/Socket : Using eth0"):
         with pytest.raises(RunError) as caught:
             comm_check.run_check(
-                fake(f"print({message!r}); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=30.0
+                fake(f"print({message!r}); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=HANG_S
             )
         assert kept.read_text() == f"{message}\n"
         assert f"the output is in {kept}" in caught.value.what
     with pytest.raises(RunError, match="output is in"):
         comm_check.run_check(
-            fake("print('of node 3', end=''); raise SystemExit(5)"), tmp_path / "check", scale=FOURTH, limit_s=30.0
+            fake("print('of node 3', end=''); raise SystemExit(5)"), tmp_path / "check", scale=FOURTH, limit_s=HANG_S
         )
     assert (kept.parent / "comm-check-node3.log").read_text() == "of node 3"
 
@@ -104,10 +105,12 @@ def test_what_the_ranks_of_a_failed_check_said_is_kept_and_named(tmp_path: Path,
 def test_where_nothing_was_said_or_can_be_kept_no_log_is_named(tmp_path: Path, kept: Path):
     (tmp_path / "check").mkdir()
     with pytest.raises(RunError) as silent:
-        comm_check.run_check(fake("raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=30.0)
+        comm_check.run_check(fake("raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=HANG_S)
     kept.parent.touch()  # a file in the folder's place
     with pytest.raises(RunError) as lost:
-        comm_check.run_check(fake("print('in vain'); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=30.0)
+        comm_check.run_check(
+            fake("print('in vain'); raise SystemExit(5)"), tmp_path / "check", scale=TWO, limit_s=HANG_S
+        )
     for caught in (silent, lost):
         assert "ended with code 5" in caught.value.what
         assert str(kept) not in str(caught.value)
@@ -116,7 +119,7 @@ def test_where_nothing_was_said_or_can_be_kept_no_log_is_named(tmp_path: Path, k
 def test_a_check_that_succeeds_keeps_nothing(tmp_path: Path, kept: Path):
     for n in (0, 1):
         rank.write_note(tmp_path / f"rank{n}.json", state="done")
-    comm_check.run_check(fake("print('fine')"), tmp_path, scale=TWO, limit_s=30.0)
+    comm_check.run_check(fake("print('fine')"), tmp_path, scale=TWO, limit_s=HANG_S)
     assert not kept.parent.exists()
 
 
@@ -126,7 +129,7 @@ def test_a_wrong_sum_is_the_reason_even_where_other_ranks_failed_too(tmp_path: P
         tmp_path / "rank1.json", state="failed", error="holds a wrong sum after an all-reduce of 4096 bytes"
     )
     with pytest.raises(RunError, match=r"comm-check: rank 1 holds a wrong sum") as caught:
-        comm_check.run_check(fake("raise SystemExit(5)"), tmp_path, scale=TWO, limit_s=30.0)
+        comm_check.run_check(fake("raise SystemExit(5)"), tmp_path, scale=TWO, limit_s=HANG_S)
     assert "cannot be trusted" in caught.value.fix
 
 

@@ -150,9 +150,9 @@ def test_watching_shows_it_again_until_it_is_interrupted(running):
     argv = [sys.executable, "-u", "-m", "sftplay", "memory-check", "--watch"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(argv, cwd=running, env=env, stdout=subprocess.PIPE, text=True) as process:
-        count = 0
-        while count < 2:
-            count += "run mine" in process.stdout.readline()
+        shown = (line for line in process.stdout if "run mine" in line)
+        for _ in range(2):
+            next(shown)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=HANG_S) == 0
 

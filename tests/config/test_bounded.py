@@ -14,16 +14,16 @@ from sftplay.errors import ConfigError
 from sftplay.launch.command.deepspeed_json import read_deepspeed
 
 HANG_S = 30
-"""No refusal here takes so long on any machine. What it refuses would take for ever."""
+"""No refusal here takes the processor so long. What it refuses would take for ever; a busy machine counts nothing."""
 
 BASE = "model: {name: builtin:tiny}\ndata: {train_path: rows.jsonl}\n"
 
 
 @pytest.fixture(autouse=True)
 def in_time():
-    began = time.monotonic()
+    began = time.process_time()
     yield
-    assert time.monotonic() - began < HANG_S
+    assert time.process_time() - began < HANG_S
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "pipe"])

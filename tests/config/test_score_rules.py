@@ -29,6 +29,12 @@ def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
     ("text", "key", "fix"),
     [
         ("train: {effective_batch_size: 30}", "train.effective_batch_size", "28 or 32"),
+        (
+            "train: {effective_batch_size: 30}\nscore: {steps_per_generation: 3}",
+            "train.effective_batch_size",
+            "28 or 32",
+        ),
+        ("score: {stage1_steps: 10, steps_per_generation: 2, num_iterations: 2}", "score.stage1_steps", "8 or 12"),
         ("score: {max_new_tokens: 2000}", "score.max_new_tokens", "model.max_seq_len"),
         ("score: {stage1_steps: 0, stage2_steps: 0}", "score.stage1_steps", "give one some"),
         ('score: {prompts: {solve: "no place"}}', "score.prompts.solve", "write {problem} once"),
@@ -58,6 +64,18 @@ def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
 
 def test_two_whole_models_may_be_in_shards(load):
     assert load(f"{SCORE}{SPLIT}cluster: {{strategy: fsdp}}\n").score.placement == "sharded"
+
+
+def test_a_drawing_may_hold_whole_groups_where_a_step_does_not(load):
+    assert (
+        load(f"{SCORE}train: {{effective_batch_size: 30}}\nscore: {{steps_per_generation: 2}}\n").score.epsilon == 0.2
+    )
+
+
+def test_the_bound_of_a_ratio_has_no_effect_where_a_drawing_feeds_one_step(load):
+    (note,) = notes(load(f"{SCORE}score: {{epsilon: 0.3}}\n"))
+    assert "score.epsilon has no effect" in note
+    assert notes(load(f"{SCORE}score: {{epsilon: 0.3, num_iterations: 2}}\n")) == []
 
 
 def test_keys_without_effect_are_named(load):

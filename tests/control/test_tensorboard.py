@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from processes import HANG_S
+from processes import HANG_S, wait_until
 
 from sftplay.commands.look.tensorboard import stop
 from sftplay.control import tensorboard
@@ -60,7 +60,7 @@ def test_it_answers_on_the_next_free_port_of_this_machine_when_the_command_retur
     url = re.search(r"http://127\.0\.0\.1:(\d+)", done.stdout)
     assert taken < int(url[1]) <= taken + 50
     assert record["url"] == url[0]
-    with urllib.request.urlopen(url[0], timeout=30) as page:
+    with urllib.request.urlopen(url[0], timeout=HANG_S) as page:
         assert b"TensorBoard" in page.read()
 
 
@@ -89,7 +89,7 @@ def test_stopped_it_is_gone_and_stopping_again_finds_nothing(place, started):
     pid = started[2]["pid"]
     assert tensorboard.start_time(pid) == started[2]["started"]
     assert f"stopped (process {pid})" in call(place, "tb-stop").stdout
-    assert tensorboard.start_time(pid) == ""
+    wait_until(lambda: tensorboard.start_time(pid) == "")
     assert not (place / RECORD).exists()
     again = call(place, "tb-stop")
     assert again.returncode == 0
@@ -142,7 +142,7 @@ def test_a_stranger_that_takes_the_port_at_the_last_moment_is_no_success(tmp_pat
 def test_a_process_that_merely_has_the_old_pid_is_left_alone(tmp_path, monkeypatch, record):
     monkeypatch.chdir(tmp_path)
     RECORD.parent.mkdir()
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
         stale = {"pid": other.pid, "started": "12345", "url": "http://127.0.0.1:1", "folder": "outputs"}
         RECORD.write_text({"stale": json.dumps(stale), "broken": "{"}[record])
         assert stop(None) == 0
@@ -181,7 +181,7 @@ def test_a_pid_file_that_names_anything_else_stops_nothing(tmp_path, monkeypatch
 
 
 def test_a_process_of_somebody_else_is_not_ours(monkeypatch):
-    words = [sys.executable, "-c", "import time; print(); time.sleep(60)", tensorboard.MODULE]
+    words = [sys.executable, "-c", "import time; print(); time.sleep(600)", tensorboard.MODULE]
     with subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as other:
         other.stdout.readline()  # a process has no command line yet while it is being replaced by exec
         assert tensorboard.is_board(other.pid)

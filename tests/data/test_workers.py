@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,13 @@ def mapped(process: psutil.Process) -> set[str]:
 
 
 def children() -> list[psutil.Process]:
-    started = psutil.Process().children(recursive=True)
-    alive = [each for each in started if each.status() != psutil.STATUS_ZOMBIE]
-    return [each for each in alive if "spawn_main" in " ".join(each.cmdline())]
+    """The started processes that have their command line: one has it only when its program has begun."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if each.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +87,8 @@ def test_started_processes_hold_neither_torch_nor_transformers_and_end_with_the_
         workers.process_all(batches(50), renderer, options=RowOptions(Reading(), 64, "truncate"), processes=2)
     ) as coming:
         next(coming)
+        wait_until(lambda: len(children()) == 2)
         started = children()
-        assert len(started) == 2
         for process in started:
             wait_until(lambda process=process: any("tokenizers" in path for path in mapped(process)))
             assert not [path for path in mapped(process) if "torch" in path or "transformers" in path]
@@ -167,11 +171,11 @@ def test_interrupt_while_processes_start_is_the_parents_alone(
     def submit_and_interrupt(pool: Any, *given: Any) -> Any:
         """As a terminal's Ctrl-C, which reaches processes that have not begun yet."""
         future = submit(pool, *given)
-        for child in children():
-            if child.pid not in started:
-                started.append(child.pid)
-                child.send_signal(signal.SIGINT)
-                child.send_signal(signal.SIGUSR1)
+        for pid in list(pool._processes):
+            if pid not in started:
+                started.append(pid)
+                os.kill(pid, signal.SIGINT)
+                os.kill(pid, signal.SIGUSR1)
         return future
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit_and_interrupt)

@@ -259,14 +259,16 @@ def measure(
     for key in quiet_environment() | cache_environment() | offline_environment():
         monkeypatch.setenv(key, "1")  # so that what the verb sets is undone
 
-    def times() -> dict[str, int]:
-        return {path.name: path.stat().st_mtime_ns for path in run.folder.eval.iterdir()}
+    def versions() -> dict[str, tuple[int, int]]:
+        """The inode too: a file that replaces another one may have the same time."""
+        found = {path.name: path.stat() for path in run.folder.eval.iterdir()}
+        return {name: (facts.st_ino, facts.st_mtime_ns) for name, facts in found.items()}
 
     def measure(verb: str, *arguments: str) -> tuple[dict[str, Any], set[str]]:
-        before = times()
+        before = versions()
         capsys.readouterr()
         assert cli.main([verb, "--config", str(config), "--json", *arguments]) == 0
-        after = times()
+        after = versions()
         return json.loads(capsys.readouterr().out), {name for name in after if after[name] != before.get(name)}
 
     return measure

@@ -229,7 +229,7 @@ class Healthy(BaseHTTPRequestHandler):
         self.end_headers()
 
 if "deaf" in sys.argv:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
 print("pid", __import__("os").getpid(), flush=True)
 if "broken" in sys.argv:
     sys.exit("no room for the model")
@@ -239,22 +239,23 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 
 
 def live(tmp_path: Path, signals: list[int], *words: str) -> int:
-    """`run_server` with the stand-in, sent `signals` one after the other once it has said that it answers."""
-    port = free_port(0)
+    """`run_server` with the stand-in, sent `signals` once it has said that it answers: each when the one before has
+    reached the server."""
+    port, log_file = free_port(0), tmp_path / "logs" / "serve.log"
     launch = Launch((sys.executable, "-c", FAKE, str(port), *words), {})
     output: list[str] = []
 
     def send() -> None:
-        for number in signals:
-            wait_until(lambda: any("answers, model 'x'" in line for line in output))
+        wait_until(lambda: not signals or any("answers, model 'x'" in line for line in output))
+        for sent, number in enumerate(signals):
+            wait_until(lambda sent=sent: log_file.read_text().count("told") == sent)
             os.kill(os.getpid(), number)
-            time.sleep(0.2)
 
     sender = threading.Thread(target=send)
     with patch.object(serving.log, "say", lambda text, tag: output.append(text)):
         sender.start()
         try:
-            return run_server(launch, "x", port=port, cwd=tmp_path, log_file=tmp_path / "logs" / "serve.log")
+            return run_server(launch, "x", port=port, cwd=tmp_path, log_file=log_file)
         finally:
             sender.join()
 

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> RunFolder:
     (tmp_path / "samples").mkdir()
     (tmp_path / "config.resolved.yaml").write_text("task_mode: score\n")
     (tmp_path / "status.json").write_text('{"state": "done", "step": 20}')
-    line = {"step": 10, **figures(0.25, 0.75, fixed=0.5, broken=0.0), "kl_t1": 0.01, "kl_t2": 0.2}
+    line = {"step": 10, **figures(0.25, 0.75, fixed=0.5, broken=0.0), "kl_t1": 0.01, "kl_t2": 0.2, "clip_share_t2": 0.1}
     lines = [line, {**line, "step": 20, "i2c": 0.25}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     for step, right in ((0, [[True, True], [True, False]]), (20, [[True, True], [False, True]])):
@@ -59,6 +59,7 @@ def test_both_turns_and_both_changes_have_curves_of_what_was_sampled_and_what_wa
     assert (changes["i2c"], changes["eval_c2i"]) == ([(10, 0.5), (20, 0.25)], [(0, 0.25), (20, 0.25)])
     assert by_title["Second answers by hint, held out"]["acc_t2_static"] == [(0, 0.5), (20, 0.5)]
     assert list(by_title["KL to the base"]) == ["kl_t1", "kl_t2"]
+    assert by_title["Share of tokens whose ratio is cut off"] == {"clip_share_t2": [(10, 0.1), (20, 0.1)]}
 
 
 def test_tables_have_the_ends_of_the_run_each_kind_of_hint_and_episodes_before_and_after(folder: RunFolder):

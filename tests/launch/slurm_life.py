@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import HANG_S
+
 from sftplay.launch.slurm.records import JobFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +26,7 @@ if sys.orig_argv[1:4] == ["-m", "sftplay", "train"]:
     status |= {"state": "stopped", "step": attempt["to_step"], "attempts": [*status["attempts"], attempt]}
     (run / "status.json").write_text(json.dumps(status))
     if "child" in wanted:
-        os.spawnvp(os.P_NOWAIT, "setsid", ["setsid", "sleep", "1000"])
+        (run / "child").write_text(str(os.spawnvp(os.P_NOWAIT, "setsid", ["setsid", "sleep", "1000"])))
     if "waits" in wanted:
         received = []
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -63,4 +65,4 @@ class Life:
             return subprocess.Popen(argv, env=env, stdout=output, stderr=output)
 
     def end(self, *options: str, **trainer: object) -> int:
-        return self.start(*options, **trainer).wait(120)
+        return self.start(*options, **trainer).wait(HANG_S)

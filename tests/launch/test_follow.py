@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import HANG_S, is_alive, wait_until
@@ -15,10 +17,12 @@ from processes import HANG_S, is_alive, wait_until
 from sftplay import log
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise import follow as following
 from sftplay.launch.supervise.follow import FolderGone, follow, watch_folder
 from sftplay.launch.supervise.processes import parent_of
 from sftplay.log import LINE, STATUS
 from sftplay.signals import STOP_SIGNALS, catch_signals
+from sftplay.terminal import console
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +42,9 @@ def wait_for_signal():
     while not got:
         time.sleep(0.02)
     return got[0]
+def wait_for_file(name):
+    while not (folder.path / name).exists():
+        time.sleep(0.02)
 """
 
 
@@ -64,6 +71,13 @@ def test_the_code_in_status_goes_before_the_launchers_code(folder, recorded, lau
     assert status_of(folder)["state"] == "told"
 
 
+@pytest.fixture
+def no_sign_of_life(monkeypatch):
+    """A worker that starts slowly, because the machine is busy, is no reason for a line of its own."""
+    monkeypatch.setattr(console, "SIGN_OF_LIFE_S", 10 * HANG_S)
+
+
+@pytest.mark.usefixtures("no_sign_of_life")
 def test_marked_lines_reach_the_screen_and_all_others_the_log(folder, capsys):
     body = "log.say('two\\nlines'); print('a library speaks', flush=True); folder.update_status(exit_code=0)"
     assert follow(worker(folder, body), folder) == 0
@@ -73,6 +87,7 @@ def test_marked_lines_reach_the_screen_and_all_others_the_log(folder, capsys):
     assert not {LINE, STATUS} & set(captured.out)
 
 
+@pytest.mark.usefixtures("no_sign_of_life")
 def test_under_json_the_lines_of_a_run_go_to_standard_error(folder, capsys, monkeypatch):
     monkeypatch.setenv(log.JSON, "1")
     body = "log.say('hello'); folder.update_status(exit_code=0)"
@@ -112,11 +127,20 @@ def test_a_launcher_that_ends_with_1_after_the_ranks_had_met_has_lost_one_of_the
 
 @pytest.mark.parametrize("how", ["shutil.rmtree(folder.path)", "folder.path.rename(folder.path.with_name('moved'))"])
 @pytest.mark.parametrize(
-    "then", ["folder.update_status(exit_code=0)", "log.say('result: ' + str(folder.path))", "time.sleep(60)"]
+    ("then", "end"),
+    [
+        ("folder.update_status(exit_code=0)", "pass"),
+        ("log.say('result: ' + str(folder.path))", "pass"),
+        ("pass", "time.sleep(600)"),
+    ],
 )
-def test_a_run_whose_folder_goes_away_ends_with_5_and_says_what_is_gone(folder, how, then):
+def test_a_run_whose_folder_goes_away_ends_with_5_and_says_what_is_gone(folder, how, then, end, tmp_path, monkeypatch):
     folder.resolved.write_text(CONFIG)
-    body = f"import shutil; {how}; {then}; time.sleep(0.02)"
+    done = tmp_path / "done"
+    # It looks twice. Between the two the worker does all it does to the folder.
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: wait_until(done.exists))
+    monkeypatch.setattr(following, "time", clock)
+    body = f"import shutil; {how}; {then}; Path({str(done)!r}).touch(); {end}"
     with pytest.raises(FolderGone, match="removed or moved while the run was going on") as caught:
         follow(worker(folder, body), folder)
     assert caught.value.exit_code == 5
@@ -156,9 +180,7 @@ def test_signal_handlers_are_given_back_afterwards(folder):
 
 def test_the_parent_of_a_process_is_known_and_of_none_is_0():
     assert parent_of(os.getpid()) == os.getppid()
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    assert parent_of(child.pid) == 0
+    assert parent_of(2**30) == 0  # no process has that number
 
 
 DRIVER = """
@@ -166,8 +188,10 @@ import sys
 from pathlib import Path
 from sftplay.launch.command.command import Launch
 from sftplay.launch.run_folder import RunFolder
-from sftplay.launch.supervise.follow import follow
-sys.exit(follow(Launch(tuple(sys.argv[2:]), {"SFTPLAY_FOLLOWED": "1"}), RunFolder(Path(sys.argv[1]))))
+from sftplay.launch.supervise import follow
+follow.ECHO_S = float(sys.argv[2])
+launch = Launch(tuple(sys.argv[3:]), {"SFTPLAY_FOLLOWED": "1"})
+sys.exit(follow.follow(launch, RunFolder(Path(sys.argv[1]))))
 """
 
 
@@ -176,8 +200,8 @@ def followed(folder):
     """A process that follows a worker with this body; returned when the worker is ready."""
     started = []
 
-    def start(body):
-        argv = [sys.executable, "-c", DRIVER, str(folder.path), *worker(folder, body).argv]
+    def start(body, *, echo_s=following.ECHO_S):
+        argv = [sys.executable, "-c", DRIVER, str(folder.path), str(echo_s), *worker(folder, body).argv]
         driver = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(driver)
         wait_until(lambda: status_of(folder).get("ready") or driver.poll() is not None)
@@ -200,7 +224,7 @@ def test_a_stop_signal_reaches_the_worker_and_its_code_comes_back(folder, follow
 
 
 def test_a_worker_that_dies_of_the_signal_itself_is_noted_as_stopped(folder, followed):
-    driver = followed("folder.update_status(ready=True); time.sleep(60)")
+    driver = followed("folder.update_status(ready=True); time.sleep(600)")
     driver.send_signal(signal.SIGTERM)
     assert driver.wait(HANG_S) == 143
     status = status_of(folder)
@@ -209,7 +233,7 @@ def test_a_worker_that_dies_of_the_signal_itself_is_noted_as_stopped(folder, fol
 
 def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed, monkeypatch):
     monkeypatch.delenv("MAKELEVEL", raising=False)  # the suite may have been started by make
-    driver = followed("wait_for_signal(); folder.update_status(saving=True); time.sleep(60)")
+    driver = followed("wait_for_signal(); folder.update_status(saving=True); time.sleep(600)")
     driver.send_signal(signal.SIGTERM)
     wait_until(lambda: status_of(folder).get("saving"))
     driver.send_signal(signal.SIGTERM)
@@ -220,17 +244,19 @@ def test_a_second_signal_ends_a_worker_that_takes_its_time(folder, followed, mon
 def test_sigterm_that_make_passes_on_is_no_second_signal(folder, followed, monkeypatch):
     # A signal to make's process group reaches the command directly, and a second time through make.
     monkeypatch.setenv("MAKELEVEL", "1")
-    driver = followed("n = wait_for_signal(); folder.update_status(saving=True); time.sleep(1)\n"
-                      "folder.update_status(exit_code=128 + n, saved=True)")  # fmt: skip
+    body = "n = wait_for_signal(); folder.update_status(saving=True); wait_for_file('sent')\n"
+    # The second one may come late, because the machine is busy.
+    driver = followed(body + "folder.update_status(exit_code=128 + n, saved=True)", echo_s=10 * HANG_S)
     driver.send_signal(signal.SIGTERM)
     wait_until(lambda: status_of(folder).get("saving"))
     driver.send_signal(signal.SIGTERM)
+    (folder.path / "sent").touch()
     assert driver.wait(HANG_S) == 143
     assert status_of(folder)["saved"]
 
 
 def test_hang_up_stops_a_run_with_129(folder, followed):
-    driver = followed("folder.update_status(ready=True); time.sleep(60)")
+    driver = followed("folder.update_status(ready=True); time.sleep(600)")
     driver.send_signal(signal.SIGHUP)
     assert driver.wait(HANG_S) == 129
     assert (status_of(folder)["state"], status_of(folder)["signal"]) == ("stopped", "SIGHUP")
@@ -249,12 +275,12 @@ def test_hang_up_that_nohup_switched_off_stays_so():
 
 def test_ranks_of_another_node_get_no_signal_here(folder, followed):
     # The list includes another node's ranks. On this node such a pid is another process.
-    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         body = (
             f"pids = [{{'pid': {stranger.pid}}}]\n"
             "signal.signal(signal.SIGTERM, lambda *_, **__: (folder.update_status(exit_code=143), os._exit(0)))\n"
-            "folder.update_status(ranks=pids + [{'pid': os.getpid()}], ready=True); time.sleep(60)"
+            "folder.update_status(ranks=pids + [{'pid': os.getpid()}], ready=True); time.sleep(600)"
         )
         driver = followed(body)
         driver.send_signal(signal.SIGTERM)
@@ -267,17 +293,18 @@ def test_ranks_of_another_node_get_no_signal_here(folder, followed):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
 def test_a_worker_dies_with_a_follower_that_is_killed(folder, followed):
-    driver = followed("folder.update_status(pid=os.getpid(), ready=True); time.sleep(60)")
+    driver = followed("folder.update_status(pid=os.getpid(), ready=True); time.sleep(600)")
     driver.kill()
     driver.wait()
     wait_until(lambda: not is_alive(status_of(folder)["pid"]))
 
 
 def test_the_run_goes_on_when_its_screen_is_gone(folder, followed):
-    body = "folder.update_status(ready=True)\nfor n in range(20): log.say(f'line {n}'); time.sleep(0.02)\n"
+    body = "folder.update_status(ready=True); wait_for_file('closed')\nfor n in range(20): log.say(f'line {n}')\n"
     driver = followed(body + "folder.update_status(exit_code=0, finished=True)")
     driver.stdout.close()
     driver.stdout = None
+    (folder.path / "closed").touch()
     assert driver.wait(HANG_S) == 0
     assert status_of(folder)["finished"]
     assert driver.stderr.read() == ""

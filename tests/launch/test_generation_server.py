@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 from slurm_life import Life
 from trl.scripts.vllm_serve import ScriptArguments, build_command
 
@@ -119,7 +120,7 @@ SRUN = 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
 def served(life: Life, slurm: Callable[..., Path], write_config: Callable[..., Path]) -> Callable[..., Life]:
     """The life of job 12, with a server by this command."""
 
-    def prepare(command: str = COMMAND, timeout: int = 60) -> Life:
+    def prepare(command: str = COMMAND, timeout: int = int(HANG_S)) -> Life:
         slurm(srun=SRUN, scontrol="exit 0")
         path = write_config(**grpo(command=command, timeout=timeout))
         (life.run / "slurm.yaml").write_text(path.read_text())
@@ -162,7 +163,7 @@ def test_trainer_ends_with_a_server_that_dies(served: Callable[..., Life]):
     wait_until((life.run / "ready").exists)
     (server,) = servers(life)
     os.kill(server, signal.SIGKILL)
-    assert process.wait(60) == 5
+    assert process.wait(HANG_S) == 5
     assert "the generation server has ended with 5 while the run trained" in log_of(life)
     assert "has ended with -9" in life.job.server_log.read_text()
     assert life.job.lives()[0]["exit_code"] == 5
@@ -173,7 +174,7 @@ def test_notice_of_the_end_stops_both_and_queues_the_job_again(served: Callable[
     process = life.start("--server", waits=True)
     wait_until((life.run / "ready").exists)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 138
+    assert process.wait(HANG_S) == 138
     assert "scontrol requeue 12" in slurm().read_text()
     assert not servers(life)
 
@@ -184,10 +185,12 @@ def test_stop_of_the_job_that_takes_the_server_first_is_still_a_stop(served: Cal
     wait_until((life.run / "ready").exists)
     process.send_signal(signal.SIGUSR1)
     wait_until(lambda: "stops with a checkpoint" in log_of(life))
-    os.kill(servers(life)[0], signal.SIGKILL)  # the trainer fails, because it has no server any more
-    wait_until(lambda: not servers(life))
+    (server,) = servers(life)
+    holder = psutil.Process(server).ppid()
+    os.kill(server, signal.SIGKILL)  # the trainer fails, because it has no server any more
+    wait_until(lambda: not is_alive(holder))
     (life.run / "fail").touch()
-    assert process.wait(60) == 138
+    assert process.wait(HANG_S) == 138
 
 
 def test_server_that_is_never_ready_ends_the_job_and_nothing_is_trained(served: Callable[..., Life]):
@@ -204,7 +207,7 @@ def test_notice_while_the_server_starts_queues_the_job_again(served: Callable[..
     process = life.start("--server", code=0)
     wait_until(lambda: bool(servers(life)))
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 138
+    assert process.wait(HANG_S) == 138
     assert not servers(life)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import HANG_S, wait_until
 
 from sftplay.cli import main
 from sftplay.errors import ConfigError
@@ -133,7 +134,7 @@ def dstack_shell(tmp_path: Path) -> Callable[[], subprocess.Popen[bytes]]:
 def test_shell_of_dstack_starts_the_run_again_after_138_and_ends_with_any_other_code(
     dstack_shell: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
 ):
-    assert dstack_shell().wait(60) == 4
+    assert dstack_shell().wait(HANG_S) == 4
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 3
     assert len(set(calls)) == 1
@@ -144,10 +145,9 @@ def test_shell_of_dstack_tells_the_run_of_its_end_and_waits_for_it(
 ):
     (tmp_path / "endless").touch()
     process = dstack_shell()
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None
+    wait_until(lambda: (tmp_path / "ready").exists() or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
+    assert process.wait(HANG_S) == 143
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "told"
 
 

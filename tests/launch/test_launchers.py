@@ -25,6 +25,7 @@ from sftplay.errors import ConfigError, ConfigErrors
 from sftplay.launch.command.command import Launch, Scale, build_launch
 from sftplay.launch.command.strategy import strategy_environment
 from sftplay.launch.run_folder import RunFolder
+from sftplay.launch.supervise import processes as processes_of_a_launch
 from sftplay.launch.supervise.exit_cause import find_death
 from sftplay.launch.supervise.follow import final_exit_code, follow
 from sftplay.launch.supervise.processes import descends_from, end_launch
@@ -166,7 +167,7 @@ def test_a_launcher_without_effect_is_reported(monkeypatch: pytest.MonkeyPatch, 
     assert main(arguments) == 0
     assert "note: cluster.launcher accelerate has no effect" in capsys.readouterr().out
     assert main([*arguments, "--nproc", "2"]) == 0
-    assert "note" not in capsys.readouterr().out
+    assert "note: cluster.launcher" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
@@ -283,6 +284,7 @@ def test_process_descends_from_itself_its_ancestors_and_no_other_process(chain: 
     assert not descends_from(ended.pid, os.getpid())
 
 
-def test_end_of_a_launch_reaches_all_below_it(chain: list[int]):
+def test_end_of_a_launch_reaches_all_below_it(chain: list[int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes_of_a_launch, "ENDING_S", HANG_S)
     assert end_launch(chain[0]) == []
     wait_until(lambda: not any(map(is_alive, chain)))

@@ -10,35 +10,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from holding import Hold, write_hook
 from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 
 from sftplay.machine.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-HOOK = """
-import os, sys, time
-wanted, lines = os.environ.get("HOLD_AT"), [2]
-def listen(event, args):
-    if event == "open" and args[1] == "a" and str(args[0]).endswith("/metrics.jsonl") and lines[0]:
-        lines[0] -= 1
-        if not lines[0]:
-            open(wanted, "w").close()
-            while not os.path.exists(wanted + ".go"):
-                time.sleep(0.02)
-if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
-    sys.addaudithook(listen)
-"""
-"""Holds rank 0 after its second step."""
 
 
 @dataclass
@@ -87,8 +71,7 @@ def cluster(tmp_path: Path, tiny_llama: Path, chat_rows: Path) -> Iterator[Clust
     for node in (0, 1):
         place = tmp_path / f"node{node}"
         shutil.copytree(ROOT / "sftplay", place / "sftplay", ignore=shutil.ignore_patterns("__pycache__"))
-        (place / "packages").mkdir()
-        (place / "packages" / "sitecustomize.py").write_text(HOOK)
+        write_hook(place / "packages")
         (place / "run.yaml").write_text(json.dumps(values))
         shutil.copy(chat_rows, place / "rows.jsonl")
     site = Cluster(tmp_path)
@@ -183,15 +166,17 @@ def test_run_of_two_nodes_is_the_run_of_two_processes_stopped_and_continued_or_n
         (2, False),
     ]
 
-    port, held = free_port(0), cluster.root / "held"
-    env = {"HOLD_AT": str(held)}
+    port, hold = free_port(0), Hold(cluster.root / "stopped")
     # The stop signal reaches one node only; the ranks agree on it.
-    pair = [cluster.start("stopped", node, port, "train.max_steps=6", **env) for node in (0, 1)]
-    wait_until(lambda: held.exists() or pair[0].poll() is not None)
+    pair = []
+    for node in (0, 1):
+        env = hold.after_step(2, cluster.root / f"node{node}" / "packages")
+        pair.append(cluster.start("stopped", node, port, "train.max_steps=6", **env))
+    assert hold.wait(pair[0]), cluster.output("stopped", 0)
     pair[1].send_signal(signal.SIGTERM)
-    time.sleep(2)  # node 1 forwards it in this time; nothing shows that, because its rank waits for the held one
-    (cluster.root / "held.go").touch()
-    assert [process.wait(120) for process in pair] == [143, 143], cluster.output("stopped", 0)
+    hold.await_signal(pair[1], rank=1)
+    hold.let_go()
+    assert [process.wait(HANG_S) for process in pair] == [143, 143], cluster.output("stopped", 0)
     assert cluster.status("stopped")["state"] == "stopped"
     pids = [rank["pid"] for rank in cluster.status("stopped")["ranks"]]
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
@@ -221,7 +206,7 @@ def test_lost_node_ends_the_run_on_the_other_one(cluster: Cluster):
     pair = [cluster.start("lost", node, port, "train.max_steps=100000") for node in (0, 1)]
     wait_until(lambda: cluster.status("lost").get("ranks") or pair[0].poll() is not None)
     pair[1].kill()
-    assert pair[0].wait(120) == 5, cluster.output("lost", 0)
+    assert pair[0].wait(HANG_S) == 5, cluster.output("lost", 0)
     status = cluster.status("lost")
     assert (status["state"], status["exit_code"]) == ("failed", 5)
     assert "a process on another node has gone" in status["error"]["what"]

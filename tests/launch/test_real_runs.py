@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from holding import Hold, write_hook
 from processes import HANG_S, is_alive, wait_until
 
 from sftplay.launch.run_folder import RunFolder
@@ -28,9 +29,9 @@ class Project:
     outputs: Path
     started: list = field(default_factory=list)
 
-    def start(self, verb, name, *overrides):
+    def start(self, verb, name, *overrides, **environment):
         argv = [sys.executable, "-m", "sftplay", verb, "--config", self.config, f"run_name={name}", *overrides]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         # A file, because a pipe would have to be read during the run.
         with (self.outputs / f"{name}.txt").open("a") as out:
             process = subprocess.Popen(
@@ -62,6 +63,18 @@ class Project:
         wait_until(lambda: self.status(name).get("ranks") or process.poll() is not None)
         assert process.poll() is None, self.output(name)
         return process, [rank["pid"] for rank in self.status(name)["ranks"]]
+
+    def stop(self, name, *overrides):
+        """Start a run and send it SIGTERM during its training: (exit code, the ranks' pids)."""
+        hold = Hold(self.outputs / name)
+        hook = write_hook(self.outputs.parent / "hook")
+        process = self.start("train", name, *overrides, **hold.after_step(STEPS // 4, hook))
+        assert hold.wait(process), self.output(name)
+        pids = [rank["pid"] for rank in self.status(name)["ranks"]]
+        process.send_signal(signal.SIGTERM)
+        hold.await_signal(process)
+        hold.let_go()
+        return process.wait(HANG_S), pids
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +110,7 @@ def whole(project):
 @pytest.fixture(scope="module")
 def stopped(project):
     """The state of a run after SIGTERM during its training."""
-    process, pids = project.start_training("stopped")
-    process.send_signal(signal.SIGTERM)
-    code = process.wait(HANG_S)
+    code, pids = project.stop("stopped")
     return {"code": code, "pids": pids, "status": project.status("stopped"), "output": project.output("stopped")}
 
 
@@ -224,9 +235,7 @@ def test_two_processes_learn_from_the_same_rows_with_the_same_losses_as_one(proj
 def test_the_draws_of_dropout_go_on_where_a_stopped_run_left_them(project):
     word = "tuning.lora.dropout=0.1"
     assert project.run("train", "dropout", word)[0] == 0
-    process, _ = project.start_training("dropout-stopped", word)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(HANG_S) == 143
+    assert project.stop("dropout-stopped", word)[0] == 143
     assert project.run("resume", "dropout-stopped", word)[0] == 0
     ours, reference = project.metrics("dropout-stopped"), project.metrics("dropout")
     assert [line["loss"] for line in ours] == [line["loss"] for line in reference]
@@ -265,7 +274,7 @@ def test_no_worker_outlives_a_command_that_is_killed(project, processes):
 def test_a_rank_that_is_killed_ends_the_run_with_5_and_leaves_no_process(project):
     process, pids = project.start_training("lost", "--nproc", "2", "train.max_steps=100000")
     os.kill(pids[1], signal.SIGKILL)
-    assert process.wait(120) == 5, project.output("lost")
+    assert process.wait(HANG_S) == 5, project.output("lost")
     status = project.status("lost")
     assert (status["state"], status["exit_code"]) == ("failed", 5)
     assert not any(is_alive(pid) for pid in pids)
@@ -289,7 +298,7 @@ def test_ranks_that_have_nothing_to_write_wait_for_the_one_that_has(project, tmp
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process, _ = project.start_training("slow-disk", "--nproc", "2", "train.max_steps=100000")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 143, project.output("slow-disk")
+    assert process.wait(HANG_S) == 143, project.output("slow-disk")
     status = project.status("slow-disk")
     assert (status["state"], status["signal"]) == ("stopped", "SIGTERM")
     assert (Path(status["last_checkpoint"]) / "COMPLETE.json").is_file()

@@ -275,7 +275,7 @@ folder = RunFolder(Path(sys.argv[1]))
 with folder.locked():
     folder.update_status(pid=4711)
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

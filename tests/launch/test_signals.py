@@ -1,6 +1,7 @@
 """Stop signals to the command and to `make train`, at every moment of a run: it saves its state and leaves no process.
 
-A hook on PYTHONPATH holds the worker at a chosen moment, found by Python's own audit events, until it is let go.
+A hook on PYTHONPATH holds the worker at a chosen moment, found by Python's own audit events, until it is let go. It
+also tells when a signal has come to the worker.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from holding import HOOK
+from holding import Hold, write_hook
 from processes import HANG_S, is_alive, wait_until
 from run_outputs import Outputs
 
@@ -50,9 +51,7 @@ class Project(Outputs):
         env.pop("MAKELEVEL", None)
         env.pop("MAKEFLAGS", None)
         if moment:
-            event, pattern = MOMENTS[moment]
-            held, go = str(self.root / f"{name}.held"), str(self.root / f"{name}.go")
-            env["HOLD_AT"] = json.dumps({"event": event, "name": pattern, "held": held, "go": go})
+            env |= self.holding(name).environment(self.root / "hook", *MOMENTS[moment])
         with (self.root / f"{name}.txt").open("a") as out:
             process = subprocess.Popen(
                 argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
@@ -72,19 +71,17 @@ class Project(Outputs):
     def hold(self, by: str, name: str, moment: str) -> tuple[subprocess.Popen[bytes], list[int]]:
         """Start a run and return when it is held there, with the pids of all its processes."""
         process = self.start(by, name, moment)
-        wait_until(lambda: (self.root / f"{name}.held").exists() or process.poll() is not None)
-        assert process.poll() is None, self.output(name)
+        assert self.holding(name).wait(process), self.output(name)
         return process, [process.pid, *(each.pid for each in psutil.Process(process.pid).children(recursive=True))]
 
-    def let_go(self, name: str) -> None:
-        (self.root / f"{name}.go").touch()
+    def holding(self, name: str) -> Hold:
+        return Hold(self.root / name)
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Project]:
     root = tmp_path_factory.mktemp("signals")
-    (root / "hook").mkdir()
-    (root / "hook" / "sitecustomize.py").write_text(HOOK)
+    write_hook(root / "hook")
     (root / "stamp").write_text(str(ROOT))
     values = {
         "output_dir": str(root / "outputs"),
@@ -109,7 +106,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_row
 @pytest.fixture(scope="module")
 def whole(project: Project) -> bytes:
     """The weights of a run without a stop."""
-    assert project.start("command", "whole").wait(120) == 0, project.output("whole")
+    assert project.start("command", "whole").wait(HANG_S) == 0, project.output("whole")
     return (project.folder("whole").path / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
@@ -135,7 +132,8 @@ def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
     run, number = f"{by} {moment} {name}".replace(" ", "-"), getattr(signal, name)
     process, pids = project.hold(by, run, moment)
     os.killpg(process.pid, number)
-    project.let_go(run)
+    project.holding(run).await_signal(process)
+    project.holding(run).let_go()
     code = process.wait(HANG_S)
     assert code == expected_code(by, number), project.output(run)
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
@@ -145,7 +143,7 @@ def test_a_stop_signal_saves_what_is_due_and_leaves_no_process(
     assert "Traceback" not in project.output(run)
     if not complete:  # the run would start anew, which another test shows
         return
-    assert project.start("command", run, verb="resume").wait(120) == 0, project.output(run)
+    assert project.start("command", run, verb="resume").wait(HANG_S) == 0, project.output(run)
     assert (project.folder(run).path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
 
 
@@ -171,10 +169,11 @@ def test_a_second_signal_ends_a_run_at_once_and_the_last_checkpoint_stays(
     process, pids = project.hold(by, run, moment)
     before = project.complete(run)
     os.killpg(process.pid, number)
+    project.holding(run).await_signal(process)
     if "checkpoint" in moment:
         wait_until(lambda: f"{name}: the step is finished" in project.output(run))
     os.killpg(process.pid, number)
-    assert process.wait(20) == expected_code(by, number), project.output(run)
+    assert process.wait(HANG_S) == expected_code(by, number), project.output(run)
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert (project.status(run)["state"], project.status(run)["exit_code"]) == ("stopped", 128 + number)
     assert project.complete(run) == before
@@ -194,7 +193,7 @@ def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed
         assert second.returncode == 2, second.stderr
         assert message in second.stderr
     assert {path: path.read_bytes() for path in project.folder("one-name").path.rglob("*") if path.is_file()} == before
-    project.let_go("one-name")
+    project.holding("one-name").let_go()
     assert process.wait(HANG_S) == 0, project.output("one-name")
     assert (project.folder("one-name").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
     status = project.status("one-name")
@@ -203,6 +202,6 @@ def test_of_two_runs_under_one_name_the_second_is_refused_and_the_first_unharmed
 
 def test_of_two_runs_started_at_the_same_moment_under_one_name_one_trains(project: Project, whole: bytes):
     pair = [project.start("command", "same-moment") for _ in range(2)]
-    assert sorted(process.wait(120) for process in pair) == [0, 2], project.output("same-moment")
+    assert sorted(process.wait(HANG_S) for process in pair) == [0, 2], project.output("same-moment")
     assert (project.folder("same-moment").path / "adapter" / "adapter_model.safetensors").read_bytes() == whole
     assert len(project.status("same-moment")["attempts"]) == 1

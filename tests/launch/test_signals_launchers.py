@@ -1,7 +1,8 @@
 """Real runs under each launcher: it starts the right ranks, and a stop signal to the command saves a checkpoint.
 No process is left, even after a kill.
 
-A hook on PYTHONPATH holds rank 0 between two steps, found by Python's own audit events, until it is let go.
+A hook on PYTHONPATH holds rank 0 between two steps, found by Python's own audit events, until it is let go. It also
+tells when a signal has come to a rank.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from holding import Hold, write_hook
 from processes import is_alive, wait_until
 from run_outputs import Outputs
 
@@ -32,20 +34,6 @@ needs_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux: only there a child is tied to its parent"
 )
 pytestmark = [pytest.mark.slow, needs_compiler, pytest.mark.usefixtures("deepspeed_operators")]
-
-HOOK = """
-import json, os, re, sys, time
-wanted = json.loads(os.environ.get("HOLD_AT", "null"))
-def listen(event, args):
-    if event == "open" and args[1] == "a" and str(args[0]).endswith("/metrics.jsonl") and wanted["lines"]:
-        wanted["lines"] -= 1
-        if not wanted["lines"]:
-            open(wanted["held"], "w").close()
-            while not os.path.exists(wanted["held"] + ".go"):
-                time.sleep(0.02)
-if wanted and "sftplay.tasks.worker" in " ".join(sys.orig_argv):
-    sys.addaudithook(listen)
-"""
 
 OPTIONS = {
     "python": [],
@@ -90,23 +78,19 @@ class Project(Outputs):
 
     def hold(self, name: str, launcher: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
         """Start a run and return when it is held after its second step, with all its processes."""
-        held = self.root / f"{name}.held"
-        env = {"PYTHONPATH": str(self.root / "hook"), "HOLD_AT": json.dumps({"lines": 2, "held": str(held)})}
-        process = self.start(name, *OPTIONS[launcher], **env)
-        wait_until(lambda: held.exists() or process.poll() is not None, LIMIT_S)
-        assert process.poll() is None, self.output(name)
+        process = self.start(name, *OPTIONS[launcher], **self.holding(name).after_step(2, self.root / "hook"))
+        assert self.holding(name).wait(process, LIMIT_S), self.output(name)
         command = psutil.Process(process.pid)
         return process, [command, *command.children(recursive=True)]
 
-    def let_go(self, name: str) -> None:
-        (self.root / f"{name}.held.go").touch()
+    def holding(self, name: str) -> Hold:
+        return Hold(self.root / name)
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: Path) -> Iterator[Project]:
     root = tmp_path_factory.mktemp("all launchers")
-    (root / "hook").mkdir()
-    (root / "hook" / "sitecustomize.py").write_text(HOOK)
+    write_hook(root / "hook")
     # The user's config for other runs must have no effect.
     (root / "hf" / "accelerate").mkdir(parents=True)
     user_config = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
@@ -184,7 +168,8 @@ def test_stop_signal_to_the_command_saves_a_whole_checkpoint_and_leaves_nobody(
     assert modules_of(processes_of_run)[1 : len(STARTED[launcher]) + 1] == STARTED[launcher]
     assert {each.pid for each in processes_of_run} >= set(ranks)
     process.send_signal(number)
-    project.let_go(run)
+    project.holding(run).await_signal(process)
+    project.holding(run).let_go()
     assert process.wait(LIMIT_S) == 128 + number, project.output(run)
     wait_until(lambda: not any(is_alive(each.pid) for each in processes_of_run))
     status = project.status(run)
@@ -212,7 +197,7 @@ def test_rank_of_deepspeed_that_is_killed_is_a_death(project: Project):
     process, processes_of_run = project.hold(run, "deepspeed")
     pid = project.status(run)["ranks"][1]["pid"]
     os.kill(pid, signal.SIGKILL)
-    project.let_go(run)
+    project.holding(run).let_go()
     assert process.wait(LIMIT_S) == 5, project.output(run)
     wait_until(lambda: not any(is_alive(each.pid) for each in processes_of_run))
     status = project.status(run)

@@ -10,14 +10,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from processes import wait_until
+from processes import HANG_S, is_alive, wait_until
 from slurm_life import Life
 
+from sftplay import signals
 from sftplay.cli import main
 from sftplay.config.load import load_config
 from sftplay.config.read.resolved import dump_given
@@ -327,7 +328,7 @@ def test_notice_of_the_end_stops_the_trainer_and_queues_the_job_again(life: Life
     process = life.start(waits=True)
     wait_until((life.run / "ready").exists)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 138
+    assert process.wait(HANG_S) == 138
     assert calls.read_text() == "scontrol requeue 12\n"
     assert not life.job.note
     assert life.end(restarts=1, code=0) == 0
@@ -346,7 +347,7 @@ def test_cancelled_job_is_not_queued_again_but_one_without_time_or_place_is(life
         process = life.start(waits=True)
         wait_until((life.run / "ready").exists)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
+        assert process.wait(HANG_S) == 143
         assert len(calls.read_text().splitlines()) == asked
     assert calls.read_text().splitlines()[-1] == "scontrol requeue 12"
 
@@ -371,21 +372,9 @@ def test_job_that_makes_no_step_in_three_lives_is_not_queued_again(life: Life, s
 
 
 def test_process_that_the_trainer_has_left_ends_with_the_job(life: Life, slurm: Callable[..., Path]):
-    before = sleeping()
     assert life.end(code=0, child=True) == 0
-    wait_until(lambda: sleeping() == before, 10)
-
-
-def sleeping() -> set[int]:
-    """Processes that the stand-in has left."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes() == b"sleep\x001000\x00":
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+    left = int((life.run / "child").read_text())
+    wait_until(lambda: not is_alive(left))
 
 
 def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_path: Path):
@@ -412,11 +401,13 @@ def test_the_first_node_trains_in_the_job_itself_and_srun_starts_the_others(tmp_
 
 
 def test_stop_that_slurm_sends_to_every_process_counts_once(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     outside = Echoes()
     assert [outside.is_echo(), outside.is_echo()] == [False, False]
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     inside = Echoes()
     assert [inside.is_echo() for _ in "abc"] == [False, True, True]
-    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 11)
+    now[0] += 11
     assert not inside.is_echo()

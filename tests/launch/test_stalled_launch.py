@@ -15,6 +15,7 @@ from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import read_heartbeats
 from sftplay.launch.command.command import Launch
+from sftplay.launch.supervise import processes, stacks
 from sftplay.launch.supervise.follow import follow
 from sftplay.launch.supervise.processes import end_launch
 
@@ -22,6 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = str(Path(__file__).with_name("heartbeat_rank.py"))
 
 CONFIG = "model: {name: 'builtin:tiny'}\ndata: {train_path: rows.jsonl}\ntrain: {stall_timeout: 1}\n"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A process on a busy machine may take its time to answer, and to end."""
+    monkeypatch.setattr(stacks, "ANSWER_S", HANG_S)
+    monkeypatch.setattr(processes, "ENDING_S", HANG_S)
 
 
 LAUNCHER = """
@@ -101,4 +109,4 @@ def test_the_end_of_a_launch_takes_a_stopped_process_too():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     process.send_signal(signal.SIGSTOP)
     assert end_launch(process.pid) == []
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(HANG_S) == -signal.SIGKILL

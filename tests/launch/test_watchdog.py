@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from processes import is_alive, wait_until
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.heartbeat import Beat, Heartbeat, heartbeat_path, read_heartbeats
 from sftplay.launch.supervise import stacks
@@ -29,13 +30,13 @@ THROUGH_ANOTHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]
 
 
 class Clock:
-    """The real clock, put forward by hand."""
+    """A clock that stands still until it is put forward by hand."""
 
     def __init__(self):
-        self.ahead_s = 0.0
+        self.began_s, self.ahead_s = time.monotonic(), 0.0
 
     def __call__(self):
-        return time.monotonic() + self.ahead_s
+        return self.began_s + self.ahead_s
 
     def pass_by(self, seconds, watchdog):
         """Let time pass while the watchdog is called as the parent's loop would."""
@@ -58,18 +59,26 @@ def watchdog(folder, clock):
     return dog
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A rank on a busy machine may take its time for an answer."""
+    monkeypatch.setattr(stacks, "ANSWER_S", HANG_S)
+
+
 @pytest.fixture
-def start(folder, watchdog):
-    """Starts a rank that stays in the given phase, and returns it when it is there."""
+def start(folder, watchdog, clock):
+    """Starts a rank that stays in the given phase from now on, or `later_s` later; returns it when it is there."""
     started = []
 
-    def start(number, *, by=(), **settings):
-        argv = [*by, sys.executable, RANK, json.dumps({"logs": str(folder.logs), **settings})]
+    def start(number, *, by=(), later_s=0.0, **settings):
+        settings |= {"logs": str(folder.logs), "now_s": clock() + later_s}
+        argv = [*by, sys.executable, RANK, json.dumps(settings)]
         env = {**os.environ, "RANK": str(number), "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(argv, env=env, start_new_session=True)
         started.append(process)
         phase = settings.get("phase", "data")
         wait_until(lambda: any((beat.rank, beat.phase) == (number, phase) for beat in read_heartbeats(folder.logs)))
+        clock.ahead_s += 0.01
         return process
 
     yield start
@@ -164,7 +173,8 @@ def test_a_rank_that_another_process_of_the_launch_has_started_is_watched_too(wa
     assert "rank 3 has been in data" in str(stall_of(watchdog, clock, TIMEOUT_S + 5))
 
 
-def test_heartbeats_of_another_node_are_ignored(folder, watchdog, clock, start):
+def test_heartbeats_of_another_node_are_ignored(folder, watchdog, clock, start, monkeypatch):
+    monkeypatch.setattr("sftplay.heartbeat.time", SimpleNamespace(monotonic=clock))
     other_node, own = start(3), start(0, phase="idle")
     watchdog.attach(own.pid)
     # In containers, processes of two nodes may have the same pid.
@@ -176,6 +186,7 @@ def test_heartbeats_of_another_node_are_ignored(folder, watchdog, clock, start):
 
 def test_a_heartbeat_of_an_earlier_launch_is_ignored(folder, clock, start):
     start(0)
+    clock.ahead_s += 1
     later = Watchdog(folder, TIMEOUT_S, clock=clock)
     later.attach(os.getpid())
     clock.pass_by(2 * TIMEOUT_S, later)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import recorded_driver as driver
+from processes import HANG_S
 
 from sftplay.machine import torch_build
 from sftplay.machine.doctor import install, system
@@ -184,6 +185,7 @@ def test_the_list_of_architectures_is_found_among_other_strings(tmp_path):
 
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch):
     question = "import sys; print('noise'); print('ANSWER' + '{\"devices\": 0}')"
+    monkeypatch.setattr(torch_build, "ANSWER_S", HANG_S)
     monkeypatch.setattr(torch_build, "_QUESTION", question)
     assert torch_build.ask_torch() == {"devices": 0}
     monkeypatch.setattr(torch_build, "_QUESTION", "raise ImportError('libcudart.so is missing')")
@@ -209,7 +211,11 @@ def test_a_taken_rendezvous_port_is_a_warning(monkeypatch):
         taken.listen()
         monkeypatch.setattr(system, "RENDEZVOUS_PORT", taken.getsockname()[1])
         assert levels(system.check_ports()) == {"ports": "warn"}
-    assert levels(system.check_ports()) == {"ports": "ok"}
+    with socket.socket() as bound:  # so that nobody else gets it; without listening it is no program's
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(system, "RENDEZVOUS_PORT", bound.getsockname()[1])
+        assert levels(system.check_ports()) == {"ports": "ok"}
 
 
 def test_little_shared_memory_few_files_and_little_ram_are_warnings(tmp_path, monkeypatch, machine_of):
@@ -280,6 +286,7 @@ def hub(status: int):
     ],
 )
 def test_the_hub_is_asked_once_and_the_token_is_never_shown(tmp_path, monkeypatch, status, token, expected):
+    monkeypatch.setattr("sftplay.machine.doctor.hub.WAIT_S", HANG_S)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with hub(status) as (address, requests):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from importlib import metadata
 
@@ -259,13 +260,36 @@ def test_free_memory_is_the_lower_of_machine_and_group(kernel, files, free):
     assert ram.ram_free_bytes(kernel(files)) == free
 
 
-def test_resident_memory_of_this_process_is_the_count_of_the_kernel():
-    import resource
+HOLDS = """
+import mmap, sys
+for size in (64 << 20, 0):
+    sys.stdin.readline()
+    held = mmap.mmap(-1, size) if size else held.close()
+    for place in range(0, size, 4096):
+        held[place] = 1
+    print("done", flush=True)
+sys.stdin.readline()
+"""
+"""Takes 64 MiB that no allocator had before, and gives them back, each when it reads a line."""
 
-    now, peak = ram.resident_bytes(os.getpid())
-    # ru_maxrss is in KiB on Linux (getrusage(2)); the two counters may lag behind each other by some pages
-    assert peak == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, rel=0.05)
-    assert MIB < now <= peak
+
+def test_resident_memory_is_what_a_process_holds_now_and_at_its_peak():
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+
+        def next_step():
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == b"done\n"
+            return ram.resident_bytes(process.pid)
+
+        holding, later = next_step(), next_step()
+    # the kernel's counters may lag behind by some pages
+    assert holding[0] - later[0] == pytest.approx(64 * MIB, rel=0.05)
+    assert holding[1] == pytest.approx(holding[0], rel=0.05)
+    assert later[1] == pytest.approx(holding[1], rel=0.05)
+    assert MIB < later[0] < later[1]
     assert ram.resident_bytes(2**30) is None
 
 

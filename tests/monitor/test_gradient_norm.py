@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sftplay.monitor.gradient_norm import CHUNK, gradient_norm
+from sftplay.monitor.gradient_norm import CHUNK, gradient_norm, rough_gradient_norm
 
 
 def with_gradients(*sizes: int) -> list[nn.Parameter]:
@@ -35,3 +35,4 @@ def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad: float):
     parameters = with_gradients(CHUNK + 7)
     parameters[0].grad[-1] = bad
     assert not torch.isfinite(gradient_norm(parameters))
+    assert not torch.isfinite(rough_gradient_norm(parameters))

@@ -234,8 +234,9 @@ def test_each_line_counts_exactly_the_rows_since_the_line_before_over_a_signal_a
         tokens_seen += sum(lengths)
         assert (line["label_tokens"], line["tokens_seen"]) == (labels, tokens_seen)
         wall_s = line["step_s"] * (len(lengths) // 8)
-        assert line["tokens_per_s"] * wall_s == pytest.approx(sum(lengths), rel=0.01)
-        assert line["samples_per_s"] * wall_s == pytest.approx(len(lengths), rel=0.01)
+        # Written with one and with three digits behind the point, which are few where the machine was busy.
+        assert line["tokens_per_s"] * wall_s == pytest.approx(sum(lengths), rel=0.01, abs=0.06 * wall_s)
+        assert line["samples_per_s"] * wall_s == pytest.approx(len(lengths), rel=0.01, abs=0.0006 * wall_s)
         assert sum(line["step_split"].values()) == pytest.approx(line["step_s"], abs=1e-5)
         # Six operations a weight and token, the head's for labels only, twelve a pair of attention's 2 x 32 heads.
         pairs = sum(n * (n + 1) // 2 for n in lengths)

@@ -111,7 +111,9 @@ def test_loss_of_the_line_weighs_each_rank_by_its_label_tokens(two_ranks: TwoRan
         weighted = sum(rank["loss"] * rank["label_tokens"] for rank in ranks) / line["label_tokens"]
         assert line["loss"] == pytest.approx(weighted, rel=1e-9)
         lengths = [len(two_ranks.rows[n]["input_ids"]) for ids in line["row_ids"] for n in ids]
-        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(sum(lengths), rel=0.01)
+        # Written with one digit behind the point, which is little where the machine was busy.
+        rounding = 0.06 * line["step_s"]
+        assert line["tokens_per_s"] * line["step_s"] == pytest.approx(sum(lengths), rel=0.01, abs=rounding)
 
 
 def test_the_boards_curves_are_those_of_both_ranks(two_ranks: TwoRanks):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from in_process import Inputs, new_run, train_in
-from processes import wait_until
+from processes import HANG_S, wait_until
 
 from sftplay.errors import ConfigError
 from sftplay.monitor.guards import StopOnSignal
@@ -177,8 +177,9 @@ def test_run_in_a_slurm_job_that_ends_stops_with_a_checkpoint_and_goes_on_later(
     tmp_path: Path, inputs: Inputs, capsys: Any, monkeypatch: Any
 ):
     cfg, folder = new_run(tmp_path, inputs)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 40))
-    monkeypatch.setattr("sftplay.monitor.time_limit.LEAST_SHARE", 1.0)  # the first step ends too late
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100_000))
+    for name, value in (("LEAST_S", 1e9), ("LEAST_SHARE", 1.0)):  # the first step ends too late
+        monkeypatch.setattr(f"sftplay.monitor.time_limit.{name}", value)
     done = train_in(cfg, folder)
     assert (done.outcome.step, done.outcome.stop_signal) == (1, signal.SIGUSR1)
     assert (folder.checkpoints / "checkpoint-1" / "COMPLETE.json").exists()
@@ -213,5 +214,5 @@ def test_command_with_a_time_limit_returns_138_and_its_resume_goes_on(
         again = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     wait_until(lambda: status_step(folder) > first or again.poll() is not None)
     again.terminate()
-    assert again.wait(120) == 143, (tmp_path / "output.txt").read_text()
+    assert again.wait(HANG_S) == 143, (tmp_path / "output.txt").read_text()
     assert status_step(folder) > first

@@ -133,9 +133,11 @@ def test_a_process_inside_a_group_sees_the_groups_limit():
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            group.enter()
-            os.write(writer, str(ram_limit_bytes()).encode())
-            os._exit(0)
+            try:
+                group.enter()
+                os.write(writer, str(ram_limit_bytes()).encode())
+            finally:  # no test goes on in the child
+                os._exit(0)
         os.waitpid(child, 0)
         os.close(writer)
         with os.fdopen(reader) as told:

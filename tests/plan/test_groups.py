@@ -17,6 +17,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 from sftplay.machine.probe import Gpu, Machine
 from sftplay.machine.releases import recomputation_arguments
+from sftplay.plan.report.run_cost import workload_of
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.sizing.size_run import SizedRun, size_run
 from sftplay.tasks.grpo.arguments import grpo_arguments
@@ -253,3 +254,20 @@ def test_twelve_completions_make_groups_of_2_3_4_and_6_as_the_guide_says_and_12(
 def test_the_usual_rate_of_grpo_is_an_order_below_that_of_imitation():
     rates = {mode: sized(config(tuning__mode=mode)).cfg.train.learning_rate for mode in ("full", "lora", "qlora")}
     assert rates == {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
+
+
+def test_episodes_of_two_turns_are_drawn_together_for_all_steps_that_learn_from_them():
+    content = {
+        "task_mode": "score",
+        "model": {"name": "Qwen/Qwen2.5-0.5B"},
+        "rewards": [{"name": "answer", "use": "exact_match"}],
+        "score": {"stage1_steps": 12, "stage2_steps": 10, "steps_per_generation": 2, "num_iterations": 3},
+        "train": {"effective_batch_size": 16},
+    }
+    run = sized(RunConfig.model_validate(content), processes=2)
+    assert run.cfg.score.generation_rows == 16 * 2 // 2
+    assert run.cfg.train.batch_size * run.cfg.train.grad_accum * 2 == 16
+    assert run.forecast is not None
+    work = workload_of(run.cfg, run.forecast.setting)
+    assert work.steps == 22
+    assert work.steps_reason.endswith("4 drawings of 32 episodes")

@@ -6,6 +6,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from patience import PATIENT_BOX
+from processes import HANG_S
 
 from sftplay.cli import main
 from sftplay.commands.data.rewards import reward_check
@@ -68,7 +70,7 @@ def user(tmp_path_factory):
 
 
 def found(use, **options):
-    with closing(RewardCall(str(use), options, deadline_s=20.0)) as call:
+    with closing(RewardCall(str(use), options, deadline_s=HANG_S)) as call:
         return check_reward(call, CASES, reward=RewardConfig(name="it", use=str(use), options=options))
 
 
@@ -110,12 +112,20 @@ def test_a_pattern_that_takes_everything_is_constant():
     assert found("regex", pattern="(?s).*").verdict == "constant"
 
 
+def patient(rewards):
+    """The same, and no busy machine cuts them off."""
+    return [{"deadline": HANG_S, **reward} for reward in rewards]
+
+
 def config(tmp_path, rewards, rows=None):
     data = tmp_path / "rows.jsonl"
     rows = rows or [{"question": f"{n} + 1 =", "answer": f"so\n#### {n + 1}"} for n in range(6)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = tmp_path / "run.yaml"
-    content = {"model": {"name": "builtin:tiny"}, "data": {"train_path": str(data)}, "rewards": rewards}
+    listed = patient(rewards)
+    content = {"model": {"name": "builtin:tiny"}, "data": {"train_path": str(data)}, "rewards": listed}
+    if "code_tests" in str(rewards):
+        content["sandbox"] = PATIENT_BOX
     path.write_text(json.dumps(content))
     return str(path)
 
@@ -188,7 +198,10 @@ def test_every_shipped_config_has_rewards_that_can_tell(path, monkeypatch, capsy
     monkeypatch.chdir(ROOT)
     if "code_tests" in path.read_text() and all(map(problem_of, SAFE)):
         pytest.skip("needs bubblewrap or sandlock")
-    assert reward_check(Namespace(config=str(path), overrides=[], run=None, n=12, json=True)) == 0
+    waits = [f"rewards.{n}.deadline={HANG_S}" for n in range(len(load_config(str(path)).rewards))]
+    if "code_tests" in path.read_text():
+        waits += [f"sandbox.{key}={value}" for key, value in PATIENT_BOX.items()]
+    assert reward_check(Namespace(config=str(path), overrides=waits, run=None, n=12, json=True)) == 0
     assert {each["verdict"] for each in json.loads(capsys.readouterr().out.splitlines()[-1])} == {"ok"}
 
 
@@ -200,7 +213,7 @@ ROWS = [{"prompt": f"{n} + 1 =", "answer": f"{n + 1}"} for n in range(6)]
 
 
 def before_training(rewards, rows=ROWS):
-    cfg = RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": rewards})
+    cfg = RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": patient(rewards)})
     with RewardSet(cfg) as opened:
         return check_before_training(cfg, rows, rewards=opened)
 

@@ -1,12 +1,16 @@
 """The reward code_tests beside programs that try to cheat, which get nothing, and odd but right ones: all of it."""
 
 import pytest
+from patience import PATIENT_BOX
+from processes import HANG_S
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.reward.reward_set import RewardSet
 from sftplay.sandbox.choose import SAFE, problem_of
 
 pytestmark = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
+
+TESTED = {"name": "tests", "use": "code_tests", "deadline": HANG_S}
 
 TESTS = ["assert add(1, 2) == 3", "assert add(-4, 4) == 0", "assert add([1], [2]) == [1, 2]"]
 
@@ -26,11 +30,14 @@ CHEATS = [
     "        frame.f_globals.update(passed=3)\n        frame = frame.f_back\n    return 41",
     'def add(a, b):\n    import os\n    for fd in range(3, 20):\n        try: os.write(fd, b\'{"status": "ok"}\')\n'
     "        except OSError: pass\n    return 41",
-    "def add(a, b):\n    while True: pass",
     "add = 3",
     "raise KeyboardInterrupt",
 ]
 """As the program of a block; none of them adds."""
+
+LOOPS = "def add(a, b):\n    while True: pass"
+
+HASTY = {"timeout": 2.0, "test_timeout": 1.5}
 
 RIGHT = [
     "```python\ndef add(a, b):\n    return a + b\n```",
@@ -51,11 +58,8 @@ RIGHT = [
 ]
 
 
-def scores(answers):
-    content = {
-        "model": {"name": "builtin:tiny"}, "rewards": [{"name": "tests", "use": "code_tests"}],
-        "sandbox": {"timeout": 2.0, "test_timeout": 1.5},
-    }  # fmt: skip
+def scores(answers, box=PATIENT_BOX):
+    content = {"model": {"name": "builtin:tiny"}, "rewards": [TESTED], "sandbox": box}
     columns = {"tests": [TESTS] * len(answers), "entry_point": ["add"] * len(answers), "shown": [1] * len(answers)}
     with RewardSet(RunConfig.model_validate(content)) as rewards:
         return rewards.score(answers, columns).by_name["tests"].values
@@ -65,9 +69,9 @@ def test_a_row_may_have_columns_of_any_name():
     columns = {"tests": [TESTS], "entry_point": ["add"], "shown": [1]}
     columns |= {name: [None] for name in ("limits", "sandbox", "within_s", "completions", "self", "mode")}
     content = {
-        "model": {"name": "builtin:tiny"},
-        "rewards": [{"name": "tests", "use": "code_tests"}, {"name": "form", "use": "format"}],
-    }
+        "model": {"name": "builtin:tiny"}, "sandbox": PATIENT_BOX,
+        "rewards": [TESTED, {"name": "form", "use": "format", "deadline": HANG_S}],
+    }  # fmt: skip
     with RewardSet(RunConfig.model_validate(content)) as rewards:
         scored = rewards.score(RIGHT[:1], columns)
         assert [scores.values for scores in scored.by_name.values()] == [[1.0], [1.0]]
@@ -77,6 +81,7 @@ def test_a_row_may_have_columns_of_any_name():
 def test_programs_that_cheat_get_nothing():
     found = scores([f"```python\n{program}\n```" for program in CHEATS])
     assert {program: value for program, value in zip(CHEATS, found, strict=True) if value != 0} == {}
+    assert scores([f"```python\n{LOOPS}\n```"], HASTY) == [0.0]
 
 
 def test_odd_but_right_answers_get_all():

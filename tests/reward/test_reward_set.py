@@ -1,9 +1,11 @@
 """All rewards of a config together: side by side, in order, each with its deadline. What is not known is counted."""
 
 import shutil
-import time
+from threading import Event, Thread
 
 import pytest
+from patience import PATIENT_BOX
+from processes import HANG_S, wait_until
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, RunError
@@ -15,16 +17,21 @@ from sftplay.sandbox.verdicts.job import Verdict
 needs_boxes = pytest.mark.skipif(all(map(problem_of, SAFE)), reason="needs bubblewrap or sandlock")
 
 USER = """
-import time
+import os, time
 
-def slow(completions, **_):
-    time.sleep(1.0)
+def meets_two_others(completions, folder, **_):
+    # it answers once three processes are asked
+    open(f"{folder[0]}/{os.getpid()}", "w").close()
+    while len(os.listdir(folder[0])) < 3:
+        time.sleep(0.01)
     return [0.25 for _ in completions]
 
 def raises(completions, **_):
     raise ValueError("no")
 
-def loops(completions, **_):
+def loops(completions, begun=None, **_):
+    if begun:
+        open(begun[0], "w").close()
     while True:
         pass
 """
@@ -45,21 +52,21 @@ def user(tmp_path):
 
 
 def config(*rewards, **sandbox):
-    listed = [{"name": f"r{number}", **reward} for number, reward in enumerate(rewards)]
-    return RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": listed, "sandbox": sandbox})
+    """Rewards r0, r1, ...; no busy machine cuts them or programs off where nothing else is said."""
+    listed = [{"name": f"r{number}", "deadline": HANG_S, **reward} for number, reward in enumerate(rewards)]
+    box = {**PATIENT_BOX, **sandbox}
+    return RunConfig.model_validate({"model": {"name": "builtin:tiny"}, "rewards": listed, "sandbox": box})
 
 
 def block(program):
     return f"```python\n{program}\n```"
 
 
-def test_rewards_are_asked_side_by_side_and_answer_in_the_order_of_the_config(user):
-    names = ["exact_match", f"{user}:slow", f"{user}:slow", f"{user}:slow"]
+def test_rewards_are_asked_side_by_side_and_answer_in_the_order_of_the_config(user, tmp_path):
+    names = ["exact_match", *[f"{user}:meets_two_others"] * 3]
+    (tmp_path / "asked").mkdir()
     with RewardSet(config(*({"use": name, "weight": n} for n, name in enumerate(names)))) as rewards:
-        rewards.score(["7"], {"answer": ["7"]})
-        began = time.monotonic()
-        scored = rewards.score(["7", "8"], {"answer": ["7", "7"]})
-        assert time.monotonic() - began < 2.5  # each sleeps for one second
+        scored = rewards.score(["7", "8"], {"answer": ["7", "7"], "folder": [str(tmp_path / "asked")] * 2})
         assert rewards.names == tuple(scored.by_name) == ("r0", "r1", "r2", "r3")
         assert rewards.weights == (0.0, 1.0, 2.0, 3.0)
     assert [scores.values for scores in scored.by_name.values()] == [[1.0, 0.0], *[[0.25, 0.25]] * 3]
@@ -84,29 +91,35 @@ def test_programs_are_paid_for_tests_and_their_verdicts_are_kept():
 
 @needs_boxes
 def test_the_config_s_limits_hold_in_the_boxes():
-    cfg = config({"use": "code_tests"}, timeout=1.0, test_timeout=0.5, memory="256MiB")
     loops, greedy = "def f(x):\n    while True: pass", "def f(x):\n    return len(bytearray(400 << 20)) * 0 + x + 1"
-    with RewardSet(cfg) as rewards:
-        began = time.monotonic()
-        scored = rewards.score([block(loops), block(greedy)], {"tests": [["assert f(1) == 2"]] * 2})
-    assert [verdict["status"] for verdict in scored.verdicts] == ["timeout", "memory"]
-    assert scored.by_name["r0"].values == [0.0, 0.0]
-    assert time.monotonic() - began < 20
+    hasty, small = {"timeout": 1.0, "test_timeout": 0.5}, {"memory": "256MiB"}
+    for program, limits, status in ((loops, hasty, "timeout"), (greedy, small, "memory")):
+        with RewardSet(config({"use": "code_tests"}, **limits)) as rewards:
+            asked, judge = [], rewards.sandbox._judge
+            rewards.sandbox._judge = lambda job: asked.append(job.limits) or judge(job)  # noqa: B023
+            scored = rewards.score([block(program)], {"tests": [["assert f(1) == 2"]]})
+        assert [verdict["status"] for verdict in scored.verdicts] == [status]
+        assert scored.by_name["r0"].values == [0.0]
+        assert [(each.timeout_s, each.test_timeout_s) for each in asked] == [
+            (limits.get("timeout", HANG_S), limits.get("test_timeout", HANG_S))
+        ]
 
 
 @needs_boxes
 def test_boxes_that_fail_or_hang_abstain_with_a_reason(monkeypatch):
     answers = [block("def f(x): return x + 1"), "no program"]
     columns = {"tests": [["assert f(1) == 2"]] * 2}
-    with RewardSet(config({"use": "code_tests", "deadline": 5.0})) as rewards:
+    let_go = Event()
+    with RewardSet(config({"use": "code_tests"})) as rewards:
         sandbox = rewards.sandbox
         late = Verdict(status="infra", stderr="the box did not start")
         monkeypatch.setattr(sandbox, "_judge", lambda job: late)
         scores = rewards.score(answers, columns).by_name["r0"]
         assert (scores.values, scores.reasons) == ([None, 0.0], ["the sandbox failed: the box did not start"])
         rewards.call_of("r0").deadline_s = 0.1
-        monkeypatch.setattr(sandbox, "_judge", lambda job: time.sleep(1.0) or late)
+        monkeypatch.setattr(sandbox, "_judge", lambda job: let_go.wait(HANG_S) and late)
         scores = rewards.score(answers, columns).by_name["r0"]
+        let_go.set()
         assert scores.values == [None, 0.0]
         assert "no verdict within 0.1 s" in scores.reasons[0] or "no verdict within 0.2 s" in scores.reasons[0]
 
@@ -116,16 +129,14 @@ def test_a_reward_that_is_not_there_is_refused_when_the_set_is_opened(user):
         RewardSet(config({"use": f"{user}:nothing"}))
 
 
-def test_closing_ends_a_call_that_loops_in_another_thread(user):
-    from threading import Thread
-
-    rewards = RewardSet(config({"use": f"{user}:loops", "deadline": 500.0}, {"use": "repetition"}))
+def test_closing_ends_a_call_that_loops_in_another_thread(user, tmp_path):
+    rewards = RewardSet(config({"use": f"{user}:loops"}, {"use": "repetition"}))
     found = []
-    thread = Thread(target=lambda: found.append(rewards.score(["a"], {})))
+    thread = Thread(target=lambda: found.append(rewards.score(["a"], {"begun": [str(tmp_path / "begun")]})))
     thread.start()
-    time.sleep(0.3)
+    wait_until((tmp_path / "begun").exists)
     rewards.close()
-    thread.join(timeout=60)
+    thread.join(timeout=HANG_S)
     assert found[0].by_name["r0"].values == [None]
 
 
@@ -159,7 +170,7 @@ def test_one_answer_in_twenty_may_be_unknown_and_one_more_stops():
 @pytest.mark.parametrize(
     ("use", "deadline", "reason", "remedy"),
     [
-        ("raises", 20.0, "raised ValueError: no", "mend the function"),
+        ("raises", HANG_S, "raised ValueError: no", "mend the function"),
         ("loops", 0.5, "took longer than 0.5 s", "raise rewards.r0.deadline"),
     ],
 )

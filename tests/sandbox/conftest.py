@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from patience import PATIENT
 
 from sftplay.sandbox.choose import SAFE, WARM, problem_of
 from sftplay.sandbox.executors.executor import Executor
@@ -34,10 +35,10 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 
 @pytest.fixture
 def verdict_of(executor: Executor) -> Callable[..., Verdict]:
-    """The verdict of a program with these tests."""
+    """The verdict of a program with these tests; it has all the time it needs where `limits` do not say otherwise."""
 
     def ask(code: str, *tests: str, **options: object) -> Verdict:
-        job = Job(code=code, tests=tests, **options)
+        job = Job(code=code, tests=tests, **{"limits": PATIENT, **options})
         return judge(job, lambda: executor.open(job.limits), executor=executor.name)
 
     return ask

@@ -7,10 +7,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from patience import PATIENT
+from processes import HANG_S
 
 from sftplay.commands.use.sandbox import BEGIN, END
 from sftplay.sandbox.attacks.conduct import ATTACKS, GROUPS, conduct
@@ -64,8 +67,10 @@ def test_the_self_test_finds_no_hole_in_a_box_and_many_without_one(executor):
 
 
 def test_some_attacks_of_each_kind_do_not_get_through(executor):
-    chosen = [attack for attack in ATTACKS if attack.name in FAST]
+    patient = {"timeout_s": HANG_S, "test_timeout_s": HANG_S}
+    chosen = [replace(attack, limits={**attack.limits, **patient}) for attack in ATTACKS if attack.name in FAST]
     assert len(chosen) == len(FAST)
+    assert not [attack.name for attack in chosen if "timeout" in attack.statuses]
     rows = conduct(executor, chosen=chosen, note=lambda row: None)
     assert {row.attack.name: row.problems for row in rows if row.problems} == {}
 
@@ -120,11 +125,9 @@ def test_none_shouts(sftplay):
 
 
 def test_python_of_these_tests_is_the_one_in_the_box(executor):
-    from sftplay.sandbox.verdicts.job import Limits
-
-    box = executor.open(Limits())
+    box = executor.open(PATIENT)
     code = "import sys\ndef f(): return list(sys.version_info[:3])"
-    assert box.ask("load", code=code, late_setup="", within_s=10)["status"] == "ok"
-    answer = box.ask("call", name="f", args=[], named={}, is_encoded=False, within_s=10)
+    assert box.ask("load", code=code, late_setup="", within_s=HANG_S)["status"] == "ok"
+    answer = box.ask("call", name="f", args=[], named={}, is_encoded=False, within_s=HANG_S)
     assert answer["value"][1:] == list(sys.version_info[:3])
     box.close()

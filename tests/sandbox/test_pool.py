@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
+from patience import PATIENT
+from processes import HANG_S
 
 from sftplay.commands.use.sandbox import read_jobs
 from sftplay.errors import ConfigError, MachineError
@@ -34,7 +40,23 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 def adder(n: int) -> Job:
-    return Job(code=f"def f(x): return x + {n}", tests=("assert f(1) == 3", "assert f(2) == 4"))
+    return Job(code=f"def f(x): return x + {n}", tests=("assert f(1) == 3", "assert f(2) == 4"), limits=PATIENT)
+
+
+def lines_of(*jobs: dict[str, object]) -> str:
+    """Jobs that a slow machine does not cut off, as the verb reads them."""
+    limits = {"timeout_s": HANG_S, "test_timeout_s": HANG_S}
+    return "".join(f"{json.dumps({**job, 'limits': limits})}\n" for job in jobs)
+
+
+def open_files() -> set[tuple[str, str]]:
+    """Number and target of each descriptor of this process."""
+    gc.collect()
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing
+            found.add((path.name, str(path.readlink())))
+    return found
 
 
 def test_verdicts_come_in_the_order_of_the_jobs(sandbox):
@@ -105,8 +127,8 @@ def test_a_box_that_does_not_start_is_no_wrong_answer_and_is_not_kept(sandbox, m
 
 
 def test_the_verb_answers_each_line_with_a_line(tmp_path, sftplay):
-    jobs = [{"code": "def f(x): return x", "tests": ["assert f(1) == 1", "assert f(2) == 3"]}, {"code": "x ="}]
-    (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, jobs)))
+    half = {"code": "def f(x): return x", "tests": ["assert f(1) == 1", "assert f(2) == 3"]}
+    (tmp_path / "jobs.jsonl").write_text(lines_of(half, {"code": "x ="}))
     done = sftplay("sandbox", "--in", tmp_path / "jobs.jsonl", "--timeout", "9")
     verdicts = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(each["status"], each["passed"], each["total"]) for each in verdicts] == [("wrong", 1, 2), ("syntax", 0, 0)]
@@ -128,7 +150,7 @@ def test_a_refused_start_leaves_earlier_verdicts_alone(tmp_path, sftplay):
 
 def test_verdicts_may_go_to_a_new_folder_or_nowhere_or_replace_their_jobs(tmp_path, sftplay):
     jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text('{"code": "x = 1"}\n')
+    jobs.write_text(lines_of({"code": "x = 1"}))
     assert sftplay("sandbox", "--in", jobs, "--out", tmp_path / "new" / "verdicts.jsonl").returncode == 0
     assert sftplay("sandbox", "--in", jobs, "--out", "/dev/null").returncode == 0
     assert Path("/dev/null").is_char_device()
@@ -158,7 +180,7 @@ def test_a_server_that_dies_costs_no_verdict_however_often_it_does():
             return box
 
         server.open = open_and_die
-        right = Job(code="def f(x): return x", tests=("assert f(1) == 1", "assert f(2) == 2"))
+        right = Job(code="def f(x): return x", tests=("assert f(1) == 1", "assert f(2) == 2"), limits=PATIENT)
         assert [verdict.status for verdict in sandbox.run([right, adder(3)])] == ["ok", "wrong"]
         assert died
         server.open = judge_once
@@ -175,11 +197,11 @@ def test_an_executor_that_is_gone_gives_no_verdict_until_it_is_back(is_warm, tmp
         executor = sandbox._all[0]
         executor._program = str(program)
         program.rename(tmp_path / "gone")
-        n_open = len(list(Path("/proc/self/fd").iterdir()))
+        before = open_files()
         lost = sandbox.run([adder(2), adder(3)])
         assert [(each.status, each.passed) for each in lost] == [("infra", 0)] * 2
         assert "No such file" in lost[0].stderr
-        assert len(list(Path("/proc/self/fd").iterdir())) == n_open
+        assert open_files() <= before
         (tmp_path / "gone").rename(program)
         assert [each.status for each in sandbox.run([adder(2), adder(3)])] == ["ok", "wrong"]
 
@@ -194,10 +216,10 @@ def test_a_box_that_another_ends_is_no_wrong_answer(monkeypatch):
         return started[-1]
 
     monkeypatch.setattr("sftplay.sandbox.executors.bwrap.subprocess.Popen", start)
-    box = Bwrap().open(Limits())
+    box = Bwrap().open(PATIENT)
     started[0].kill()
     with pytest.raises(Lost) as lost:
-        box.ask("load", code="import time\ntime.sleep(9)", late_setup="", within_s=9)
+        box.ask("load", code=f"import time\ntime.sleep({HANG_S})", late_setup="", within_s=HANG_S)
     box.close()
     assert lost.value.status == "infra"
 
@@ -222,7 +244,7 @@ def test_a_program_imports_the_packages_that_are_named_and_no_others(name, is_wa
         pytest.skip(f"needs {name}: {problem}")
     code = "import numpy\ndef f(x): return numpy.arange(x).sum()\ndef g(): import yaml"
     tests = ("assert f(4) == 6", "assert f(4) + 1 == 7", "assert f(5) == 6", "assert g() is None")
-    job = Job(code=code, tests=tests, limits=Limits(memory_bytes=1 << 30, timeout_s=30, test_timeout_s=30))
+    job = Job(code=code, tests=tests, limits=replace(PATIENT, memory_bytes=1 << 30))
     with Sandbox(name, workers=1, is_warm=is_warm, packages=["numpy"]) as sandbox:
         verdict = sandbox.run([job])[0]
         assert verdict.per_test == ("ok", "ok", "wrong", "runtime")
@@ -245,4 +267,18 @@ def test_a_box_that_ends_before_it_has_read_its_first_message_blames_no_program(
     with pytest.raises(Lost, match="did not start: the process had ended") as lost:
         box.send_first(b"hello")
     assert lost.value.status == "infra"
+    box.close()
+
+
+@pytest.mark.parametrize(("seen_at", "status"), [(0.5, "killed"), (2.0, "timeout")])
+def test_a_program_whose_end_is_seen_behind_its_time_took_too_long(seen_at, status, monkeypatch):
+    (orders, ours), (output, printed), (answers, said) = os.pipe(), os.pipe(), os.pipe()
+    for end in (orders, printed, said):
+        os.close(end)
+    times = iter([0.0, seen_at])
+    monkeypatch.setattr("sftplay.sandbox.verdicts.box.time", SimpleNamespace(monotonic=times.__next__))
+    box = Box(Pipes(answers, ours, output), limits=Limits(), kill=lambda: None)
+    with pytest.raises(Lost) as lost:
+        box.read("nonce", 1.0)
+    assert lost.value.status == status
     box.close()

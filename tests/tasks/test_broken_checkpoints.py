@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,10 +45,13 @@ def forge(checkpoint: Path, name: str, content: bytes) -> None:
 
 
 class Command:
-    """A pickle that runs a command when it is opened."""
+    """A pickle that runs a command when it is opened: it leaves a file beside the checkpoints."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.mark = checkpoint.parent / "was-here"
 
     def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/sftplay-was-here",)
+        return os.system, (f"touch {shlex.quote(str(self.mark))}",)
 
 
 def saved(content: Any, path: Path) -> bytes:
@@ -72,11 +76,11 @@ STRANGE = "is not what the Trainer writes"
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("optimizer.pt", lambda c: saved({"state": Command()}, c / "x"), PICKLE),
-        ("rng_state.pth", lambda c: saved(Command(), c / "x"), PICKLE),
-        ("scheduler.pt", lambda c: saved({"last_epoch": Command()}, c / "x"), PICKLE),
-        ("scaler.pt", lambda c: saved(Command(), c / "x"), PICKLE),
-        ("optimizer.pt", lambda _: pickle.dumps(Command()), "cannot be read"),
+        ("optimizer.pt", lambda c: saved({"state": Command(c)}, c / "x"), PICKLE),
+        ("rng_state.pth", lambda c: saved(Command(c), c / "x"), PICKLE),
+        ("scheduler.pt", lambda c: saved({"last_epoch": Command(c)}, c / "x"), PICKLE),
+        ("scaler.pt", lambda c: saved(Command(c), c / "x"), PICKLE),
+        ("optimizer.pt", lambda c: pickle.dumps(Command(c)), "cannot be read"),
         ("optimizer.pt", lambda _: b"", "cannot be read"),
         ("optimizer.pt", lambda c: (c / "optimizer.pt").read_bytes()[:900], "cannot be read"),
         ("optimizer.pt", lambda c: saved([1, 2], c / "x"), STRANGE),
@@ -114,7 +118,7 @@ def test_file_that_the_trainer_cannot_go_on_from_is_named_and_the_checkpoint_bef
     assert found == copy.checkpoints / "checkpoint-4"
     assert line.startswith(f"checkpoint-5 is passed over: {name} {said}")
     assert "weights_only" not in line
-    assert not Path("/tmp/sftplay-was-here").exists()
+    assert not Command(newest).mark.exists()
 
 
 def test_whole_checkpoints_can_be_read(stopped: Finished):
@@ -124,7 +128,7 @@ def test_whole_checkpoints_can_be_read(stopped: Finished):
 def test_run_goes_on_from_what_is_whole_and_ends_as_if_nothing_had_been_broken(
     copy: RunFolder, stopped: Finished, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    forge(copy.checkpoints / "checkpoint-5", "optimizer.pt", saved({"state": Command()}, tmp_path / "x"))
+    forge(copy.checkpoints / "checkpoint-5", "optimizer.pt", saved({"state": Command(tmp_path)}, tmp_path / "x"))
     (copy.checkpoints / "checkpoint-4" / MARKER).write_text('{"step": 4, "files": [1]}')
     (copy.checkpoints / "checkpoint-²").mkdir()
     (copy.path / "status.json").write_text("[]")
@@ -146,7 +150,7 @@ def test_checkpoint_that_was_asked_for_by_its_path_is_refused_with_the_file_and_
     copy: RunFolder, stopped: Finished, tmp_path: Path
 ):
     asked = copy.checkpoints / "checkpoint-5"
-    forge(asked, "rng_state.pth", saved(Command(), tmp_path / "x"))
+    forge(asked, "rng_state.pth", saved(Command(tmp_path), tmp_path / "x"))
     cfg = stopped.cfg.with_values({"train.resume": str(asked)}, "test")
     with pytest.raises(ConfigError, match=rf"cannot be resumed: rng_state.pth {PICKLE}") as caught:
         train_in(cfg, copy)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from holding import HOOK
-from processes import wait_until
+from holding import Hold, write_hook
+from processes import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_STEPS = 6, 2
@@ -35,6 +35,10 @@ class Disk:
     mount: Path
 
     @property
+    def hold(self) -> Hold:
+        return Hold(self.root / "run")
+
+    @property
     def folder(self) -> Path:
         return self.mount / "run"
 
@@ -49,16 +53,9 @@ class Disk:
     def make_room(self) -> None:
         (self.mount / "filler").unlink(missing_ok=True)
 
-    def start(self, verb: str, *, hold_at: str | None = None) -> subprocess.Popen[bytes]:
+    def start(self, verb: str, **environment: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "sftplay", verb, "--config", str(self.root / "run.yaml")]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if hold_at:
-            (self.root / "hook").mkdir(exist_ok=True)
-            (self.root / "hook" / "sitecustomize.py").write_text(HOOK)
-            for name in ("held", "go"):
-                (self.root / name).unlink(missing_ok=True)
-            hold = {"event": "open", "name": hold_at, "held": str(self.root / "held"), "go": str(self.root / "go")}
-            env |= {"HOLD_AT": json.dumps(hold), "PYTHONPATH": str(self.root / "hook")}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         with (self.root / "said.txt").open("w") as out:
             return subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
@@ -67,14 +64,15 @@ class Disk:
 
     def held(self, verb: str, at: str) -> subprocess.Popen[bytes]:
         """Start a run that stops where it opens a file whose path matches `at`."""
-        process = self.start(verb, hold_at=at)
-        wait_until(lambda: (self.root / "held").exists() or process.poll() is not None)
-        assert process.poll() is None, self.said()
+        for path in (self.hold.held, self.hold.go):
+            path.unlink(missing_ok=True)
+        process = self.start(verb, **self.hold.environment(write_hook(self.root / "hook"), name=at))
+        assert self.hold.wait(process), self.said()
         return process
 
     def go_on(self, process: subprocess.Popen[bytes]) -> int:
-        (self.root / "go").touch()
-        return process.wait(120)
+        self.hold.let_go()
+        return process.wait(HANG_S)
 
     def status(self) -> dict[str, Any]:
         return json.loads((self.folder / "status.json").read_text())
@@ -120,7 +118,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, chat_rows: 
 
 @pytest.fixture(scope="module")
 def undisturbed(disk: Disk) -> tuple[bytes, list[float]]:
-    assert disk.start("train").wait(120) == 0, disk.said()
+    assert disk.start("train").wait(HANG_S) == 0, disk.said()
     result = disk.result()
     shutil.rmtree(disk.folder)
     return result
@@ -135,7 +133,7 @@ def empty(disk: Disk, undisturbed: tuple[bytes, list[float]]) -> Iterator[Disk]:
 
 
 def resume_and_compare(disk: Disk, undisturbed: tuple[bytes, list[float]]) -> None:
-    assert disk.start("resume").wait(120) == 0, disk.said()
+    assert disk.start("resume").wait(HANG_S) == 0, disk.said()
     assert disk.result() == undisturbed
     status = disk.status()
     assert (status["state"], status["exit_code"], status["error"]) == ("done", 0, None)

@@ -100,7 +100,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bad-rows": {},
     "bad-adapter": {"tuning__lora__target_modules": ["nothing_of_this_name"]},
 }
-GRACE_S = {"good": 0.0, "bad-rows": 2.0, "bad-adapter": 60.0}
+GRACE_S = {"good": 0.0, "bad-rows": 2.0, "bad-adapter": HANG_S}
 """How long the rank that has not failed may take to end by itself: one that only waits for the other never does, one
 that fails for the same reason prepares first."""
 

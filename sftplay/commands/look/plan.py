@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sftplay import log
@@ -19,9 +20,11 @@ from sftplay.plan.devices.cards import Card, find_card, parse_fleet
 from sftplay.plan.memory.budget import device_of
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.memory.row_lengths import RowLengths
-from sftplay.plan.report.advice import suggest
+from sftplay.plan.puzzles.shape import PuzzleModelShape
+from sftplay.plan.report.advice import Suggestion, suggest
 from sftplay.plan.report.compare import compare
 from sftplay.plan.report.layouts import compare_layouts, describe_layout, describe_layouts
+from sftplay.plan.report.puzzle_advice import suggest_for_puzzles
 from sftplay.plan.report.puzzle_cost import workload_of_puzzles
 from sftplay.plan.report.run_cost import Workload, workload_of
 from sftplay.plan.report.tables import (
@@ -31,6 +34,7 @@ from sftplay.plan.report.tables import (
     describe_phases,
     describe_rows,
     describe_suggestions,
+    describe_table,
     describe_workload,
 )
 from sftplay.plan.shape.model_shape import ModelShape
@@ -54,7 +58,7 @@ def plan(args: Namespace) -> int:
     forecast = sized.forecast
     assert forecast is not None
     work = _workload(sized.cfg, forecast, lengths=lengths)
-    suggestions = [] if forecast.verdict == "fits" or cfg.task_mode == "hrm" else suggest(sized.cfg, shape, place=place)
+    suggestions = [] if forecast.verdict == "fits" else _suggested(cfg, sized, machine=machine, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
         print(json.dumps({**sized.as_plan(), **extra}))
@@ -68,6 +72,7 @@ def plan(args: Namespace) -> int:
         f"batch       {sizes} {unit} a step (batch_size x grad_accum x processes = effective batch)",
         *describe_drawing(forecast, sized.as_plan()),
         *describe_layout(forecast),
+        *describe_table(forecast),
         *(f"            {key} = {each.value}: {each.reason}" for key, each in sized.decisions.items()),
         "memory on each device, at its peak",
         *describe_memory(forecast),
@@ -87,6 +92,15 @@ def refuse_compare(cfg: RunConfig) -> None:
     if cfg.task_mode == "hrm":
         what = "task mode hrm trains every weight, and by ddp alone: there is nothing to compare"
         raise ConfigError(what, where="--compare (COMPARE=1)", fix="leave it out")
+
+
+def _suggested(cfg: RunConfig, sized: SizedRun, *, machine: Machine, place: Place) -> list[Suggestion]:
+    """What would fit, of the config as the user wrote it, and as it is sized."""
+    assert sized.forecast is not None
+    shape = sized.forecast.setting.shape
+    if isinstance(shape, PuzzleModelShape):
+        return suggest_for_puzzles(cfg, shape, sizing=partial(size_run, machine=machine, world_size=place.world_size))
+    return suggest(sized.cfg, shape, place=place)
 
 
 def _workload(cfg: RunConfig, forecast: Forecast, *, lengths: RowLengths | None) -> Workload:

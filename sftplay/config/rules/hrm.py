@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from sftplay.config.read.task_mode import NO_PRETRAINED
 from sftplay.config.rules.violation import Violation
+from sftplay.config.schema.hrm import HrmConfig
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig
 
@@ -57,9 +58,15 @@ def idle_hrm_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
     if hrm.n_supervision == 1:
         for name in ("halt_exploration", "q_continue"):
             yield f"hrm.{name}", "hrm.n_supervision", "n_supervision 1 leaves nothing to decide"
+    yield from _idle_embeddings(hrm)
+
+
+def _idle_embeddings(hrm: HrmConfig) -> Iterator[tuple[str, str, str]]:
     if hrm.puzzle_emb_dim == 0:
-        for name in ("puzzle_emb_lr", "puzzle_emb_weight_decay", "emb_sync_every"):
+        for name in ("puzzle_emb_lr", "puzzle_emb_weight_decay", "puzzle_emb_placement", "emb_sync_every"):
             yield f"hrm.{name}", "hrm.puzzle_emb_dim", "puzzle_emb_dim 0 has no puzzle embeddings"
+    elif hrm.puzzle_emb_placement == "sharded":
+        yield "hrm.emb_sync_every", "hrm.puzzle_emb_placement", "sharded puzzle embeddings have one copy of each row"
 
 
 def _starts_from_nothing(cfg: RunConfig) -> Iterator[Violation]:

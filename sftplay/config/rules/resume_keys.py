@@ -43,6 +43,7 @@ FREE_TO_CHANGE = (
     "score.devices",
     "hrm.eval_limit",
     "hrm.eval_halt",
+    "hrm.puzzle_emb_placement",
     "cluster.max_restarts",
     "cluster.timeout",
     "cluster.nccl",

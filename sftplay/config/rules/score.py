@@ -5,6 +5,7 @@ Nothing here looks at the number of processes or at the machine.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from sftplay.config.schema.score import PLACE, PLACES
 from sftplay.errors import nearest_names
 
 EACH, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
+PARTS, PASSES = "score.steps_per_generation", "score.num_iterations"
 FLOW, VALUE = "score.value_flow", "score.value"
 PLACEMENT, DEVICES, STRATEGY = "score.placement", "score.devices", "cluster.strategy"
 
@@ -52,6 +54,8 @@ def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             "value", "value_coef", "value_flow", "value_learning_rate", "devices.guide", "devices.value",
         )  # fmt: skip
         yield from ((f"score.{name}", "score.guidance", f"guidance {score.guidance} has no guide") for name in asked)
+    if score.steps_of_drawing == 1:
+        yield "score.epsilon", PARTS, "a drawing feeds one step, so there is no ratio to older weights"
     if score.advantage != "critic":
         names = (f"score.critic.{name}" for name in type(score.critic).model_fields)
         keys = [*(key for key in names), f"{DEVICES}.critic", f"{DEVICES}.target_critic"]
@@ -66,11 +70,19 @@ def _rewards(cfg: RunConfig) -> Iterator[Violation]:
 
 def _sizes(cfg: RunConfig) -> Iterator[Violation]:
     score, effective = cfg.score, cfg.train.effective_batch_size
-    each = score.episodes_per_problem
-    if effective % each:
-        near = [size for size in (effective // each * each, (effective // each + 1) * each) if size]
-        what = f"{effective} episodes a step do not make whole groups of {EACH} {each}"
+    each, parts = score.episodes_per_problem, score.steps_per_generation
+    if effective * parts % each:
+        unit = each // math.gcd(each, parts)
+        near = [size for size in (effective // unit * unit, (effective // unit + 1) * unit) if size]
+        times = f" x {PARTS} {parts}" if parts > 1 else ""
+        what = f"{effective} episodes a step{times} do not make whole groups of {EACH} {each}"
         yield Violation((EFFECTIVE, EACH), what, fix=f"write {EFFECTIVE}: {' or '.join(map(str, near))}")
+    steps, unit = score.stage1_steps, score.steps_of_drawing
+    if steps % unit and score.stage2_steps:
+        near = [size for size in (steps // unit * unit, (steps // unit + 1) * unit) if size]
+        what = f"{steps} steps end within a drawing, which {PARTS} x {PASSES} makes {unit} steps long"
+        fix = f"write score.stage1_steps: {' or '.join(map(str, near))}"
+        yield Violation(("score.stage1_steps", PARTS, PASSES), what, fix=fix)
     if cfg.prompt_tokens < 1:
         both = f"score.max_new_tokens {score.max_new_tokens} and score.max_hint_tokens {score.max_hint_tokens}"
         what = f"{cfg.model.max_seq_len} leaves no room for a problem beside {both}"

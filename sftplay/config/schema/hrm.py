@@ -12,6 +12,7 @@ from pydantic import Field
 from sftplay.config.schema.section import NotNegative, Positive, PositiveFloat, Section, Share
 
 Architecture = Literal["hrm", "single"]
+TablePlacement = Literal["auto", "replicated", "sharded"]
 
 
 class HrmConfig(Section):
@@ -101,9 +102,14 @@ class HrmConfig(Section):
     puzzle_emb_weight_decay: NotNegative = 1.0
     """Weight decay of the puzzle embeddings that a step touches."""
 
+    puzzle_emb_placement: TablePlacement = "auto"
+    """Where the puzzle embeddings lie. replicated: each process has all of them. sharded: each process has those of
+    every n-th identifier, n being the number of processes, and they hand each other the rows of a step; what is learned
+    is the same bit for bit. auto: sharded where only that makes the run fit. `make plan` says what it saves."""
+
     emb_sync_every: Positive = 1000
-    """Steps between two copies of the puzzle embeddings from the first process to the others. They compute the same;
-    this is a guard."""
+    """Steps between two copies of replicated puzzle embeddings from the first process to the others. They compute the
+    same; this is a guard."""
 
     compile: bool = False
     """Compile the model with torch.compile: a slow start, then faster steps on a GPU."""

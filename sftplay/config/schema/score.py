@@ -187,6 +187,17 @@ class ScoreConfig(Section):
     scale: Literal["batch", "none"] = "batch"
     """batch divides advantages by their standard deviation: with alpha 10 they would be ten times too large."""
 
+    steps_per_generation: Positive = 1
+    """Optimizer steps to which the episodes of one drawing are dealt. Each gets train.effective_batch_size of them, and
+    a drawing has as many as all of them. 1 is on policy; more learn from episodes of older weights."""
+
+    num_iterations: Positive = 1
+    """Times that the episodes of a drawing are learned from. Each time they are dealt to steps anew."""
+
+    epsilon: PositiveFloat = 0.2
+    """How far the ratio of a token's probability to that of its draw may be from 1 before it is cut off. It is used
+    where a drawing feeds several optimizer steps; where it feeds one, there is no ratio."""
+
     temperature: PositiveFloat = 1.0
     """Temperature of the draw; the loss uses the same. 1 is the model's own distribution."""
 
@@ -214,7 +225,8 @@ class ScoreConfig(Section):
     look."""
 
     eval_temperature: NotNegative = 0.0
-    """Temperature of the evaluation. 0 takes the likeliest token each time."""
+    """Temperature of the evaluation. 0 takes the likeliest token each time. Above 0, each problem is also played once
+    that way, for acc_t1_greedy and acc_t2_greedy; 0.7 with several eval_samples is usual."""
 
     eval_samples: Positive = 1
     """Episodes of each problem in the evaluation. More than one needs an eval_temperature above 0."""
@@ -235,3 +247,8 @@ class ScoreConfig(Section):
 
     samples: Annotated[int, Field(ge=0)] | None = 64
     """Episodes of each step that are written to samples/. None means all, 0 none."""
+
+    @property
+    def steps_of_drawing(self) -> int:
+        """Optimizer steps that learn from the episodes of one drawing."""
+        return self.steps_per_generation * self.num_iterations

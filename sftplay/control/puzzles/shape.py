@@ -13,11 +13,12 @@ from sftplay.plan.puzzles.shape import PuzzleModelShape, model_shape_of
 from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
 
 KINDS = {
-    "arc": GridSize(cells=900, words=12, identifiers=1, name="ARC, 30 x 30, without its puzzle embeddings"),
+    "arc": GridSize(cells=900, words=12, identifiers=1_121_121, name="ARC, 30 x 30: 1120 tasks with 1000 copies each"),
     "maze": GridSize(cells=900, words=6, identifiers=1, name="mazes of 30 x 30"),
     "sudoku": GridSize(cells=81, words=11, identifiers=1, name="Sudoku, 9 x 9"),
 }
-"""What `make puzzle-data` makes, by its KIND; of ARC without the identifiers, whose number the files decide."""
+"""What `make puzzle-data` makes, by its KIND; of ARC as many identifiers as ARC-AGI-2 has, the larger one: those of
+1000 training and 120 evaluation tasks with AUG=1000, and the blank one."""
 
 
 def shape_for_puzzles(cfg: RunConfig) -> PuzzleModelShape:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sftplay.atomic import write_text
 from sftplay.errors import ConfigError, RunError, SftplayError
@@ -67,7 +67,8 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
     attempts = len(folder.read_json("status.json").get("attempts", []))
     for path, text in launch.files.items():
         write_text(Path(path), text)
-    with forwarder.installed():
+    # Opened before anything runs that could remove its folder.
+    with forwarder.installed(), (folder.logs / log_name(node)).open("ab", buffering=0) as log:
         env = {**launch.env, PARENT: str(os.getpid()), PASSED_ON: " ".join(launch.env)}
         process = popen_tied(launch.argv, output=subprocess.PIPE, env=env)
         forwarder.attach(process)
@@ -76,7 +77,7 @@ def follow(launch: Launch, folder: RunFolder, *, node: int = 0, check_nodes: Cal
         threading.Thread(target=_read_lines, args=(process, lines), daemon=True).start()
         try:
             checks = [watchdog.check, check_folder, *([check_nodes] if check_nodes else [])]
-            unmarked = _show_lines(lines, console, log=folder.logs / log_name(node), checks=checks)
+            unmarked = _show_lines(lines, console, log=log, checks=checks)
         except (Stall, NodeLost) as error:
             return _end_launch(error, watchdog, process=process, console=console)
         except FolderGone:
@@ -274,25 +275,24 @@ def _read_lines(process: subprocess.Popen[bytes], lines: queue.Queue[bytes | Non
 
 
 def _show_lines(
-    lines: queue.Queue[bytes | None], console: Console, *, log: Path, checks: Sequence[Callable[[], None]]
+    lines: queue.Queue[bytes | None], console: Console, *, log: BinaryIO, checks: Sequence[Callable[[], None]]
 ) -> deque[str]:
     """Show the run's own lines and write all others to `log`, until there are no more; the last of these others."""
     unmarked: deque[str] = deque(maxlen=KEPT_LINES)
-    with log.open("ab", buffering=0) as handle:
-        while True:
-            for check in checks:
-                check()
-            try:
-                raw = lines.get(timeout=0.5)
-            except queue.Empty:
-                console.tick(time.monotonic())
-                continue
-            if raw is None:
-                console.close()
-                return unmarked
-            text = raw.decode("utf-8", "replace").rstrip("\n")
-            if not show_marked(text, console=console):
-                unmarked.append(text)
-                with suppress(OSError):  # on a full disk the run itself ends, with its own exit code
-                    handle.write((text + "\n").encode())
+    while True:
+        for check in checks:
+            check()
+        try:
+            raw = lines.get(timeout=0.5)
+        except queue.Empty:
             console.tick(time.monotonic())
+            continue
+        if raw is None:
+            console.close()
+            return unmarked
+        text = raw.decode("utf-8", "replace").rstrip("\n")
+        if not show_marked(text, console=console):
+            unmarked.append(text)
+            with suppress(OSError):  # on a full disk the run itself ends, with its own exit code
+                log.write((text + "\n").encode())
+        console.tick(time.monotonic())

@@ -8,7 +8,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.execution import BYTES, Execution
 from sftplay.plan.memory.forecast import Forecast, Place, Setting
 from sftplay.plan.memory.step import Size
-from sftplay.plan.puzzles.memory import PuzzleSize, puzzle_footprint
+from sftplay.plan.puzzles.memory import PuzzleSize, collected_bytes, puzzle_footprint
 from sftplay.plan.puzzles.shape import PuzzleModelShape
 
 
@@ -23,15 +23,16 @@ def foresee_puzzles(cfg: RunConfig, shape: PuzzleModelShape, *, place: Place) ->
         world_size=place.world_size,
     )
     share = cfg.train.effective_batch_size // place.world_size
+    on_host = round(collected_bytes(shape.puzzles, place.world_size)) if place.device.is_gpu else 0
 
     def look(rows: int) -> Forecast:
         footprint = puzzle_footprint(
             shape.puzzles,
             size=PuzzleSize(rows=share, micro_batch=rows),
             compute_bytes=compute,
-            is_shared=place.world_size > 1,
+            processes=place.world_size,
             on_gpu=place.device.is_gpu,
         )
-        return Forecast(setting, Size(rows=rows, seq=shape.row_tokens, accumulates=rows < share), footprint, 0)
+        return Forecast(setting, Size(rows=rows, seq=shape.row_tokens, accumulates=rows < share), footprint, on_host)
 
     return look

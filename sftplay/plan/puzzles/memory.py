@@ -44,17 +44,17 @@ class PuzzleSize:
 
 
 def puzzle_footprint(
-    shape: PuzzleShape, *, size: PuzzleSize, compute_bytes: int, is_shared: bool = False, on_gpu: bool = True
+    shape: PuzzleShape, *, size: PuzzleSize, compute_bytes: int, processes: int = 1, on_gpu: bool = True
 ) -> Footprint:
     """Bytes of every phase of one step on one device, in the steady state.
 
-    `compute_bytes` are those of a number of the computation; `is_shared` says that processes exchange gradients.
+    `compute_bytes` are those of a number of the computation; `processes` exchange gradients.
     """
     hrm, weights = shape.hrm, float(FP32 * shape.weights)
     tokens, at_once = (rows * shape.positions for rows in (size.rows, size.micro_batch))
     state = 2 * hrm.hidden_size * compute_bytes
     puzzles = 2 * size.rows * shape.grid.cells * INT64
-    resident = _resident(shape, is_shared=is_shared, on_gpu=on_gpu)
+    resident = _resident(shape, processes=processes, on_gpu=on_gpu)
     # The state before the step, the same with new puzzles in it, and what the micro-batches have made of it.
     carry = float(3 * tokens * state + 3 * puzzles)
     before = {
@@ -82,18 +82,26 @@ def puzzle_footprint(
             "layer": _running(shape, tokens=at_once, compute_bytes=compute_bytes, streams=6),
         },
     }
+    if (whole := collected_bytes(shape, processes)) and not on_gpu:
+        # Only the main process collects, and all share one memory.
+        phases["checkpoint"] = {**resident, "carry": carry, "collected table": whole / processes}
     return Footprint(phases)
 
 
-def _resident(shape: PuzzleShape, *, is_shared: bool, on_gpu: bool) -> dict[str, float]:
+def collected_bytes(shape: PuzzleShape, processes: int) -> float:
+    """The whole table on the main process's host while it is written; 0 where each process has it anyway."""
+    return float(FP32 * shape.table) if shape.held(processes) < shape.table else 0.0
+
+
+def _resident(shape: PuzzleShape, *, processes: int, on_gpu: bool) -> dict[str, float]:
     """What is held throughout."""
     weights = float(FP32 * shape.weights)
     return {
         "weights": weights + FP32 * 2 * shape.hrm.hidden_size,
-        "table": float(FP32 * shape.table),
+        "table": float(FP32 * shape.held(processes)),
         "average": weights if shape.hrm.ema else 0.0,
         "optimizer": 2 * weights,
-        "buckets and sharding": weights if is_shared else 0.0,
+        "buckets and sharding": weights if processes > 1 else 0.0,
         "workspace": float(WORKSPACE_BYTES) if on_gpu else 0.0,
     }
 

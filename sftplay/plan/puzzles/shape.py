@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from sftplay.config.schema.hrm import HrmConfig
 from sftplay.plan.puzzles.weights import PuzzleShape
 from sftplay.plan.shape.model_shape import ModelShape
 
@@ -24,6 +25,10 @@ class PuzzleModelShape(ModelShape):
     def row_tokens(self) -> int:
         """Tokens of a row: cells, and the places of the puzzle's embedding."""
         return self.puzzles.positions
+
+    def of(self, hrm: HrmConfig) -> PuzzleModelShape:
+        """The shape of another model for the same puzzles."""
+        return model_shape_of(PuzzleShape(hrm, self.puzzles.grid), rows=self.rows, assumed=self.assumed)
 
 
 def model_shape_of(puzzles: PuzzleShape, *, rows: float | None, assumed: str = "") -> PuzzleModelShape:

@@ -88,3 +88,11 @@ class PuzzleShape:
     def table(self) -> int:
         """Numbers in the table of puzzle embeddings."""
         return self.grid.identifiers * self.embedding
+
+    def table_share(self, processes: int) -> int:
+        """Numbers of that table on each of so many processes where it is sharded, empty places among them."""
+        return math.ceil(self.grid.identifiers / processes) * self.embedding
+
+    def held(self, processes: int) -> int:
+        """Numbers of that table on each of so many processes."""
+        return self.table_share(processes) if self.hrm.puzzle_emb_placement == "sharded" else self.table

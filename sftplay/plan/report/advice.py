@@ -6,7 +6,8 @@ other hardware use, then shorter rows. Nothing is ever changed by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """A change of config values, or of the strategy the processes share the model by."""
 
     change: str
@@ -54,17 +55,23 @@ def suggest(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Suggesti
     single = [_try(cfg, shape, place=place, steps=[step]) for step in _steps(cfg, place)]
     if fitting := [each for each in single if each.fits]:
         return fitting[:ENOUGH]
-    gathered: list[_Step] = []
     found: list[Suggestion] = []
-    for step in _steps(cfg, place):
-        gathered = [*(one for one in gathered if not set(one.values) & set(step.values)), step]
-        found.append(_try(cfg, shape, place=place, steps=gathered))
+    for steps in added_up(_steps(cfg, place)):
+        found.append(_try(cfg, shape, place=place, steps=steps))
         if found[-1].fits:
             return [found[-1]]
     return found[-1:]
 
 
-def _try(cfg: RunConfig, shape: ModelShape, *, place: Place, steps: list[_Step]) -> Suggestion:
+def added_up(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """The first step, the first two, and so on; a later value of a key takes the place of an earlier one."""
+    gathered: list[Step] = []
+    for step in steps:
+        gathered = [*(one for one in gathered if not set(one.values) & set(step.values)), step]
+        yield gathered
+
+
+def _try(cfg: RunConfig, shape: ModelShape, *, place: Place, steps: list[Step]) -> Suggestion:
     values = {key: value for step in steps for key, value in step.values.items()}
     changed = cfg.with_values(values, "suggestion") if values else cfg
     usual: Strategy = "single" if place.world_size == 1 else "ddp"
@@ -73,26 +80,26 @@ def _try(cfg: RunConfig, shape: ModelShape, *, place: Place, steps: list[_Step])
     return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
 
 
-def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
+def _steps(cfg: RunConfig, place: Place) -> Iterator[Step]:
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
-        yield _step("train.gradient_checkpointing", True)
+        yield step_to("train.gradient_checkpointing", True)
     if train.loss_head == "standard" and cfg.task_mode != "grpo":
-        yield _step("train.loss_head", "chunked")
+        yield step_to("train.loss_head", "chunked")
     if train.optim == "adamw_torch":
-        yield _step("train.optim", "adamw_torch_fused")
+        yield step_to("train.optim", "adamw_torch_fused")
     if train.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit") and place.device.is_gpu:
-        yield _step("train.optim", "adamw_8bit")
+        yield step_to("train.optim", "adamw_8bit")
     if mode == "full":
-        yield _step("tuning.mode", "lora")
+        yield step_to("tuning.mode", "lora")
     if mode in ("full", "lora"):
-        yield _step("tuning.mode", "qlora")
+        yield step_to("tuning.mode", "qlora")
     if place.world_size > 1 and cfg.task_mode != "score":
         yield from (
-            _Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
+            Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
             for name in ("zero2", "zero3", "fsdp")
         )
-        yield _Step(
+        yield Step(
             "cluster.deepspeed=deepspeed_configs/zero3_offload.json: share it out and keep it on the host",
             {},
             "zero3_offload",
@@ -103,13 +110,13 @@ def _steps(cfg: RunConfig, place: Place) -> Iterator[_Step]:
         return
     if cfg.task_mode == "score":
         room = cfg.score.max_new_tokens + cfg.score.max_hint_tokens
-        yield from (_step(LENGTH, length) for length in _halves(cfg.row_tokens) if length > room)
+        yield from (step_to(LENGTH, length) for length in _halves(cfg.row_tokens) if length > room)
         return
     yield from _shorter("cpt.block_size" if cfg.learns_documents else LENGTH, cfg.row_tokens)
 
 
-def _shorter(key: str, length: int) -> Iterator[_Step]:
-    yield from (_step(key, half) for half in _halves(length))
+def _shorter(key: str, length: int) -> Iterator[Step]:
+    yield from (step_to(key, half) for half in _halves(length))
 
 
 def _halves(length: int) -> Iterator[int]:
@@ -117,6 +124,7 @@ def _halves(length: int) -> Iterator[int]:
         yield length
 
 
-def _step(key: str, value: Any) -> _Step:
-    shown = str(value).lower() if isinstance(value, bool) else value
-    return _Step(f"{key}={shown}", {key: value})
+def step_to(key: str, value: Any) -> Step:
+    """The change of one key, as it is typed."""
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else value
+    return Step(f"{key}={shown}", {key: value})

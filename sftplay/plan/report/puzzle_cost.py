@@ -13,11 +13,13 @@ MULTIPLY_ADD, BACKWARD = 2, 2
 
 def flops_per_row(shape: PuzzleModelShape) -> float:
     """Operations of a step on one row in products with weights: all calls forward, those that learn backward, and all
-    calls again where the worth of going on is learned."""
+    calls again where the worth of going on is learned. There the last block ends with one position alone."""
     puzzles, hrm = shape.puzzles, shape.puzzles.hrm
-    looks = 2 if hrm.q_continue and hrm.n_supervision > 1 else 1
-    blocks = looks * puzzles.passed_blocks + BACKWARD * puzzles.learned_blocks
-    return float(MULTIPLY_ADD * puzzles.positions * (blocks * puzzles.block + 3 * hrm.hidden_size * puzzles.grid.words))
+    looks_ahead = hrm.q_continue and hrm.n_supervision > 1
+    blocks = (1 + looks_ahead) * puzzles.passed_blocks + BACKWARD * puzzles.learned_blocks
+    products = puzzles.positions * (blocks * puzzles.block + 3 * hrm.hidden_size * puzzles.grid.words)
+    spared = looks_ahead * (puzzles.positions - 1) * (puzzles.block - 3 * hrm.hidden_size**2)
+    return float(MULTIPLY_ADD * (products - spared))
 
 
 def workload_of_puzzles(cfg: RunConfig, seen: Forecast) -> Workload:

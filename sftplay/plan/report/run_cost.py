@@ -10,6 +10,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.plan.memory.execution import trained_params
 from sftplay.plan.memory.forecast import Setting
 from sftplay.plan.memory.row_lengths import RowLengths
+from sftplay.plan.sizing.groups import completions_of_drawing
 
 COUNTED_BYTES = 2**28
 """Files up to this size are counted; larger ones would keep the answer waiting."""
@@ -74,7 +75,9 @@ def _steps(cfg: RunConfig, lengths: RowLengths | None) -> tuple[int | None, str]
     if train.max_steps:
         return train.max_steps, f"train.max_steps, {_described(cfg, lengths)}"
     if cfg.task_mode == "score":
-        return cfg.score.stage1_steps + cfg.score.stage2_steps, "score.stage1_steps and score.stage2_steps"
+        steps, each = cfg.score.stage1_steps + cfg.score.stage2_steps, cfg.score.steps_of_drawing
+        drawings = f"; {math.ceil(steps / each)} drawings of {completions_of_drawing(cfg)} episodes" if each > 1 else ""
+        return steps, f"score.stage1_steps and score.stage2_steps{drawings}"
     if cfg.learns_documents and cfg.cpt.train_tokens is not None:
         return cfg.steps_of_tokens(cfg.cpt.train_tokens), f"cpt.train_tokens, {_described(cfg, lengths)}"
     rows = lengths.count if lengths else None if cfg.learns_documents else _count_rows(cfg)

@@ -8,6 +8,8 @@ from typing import Any
 from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE
 from sftplay.plan.memory.forecast import MARGIN, RUNTIME, Forecast
 from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE
+from sftplay.plan.puzzles.memory import FP32
+from sftplay.plan.puzzles.shape import PuzzleModelShape
 from sftplay.plan.report.advice import Suggestion
 from sftplay.plan.report.compare import Row
 from sftplay.plan.report.run_cost import Workload
@@ -28,6 +30,7 @@ LABELS = {
     REFERENCE: "model to compare with",
     ENGINE: "vLLM's share",
     "table": "puzzle embeddings",
+    "collected table": "all of them, to be written",
     "average": "averaged weights",
     "carry": "states between segments",
     "second pass": "a look at the next segment",
@@ -42,6 +45,7 @@ PHASES = {
     SCORE: "while completions are scored without gradients",
     "segment": "while a segment runs forward",
     "evaluation": "in the evaluation",
+    "checkpoint": "while a checkpoint is written",
     COMPARE: "while the reference scores actions",
     f"{GUIDE}head": "in the guide's loss",
     f"{GUIDE}layer": "in a layer's backward pass of the guide",
@@ -111,6 +115,22 @@ def describe_phases(seen: Forecast) -> Iterator[str]:
         yield f"  {PHASES[name]:36} {sum(parts.values()) / GIB:9.3f} GiB"
 
 
+def describe_table(seen: Forecast) -> Iterator[str]:
+    """The puzzle embeddings and what sharding saves; nothing where there is at most one."""
+    shape, processes = seen.setting.shape, seen.setting.world_size
+    if not isinstance(shape, PuzzleModelShape) or shape.puzzles.table <= shape.puzzles.embedding:
+        return
+    puzzles = shape.puzzles
+    whole, held = (FP32 * each for each in (puzzles.table, puzzles.held(processes)))
+    yield f"table       {puzzles.grid.identifiers:,} puzzle embeddings of {puzzles.embedding} numbers"
+    sharded = FP32 * puzzles.table_share(processes)
+    if processes == 1:
+        yield f"            {format_bytes(whole)}; several processes could share it out"
+        return
+    saved = f"{format_bytes(whole)} whole, {format_bytes(sharded)} sharded: {format_bytes(whole - sharded)} less"
+    yield f"            on each process {saved} ({'whole' if held == whole else 'sharded'} here)"
+
+
 def describe_workload(work: Workload) -> Iterator[str]:
     """Steps, tokens, disk and time."""
     if work.steps is None:
@@ -129,7 +149,8 @@ def describe_suggestions(suggestions: Sequence[Suggestion]) -> Iterator[str]:
     """What to change, the cheapest first."""
     for each in suggestions:
         what = "fits" if each.fits else "still too large"
-        yield f"  {each.change}: {format_bytes(each.peak_bytes)}, {what} (one row at a time)"
+        rows = "one row" if each.batch_size == 1 else f"{each.batch_size} rows"
+        yield f"  {each.change}: {format_bytes(each.peak_bytes)}, {what} ({rows} at a time)"
 
 
 def describe_rows(rows: Sequence[Row]) -> Iterator[str]:

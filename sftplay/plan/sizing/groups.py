@@ -36,8 +36,8 @@ VLLM_INSTALL = "pip install vllm"
 
 def completions_of_drawing(cfg: RunConfig) -> int:
     """Completions that all processes draw before they learn from them; answers of one turn for task mode score."""
-    steps = cfg.grpo.steps_per_generation if cfg.task_mode == "grpo" else 1
-    return cfg.train.effective_batch_size * steps
+    draws = cfg.score if cfg.task_mode == "score" else cfg.grpo
+    return cfg.train.effective_batch_size * draws.steps_per_generation
 
 
 def rows_drawn(cfg: RunConfig) -> int:

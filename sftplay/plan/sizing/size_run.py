@@ -44,6 +44,7 @@ from sftplay.plan.sizing.groups import (
     rows_drawn,
 )
 from sftplay.plan.sizing.placement import choose_placement
+from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out, choose_table, note_on_table
 from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresee_drawing, foresight, split_batch
 from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy
 from sftplay.units import format_bytes
@@ -163,13 +164,17 @@ def _size_puzzles(cfg: RunConfig, machine: Machine, *, shape: PuzzleModelShape, 
         LOSS_HEAD: Decision("standard", "the vocabulary is that of a grid"),
         STRATEGY: Decision("ddp", "the model is small"),
     }
+    chosen[TABLE] = choose_table(_fill(cfg, chosen), shape, place=place)
     decided = _fill(cfg, chosen)
+    shape = shape.of(decided.hrm)
     look = foresee_puzzles(decided, shape, place=place)
     tokens = {"row_tokens": shape.row_tokens, "most_tokens": PLATEAU_TOKENS}  # rows are alike: there is no padding
     split = split_batch(decided, place.world_size, has_gpu=bool(machine.gpus), look=look, **tokens)
     chosen |= {BATCH_SIZE: Decision(split.rows, split.reason), GRAD_ACCUM: Decision(split.accum, split.reason)}
-    told = ("train.precision", "train.learning_rate", BATCH_SIZE, GRAD_ACCUM)
-    notes = [*scaled_rate(cfg), *without_effect(cfg, machine), *([shape.assumed] if shape.assumed else [])]
+    told = ["train.precision", "train.learning_rate", BATCH_SIZE, GRAD_ACCUM]
+    told += [TABLE] if can_be_shared_out(shape, place.world_size) else []
+    notes = [*scaled_rate(cfg), *without_effect(cfg, machine), *note_on_table(cfg, place.world_size)]
+    notes += [shape.assumed] if shape.assumed else []
     return SizedRun(
         _fill(decided, chosen),
         place.world_size,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sftplay.sandbox.attacks import cheat, crash, exhaust, files, forge, network, outlast, rights
 from sftplay.sandbox.attacks.attack import Attack, Targets, boxed_processes, targets
 from sftplay.sandbox.executors.executor import Executor
-from sftplay.sandbox.verdicts.job import Job, Verdict
+from sftplay.sandbox.verdicts.job import Job, Limits, Verdict
 from sftplay.sandbox.verdicts.judge import judge
 
 GROUPS = {
@@ -25,13 +25,15 @@ GROUPS = {
 
 ATTACKS = tuple(attack for attacks in GROUPS.values() for attack in attacks)
 
-GOOD = Job(code="def f(x):\n    return x + 1", tests=("assert f(2) == 3",))
-"""A program that must still be judged well, after each attack."""
+GOOD = Job(
+    code="def f(x):\n    return x + 1", tests=("assert f(2) == 3",), limits=Limits(timeout_s=60, test_timeout_s=60)
+)
+"""A program that must still be judged well, after each attack; a busy machine may be slow with it."""
 
 SPARE_S = 20.0
 """What a machine may add to a job's limits: boxes that start, and other work on it."""
 
-GONE_S = 5.0
+GONE_S = 60.0
 """For the kernel to clear a killed namespace away."""
 
 

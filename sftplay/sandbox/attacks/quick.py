@@ -18,7 +18,7 @@ def find_hole(executor: Executor) -> str:
         code = together(chosen, reached.names())
         tests = (CONTROL, *(f"assert attempt({attack.name!r}) == 'escaped'" for attack in chosen))
         # Where the machine is busy, a slow answer is no hole.
-        job = Job(code=code, tests=tests, limits=Limits(timeout_s=30, test_timeout_s=10))
+        job = Job(code=code, tests=tests, limits=Limits(timeout_s=120, test_timeout_s=60))
         verdict = judge(job, lambda: executor.open(job.limits), executor=executor.name)
         losses = reached.losses()
     if verdict.per_test[0] != "ok":

@@ -33,7 +33,7 @@ READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/us
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
-GONE_S = 5.0
+GONE_S = 60.0
 
 
 class Landlock:

@@ -26,7 +26,7 @@ from sftplay.sandbox.inside import server
 from sftplay.sandbox.verdicts.box import START_S, Box, Lost
 from sftplay.sandbox.verdicts.job import Limits
 
-GONE_S = 5.0
+GONE_S = 60.0
 
 
 class WarmBwrap(Bwrap):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from sftplay.sandbox.verdicts.job import Limits, Status
 
-START_S = 20.0
-"""For a box to stand. A machine that needs longer is not fit to judge programs."""
+START_S = 60.0
+"""For a box to stand. It takes milliseconds; a machine that is busy may stall for half a minute."""
 
 KEPT_BYTES = 2_000
 """Of what the program printed, from the end."""
@@ -111,7 +111,7 @@ class Box:
                 if wait_ms <= 0 or not select.select([], [self._orders], [], wait_ms / 1000)[1]:
                     raise Lost("timeout") from None
             except OSError as error:
-                raise self._ended("the process had ended") from error
+                raise self._ended("the process had ended", until) from error
 
     def read(self, nonce: str, until: float) -> dict[str, Any]:
         """The answer to the order with this nonce, or a question that the box asks first: it has no status."""
@@ -156,11 +156,14 @@ class Box:
                 part = b""
             if not part:
                 self._drain_output()
-                raise self._ended("the process ended without an answer")
+                raise self._ended("the process ended without an answer", until)
             self._incoming += part
 
-    def _ended(self, text: str) -> Lost:
-        return Lost("infra", "something else on the machine ended the box") if self._is_cut() else Lost("killed", text)
+    def _ended(self, text: str, until: float) -> Lost:
+        """Behind its time it may have met the limit of the processor's, before this process could look."""
+        if self._is_cut():
+            return Lost("infra", "something else on the machine ended the box")
+        return Lost("timeout") if time.monotonic() >= until else Lost("killed", text)
 
     def _take_output(self) -> bool:
         part = os.read(self._output, 1 << 16)

@@ -6,8 +6,9 @@ import ast
 import hashlib
 import json
 import math
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal
 
 from sftplay.errors import DataError, nearest_names
@@ -65,6 +66,9 @@ class Limits:
                 raise DataError(f"{value!r} is no whole number", where=each.name, fix="give one above 0")
 
 
+_values_of = attrgetter(*(each.name for each in fields(Limits)))
+
+
 @lru_cache(maxsize=4_096)
 def parse(source: str) -> ast.Module:
     """The tree of a trusted source, which nobody changes: the same tests come with many programs."""
@@ -95,7 +99,7 @@ class Job:
 
     def key(self, executor: str) -> str:
         """Changes with anything that may change the verdict."""
-        parts = json.dumps([self.code, self.tests, self.setup, self.entry_point, astuple(self.limits), executor])
+        parts = json.dumps([self.code, self.tests, self.setup, self.entry_point, _values_of(self.limits), executor])
         return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -117,7 +121,8 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """As the verb `sandbox` writes it."""
-        return {**asdict(self), "per_test": list(self.per_test), "seconds": round(self.seconds, 4)}
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**content, "per_test": list(self.per_test), "seconds": round(self.seconds, 4)}
 
 
 JOB_KEYS = ("code", "tests", "setup", "entry_point", "limits")

@@ -11,7 +11,7 @@ from sftplay.sandbox.verdicts.assertions import Comparison, Plan, plan_tests
 from sftplay.sandbox.verdicts.box import Box, Lost
 from sftplay.sandbox.verdicts.job import Job, Status, Verdict
 
-SETUP_S = 10.0
+SETUP_S = 60.0
 """For trusted statements, such as imports."""
 
 MOST_LOST = 3

@@ -183,24 +183,23 @@ class Drawing(Base):
                 self._buffered_inputs, accum=accum, trims_prompts=self._trims_prompts
             )
         if self.gauge.is_due(self.state.global_step):
-            self._score_again(self._buffered_inputs[:accum])
+            self._score_again(self._buffered_inputs[0])
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     @torch.no_grad()
-    def _score_again(self, micro_batches: list[dict[str, Any]]) -> None:
-        """Let the weights that drew say what they think of the tokens, in the micro-batches in which they are learned.
+    def _score_again(self, inputs: dict[str, Any]) -> None:
+        """Let the weights that drew say what they think of the tokens, in the micro-batch in which they are learned.
 
-        Only then is a difference one of weights, and not of rounding. Off policy TRL asks for it itself.
+        Only then is a difference one of weights, and not of rounding. The first micro-batch stands for its step. Off
+        policy TRL asks for all of them itself.
         """
-        for inputs in micro_batches:
-            if "old_per_token_logps" not in inputs:
-                ids, mask = (
-                    torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1)
-                    for part in ("ids", "mask")
-                )
-                inputs[SCORED] = self._get_per_token_logps_and_entropies(
-                    self.model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True
-                )[0]
+        if "old_per_token_logps" not in inputs:
+            ids, mask = (
+                torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1) for part in ("ids", "mask")
+            )
+            inputs[SCORED] = self._get_per_token_logps_and_entropies(
+                self.model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True
+            )[0]
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
         with tiles_as_wide_as(self.model.config.get_text_config().vocab_size):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -48,8 +47,8 @@ class Judge:
             RunError: on every rank, where a reward abstains too often.
         """
         with heartbeat.within("reward"):
-            columns = [deepcopy(row["columns"]) for row in inputs]  # a reward may change what it gets
-            scored = self.rewards.score(completions, aligned(columns, self.columns))
+            # Nothing is copied: rewards live in processes of their own, and programs get texts.
+            scored = self.rewards.score(completions, aligned([row["columns"] for row in inputs], self.columns))
             own = Drawn(
                 rows=[row["row"] for row in inputs],
                 completions=list(completions),

@@ -152,7 +152,7 @@ def run_segment(
     of_continuing = torch.zeros_like(of_halting)
     if hrm.q_continue and hrm.n_supervision > 1:
         with torch.no_grad():
-            _, following = compute(state, puzzles.inputs, puzzle_rows=rows)
+            _, following = compute(state, puzzles.inputs, puzzle_rows=rows, judges_alone=True)
         of_continuing = q_losses(answer.q_continue, worth_of_continuing(following, steps >= hrm.n_supervision))
     # A row without a label is padding: nothing is learned from it.
     counts = known.any(dim=-1)

@@ -10,21 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sftplay import log
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.data.puzzles.arc.answers import read_asked, read_names
-from sftplay.data.puzzles.arc.votes import Answer as Vote
-from sftplay.data.puzzles.arc.votes import count_votes, pass_at
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.data.puzzles.sampler import Rows, TestRows
 from sftplay.data.puzzles.written.grid import GridText
 from sftplay.data.records import IGNORE_INDEX
 from sftplay.tasks.hrm.act import wants_to_halt
+from sftplay.tasks.hrm.gathering import gathered
 from sftplay.tasks.hrm.network.model import PuzzleModel
 from sftplay.tasks.hrm.solve import refined
+from sftplay.tasks.hrm.voting import Voting
 
 SHOWN = 64
 """Puzzles whose answers are kept for people, spread over all of them."""
@@ -77,7 +75,8 @@ def measure(
     total = min(len(puzzles), limit or len(puzzles))
     stride, writing = max(1, total // SHOWN), GridText.of(puzzles.facts)
     lines: list[dict[str, Any]] = []
-    votes: list[tuple[Rows, NDArray[Any], NDArray[Any]]] = []
+    # The votes of some of the copies would be others.
+    voting = Voting(puzzles) if puzzles.facts.kind == "arc" and limit is None else None
     was_training, done, batch = model.training, 0, at_once * log.world_size()
     model.eval()
     for rows in TestRows(puzzles, global_batch=batch, rank=log.rank(), world=log.world_size()):
@@ -86,17 +85,17 @@ def measure(
         solved = solve_rows(model, rows, eval_halt=hrm.eval_halt)
         sums += solved.sums
         done += batch
-        predicted, q_halt = solved.predicted.to(torch.uint8).cpu().numpy(), solved.q_halt.float().cpu().numpy()
         lines += _lines(rows, solved, writing=writing, stride=stride)
-        if puzzles.facts.kind == "arc":
-            votes.append((rows, predicted, q_halt))
+        if voting is not None:
+            predicted, q_halt = solved.predicted.to(torch.uint8), solved.q_halt.float()
+            voting.add(rows, predicted.cpu().numpy(), q_halt=q_halt.cpu().numpy())
         progress(min(done, total))
     model.train(was_training)
     if log.world_size() > 1:
         torch.distributed.all_reduce(sums)
     figures = described(sums, hrm.eval_halt)
-    if puzzles.facts.kind == "arc" and limit is None:
-        figures |= _voted(gathered(votes), puzzles)
+    if voting is not None:
+        figures |= voting.figures()
     shown = sorted((line for rank in gathered(lines) for line in rank), key=lambda line: line["row"])
     return Measured(figures, shown[:SHOWN])
 
@@ -152,30 +151,6 @@ def _lines(rows: Rows, solved: Solved, *, writing: GridText, stride: int) -> lis
             }
         )
     return lines
-
-
-def _voted(shares: list[list[tuple[Rows, NDArray[Any], NDArray[Any]]]], puzzles: PuzzleFolder) -> dict[str, Any]:
-    """pass@k of whole tasks by the votes of all copies; nothing on ranks other than the main one."""
-    if not log.is_main():
-        return {}
-    names, tasks = read_names(puzzles.path), read_asked(puzzles.path)
-    answers = (
-        Vote(names[rows.puzzle_identifiers[place]], rows.inputs[place], predicted[place], float(q_halt[place]))
-        for share in shares
-        for rows, predicted, q_halt in share
-        for place in np.flatnonzero(rows.mask)
-    )
-    found = pass_at(tasks, count_votes(answers))
-    return {"tasks": len(tasks), "pass_at": {str(k): share for k, share in found.items()}}
-
-
-def gathered(mine: Any) -> list[Any]:
-    """What each rank has, on the main rank; nothing on others. All ranks call it."""
-    if log.world_size() == 1:
-        return [mine]
-    found: list[Any] | None = [None] * log.world_size() if log.is_main() else None
-    torch.distributed.gather_object(mine, found, dst=0)
-    return found or []
 
 
 def described(sums: Tensor, eval_halt: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments, set_seed
 
 from sftplay import log
@@ -26,8 +27,10 @@ from sftplay.model.adapter import describe_parameters
 from sftplay.model.source import weights_digest
 from sftplay.monitor.guards import StopOnSignal
 from sftplay.tasks.hrm.evaluation import EvaluatePuzzles, StopWhenLearned
+from sftplay.tasks.hrm.network.embedding import ALL_ROWS
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 from sftplay.tasks.hrm.network.saved import save_model
+from sftplay.tasks.hrm.network.table_share import TableShare
 from sftplay.tasks.hrm.trainer import PuzzleTrainer
 from sftplay.tasks.run.fingerprint import fingerprint_of
 from sftplay.tasks.run.manifest import write_manifest
@@ -89,10 +92,11 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
         write_manifest(setup, rows, parameters=parameters, task={"grid": vars(model.grid)})
         announce(train_run, model, parameters=parameters)
     outcome = train_run.train(trainer)
-    leave_process_group()
-    if outcome.stop_signal == 0 and log.is_main():
-        with trainer.averaged():
-            log.say(f"result: {save_model(model, folder.path / 'model')}")
+    with trainer.collected():
+        leave_process_group()
+        if outcome.stop_signal == 0 and log.is_main():
+            with trainer.averaged():
+                log.say(f"result: {save_model(model, folder.path / 'model')}")
     return outcome
 
 
@@ -155,9 +159,13 @@ def described(name: str, counts: dict[str, Any]) -> str:
 
 def build_model(cfg: RunConfig, train: PuzzleFolder) -> PuzzleModel:
     """A model for these puzzles; its weights follow from the seed."""
-    facts = train.facts
+    facts, is_sharded = train.facts, cfg.hrm.puzzle_emb_placement == "sharded"
+    share = TableShare(log.rank(), log.world_size()) if is_sharded else ALL_ROWS
     grid = Grid(vocab_size=facts.vocab_size, cells=facts.seq_len, identifiers=facts.num_puzzle_identifiers)
-    return PuzzleModel(cfg.hrm, grid, dtype=DTYPES[str(cfg.train.precision)])
+    model = PuzzleModel(cfg.hrm, grid, dtype=DTYPES[str(cfg.train.precision)], share=share)
+    if share.world > 1:  # DDP would copy the first process's buffers to all others
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["puzzles.rows"])
+    return model
 
 
 def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleFolder | None) -> PuzzleTrainer:
@@ -192,10 +200,11 @@ def build_trainer(parts: TrainerParts, *, train: PuzzleFolder, held_out: PuzzleF
 def announce(train_run: TrainRun, model: PuzzleModel, *, parameters: dict[str, Any]) -> None:
     """Say what trains, how, and for how long."""
     cfg, grid = train_run.cfg, model.grid
-    table = 0 if model.puzzles is None else model.puzzles.rows.numel()
+    table = 0 if model.puzzles is None else grid.identifiers * model.puzzles.rows.shape[1]
+    where = ", shared out over the processes" if model.puzzles is not None and model.puzzles.is_shared_out else ""
     log.say(
         f"{format_count(parameters['parameters'])} weights learn {grid.cells} cells of {grid.vocab_size} symbols from "
-        f"nothing, and {format_count(table)} numbers of {grid.identifiers} puzzle identifier(s)"
+        f"nothing, and {format_count(table)} numbers of {grid.identifiers} puzzle identifier(s){where}"
     )
     kind = "new" if train_run.checkpoint is None else "continued"
     log.say(

@@ -124,6 +124,10 @@ class PuzzleTrainer(Trainer):
         """Within it the model has the weights that are measured and saved."""
         return self.average.in_place() if self.average is not None else nullcontext()
 
+    def collected(self) -> AbstractContextManager[None]:
+        """Within it the main rank's `state_dict` of the model has all puzzle embeddings. All ranks enter it."""
+        return self.model.puzzles.collected() if self.model.puzzles is not None else nullcontext()
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of everything but the puzzle embeddings. Decay reaches all of it, as published."""
         made: torch.optim.Optimizer | None = getattr(self, "optimizer", None)
@@ -139,7 +143,7 @@ class PuzzleTrainer(Trainer):
         return made
 
     def _save_checkpoint(self, *given: Any) -> None:
-        with random_numbers_kept():
+        with random_numbers_kept(), self.collected():
             super()._save_checkpoint(*given)
         assert self.carry is not None
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
@@ -177,9 +181,10 @@ class PuzzleTrainer(Trainer):
         return {**figures, **held_out}
 
     def _norm(self) -> float:
-        """The norm of all weights and puzzle embeddings."""
-        weights = [*self.model.parameters(), *([self.model.puzzles.rows] if self.model.puzzles is not None else [])]
-        return float(torch.stack([weight.detach().norm() for weight in weights]).norm())
+        """The norm of all weights and puzzle embeddings. All ranks call it."""
+        norms = [weight.detach().norm() for weight in self.model.parameters()]
+        norms += [self.model.puzzles.norm()] if self.model.puzzles is not None else []
+        return float(torch.stack(norms).norm())
 
     def rows_not_finite(self) -> list[int]:
         """None are told apart: the loss of a step is one sum."""

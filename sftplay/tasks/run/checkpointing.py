@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class MarkComplete(Observer):
     """Checks the room on the disk before a save, and marks the checkpoint complete after it.
 
     All ranks wait while the main one syncs the files to disk, marks the checkpoint and removes old ones. A resume
-    compares `facts`; `limit` checkpoints are kept.
+    compares `facts`; `limit` checkpoints are kept. A thread notes steps in status.json, one at a time, so that
+    no step waits for the disk.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class MarkComplete(Observer):
     ) -> None:
         self.folder, self.facts, self.limit = folder, facts, limit
         self.metrics, self.bad_step, self.stop = metrics, bad_step, stop
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="status")
+        self._noting: Future[None] | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
         # A line of metrics ends at each checkpoint; otherwise a resumed run's next line would miss the steps before it.
@@ -83,13 +87,28 @@ class MarkComplete(Observer):
         mark_complete(checkpoint, self.facts | {"counters": self.metrics.totals, "sources": sources})
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         rotate(self.folder.checkpoints, self.limit, best=best)
+        self._finish_note()
         self.folder.update_status(step=state.global_step, last_checkpoint=str(checkpoint))
         print_progress(state, state.save_steps, text=f"checkpoint at step {state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         loss = logs.get("loss")
         if log.is_main() and loss is not None and math.isfinite(loss):
-            self.folder.update_status(step=state.global_step, **self.metrics.totals)
+            self._finish_note()
+            facts = {"step": state.global_step, **self.metrics.totals}
+            self._noting = self._thread.submit(self.folder.update_status, **facts)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._finish_note()
+
+    def _finish_note(self) -> None:
+        """Wait until the last step is noted. Raises what went wrong with it, such as a full disk."""
+        if self._noting is not None:
+            self._noting.result()
+
+    def close(self) -> None:
+        """Wait likewise, whatever went wrong; nothing is noted afterwards."""
+        self._thread.shutdown()
 
 
 def choose_checkpoint(cfg: RunConfig, folder: RunFolder, *, facts: dict[str, Any]) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from transformers import set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -64,8 +65,9 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
     setup = make_setup(cfg, folder, n_rows=len(rows.train), known=rows.order)
     train_run = TrainRun(setup, model, stop=stop, fingerprint=fingerprint)
     trainer = task.build_trainer(train_run.trainer_parts(tokenizer, rows))
+    beside: dict[str, Any] = getattr(trainer, "beside", {})
     if log.is_main():
-        parameters = describe_parameters(trainer.model)
+        parameters = describe_parameters(nn.ModuleList([trainer.model, *beside.values()]))
         write_manifest(setup, rows, parameters=parameters, task=getattr(trainer, "facts", {}))
         announce(train_run, parameters, rows=rows)
     outcome = train_run.train(trainer)
@@ -76,7 +78,7 @@ def run_task(task: Task, cfg: RunConfig, *, folder: RunFolder, stop: StopOnSigna
         begun = cfg.with_values({"model.name": own_base, "model.revision": None}, "merged") if own_base else cfg
         save_result(
             trainer.model, tokenizer, cfg=begun, folder=folder, base=locate(begun.model.name), weights=weights,
-            beside=getattr(trainer, "beside", None),
+            beside=beside,
         )  # fmt: skip
         if cfg.eval.after:
             whole = whole_model(trainer, setup.cfg, folder=folder)

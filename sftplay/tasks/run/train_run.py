@@ -25,7 +25,7 @@ from sftplay.monitor.disk import WarnOfFullDisk
 from sftplay.monitor.gradient_sync import GradientSync
 from sftplay.monitor.guards import StopOnBadStep, StopOnSignal, StopWithoutProgress
 from sftplay.monitor.interval import CostModel
-from sftplay.monitor.metrics import MetricsWriter
+from sftplay.monitor.metrics import LineBoard, MetricsWriter
 from sftplay.monitor.observer import Observer, StepTrainer
 from sftplay.monitor.out_of_memory import OutOfMemory, held_bytes, ran_out_of_memory
 from sftplay.monitor.phases import TrackPhases
@@ -96,13 +96,13 @@ class TrainRun:
             base=" ".join(sorted(known.get("weights", {}).values())),
         )
         self.heartbeat = Heartbeat(heartbeat_path(self.folder.logs, log.rank()), pid=os.getpid())
-        mark_complete = MarkComplete(
+        self.mark_complete = MarkComplete(
             self.folder, facts, metrics=self.metrics, bad_step=self.bad_step, stop=stop,
             limit=self.cfg.train.save_total_limit,
         )  # fmt: skip
         # A stop signal ends the run after a step, with a checkpoint, from the moment that status.json shows the ranks.
         self.callbacks = [
-            stop, preflight, self.metrics, self.bad_step, mark_complete, *self._optional_callbacks(),
+            stop, preflight, self.metrics, self.bad_step, self.mark_complete, *self._optional_callbacks(),
             GradientSync(self.cfg, self.heartbeat), TrackPhases(self.heartbeat),
             GroupTimeout(self.cfg.cluster.timeout, self.folder.logs),
         ]  # fmt: skip
@@ -164,8 +164,8 @@ class TrainRun:
             RunError: a step is not finite, the preflight found a wrong launch, or the best checkpoint has gone.
         """
         self.attach(trainer)
-        if self.from_step and log.is_main():
-            self._purge_tensorboard(trainer.callback_handler.callbacks)
+        if log.is_main():
+            self._open_board(trainer.callback_handler.callbacks)
         if trainer.args.device.type == "cpu" and self.setup.world_size > 1:
             accept_numbered_cpus()
         try:
@@ -174,6 +174,8 @@ class TrainRun:
             if not ran_out_of_memory(error):
                 raise
             raise self._out_of_memory(trainer, error) from error
+        finally:
+            self.mark_complete.close()
         self._expect_best(trainer)
         return Outcome(
             step=trainer.state.global_step,
@@ -218,13 +220,14 @@ class TrainRun:
         peak = card.tflops * 1e12 if card and self.cfg.train.precision != "fp32" else None
         return CostModel(flops.of_rows if flops else None, peak, predicted)
 
-    def _purge_tensorboard(self, callbacks: list[Any]) -> None:
+    def _open_board(self, callbacks: list[Any]) -> None:
         for callback in callbacks:
             if isinstance(callback, TensorBoardCallback):
                 from torch.utils.tensorboard import SummaryWriter
 
                 # TensorBoard then hides what an earlier attempt wrote after the checkpoint.
-                callback.tb_writer = SummaryWriter(str(self.folder.path / "tb"), purge_step=self.from_step + 1)
+                purge_step = self.from_step + 1 if self.from_step else None
+                callback.tb_writer = LineBoard(SummaryWriter(str(self.folder.path / "tb"), purge_step=purge_step))
 
     def _open_attempt(self) -> int:
         """Note in status.json that another attempt begins; its number from 1."""

@@ -69,35 +69,43 @@ class EvaluateEpisodes(Observer):
         for hints in ("empty", "static"):
             said = describe([verdict for _, verdict, _ in self._play(hints)])
             figures[f"acc_t2_{hints}"] = said["acc_t2"]
+        if self.cfg.score.eval_temperature:
+            said = describe([verdict for _, verdict, _ in self._play("own", is_greedy=True)])
+            figures |= {f"{name}_greedy": said[name] for name in ("acc_t1", "acc_t2")}
         figures |= {"diagnosis": diagnosis(figures), "seconds": round(time.monotonic() - began, 3)}
         if log.is_main():
             write_lines(path.with_suffix(".jsonl"), [line for _, _, line in played])
             write_text(path, json.dumps(figures, indent=1) + "\n")
-        if step:  # the first line of metrics is that of step 1
-            trainer.held_out_figures = {
-                f"eval_{key}": value for key, value in figures.items() if isinstance(value, float) and key != "seconds"
-            }
+        told = {f"eval_{key}": value for key, value in figures.items() if isinstance(value, float) and key != "seconds"}
+        if step:
+            trainer.held_out_figures = told
+        else:  # the first line of metrics is that of step 1, but a tracker's curve begins here
+            trainer.log(told)
         log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
         return figures
 
-    def _play(self, hints: Hints) -> list[Played]:
-        """The episodes of all ranks, each once, in the order of their numbers."""
+    def _play(self, hints: Hints, *, is_greedy: bool = False) -> list[Played]:
+        """The episodes of all ranks, each once, in the order of their numbers.
+
+        `is_greedy`: each problem once, with the likeliest tokens; else as the config says.
+        """
         with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
-            shares = gather_objects(self._share(hints), self.trainer.heartbeat)
+            shares = gather_objects(self._share(hints, is_greedy=is_greedy), self.trainer.heartbeat)
         by_number = {each[0]: each for share in shares for each in share}
         return [by_number[number] for number in sorted(by_number)]
 
-    def _share(self, hints: Hints) -> list[Played]:
+    def _share(self, hints: Hints, *, is_greedy: bool = False) -> list[Played]:
         """This rank's episodes. Every rank has as many as the others: one may be played twice."""
         trainer, score = self.trainer, self.cfg.score
-        n, world = len(self.questions) * score.eval_samples, log.world_size()
+        each, temperature = (1, 0.0) if is_greedy else (score.eval_samples, score.eval_temperature)
+        n, world = len(self.questions) * each, log.world_size()
         numbers = [number % n for number in range(log.rank(), ceil(n / world) * world, world)]
-        questions = [self.questions[number // score.eval_samples] for number in numbers]
+        questions = [self.questions[number // each] for number in numbers]
         trainer.cast.eval()
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
                 episodes = trainer.player.play(
-                    questions, numbers=numbers, seed=self.cfg.seed, temperature=score.eval_temperature, hints=hints
+                    questions, numbers=numbers, seed=self.cfg.seed, temperature=temperature, hints=hints
                 )
         finally:
             trainer.cast.train()

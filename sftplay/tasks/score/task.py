@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from sftplay.tasks.score.trainer import EpisodeTrainer
 
 def check_share(cfg: RunConfig) -> None:
     """Raise the ConfigError of a launch that this task cannot share among its processes."""
-    episodes, each = cfg.train.effective_batch_size, cfg.score.episodes_per_problem
-    unit = log.world_size() * each
-    if episodes % unit:
-        size = max(1, round(episodes / unit)) * unit
+    each, parts = cfg.score.episodes_per_problem, cfg.score.steps_per_generation
+    episodes = cfg.train.effective_batch_size * parts
+    if episodes % (log.world_size() * each):
+        unit = log.world_size() * each // math.gcd(each, parts)
+        size = max(1, round(cfg.train.effective_batch_size / unit)) * unit
         raise ConfigError(
             f"{episodes} episodes over {log.world_size()} processes are no whole groups of {each}",
             where="train.effective_batch_size",

@@ -1,4 +1,4 @@
-"""transformers' Trainer over episodes: a batch is a rank's problems of one step, each as often as it is played.
+"""transformers' Trainer over episodes: a batch is those that a rank learns from in one step.
 
 Loop, checkpoints, optimizer and logging are the Trainer's. It overrides `training_step`, `create_optimizer`,
 `_clip_grad_norm`, `_save_checkpoint` and `_load_from_checkpoint`, and provides what `monitor.observer.StepTrainer` asks
@@ -24,16 +24,20 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.questions import Question
 from sftplay.deliver.infer.sampling import seed_of
 from sftplay.errors import RunError
+from sftplay.monitor.checkpoints import step_of
 from sftplay.monitor.gradient_norm import gradient_norm
 from sftplay.monitor.interval import StepCounts
 from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.episodes.drawing import padded_tokens
 from sftplay.tasks.score.episodes.judge import EpisodeJudge, describe, of_all_ranks
 from sftplay.tasks.score.episodes.play import Episode, Player
 from sftplay.tasks.score.episodes.samples import keep_episodes
-from sftplay.tasks.score.gradients.lesson import Lesson, Played
+from sftplay.tasks.score.gradients.lesson import Lesson, Played, actions_of
 from sftplay.tasks.score.gradients.update import Batch
+from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawing
 from sftplay.tasks.score.learning.credit import Credit
 from sftplay.tasks.score.learning.critic import soft_update
+from sftplay.tasks.score.problems import Dealing
 from sftplay.tasks.score.shards import gathered
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
@@ -48,7 +52,7 @@ GUIDE_RATE = 0.2
 
 
 class EpisodeTrainer(Trainer):
-    """Plays, judges and learns from one batch of episodes a step."""
+    """Plays and judges drawings of episodes, and learns from each in one step, or in several."""
 
     def __init__(
         self,
@@ -67,7 +71,10 @@ class EpisodeTrainer(Trainer):
         self.beside = {"guide": cast.models["guide"]} if cast.is_separate else {}
         """Models of the result that are not the Trainer's."""
 
-        self.questions, self.heartbeat = questions, step.heartbeat
+        self.questions, self.heartbeat, self.dealing = questions, step.heartbeat, Dealing.of(cfg)
+        self.drawing: Drawing | None = None
+        """What the current steps learn from."""
+
         self.micro_batcher, self.replay = step.micro_batcher, None
         self.source_names: tuple[str, ...] = ()
         self.held_out_sources: dict[str, dict[str, float]] = {}
@@ -89,33 +96,31 @@ class EpisodeTrainer(Trainer):
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **named)
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        """Episodes of this rank's problems, their verdicts, and the gradients of both models; the loss."""
+        """Episodes of this rank's problems, their verdicts, and the gradients of both models; the loss.
+
+        Where a drawing feeds several steps, those after the first learn from the episodes that were played then.
+        """
         step = self.state.global_step + 1
+        number, age = divmod(step - 1, self.dealing.steps)
         self._forget_moments(step)
-        places = [int(place) for place in inputs["place"]]
-        score = self.cfg.score
-        questions = [self.questions[int(row)] for row in inputs["row"]]
         self.cast.forget_gradients()
-        self.cast.eval()
-        with self.heartbeat.within("generation"), torch.no_grad(), self.accelerator.autocast():
-            draw: dict[str, Any] = {
-                "numbers": places,
-                "seed": seed_of(self.cfg.seed, step),
-                "temperature": score.temperature,
-            }
-            episodes = self.player.play(questions, **draw)
-            fresh = self.player.answer_again(episodes, **draw) if self.cast.critic else []
-        verdicts = of_all_ranks(self.judge.judge(episodes, heartbeat=self.heartbeat), self.heartbeat)
+        played = self._play(number, step=step) if age == 0 else self._kept(number).played
+        own, score = self.dealing.own(number), self.cfg.score
+        part = [int(place) - own.start for place in inputs["place"]]
         self.heartbeat.enter("forward")
         lesson = Lesson(
-            Played(episodes, verdicts, fresh), cast=self.cast, score=score, batch=self._batch(len(verdicts)),
-            heartbeat=self.heartbeat, step=step,
+            played, part=part, cast=self.cast, score=score, heartbeat=self.heartbeat, step=step,
+            batch=self._batch(len(played.verdicts), is_fresh=age == 0),
         )  # fmt: skip
-        credit = lesson.credit()
-        keep_episodes(
-            episodes, verdicts, run_folder=self.run_folder, step=step, tokenizer=self.player.tokenizer,
-            limit=score.samples, gains={"t1": credit.first, "guide": credit.guide, "t2": credit.second},
-        )  # fmt: skip
+        if age == 0:
+            credit = lesson.credit()
+            self.drawing = Drawing(number, played, credit)
+            keep_episodes(
+                played.episodes, played.verdicts, run_folder=self.run_folder, step=step, limit=score.samples,
+                tokenizer=self.player.tokenizer,
+                gains={"t1": credit.first, "guide": credit.guide, "t2": credit.second},
+            )  # fmt: skip
+        credit = self._kept(number).credit
         self.cast.train()
         lesson.learn(credit)
         if log.world_size() > 1:
@@ -124,16 +129,44 @@ class EpisodeTrainer(Trainer):
                 self._drop_idle(lesson)
         return self._finish(lesson, credit)
 
+    def _kept(self, number: int) -> Drawing:
+        """The drawing with this number, which was played in an earlier step or lay in a checkpoint."""
+        assert self.drawing is not None
+        assert self.drawing.number == number
+        return self.drawing
+
+    def _questions(self, number: int) -> list[Question]:
+        """Those of this rank's episodes in a drawing."""
+        episodes = self.train_dataset.episodes
+        return [self.questions[episodes[place]["row"]] for place in self.dealing.own(number)]
+
+    def _play(self, number: int, *, step: int) -> Played:
+        """The episodes of a drawing, and the verdicts of all ranks on theirs."""
+        score, questions = self.cfg.score, self._questions(number)
+        self.cast.eval()
+        with self.heartbeat.within("generation"), torch.no_grad(), self.accelerator.autocast():
+            draw: dict[str, Any] = {
+                "numbers": self.dealing.own(number),
+                "seed": seed_of(self.cfg.seed, step),
+                "temperature": score.temperature,
+            }
+            episodes = self.player.play(questions, **draw)
+            fresh = self.player.answer_again(episodes, **draw) if self.cast.critic else []
+        verdicts = of_all_ranks(self.judge.judge(episodes, heartbeat=self.heartbeat), self.heartbeat)
+        return Played(episodes, verdicts, fresh)
+
     def _forget_moments(self, step: int) -> None:
         """Begin stage 2 with an optimizer that has seen nothing, where the config asks for it."""
         if self.cfg.score.reset_adam and step == self.cfg.score.stage1_steps + 1:
             getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
 
-    def _batch(self, n_episodes: int) -> Batch:
+    def _batch(self, n_episodes: int, *, is_fresh: bool) -> Batch:
+        """`n_episodes` are those of the drawing."""
         assert self.micro_batcher is not None
         return Batch(
             micro_batch=self.micro_batcher.micro_batch,
-            n_episodes=n_episodes / log.world_size(),
+            n_episodes=n_episodes / self.dealing.parts / log.world_size(),
+            is_fresh=is_fresh,
             pad=self.player.tokenizer.pad_token_id,
             backward=self._backward,
             context=self.compute_loss_context_manager,
@@ -155,7 +188,7 @@ class EpisodeTrainer(Trainer):
     def _finish(self, lesson: Lesson, credit: Credit) -> Tensor:
         """Counts and figures of the step; the loss of this rank."""
         played = lesson.played
-        self._count(played.episodes)
+        self._count([played.episodes[n] for n in lesson.part])
         self.figures = {**describe(played.verdicts), **credit.figures, **lesson.figures(), "stage": lesson.stage}
         for name, value in self.figures.items():
             self._figures[name].append(value)
@@ -163,13 +196,15 @@ class EpisodeTrainer(Trainer):
         return torch.tensor(self.last_loss, device=self.args.device)
 
     def _count(self, episodes: Sequence[Episode]) -> None:
-        actions = [a for e in episodes for a in (e.first, e.hint, e.second) if a is not None]
+        assert self.micro_batcher is not None
+        roles = [*actions_of(episodes).values()]
+        actions = [action for each in roles for action in each]
         self.last_rows = [episode.question.row for episode in episodes]
         self.counts.rows += self.last_rows
         lengths = [len(action.prompt) + len(action.ids) for action in actions]
         self.counts.lengths += lengths
         self.counts.tokens += sum(lengths)
-        self.counts.padded_tokens += sum(lengths)
+        self.counts.padded_tokens += sum(padded_tokens(each, rows=self.micro_batcher.micro_batch) for each in roles)
         self.counts.label_tokens += sum(len(action.ids) for action in actions)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -216,13 +251,15 @@ class EpisodeTrainer(Trainer):
     def _save_checkpoint(self, *given: Any) -> None:
         with random_numbers_kept():
             super()._save_checkpoint(*given)
-        weights = {}
+        checkpoint, weights = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", {}
         for name, parameter in self.cast.kept_weights().items():
             whole = gathered(parameter.detach())  # by all ranks
             if log.is_main():
                 weights[name] = whole.contiguous()
         if log.is_main():
-            save_file(weights, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}" / WEIGHTS)
+            save_file(weights, checkpoint / WEIGHTS)
+        if self.drawing is not None and self.state.global_step % self.dealing.steps:
+            save_drawing(self.drawing, checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / WEIGHTS
@@ -235,6 +272,9 @@ class EpisodeTrainer(Trainer):
         with torch.no_grad():
             for name, weight in weights.items():
                 mine[name].copy_(weight)
+        number, age = divmod(step_of(path.parent), self.dealing.steps)
+        if age:
+            self.drawing = load_drawing(path.parent, questions=self._questions(number))
 
     def take_counts(self) -> StepCounts:
         """The counts so far; counting starts again from zero."""

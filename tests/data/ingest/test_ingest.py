@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -315,16 +314,18 @@ def test_one_process_and_several_give_the_same_bytes(folder):
 
 KILLED_AFTER = """
 import os, signal, sys
+from pathlib import Path
 from sftplay import cli, log
 real, wanted = log.progress, int(sys.argv.pop(1))
 def progress(done, *facts, **named):
     real(done, *facts, **named)
     if done == wanted:
+        print("started", *Path(f"/proc/self/task/{os.getpid()}/children").read_text().split(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 log.progress = progress
 sys.exit(cli.main(sys.argv[1:]))
 """
-"""The kit's command, killed when so many files are read."""
+"""The kit's command, which names its own processes and is killed when so many files are read."""
 
 
 def test_a_killed_command_goes_on_and_gives_the_same_bytes(folder):
@@ -370,15 +371,11 @@ def test_what_was_finished_before_a_kill_is_not_done_again(folder, monkeypatch):
 
 
 def test_a_killed_command_leaves_no_process(folder):
-    os.mkfifo(folder.home / "never")
     for number in range(3):
         folder.write(f"{number}.txt", prose(number))
-    argv = [sys.executable, "-m", "sftplay", "ingest", f"--in={folder.docs}", f"--out={folder.out}", *PLAIN]
-    running = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
-    wait_until(lambda: (children.exists() and children.read_text().split()) or running.poll() is not None)
-    server = [int(pid) for pid in (children.read_text().split() if running.poll() is None else [])]
-    running.kill()
-    running.wait()
-    for pid in server:
-        wait_until(lambda: not is_alive(pid))  # noqa: B023
+    argv = [sys.executable, "-c", KILLED_AFTER, "1", "ingest", f"--in={folder.docs}", f"--out={folder.out}", *PLAIN]
+    killed = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=HANG_S)
+    assert killed.returncode == -signal.SIGKILL
+    started = [int(pid) for pid in re.findall(r"^started (.+)$", killed.stdout, re.M)[0].split()]
+    assert started
+    wait_until(lambda: not any(map(is_alive, started)))

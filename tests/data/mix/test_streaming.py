@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import HANG_S
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.mix import filler, filling, following, load
@@ -52,7 +53,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread
     monkeypatch.setattr(load, "start_filler", start)
     yield threads
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=HANG_S)
 
 
 def jobs(cfg: RunConfig, tokenizer: Any) -> list[SourceJob]:
@@ -98,7 +99,7 @@ def test_a_reader_gets_rows_of_the_groups_that_are_there_while_the_rest_is_not_t
         end_batch(*given)
         n_batches.append(1)
         if len(n_batches) == 5:  # 35 rows: one group
-            assert may_go_on.wait(60)
+            assert may_go_on.wait(HANG_S)
 
     monkeypatch.setattr(StoreFiles, "end_batch", held_up)
     rows = load_mixture(mixed([domain], split=0, train={"max_steps": 400}, cpt=STREAMED), tokenizer)

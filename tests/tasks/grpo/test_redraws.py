@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from processes import HANG_S
 
 from sftplay import log
 from sftplay.reward.calls import Scores
@@ -52,7 +53,7 @@ class World:
     def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch, *, rounds: int, together: bool = False) -> None:
         self.ranks = ranks
         self.here = threading.local()
-        self.barrier = threading.Barrier(ranks, timeout=20)
+        self.barrier = threading.Barrier(ranks, timeout=HANG_S)
         self.board: list[Any] = [None] * ranks
         self.generated: list[list[int]] = [[] for _ in range(ranks)]
         """How many completions each call of a rank drew."""

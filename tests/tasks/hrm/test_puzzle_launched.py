@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -13,6 +14,8 @@ from hrm_run import write_hrm_run, write_puzzles
 from killed_worker import killed_in
 from safetensors.torch import load_file
 from untimed_metrics import lines_of
+
+from sftplay.tasks.hrm.network.saved import load_model
 
 Verb = Callable[..., CompletedProcess[str]]
 
@@ -38,24 +41,69 @@ def two(puzzles: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return home, write_hrm_run(home, puzzles, hrm__ema=0.9)
 
 
-def test_two_processes_learn_as_one_does(two: tuple[Path, Path], sftplay: Verb):
+@pytest.fixture(scope="module")
+def learned(two: tuple[Path, Path], sftplay: Verb) -> dict[str, Path]:
+    """The folders of the same run on one process, on two, and on two that share the puzzle embeddings out."""
     home, config = two
-    for processes in (1, 2):
-        done = sftplay("train", "--config", config, f"run_name=run-{processes}", "--nproc", processes)
+    found = {}
+    for name, processes, placement in (("one", 1, "auto"), ("two", 2, "replicated"), ("sharded", 2, "sharded")):
+        given = (f"run_name={name}", f"hrm.puzzle_emb_placement={placement}", "--nproc", processes)
+        done = sftplay("train", "--config", config, *given)
         assert done.returncode == 0, done.stderr
-    one, other = (home / "outputs" / f"run-{processes}" for processes in (1, 2))
+        found[name] = home / "outputs" / name
+    return found
+
+
+def result(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def test_two_processes_learn_as_one_does(learned: dict[str, Path]):
+    one, other = learned["one"], learned["two"]
     for mine, its in zip(lines_of(other), lines_of(one), strict=True):
         assert mine["row_ids"][0] + mine["row_ids"][1] == its["row_ids"][0]
         for name in ("loss", "lm_loss", "q_halt_loss", "q_continue_loss", "accuracy", "count", "steps", "rows_touched"):
             assert mine[name] == pytest.approx(its[name], abs=1e-6), name
-    weights = load_file(other / "model" / "model.safetensors")
-    for name, tensor in load_file(one / "model" / "model.safetensors").items():
+    weights = result(other)
+    for name, tensor in result(one).items():
         if name == "puzzles.rows":
             assert torch.equal(weights[name], tensor)
         else:
             assert (weights[name] - tensor).abs().max() < 1e-5, name
     last = [json.loads((each / "eval" / "step-8.json").read_text()) for each in (one, other)]
     assert last[0]["segments"] == last[1]["segments"]
+
+
+def test_processes_that_share_the_puzzle_embeddings_out_learn_and_save_the_same_bit_for_bit(learned: dict[str, Path]):
+    whole, sharded = learned["two"], learned["sharded"]
+    for before, after in zip(lines_of(whole), lines_of(sharded), strict=True):
+        assert after.pop("w_norm") == pytest.approx(before.pop("w_norm"))
+        assert after == before
+    for step in (4, 8):
+        its = checkpoint_tensors(whole, step)
+        assert its["model.safetensors/puzzles.rows"].abs().sum() > 0
+        found = checkpoint_tensors(sharded, step)
+        assert found.keys() == its.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in its.items())
+    assert all(torch.equal(result(sharded)[name], tensor) for name, tensor in result(whole).items())
+    its, found = (json.loads((each / "eval" / "step-8.json").read_text()) for each in (whole, sharded))
+    assert {**found, "seconds": its["seconds"]} == its
+    table = load_model(sharded / "model").puzzles
+    assert table is not None
+    assert torch.equal(table(torch.arange(8)), result(whole)["puzzles.rows"])
+
+
+def test_a_run_with_sharded_puzzle_embeddings_goes_on_in_one_process(
+    learned: dict[str, Path], two: tuple[Path, Path], sftplay: Verb
+):
+    onward = learned["sharded"].with_name("onward")
+    shutil.copytree(learned["sharded"], onward, symlinks=True)
+    shutil.rmtree(onward / "checkpoints" / "checkpoint-8")
+    shutil.rmtree(onward / "model")
+    (onward / "status.json").write_text('{"state": "stopped"}')
+    done = sftplay("resume", "--config", two[1], "run_name=onward", "--nproc", 1)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(result(onward)["puzzles.rows"], result(learned["one"])["puzzles.rows"])
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gloo_ranks import on_ranks
 
 from sftplay.cli import main
 from sftplay.config.schema.hrm import HrmConfig
+from sftplay.data.puzzles.arc.augment import Change
 from sftplay.data.puzzles.arc.canvas import ALPHABET, on_canvas
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.data.puzzles.make.find import open_split
@@ -131,6 +133,60 @@ def test_copies_of_an_arc_task_vote_and_whole_tasks_pass(tmp_path: Path, monkeyp
     assert (figures["pass_at"]["1"], figures["pass_at"]["2"]) == (0.0, 1.0)
     limited = measure(model_for(puzzles), puzzles, hrm=HrmConfig(**HRM), at_once=3, limit=2).figures
     assert "pass_at" not in limited
+
+
+WAYS = 6
+SAID = {
+    # Task -> for each copy the colour it answers; 9 is right. The lower a copy's number, the surer it is.
+    "first": [1, 9, 2, 9, 3, 4],  # two votes, no other has as many: solved with one try
+    "second": [1, 1, 1, 9, 9, 2],  # behind three votes: with two
+    "sixth": [1, 2, 3, 4, 5, 9],  # one vote as all others, and the least sure: with six
+    "never": [1, 1, 2, 2, 3, 3],
+}
+
+
+def write_arc(folder: Path) -> PuzzleFolder:
+    """Tasks that ask for one cell, each in six copies, as `puzzle-data` leaves them."""
+    names, groups, tasks = ["<blank>"], [], {}
+    for number, name in enumerate(SAID):
+        asked, right = np.array([[number + 1, 0]], np.uint8), np.array([[9]], np.uint8)
+        changes = [Change(way) for way in range(WAYS)]
+        names += [change.name(name) for change in changes]
+        questions = np.stack([on_canvas(change.apply(asked)) for change in changes])
+        answers = np.tile(on_canvas(right), (WAYS, 1))
+        identifiers = [len(names) - WAYS + way for way in range(WAYS)]
+        groups.append(Group(questions, answers, identifiers=identifiers, sizes=[1] * WAYS))
+        pair = {"input": asked.tolist(), "output": right.tolist()}
+        tasks[name] = {"train": [pair], "test": [pair]}
+    (folder / "test").mkdir(parents=True)
+    write_folder(folder / "test", groups, alphabet=ALPHABET, num_puzzle_identifiers=len(names))
+    (folder / "identifiers.json").write_text(json.dumps(names))
+    (folder / "test_puzzles.json").write_text(json.dumps(tasks))
+    return PuzzleFolder.open(folder / "test")
+
+
+def test_votes_that_several_ranks_count_are_those_of_one_process(tmp_path: Path, monkeypatch):
+    puzzles = write_arc(tmp_path / "arc")
+    colours = torch.tensor([0, *(colour for said in SAID.values() for colour in said)])
+    canvases = torch.from_numpy(np.stack([on_canvas(np.array([[n]], np.uint8)) for n in range(10)])).long()
+
+    def refined(model: Any, inputs: torch.Tensor, identifiers: torch.Tensor) -> Any:
+        logits = torch.nn.functional.one_hot(canvases[colours[identifiers]], 12).float()
+        yield from [Answer(logits, -((identifiers - 1) % WAYS).float(), torch.zeros(len(inputs)))] * SEGMENTS
+
+    monkeypatch.setattr(measuring, "refined", refined)
+    model = model_for(puzzles)
+
+    def work() -> Any:
+        return measure(model, puzzles, hrm=HrmConfig(**HRM), at_once=2)
+
+    alone = work()
+    assert alone.figures["tasks"] == len(SAID)
+    assert alone.figures["pass_at"] == {"1": 0.25, "2": 0.5, "10": 0.75, "100": 0.75, "1000": 0.75}
+    for world in (2, 3):
+        main, *others = on_ranks(world, work, tmp_path / str(world))
+        assert main == alone
+        assert all("pass_at" not in each.figures and not each.lines for each in others)
 
 
 @pytest.fixture(scope="module")

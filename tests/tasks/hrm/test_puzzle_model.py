@@ -163,6 +163,23 @@ def test_a_segment_begins_from_a_state_without_gradients_and_leaves_one():
     assert not after.low.requires_grad
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"h_layers": 3}, {"arch": "single", "puzzle_emb_dim": 9}, {"puzzle_emb_dim": 0}]
+)
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_the_judgement_alone_is_that_of_the_whole_answer(changes: dict[str, Any], positions: str):
+    model = small(positions=positions, **changes)
+    width = 0 if model.puzzles is None else model.puzzles.rows.shape[1]
+    given = {"puzzle_rows": torch.randn(BATCH, width, dtype=torch.float64)}
+    with torch.no_grad():
+        _, whole = model(model.start(BATCH), INPUTS, **given)
+        after, judged = model(model.start(BATCH), INPUTS, judges_alone=True, **given)
+    assert torch.allclose(judged.q_halt, whole.q_halt, atol=1e-12)
+    assert torch.allclose(judged.q_continue, whole.q_continue, atol=1e-12)
+    assert judged.logits.shape == (BATCH, 0, VOCAB)
+    assert after.high.shape == (BATCH, 1, WIDTH)
+
+
 def test_one_module_does_the_work_of_both_where_the_architecture_is_single():
     model = small(arch="single", l_layers=2)
     assert model.high is model.low

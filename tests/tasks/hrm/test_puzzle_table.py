@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 
-from sftplay.tasks.hrm.network.embedding import PuzzleTable, Touched
+from sftplay.tasks.hrm.network import table_share
+from sftplay.tasks.hrm.network.embedding import ALL_ROWS, PuzzleTable, Touched
+from sftplay.tasks.hrm.network.table_share import TableShare
 
 IDS, DIM, RATE, DECAY = 50, 6, 0.03, 0.7
 
@@ -22,46 +22,29 @@ def rows_of(step: int, n: int = 8) -> Touched:
     return Touched(ids, torch.randn(n, DIM, generator=stream) * 10.0 ** torch.randint(-6, 3, (n, 1), generator=stream))
 
 
-def started() -> PuzzleTable:
-    table = PuzzleTable(IDS, DIM)
-    table.rows.copy_(torch.randn(IDS, DIM, generator=torch.Generator().manual_seed(99)))
+def started(*, is_sharded: bool = False) -> PuzzleTable:
+    table = PuzzleTable(IDS, DIM, share=TableShare(*own_place()) if is_sharded else ALL_ROWS)
+    table.load_state_dict({"rows": torch.randn(IDS, DIM, generator=torch.Generator().manual_seed(99))})
     return table
 
 
-def trained(steps: int) -> torch.Tensor:
-    """The table after so many steps of this rank's share of the batch."""
-    world, rank = (
-        (torch.distributed.get_world_size(), torch.distributed.get_rank())
-        if torch.distributed.is_initialized()
-        else (1, 0)
-    )
-    table = started()
+def own_place() -> tuple[int, int]:
+    """This rank and the number of ranks."""
+    group = torch.distributed
+    return (group.get_rank(), group.get_world_size()) if group.is_initialized() else (0, 1)
+
+
+def trained(steps: int, *, is_sharded: bool = False) -> torch.Tensor:
+    """The whole table after so many steps of this rank's share of the batch."""
+    rank, world = own_place()
+    table = started(is_sharded=is_sharded)
     for step in range(steps):
         whole = rows_of(step)
         share = len(whole.ids) // world
         mine = Touched(*(each[rank * share :][:share] for each in whole))
         table.update(mine, rate=RATE, weight_decay=DECAY)
-    return table.rows
-
-
-def on_ranks(world: int, work: Callable[[], torch.Tensor], folder: Path) -> list[torch.Tensor]:
-    """What `work` gives on each of so many gloo ranks."""
-
-    def one(rank: int) -> None:
-        torch.set_num_threads(1)
-        store = f"file://{folder / 'store'}"
-        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-        torch.save(work(), folder / f"{rank}.pt")
-        torch.distributed.barrier()
-        os._exit(0)
-
-    children = [multiprocessing.get_context("fork").Process(target=one, args=(rank,)) for rank in range(world)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    assert [child.exitcode for child in children] == [0] * world
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+    with table.collected():
+        return table.state_dict()["rows"]
 
 
 def test_two_ranks_have_the_table_of_one_bit_for_bit_after_a_hundred_steps(tmp_path: Path):
@@ -70,6 +53,39 @@ def test_two_ranks_have_the_table_of_one_bit_for_bit_after_a_hundred_steps(tmp_p
         assert torch.equal(rows, alone)
     assert torch.equal(alone[IDS // 2 :], started().rows[IDS // 2 :])  # never touched
     assert not torch.equal(alone[: IDS // 2], started().rows[: IDS // 2])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_sharded_table_is_that_of_one_rank_bit_for_bit_and_is_whole_on_the_main_rank(world: int, tmp_path: Path):
+    alone = trained(100) if world == 2 else started().rows
+    on_main, *others = on_ranks(world, lambda: trained(100 if world == 2 else 0, is_sharded=True), tmp_path)
+    assert torch.equal(on_main, alone)
+    assert all(len(each) == 0 for each in others)
+
+
+def test_ranks_fetch_the_rows_of_any_identifiers_exactly_from_those_that_hold_them(tmp_path: Path):
+    asked = [torch.tensor([49, 3, 3, 0, 8, 1]), torch.tensor([6, 6, 6, 6, 6, 6]), torch.tensor([1, 4, 7, 10, 13, 48])]
+
+    def work() -> torch.Tensor:
+        table = started(is_sharded=True)
+        assert len(table.rows) == -(-IDS // 3)
+        fetched = table(asked[own_place()[0]])
+        assert fetched.requires_grad
+        fetched.grad = torch.full_like(fetched, 2)  # autograd does not run in a fork
+        taken = table.take()
+        assert torch.equal(taken.ids, asked[own_place()[0]])
+        assert bool((taken.gradients == 2).all())
+        return torch.cat((fetched.detach(), table.norm().expand(1, DIM)))
+
+    whole = started().rows
+    for ids, found in zip(asked, on_ranks(3, work, tmp_path), strict=True):
+        assert torch.equal(found[:-1], whole[ids])
+        assert float(found[-1, 0]) == pytest.approx(float(whole.norm()))
+
+
+def test_a_table_that_is_collected_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(table_share, "PIECE_BYTES", 7 * DIM * 4 * 2)  # 25 rows a rank in pieces of 7
+    assert torch.equal(on_ranks(2, lambda: trained(0, is_sharded=True), tmp_path)[0], started().rows)
 
 
 def test_opposite_gradients_of_two_ranks_cancel_to_no_move_and_the_row_still_decays(tmp_path: Path):

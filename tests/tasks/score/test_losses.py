@@ -10,6 +10,7 @@ from sftplay.tasks.score.learning.advantages import advantages, leave_one_out_ba
 from sftplay.tasks.score.learning.losses import (
     action_log_prob,
     chosen,
+    clipped_loss,
     full_kl,
     k3_kl,
     masked_mean,
@@ -104,3 +105,39 @@ def test_k3_expects_the_full_kl_and_its_gradient(tables):
 def test_kl_is_the_mean_over_action_tokens():
     values, mask = torch.tensor([[1.0, 5.0], [2.0, 3.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     assert masked_mean(values, mask, n_tokens=3).item() == pytest.approx(2)
+
+
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+def test_the_clipped_loss_is_the_enumerated_one_and_so_is_its_gradient(advantage):
+    # All actions of one token out of 5, each weighted by its probability when it was drawn.
+    old = torch.tensor([0.4, 0.3, 0.1, 0.15, 0.05])
+    new = torch.tensor([0.2, 0.33, 0.17, 0.14, 0.16])
+    log_probs = new.log().requires_grad_()
+    given = {"sampled": old.log()[:, None], "advantage": advantage * old, "epsilon": 0.2}
+    clipped = clipped_loss(log_probs[:, None], torch.ones(5, 1), longest=1, n_episodes=1, **given)
+    objective, slopes, cut = 0.0, [], []
+    for p, q in zip(new.tolist(), old.tolist(), strict=True):
+        ratio = p / q
+        bounded = min(max(ratio, 0.8), 1.2)
+        objective += q * min(ratio * advantage, bounded * advantage)
+        is_cut = bounded * advantage < ratio * advantage
+        cut.append(float(is_cut))
+        slopes.append(0.0 if is_cut else -q * advantage * ratio)
+    assert clipped.loss.item() == pytest.approx(-objective, rel=1e-6)
+    assert clipped.is_cut[:, 0].tolist() == cut
+    assert 0 < sum(cut) < 5
+    (gradient,) = torch.autograd.grad(clipped.loss, log_probs)
+    assert gradient.tolist() == pytest.approx(slopes, rel=1e-5)
+
+
+def test_where_nothing_has_moved_the_clipped_gradient_is_that_of_the_plain_loss_and_padding_counts_nothing():
+    torch.manual_seed(0)
+    log_probs = torch.randn(4, 3).log_softmax(-1).requires_grad_()
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 0]]).float()
+    given = {"advantage": torch.tensor([1.0, -2.0, 0.0, 0.5]), "longest": 3, "n_episodes": 4}
+    plain = policy_loss(log_probs, mask, **given)
+    clipped = clipped_loss(log_probs, mask, sampled=log_probs * mask, epsilon=0.2, **given)
+    assert torch.equal(clipped.ratio * mask, mask)
+    assert not (clipped.is_cut * mask).any()
+    wanted, mine = (torch.autograd.grad(loss, log_probs)[0] for loss in (plain, clipped.loss))
+    assert torch.equal(mine, wanted)

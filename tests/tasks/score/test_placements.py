@@ -89,6 +89,8 @@ def test_all_weights_of_both_models_train_and_the_reference_stays_what_they_bega
         assert saved.keys() == began.keys()
         assert all(torch.equal(tensor, trained[name]) for name, tensor in saved.items())
         assert any(not torch.equal(tensor, began[name]) for name, tensor in saved.items())
+    learners = whole.folder.read_json("manifest.json")["model"]
+    assert learners["trainable_parameters"] == 2 * cast.models["solver"].num_parameters()
     assert whole.metrics[0]["kl_t1"] == pytest.approx(0, abs=1e-6)
     assert whole.metrics[-1]["kl_t1"] > 0
     assert (whole.folder.eval / "after.json").is_file()

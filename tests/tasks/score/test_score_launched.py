@@ -35,14 +35,27 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path: Path, sftplay: Verb):
-    options = score_options(train__batch_size=4, train__learning_rate=1e-3, score__advantage="critic")
+    options = score_options(
+        train__batch_size=4, train__learning_rate=1e-3, score__advantage="critic", score__steps_per_generation=2,
+    )  # fmt: skip
     config = write_small_run(tmp_path, inputs, **options)
     for processes in (1, 2):
         done = sftplay("train", "--config", config, f"run_name=run-{processes}", "--nproc", processes)
         assert done.returncode == 0, done.stderr
     one, two = (tmp_path / "outputs" / f"run-{processes}" for processes in (1, 2))
     for mine, its in zip(lines_of(two), lines_of(one), strict=True):
-        for name in ("acc_t1", "acc_t2", "i2c", "c2i", "kl_t1", "kl_t2", "kl_guide", "value_loss", "advantage_t2_std"):
+        for name in (
+            "acc_t1",
+            "acc_t2",
+            "i2c",
+            "c2i",
+            "kl_t1",
+            "kl_t2",
+            "kl_guide",
+            "value_loss",
+            "advantage_t2_std",
+            "ratio_t2",
+        ):
             assert mine[name] == pytest.approx(its[name], abs=1e-6), name
         for name in ("critic_q1", "critic_q2", "critic_v1", "critic_v2"):  # squares of returns of up to 11
             assert mine[name] == pytest.approx(its[name], rel=1e-5), name

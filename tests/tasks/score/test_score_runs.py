@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from score_run import score_inputs, score_options
 from small_run import Inputs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 from untimed_metrics import untimed
 
@@ -31,7 +32,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 @pytest.fixture(scope="module")
 def whole(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return train(tmp_path_factory.mktemp("whole"), inputs, **score_options())
+    return train(tmp_path_factory.mktemp("whole"), inputs, **score_options(), logging__backend="tensorboard")
 
 
 def weights(run: Finished) -> dict[str, torch.Tensor]:
@@ -84,6 +85,31 @@ def test_a_resumed_run_is_the_same_bit_for_bit(step: int, whole: Finished, input
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
+def test_a_drawing_that_feeds_several_steps_goes_on_within_it_bit_for_bit(inputs: Inputs, tmp_path: Path):
+    changes = {"score__steps_per_generation": 2, "score__num_iterations": 2, "score__stage1_steps": 4}
+    sampled = {"score__eval_temperature": 1.0, "score__eval_samples": 3}
+    options = score_options(**changes, **sampled, train__max_steps=7, train__learning_rate=3e-3)
+    whole = train(tmp_path / "whole", inputs, **options)
+    cfg, folder = new_run(tmp_path / "parts", inputs, **options)
+    for step in (2, 5):
+        train_in(cfg, folder, StopAfter(step))
+        cfg = cfg.with_values({"train.resume": "auto"}, "test")
+    resumed = train_in(cfg, folder)
+    assert course(resumed) == course(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+    ratios = [line["ratio_t2"] for line in whole.metrics]
+    assert [ratio == pytest.approx(1.0, abs=1e-9) for ratio in ratios] == [n % 4 == 0 for n in range(7)]
+    assert [line["stage"] for line in whole.metrics] == [1, 1, 1, 1, 2, 2, 2]
+    assert "ratio_t1" not in whole.metrics[0]  # in stage 1 turn 1 is not paid
+    assert [path.stem for path in sorted((whole.folder.path / "samples").iterdir())] == ["step-1", "step-5"]
+    last = json.loads((whole.folder.eval / "step-7.json").read_text())
+    assert last["n"] == 5 * 3
+    assert last["acc_t2_greedy"] in [n / 5 for n in range(6)]
+    for measured in ("acc_t1", "return_t2"):  # those of the drawing
+        assert len({line[measured] for line in whole.metrics[:4]}) == 1
+
+
 def test_every_line_says_what_turn_2_did_and_the_gain_is_what_was_fixed_less_what_was_broken(whole: Finished):
     assert [line["stage"] for line in whole.metrics] == [1, 1, 2, 2]
     evaluations = [json.loads(path.read_text()) for path in sorted(whole.folder.eval.glob("step-*.json"))]
@@ -94,6 +120,21 @@ def test_every_line_says_what_turn_2_did_and_the_gain_is_what_was_fixed_less_wha
     assert wanted <= set(whole.metrics[0])
     assert {"acc_t2_empty", "acc_t2_static", "diagnosis"} <= set(evaluations[0])
     assert whole.metrics[-1]["eval_acc_t1"] == evaluations[-1]["acc_t1"]
+
+
+def test_a_trackers_curves_of_the_evaluation_begin_at_step_0(whole: Finished):
+    board = EventAccumulator(str(whole.folder.path / "tb"))
+    board.Reload()
+    seen = [(each.step, each.value) for each in board.Scalars("eval/acc_t2")]
+    evaluations = [json.loads((whole.folder.eval / f"step-{step}.json").read_text()) for step in (0, 2, 4)]
+    assert seen == [(each["step"], pytest.approx(each["acc_t2"])) for each in evaluations]
+    assert [each.step for each in board.Scalars("train/kl_t1")] == [1, 2, 3, 4]
+
+
+def test_padding_is_counted(whole: Finished):
+    shares = [line["padding_share"] for line in whole.metrics]
+    assert all(0 <= share < 0.5 for share in shares)
+    assert max(shares) > 0
 
 
 def test_both_adapters_load_in_plain_peft(whole: Finished, inputs: Inputs):

@@ -1,8 +1,12 @@
-"""Answers to copies of a task, turned back and counted: which answers stand first, and which tasks are solved."""
+"""Answers to copies of a task, turned back and counted: which answers stand first, and which tasks are solved.
+
+Counts of several processes can be put together: by order and number of the parts nothing changes.
+"""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,23 +54,57 @@ class _Votes:
     confidences: list[float] = field(default_factory=list)
 
 
-Ballots = dict[tuple[str, bytes], list[Candidate]]
-"""Task and test input -> the answers, the first the best."""
+Question = tuple[str, bytes]
+"""Task and test input."""
+
+Ballots = dict[Question, list[Candidate]]
+"""Test input -> the answers, the first the best."""
 
 
-def count_votes(answers: Iterable[Answer]) -> Ballots:
-    """The answers to each test input: most votes first, then the highest mean confidence.
+class Tally:
+    """The votes for each answer to each test input, while they come in. An empty answer has no vote."""
 
-    An empty answer has no vote.
-    """
-    boxes: dict[tuple[str, bytes], dict[bytes, _Votes]] = {}
-    for answer in answers:
+    def __init__(self) -> None:
+        self.boxes: dict[Question, dict[bytes, _Votes]] = {}
+
+    def add(self, answer: Answer) -> None:
+        """Count an answer."""
         task, change = parse_name(answer.identifier)
-        box = boxes.setdefault((task, grid_key(change.undo(cropped(answer.inputs)))), {})
+        box = self.boxes.setdefault((task, grid_key(change.undo(cropped(answer.inputs)))), {})
         grid = change.undo(cropped(answer.predicted))
         if grid.size:
             box.setdefault(grid_key(grid), _Votes(grid)).confidences.append(_sigmoid(answer.q_halt))
-    return {place: _ranked(list(box.values())) for place, box in boxes.items()}
+
+    def shares(self, n: int) -> list[Tally]:
+        """The same votes in `n` tallies. All votes for a task are in the one that `share_of` names."""
+        found = [Tally() for _ in range(n)]
+        for question, box in self.boxes.items():
+            found[share_of(question[0], n)].boxes[question] = box
+        return found
+
+    def merge(self, other: Tally) -> None:
+        """Count the votes of another tally too."""
+        for question, theirs in other.boxes.items():
+            mine = self.boxes.setdefault(question, {})
+            for key, votes in theirs.items():
+                mine.setdefault(key, _Votes(votes.grid)).confidences.extend(votes.confidences)
+
+    def ballots(self) -> Ballots:
+        """The answers to each test input: most votes first, then the highest mean confidence."""
+        return {question: _ranked(list(box.values())) for question, box in self.boxes.items()}
+
+
+def count_votes(answers: Iterable[Answer]) -> Ballots:
+    """The ballots of all these answers."""
+    tally = Tally()
+    for answer in answers:
+        tally.add(answer)
+    return tally.ballots()
+
+
+def share_of(task: str, n: int) -> int:
+    """Which of `n` shares the votes for a task belong to, the same in every process."""
+    return zlib.crc32(task.encode()) % n
 
 
 def solved_at(task: Task, ballots: Ballots) -> float:
@@ -82,7 +120,12 @@ def solved_at(task: Task, ballots: Ballots) -> float:
 
 def pass_at(tasks: Mapping[str, Task], ballots: Ballots, *, ks: Sequence[int] = KS) -> dict[int, float]:
     """The share of all tasks that is solved with k tries."""
-    needed = np.array([solved_at(task, ballots) for task in tasks.values()])
+    return share_solved([solved_at(task, ballots) for task in tasks.values()], ks=ks)
+
+
+def share_solved(tries: Sequence[float], *, ks: Sequence[int] = KS) -> dict[int, float]:
+    """The share of tasks that is solved with k tries, from the least k of each."""
+    needed = np.array(tries)
     return {k: float((needed <= k).mean()) for k in ks}
 
 

@@ -1,6 +1,6 @@
 """The layers of the puzzle model: attention over all cells, SwiGLU, norms without weights, rotary positions.
 
-Weights are fp32 and are cast to the type of their input in each call. No layer has a bias but the one that asks for it.
+Weights are fp32 and are cast to the type of their input in each call. No layer has a bias.
 """
 
 from __future__ import annotations
@@ -11,24 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-CUT = 2.0
-"""Standard deviations beyond which a truncated normal distribution has nothing."""
-
-STD_OF_CUT = 0.8796256610342398
-"""Standard deviation of a standard normal distribution that is cut at +-CUT: sqrt(1 - 2 CUT phi(CUT) / (2 Phi(CUT) -
-1)). torch's trunc_normal_ does not correct for it."""
+from sftplay.tasks.hrm.network.linear import Linear
 
 EPSILON = 1e-5
 MULTIPLE = 256
 SMALL_WIDTH, SMALL_MULTIPLE = 512, 32
 """Below this width the feed-forward layers are rounded up to a multiple of 32, else to one of 256."""
-
-
-def truncated_normal_(weight: Tensor, std: float) -> Tensor:
-    """Fill `weight` from a normal distribution that is cut at two sigma, and whose standard deviation is `std`."""
-    sigma = std / STD_OF_CUT
-    with torch.no_grad():
-        return nn.init.trunc_normal_(weight, std=sigma, a=-CUT * sigma, b=CUT * sigma)
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -43,17 +31,6 @@ def inner_width(hidden: int, expansion: float) -> int:
     return math.ceil(round(expansion * hidden * 2 / 3) / multiple) * multiple
 
 
-class Linear(nn.Module):
-    """A linear layer."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(truncated_normal_(torch.empty(n_out, n_in), n_in**-0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.to(x.dtype))
-
-
 class Rotation(nn.Module):
     """Cosines and sines of the rotary positions 0 to `length` - 1 (rotate-half)."""
 
@@ -63,19 +40,19 @@ class Rotation(nn.Module):
     def __init__(self, head_width: int, length: int, *, theta: float) -> None:
         super().__init__()
         rates = theta ** -(torch.arange(0, head_width, 2).float() / head_width)
-        angles = torch.outer(torch.arange(length).float(), rates).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        angles = torch.outer(torch.arange(length).float(), rates).unsqueeze(1)
+        self.register_buffer("cos", angles.cos().repeat(1, 1, 2), persistent=False)
+        self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), dim=-1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., length, head_width], rotated."""
+        """`x` [batch, length, heads, head_width], rotated."""
         first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return x * self.cos.to(x.dtype) + turned * self.sin.to(x.dtype)
+        swapped = torch.cat((second, first), dim=-1)
+        return (x * self.cos.to(x.dtype)).addcmul_(swapped, self.sin.to(x.dtype))
 
 
 class Attention(nn.Module):
-    """Every position looks at every other."""
+    """Positions look at every position: all of them, or only the `first` ones."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -83,14 +60,15 @@ class Attention(nn.Module):
         self.qkv = Linear(hidden, 3 * hidden)
         self.out = Linear(hidden, hidden)
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, *, first: int | None = None) -> Tensor:
         batch, length, hidden = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        heads = self.qkv(x).view(batch, length, 3 * self.heads, hidden // self.heads)
+        looking, v = heads.split((2 * self.heads, self.heads), dim=2)
         if rotation is not None:
-            q, k = rotation(q), rotation(k)
-        mixed = functional.scaled_dot_product_attention(q, k, v)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+            looking = rotation(looking)
+        q, k, v = (each.transpose(1, 2) for each in (*looking.chunk(2, dim=2), v))
+        mixed = functional.scaled_dot_product_attention(q[:, :, :first], k, v)
+        return self.out(mixed.transpose(1, 2).reshape(batch, -1, hidden))
 
 
 class SwiGlu(nn.Module):
@@ -115,8 +93,8 @@ class Block(nn.Module):
         self.attention = Attention(hidden, heads)
         self.feed_forward = SwiGlu(hidden, expansion)
 
-    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        x = rms_norm(x + self.attention(x, rotation))
+    def forward(self, x: Tensor, rotation: Rotation | None, *, first: int | None = None) -> Tensor:
+        x = rms_norm(x[:, :first] + self.attention(x, rotation, first=first))
         return rms_norm(x + self.feed_forward(x))
 
 
@@ -127,8 +105,12 @@ class Reasoner(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(hidden, heads=heads, expansion=expansion) for _ in range(n_layers))
 
-    def forward(self, state: Tensor, injected: Tensor, *, rotation: Rotation | None) -> Tensor:
+    def forward(
+        self, state: Tensor, injected: Tensor, *, rotation: Rotation | None, first: int | None = None
+    ) -> Tensor:
+        """The next state, of its `first` positions alone where that is given."""
         state = state + injected
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             state = block(state, rotation)
-        return state
+        return last(state, rotation, first=first)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sftplay.config.schema.hrm import HrmConfig
-from sftplay.tasks.hrm.network.embedding import PuzzleTable
-from sftplay.tasks.hrm.network.layers import Linear, Reasoner, Rotation, truncated_normal_
+from sftplay.tasks.hrm.network.embedding import ALL_ROWS, PuzzleTable
+from sftplay.tasks.hrm.network.layers import Reasoner, Rotation
+from sftplay.tasks.hrm.network.linear import Linear, truncated_normal_
+from sftplay.tasks.hrm.network.table_share import TableShare
 
 Q_BIAS = -5.0
 """Start of both Q values before the sigmoid: halting and going on look worthless at first."""
@@ -61,8 +63,10 @@ class PuzzleModel(nn.Module):
     start_high: Tensor
     start_low: Tensor
 
-    def __init__(self, hrm: HrmConfig, grid: Grid, *, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is the type it computes in; its weights are fp32."""
+    def __init__(
+        self, hrm: HrmConfig, grid: Grid, *, dtype: torch.dtype = torch.float32, share: TableShare = ALL_ROWS
+    ) -> None:
+        """`dtype` is the type it computes in; its weights are fp32. `share` says which puzzle embeddings it holds."""
         super().__init__()
         self.hrm, self.grid, self.dtype = hrm, grid, dtype
         width = hrm.hidden_size
@@ -78,7 +82,7 @@ class PuzzleModel(nn.Module):
             self.places = nn.Parameter(truncated_normal_(torch.empty(positions, width), width**-0.5))
         else:
             self.rotation = Rotation(width // hrm.num_heads, positions, theta=hrm.rope_theta)
-        self.puzzles = PuzzleTable(grid.identifiers, emb_dim) if emb_dim else None
+        self.puzzles = PuzzleTable(grid.identifiers, emb_dim, share=share) if emb_dim else None
         module: dict[str, Any] = {"heads": hrm.num_heads, "expansion": hrm.expansion}
         self.low = Reasoner(hrm.l_layers, width, **module)
         self.own_high = None if hrm.arch == "single" else Reasoner(hrm.h_layers, width, **module)
@@ -115,19 +119,22 @@ class PuzzleModel(nn.Module):
             embedded = math.sqrt(0.5) * (embedded + self.places.to(self.dtype))
         return math.sqrt(width) * embedded
 
-    def forward(self, state: State, inputs: Tensor, *, puzzle_rows: Tensor | None) -> tuple[State, Answer]:
+    def forward(
+        self, state: State, inputs: Tensor, *, puzzle_rows: Tensor | None, judges_alone: bool = False
+    ) -> tuple[State, Answer]:
         """One segment: the state after it, detached, and the answer.
 
-        Gradients reach the last calls alone, as `hrm.grad` says; `state` gets none.
+        Gradients reach the last calls alone, as `hrm.grad` says; `state` gets none. With `judges_alone` the answer has
+        no cells, and the high state only its first position, from which the Q values are read.
         """
         embedded = self.embed(inputs, puzzle_rows)
-        state = self._think(state.detached(), embedded)
+        state = self._think(state.detached(), embedded, first=1 if judges_alone else None)
         q = self.q_head(state.high[:, 0].to(self.q_head.weight.dtype))
-        logits = self.head(state.high[:, self.prefix :])
+        logits = self.head(state.high[:, :0] if judges_alone else state.high[:, self.prefix :])
         return state.detached(), Answer(logits, q[:, 0], q[:, 1])
 
-    def _think(self, state: State, embedded: Tensor) -> State:
-        """All cycles. Which calls have a gradient is decided by their number."""
+    def _think(self, state: State, embedded: Tensor, *, first: int | None) -> State:
+        """All cycles. Which calls have a gradient is decided by their number; the last gives the `first` positions."""
         hrm, (high, low) = self.hrm, state
         for slow in range(hrm.h_cycles):
             is_last_cycle = slow == hrm.h_cycles - 1
@@ -136,5 +143,5 @@ class PuzzleModel(nn.Module):
                 with nullcontext() if learns else torch.no_grad():
                     low = self.low(low, high + embedded, rotation=self.rotation)
             with nullcontext() if is_last_cycle else torch.no_grad():
-                high = self.high(high, low, rotation=self.rotation)
+                high = self.high(high, low, rotation=self.rotation, first=first if is_last_cycle else None)
         return State(high, low)

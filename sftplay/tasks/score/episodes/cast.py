@@ -6,11 +6,13 @@ tuning separates them, the guide is a second model, and full tuning has a frozen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal
 
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from sftplay.config.schema.score import CriticConfig
@@ -66,7 +68,8 @@ class Cast:
         """Value, critic and its slow copy, by the names that they have in a checkpoint."""
 
         self._add_networks(value_is_separate=value_is_separate, critic=critic)
-        self._trained = _ids(self.parts)
+        self._layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+        self._trains = self._known_weights()
         self._speaker: Role = "solver"
         for each in self._all():
             self._let_train(each)
@@ -121,7 +124,7 @@ class Cast:
         for role in self.models:
             if role in self.parts:
                 self.parts[role] = self._of(role)
-        self._trained = _ids(self.parts)
+        self._trains = self._known_weights()
         return self._all()
 
     def train(self) -> None:
@@ -158,8 +161,9 @@ class Cast:
             named |= {f"{prefix}{name}": p for name, p in self.models["guide"].named_parameters()}
         for name, network in self.networks.items():
             named |= {f"{name}.{inner}": p for inner, p in network.named_parameters()}
-        slow = {id(parameter) for parameter in self.networks.get("slow_critic", nn.Module()).parameters()}
-        return {name: parameter for name, parameter in named.items() if id(parameter) in self._trained | slow}
+        kept = [*self.parts.values(), self.networks.get("slow_critic", nn.Module()).parameters()]
+        ids = {id(parameter) for part in kept for parameter in part}
+        return {name: parameter for name, parameter in named.items() if id(parameter) in ids}
 
     def recompute_guide(self) -> None:
         """Let a guide of its own compute its layers anew in backward passes, as the Trainer lets the solver."""
@@ -168,6 +172,11 @@ class Cast:
 
     def _all(self) -> list[Any]:
         return [self.model, self.models["guide"]] if self.is_separate else [self.model]
+
+    def _known_weights(self) -> dict[Any, list[tuple[nn.Parameter, bool]]]:
+        """Models -> their weights, and whether these train. To walk a model takes as long as a small one's answer."""
+        trained = {id(parameter) for part in self.parts.values() for parameter in part}
+        return {each: [(p, id(p) in trained) for p in each.parameters()] for each in self._all()}
 
     def _add_guides_adapter(self) -> None:
         guide = self.models["guide"]
@@ -203,18 +212,17 @@ class Cast:
     def _choose(self, role: Role) -> None:
         """Give the base this role's adapter, where both share one."""
         if role != self._speaker and self._has_adapters and not self.is_separate:
-            self.model.set_adapter(ADAPTERS[role])
+            # As PeftModel.set_adapter, which walks all modules three times.
+            self.model.active_adapter = self.model.base_model.active_adapter = ADAPTERS[role]
+            for layer in self._layers:
+                layer.set_adapter(ADAPTERS[role])
             self._let_train(self.model)
         self._speaker = role
 
     def _let_train(self, model: Any) -> None:
         """PEFT freezes every adapter but the active one."""
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in self._trained)
-
-
-def _ids(parts: Mapping[str, Sequence[nn.Parameter]]) -> set[int]:
-    return {id(parameter) for part in parts.values() for parameter in part}
+        for parameter, trains in self._trains[model]:
+            parameter.requires_grad_(trains)
 
 
 def _copy(model: Any, device: str) -> Any:

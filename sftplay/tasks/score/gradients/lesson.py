@@ -1,8 +1,8 @@
-"""What a batch of episodes teaches: the worth of each among those of all ranks, then gradients of a rank's share."""
+"""What a drawing of episodes teaches: the worth of each among those of all ranks, then gradients of a rank's share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from sftplay.config.schema.score import ScoreConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.metrics import gather_objects
 from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.judge import Verdict
 from sftplay.tasks.score.episodes.play import Episode, Fresh
 from sftplay.tasks.score.gradients.critic_step import CriticStep
@@ -23,7 +24,7 @@ from sftplay.tasks.score.learning.schedule import kl_coefficients, stage_of
 
 
 class Played(NamedTuple):
-    """A rank's episodes of a step, and the verdicts on those of all ranks."""
+    """A rank's episodes of a drawing, and the verdicts on those of all ranks."""
 
     episodes: Sequence[Episode]
     verdicts: Sequence[Verdict]
@@ -38,12 +39,25 @@ class Played(NamedTuple):
 
 
 class Lesson:
-    """One batch of episodes, from their credit to the gradients."""
+    """What an optimizer step learns from the episodes of a drawing, from their credit to the gradients."""
 
     def __init__(
-        self, played: Played, *, cast: Cast, score: ScoreConfig, batch: Batch, heartbeat: Heartbeat, step: int
+        self,
+        played: Played,
+        *,
+        part: Sequence[int],
+        cast: Cast,
+        score: ScoreConfig,
+        batch: Batch,
+        heartbeat: Heartbeat,
+        step: int,
     ) -> None:
+        """`part` are the numbers of the episodes, among this rank's, that the step learns from."""
         self.played, self.cast, self.score, self.heartbeat = played, cast, score, heartbeat
+        self.part = list(part)
+        self._of_step: dict[str, float] = {}
+        """Action tokens that the loss of a role is divided by, over those of the step."""
+
         self.stage = stage_of(step, score)
         self.guide_learns = guide_learns(cast, score, step=step)
         self.update = Update(cast, score, batch=batch)
@@ -79,34 +93,68 @@ class Lesson:
 
     def learn(self, credit: Credit) -> None:
         """Gradients of all parts, from this rank's share."""
-        (episodes, verdicts, fresh), own, score = self.played, self.played.own, self.score
-        turns = [[episode.first for episode in episodes], [episode.second for episode in episodes]]
-        hints = [episode.hint for episode in episodes if episode.hint is not None]
-        counts = [sum(len(action.ids) for action in actions) for actions in (*turns, hints)]
-        totals = [sum(each) / log.world_size() for each in zip(*gather_objects(counts, self.heartbeat), strict=True)]
+        own, score = self.played.own, self.score
+        episodes = [self.played.episodes[n] for n in self.part]
+        verdicts = [self.played.verdicts[own][n] for n in self.part]
+        roles = actions_of(episodes)
+        n_tokens = self._count_tokens(roles)
         if self.critic_step is not None:
-            known = torch.tensor([float(verdict.is_known) for verdict in verdicts[own]])
-            first, second = (each[own] for each in credit.paid)
+            known = torch.tensor([float(verdict.is_known) for verdict in verdicts])
+            fresh = [self.played.fresh[n] for n in self.part]
+            first, second = (each[own][self.part] for each in credit.paid)
             self.critic_step.learn(episodes, fresh, returns=(first, second), weight=known, discount=score.turn_discount)
-        outcome = torch.tensor([verdict.second for verdict in verdicts[own]])
+        outcome, hints = torch.tensor([verdict.second for verdict in verdicts]), roles["guide"]
         if self.guide_learns:
-            self.update.guide(hints, advantage=credit.guide[own], outcome=outcome, n_tokens=totals[2])
+            advantage = credit.guide[own][self.part]
+            self.update.guide(hints, advantage=advantage, outcome=outcome, n_tokens=n_tokens["guide"])
         elif self.cast.has_value and score.value_coef:
             self.update.value_alone(hints, outcome=outcome)
-        beta = kl_coefficients(self.stage, score)
-        advantage = None if credit.first is None else credit.first[own]
-        self.update.solver(turns[0], turn=1, advantage=advantage, beta=beta.first, n_tokens=totals[0])
-        self.update.solver(turns[1], turn=2, advantage=credit.second[own], beta=beta.second, n_tokens=totals[1])
+        betas = kl_coefficients(self.stage, score)
+        for turn, gain, beta in ((1, credit.first, betas.first), (2, credit.second, betas.second)):
+            self.update.solver(
+                roles[f"t{turn}"], turn=turn, advantage=None if gain is None else gain[own][self.part], beta=beta,
+                n_tokens=n_tokens[f"t{turn}"],
+            )  # fmt: skip
+
+    def _count_tokens(self, roles: Mapping[str, Sequence[Action]]) -> dict[str, float]:
+        """Action tokens of each role that losses are divided by: those of a step in the mean of the drawing, over the
+        ranks. So the gradients of all steps of a pass add up to that of the whole drawing."""
+        all_roles = actions_of(self.played.episodes)
+        counts = {name: (_n_tokens(roles[name]), _n_tokens(all_roles[name])) for name in roles}
+        ranks, world, parts = gather_objects(counts, self.heartbeat), log.world_size(), self.score.steps_per_generation
+        found = {}
+        for name in roles:
+            step, whole = (sum(each[name][n] for each in ranks) / world for n in (0, 1))
+            found[name] = whole / parts
+            self._of_step[name] = found[name] / step if step else 1.0
+        return found
 
     def figures(self) -> dict[str, float]:
-        """KL terms, entropies and the critic's losses, over all ranks."""
+        """KL terms, entropies, ratios and the critic's losses, over all ranks; means over the tokens of the step."""
         mine = {**self.update.sums, **(self.critic_step.sums if self.critic_step is not None else {})}
         sums = gather_objects(mine, self.heartbeat)
-        return {name: fmean(each[name] for each in sums) for name in sums[0] if name != "loss"}
+        return {
+            name: fmean(each[name] for each in sums) * self._of_step.get(name.rpartition("_")[2], 1.0)
+            for name in sums[0]
+            if name != "loss"
+        }
 
     def _of_all_ranks(self, mine: Tensor) -> Tensor:
         """[..., episodes of a rank] -> [..., episodes of all]."""
         return torch.cat([torch.tensor(each) for each in gather_objects(mine.tolist(), self.heartbeat)], -1)
+
+
+def actions_of(episodes: Sequence[Episode]) -> dict[str, list[Action]]:
+    """Who has done what: the actions of both turns, and the hints."""
+    return {
+        "t1": [episode.first for episode in episodes],
+        "t2": [episode.second for episode in episodes],
+        "guide": [episode.hint for episode in episodes if episode.hint is not None],
+    }
+
+
+def _n_tokens(actions: Sequence[Action]) -> int:
+    return sum(len(action.ids) for action in actions)
 
 
 def guide_learns(cast: Cast, score: ScoreConfig, *, step: int) -> bool:

@@ -13,10 +13,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sftplay.deliver.infer.generate import left_padded
 from sftplay.errors import ConfigError
 from sftplay.plan.memory.head import CHUNK_SCORES
 from sftplay.tasks.score.episodes.cast import Cast, Role
-from sftplay.tasks.score.episodes.drawing import Action, left_padded, right_padded
+from sftplay.tasks.score.episodes.drawing import Action, right_padded
 from sftplay.tasks.score.learning.losses import chosen, entropy, full_kl, k3_kl
 from sftplay.tasks.score.shards import within
 from sftplay.tasks.step.chunked_head import scores_of

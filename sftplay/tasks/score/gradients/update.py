@@ -21,23 +21,26 @@ from sftplay.tasks.score.episodes.cast import Cast, Role
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.gradients.scoring import ActionBatch, OutputHead, TokenScores, forward, score_actions
 from sftplay.tasks.score.learning.encoder import Tokens
-from sftplay.tasks.score.learning.losses import masked_mean, policy_loss
+from sftplay.tasks.score.learning.losses import clipped_loss, masked_mean, policy_loss
 from sftplay.tasks.score.learning.value import straight_through, value_loss
 from sftplay.tasks.score.shards import within
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """How a rank's share of a batch is cut, and how large the whole is per rank."""
+    """How a rank's share of an optimizer step's episodes is cut, and how large the whole is per rank."""
 
     micro_batch: int
     n_episodes: float
-    """Episodes of the whole batch, over the ranks: gradients are averaged over them."""
+    """Episodes of the whole step, over the ranks: gradients are averaged over them."""
 
     pad: int
     backward: Callable[[Tensor], None]
     context: Callable[[], Any]
     """The precision of the forward passes."""
+
+    is_fresh: bool = True
+    """Whether nothing has been learned since the draw: every ratio is 1 then."""
 
 
 class Update:
@@ -46,22 +49,21 @@ class Update:
     def __init__(self, cast: Cast, score: ScoreConfig, *, batch: Batch) -> None:
         self.cast, self.score, self.batch = cast, score, batch
         self.sums: dict[str, float] = defaultdict(float)
-        """Loss, KL terms and entropies of this rank's share."""
+        """Loss, KL terms, entropies and ratios of this rank's share."""
 
     def solver(
         self, actions: Sequence[Action], *, turn: int, advantage: Tensor | None, beta: float, n_tokens: float
     ) -> None:
         """One turn of the solver: its policy gradient, where it is paid, and its KL."""
+        name = f"t{turn}"
         for part, tensors in self._parts(actions, "solver"):
             with self.batch.context():
                 scores = self._scores("solver", tensors)
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
                 loss = beta * kl
                 if advantage is not None:
-                    loss = loss + self._policy(
-                        scores, tensors, advantage=advantage[part], longest=self.score.max_new_tokens
-                    )
-            self._add(f"t{turn}", loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
+                    loss = loss + self._policy(scores, tensors, name=name, advantage=advantage[part], n_tokens=n_tokens)
+            self._add(name, loss, kl=kl, scores=scores, tensors=tensors, n_tokens=n_tokens)
             if loss.requires_grad:
                 self._backward("solver", loss)
 
@@ -72,7 +74,7 @@ class Update:
             with self.batch.context():
                 scores = self._scores("guide", tensors)
                 kl = masked_mean(scores.kl, tensors.mask, n_tokens=n_tokens)
-                loss = self._policy(scores, tensors, advantage=advantage[part], longest=score.max_hint_tokens)
+                loss = self._policy(scores, tensors, name="guide", advantage=advantage[part], n_tokens=n_tokens)
                 loss = loss + score.beta_guide * kl
                 seen = self._tokens(actions[part]) if score.value == "separate" else scores.last_hidden
                 loss = loss + self._value(seen, tensors, outcome=outcome[part])
@@ -119,11 +121,24 @@ class Update:
     def _scores(self, role: Role, tensors: ActionBatch) -> TokenScores:
         return score_actions(self.cast, tensors, role=role, temperature=self.score.temperature, kl=self.score.kl)
 
-    def _policy(self, scores: TokenScores, tensors: ActionBatch, *, advantage: Tensor, longest: int) -> Tensor:
-        return policy_loss(
-            scores.log_probs, tensors.mask, advantage=advantage.to(scores.log_probs.device), longest=longest,
-            n_episodes=self.batch.n_episodes,
-        )  # fmt: skip
+    def _policy(
+        self, scores: TokenScores, tensors: ActionBatch, *, name: str, advantage: Tensor, n_tokens: float
+    ) -> Tensor:
+        """By ratios where a drawing feeds several optimizer steps."""
+        score, log_probs, mask = self.score, scores.log_probs, tensors.mask
+        given: dict[str, Any] = {
+            "advantage": advantage.to(log_probs.device),
+            "longest": score.max_hint_tokens if name == "guide" else score.max_new_tokens,
+            "n_episodes": self.batch.n_episodes,
+        }
+        if score.steps_of_drawing == 1:
+            return policy_loss(log_probs, mask, **given)
+        # The same weights say a little else in another batch, and with dropout: that is no step away from the draw.
+        sampled = log_probs.detach() if self.batch.is_fresh else tensors.drawn
+        clipped = clipped_loss(log_probs, mask, sampled=sampled, epsilon=score.epsilon, **given)
+        for key, values in (("ratio", clipped.ratio), ("clip_share", clipped.is_cut)):
+            self.sums[f"{key}_{name}"] += float((values * mask).sum()) / n_tokens
+        return clipped.loss
 
     def _value(self, seen: Tensor | Tokens, tensors: ActionBatch, *, outcome: Tensor) -> Tensor | float:
         if not self.cast.has_value:

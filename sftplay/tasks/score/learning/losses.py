@@ -6,6 +6,8 @@ on padding. Log-probabilities are of the sampled tokens, [episodes, tokens], at 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,37 @@ def action_log_prob(log_probs: Tensor, mask: Tensor, *, longest: int) -> Tensor:
 def policy_loss(log_probs: Tensor, mask: Tensor, *, advantage: Tensor, longest: int, n_episodes: float) -> Tensor:
     """-sum(A * lp) / n_episodes, the share of these episodes in the mean of a batch of `n_episodes` (REINFORCE)."""
     return -(advantage.detach() * action_log_prob(log_probs, mask, longest=longest)).sum() / n_episodes
+
+
+class Clipped(NamedTuple):
+    """A policy loss by ratios, and what it was made of, [episodes, tokens]."""
+
+    loss: Tensor
+    ratio: Tensor
+    is_cut: Tensor
+    """1 where the ratio was cut off, so that the token teaches nothing."""
+
+
+def clipped_loss(
+    log_probs: Tensor,
+    mask: Tensor,
+    *,
+    sampled: Tensor,
+    advantage: Tensor,
+    epsilon: float,
+    longest: int,
+    n_episodes: float,
+) -> Clipped:
+    """As `policy_loss`, with min(rho A, clip(rho, 1 - epsilon, 1 + epsilon) A) of each token in place of A log p.
+
+    `sampled` are the log-probabilities with which the tokens were drawn, and rho is exp(log p - sampled) (Schulman et
+    al. 2017, arXiv 1707.06347, equation 7). Where rho is 1, the gradient is that of `policy_loss`.
+    """
+    gain, ratio = advantage.detach()[:, None], (log_probs - sampled.detach()).exp()
+    bounded = ratio.clamp(1 - epsilon, 1 + epsilon)
+    loss = -action_log_prob(torch.minimum(ratio * gain, bounded * gain), mask, longest=longest).sum() / n_episodes
+    is_cut = ((ratio > 1 + epsilon) & (gain > 0)) | ((ratio < 1 - epsilon) & (gain < 0))
+    return Clipped(loss, ratio.detach(), is_cut.to(mask.dtype))
 
 
 def full_kl(log_probs: Tensor, reference: Tensor) -> Tensor:
