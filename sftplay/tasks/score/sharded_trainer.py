@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from sftplay import log
-from sftplay.tasks.score.shards import FSDPModels, load_optimizer, save_optimizer, whole_weights
+from sftplay.tasks.score.shards.models import FSDPModels, whole_weights
+from sftplay.tasks.score.shards.optimizer_state import load_optimizer, save_optimizer
 from sftplay.tasks.score.trainer import EpisodeTrainer
 
 

@@ -38,7 +38,7 @@ from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawin
 from sftplay.tasks.score.learning.credit import Credit
 from sftplay.tasks.score.learning.critic import soft_update
 from sftplay.tasks.score.problems import Dealing
-from sftplay.tasks.score.shards import gathered
+from sftplay.tasks.score.shards.models import gathered
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup

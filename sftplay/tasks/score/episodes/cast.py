@@ -21,7 +21,7 @@ from sftplay.model.adapter import make_trainable_fp32
 from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.learning.critic import Critic, slow_copy
 from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
-from sftplay.tasks.score.shards import is_sharded, mesh_of_ranks, shard
+from sftplay.tasks.score.shards.models import is_sharded, mesh_of_ranks, shard
 
 Role = Literal["solver", "guide"]
 

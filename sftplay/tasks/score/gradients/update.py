@@ -23,7 +23,7 @@ from sftplay.tasks.score.gradients.scoring import ActionBatch, OutputHead, Token
 from sftplay.tasks.score.learning.encoder import Tokens
 from sftplay.tasks.score.learning.losses import clipped_loss, masked_mean, policy_loss
 from sftplay.tasks.score.learning.value import straight_through, value_loss
-from sftplay.tasks.score.shards import within
+from sftplay.tasks.score.shards.models import within
 
 
 @dataclass(frozen=True, kw_only=True)
