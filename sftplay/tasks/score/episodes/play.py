@@ -73,10 +73,12 @@ class Player:
         seed: int,
         temperature: float,
         hints: Hints = "own",
+        firsts: Sequence[Action] | None = None,
     ) -> list[Episode]:
         """An episode for each question; the model must be in evaluation mode.
 
-        `numbers` are those of the episodes among all ranks; together with `seed` they decide every token.
+        `numbers` are those of the episodes among all ranks; together with `seed` they decide every token. `firsts` are
+        the first answers where the same model has drawn them already, for episodes with other hints.
         """
         score, room = self.cfg.score, self.cfg.model.max_seq_len - self.cfg.score.max_new_tokens
 
@@ -90,7 +92,7 @@ class Player:
         texts = list({question.question for question in questions})
         problems = dict(zip(texts, tokens_of_each(self.tokenizer, texts), strict=True))
         known = [{"problem": problems[question.question]} for question in questions]
-        firsts = answer(self.templates.solve, known, turn=1)
+        firsts = answer(self.templates.solve, known, turn=1) if firsts is None else firsts
         known = [{**ids, "attempt": first.said} for ids, first in zip(known, firsts, strict=True)]
         written = self._written(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)
         given = self._hint_ids(questions, written, hints=hints)
@@ -157,7 +159,9 @@ class Player:
         longest: int,
     ) -> list[Action]:
         if self._at_once is None:
-            self._at_once = AdaptiveBatches(self.cfg.score.generation_rows or len(prompts), "generation")
+            is_alone = self.cfg.score.placement != "sharded"
+            rows = self.cfg.score.generation_rows or len(prompts)
+            self._at_once = AdaptiveBatches(rows, "generation", is_alone=is_alone)
 
         def draw(part: slice) -> list[Action]:
             self.beat()
