@@ -76,6 +76,8 @@ class Generator:
                     [_StopOnEvent(streamer.stop), _StopOnEvent(streamer.left)] if streamer else []
                 ),
                 streamer=streamer,
+                # A model in shards (FSDP2) needs all ranks for each token, also of those that have answered already.
+                synced_gpus=hasattr(self.model, "unshard") or None,
             )
         finally:
             inner.generation_config = shipped

@@ -159,7 +159,9 @@ class Player:
         longest: int,
     ) -> list[Action]:
         if self._at_once is None:
-            self._at_once = AdaptiveBatches(self.cfg.score.generation_rows or len(prompts), "generation")
+            is_alone = self.cfg.score.placement != "sharded"
+            rows = self.cfg.score.generation_rows or len(prompts)
+            self._at_once = AdaptiveBatches(rows, "generation", is_alone=is_alone)
 
         def draw(part: slice) -> list[Action]:
             self.beat()
