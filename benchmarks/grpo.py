@@ -40,7 +40,7 @@ class Course:
 
     rewards: list[float]
     cpu_s: float
-    """CPU seconds of its process, without those of rewards and sandbox; of all steps together."""
+    """CPU seconds of its process, without those of rewards and sandbox; of all steps and the last checkpoint."""
 
 
 def main() -> int:

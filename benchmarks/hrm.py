@@ -65,7 +65,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["steps", "runs"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--steps", type=int, default=200, help="of each run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     return parser.parse_args()

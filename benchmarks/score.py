@@ -34,7 +34,7 @@ from sftplay.model.load import load_start, start_adapter
 from sftplay.model.tokenizer import load_tokenizer
 from sftplay.tasks.score.episodes.cast import ADAPTERS, Cast
 from sftplay.tasks.score.episodes.play import Player
-from sftplay.tasks.score.episodes.templates import make_templates, tokens_of
+from sftplay.tasks.score.episodes.templates import make_templates
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 32_000
@@ -119,14 +119,15 @@ def compare(stage: Stage, *, title: str, rounds: int) -> str:
     """A table: medians of all rounds after a first one, which is not timed."""
     contestants: dict[str, Callable[[int], int]] = {
         "SFT-Play": lambda seed: play_ours(stage, seed),
-        "plain generate": lambda seed: play_plain(stage, seed, keeps=False),
-        "plain generate, keeps log-probabilities": lambda seed: play_plain(stage, seed, keeps=True),
+        "plain generate": lambda _: play_plain(stage, keeps=False),
+        "plain generate, keeps log-probabilities": lambda _: play_plain(stage, keeps=True),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     tokens: dict[str, list[float]] = {name: [] for name in contestants}
     with torch.no_grad():
         for seed in range(rounds + 1):
             for name, play in contestants.items():
+                set_seed(seed)
                 began = time.perf_counter()
                 count = play(seed)
                 if seed:
@@ -148,9 +149,8 @@ def play_ours(stage: Stage, seed: int) -> int:
     return sum(len(action.ids) for each in episodes for action in (each.first, each.hint, each.second) if action)
 
 
-def play_plain(stage: Stage, seed: int, *, keeps: bool) -> int:
+def play_plain(stage: Stage, *, keeps: bool) -> int:
     """Tokens of the episodes that the loop of a transformers user draws."""
-    set_seed(seed)
     score, tokenizer, model = stage.cfg.score, stage.renderer.tokenizer, stage.cast.model
     templates = make_templates(score.prompts, stage.renderer, system=stage.cfg.data.system)
     ends = stage.renderer.end_token_ids
@@ -173,7 +173,8 @@ def play_plain(stage: Stage, seed: int, *, keeps: bool) -> int:
         return [template.filled(ids, room=stage.cfg.model.max_seq_len - longest) for ids in known]
 
     longest = score.max_new_tokens
-    known = [{"problem": tokens_of(tokenizer, question.question)} for question in stage.questions]
+    problems = tokenizer([question.question for question in stage.questions], add_special_tokens=False)["input_ids"]
+    known = [{"problem": ids} for ids in problems]
     firsts = draw(ADAPTERS["solver"], filled(templates.solve, longest), longest)
     known = [{**ids, "attempt": said(first, ends)} for ids, first in zip(known, firsts, strict=True)]
     hints = draw(ADAPTERS["guide"], filled(templates.guide, score.max_hint_tokens), score.max_hint_tokens)

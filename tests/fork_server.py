@@ -78,6 +78,7 @@ PR_SET_PDEATHSIG, PR_GET_TID_ADDRESS = 1, 40
 CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 M_MMAP_THRESHOLD = -3
+M_TRIM_THRESHOLD = -1
 
 libc = ctypes.PyDLL(None, use_errno=True)
 """Its calls keep the interpreter's lock, as a fork must."""
@@ -355,8 +356,9 @@ def _prepare_interpreter(request: dict[str, Any], base: Base, *, is_unbuffered: 
     sys.stderr = sys.__stderr__ = _stream(2, base.streams[2].errors, is_unbuffered=is_unbuffered)
     random.seed()
     np.random.seed()
-    if threshold := env.get("MALLOC_MMAP_THRESHOLD_"):
-        libc.mallopt(M_MMAP_THRESHOLD, int(threshold))
+    for option, name in ((M_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_"), (M_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_")):
+        if threshold := env.get(name):
+            libc.mallopt(option, int(threshold))
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or cores))
     sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))

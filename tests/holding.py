@@ -57,7 +57,8 @@ class Hold:
         return {"PYTHONPATH": str(hook), "HOLD_AT": json.dumps(wanted | files)}
 
     def after_step(self, step: int, hook: Path) -> dict[str, str]:
-        """Variables of a run that is held when it has made so many steps; of several processes the first one is."""
+        """Variables of a run that is held behind this step, whose line of metrics is not written yet. Of several
+        processes the first one is held."""
         return self.environment(hook, mode="a", nth=step)
 
     def wait(self, process: subprocess.Popen[bytes], limit_s: float = HANG_S) -> bool:

@@ -161,7 +161,11 @@ def episodes(run: Finished) -> Any:
 def sizes_of_draws(run: Finished) -> list[int]:
     found: list[int] = []
     run.trainer.player._at_once = None
-    with patch.object(type(run.trainer.player.cast.model), "generate", side_effect=lambda **given: _stop(given, found)):
+    with patch.object(
+        type(run.trainer.player.cast.model.get_base_model()),
+        "generate",
+        side_effect=lambda **given: _stop(given, found),
+    ):
         with suppress(Enough):
             episodes(run)
     run.trainer.player._at_once = None

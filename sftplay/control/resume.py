@@ -12,7 +12,6 @@ from sftplay import log
 from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.rules.resume_keys import DRAWN, SIZES, differences, values_that_decide_weights
-from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.inputs import check_inputs
 from sftplay.control.start import all_notes, build_command, print_command, read_scale, run_workers, size, sizes_of
@@ -104,7 +103,7 @@ def _refuse_other_processes(before: int | None, sized: SizedRun, *, scale: Scale
     FSDP's checkpoints are whole (`FULL_STATE_DICT`): any number of processes above 1 can read them.
     """
     strategy, now = sized.cfg.cluster.strategy, scale.world_size
-    if strategy not in SHARDED or (strategy == "fsdp" and 1 not in (before, now)):
+    if not sized.cfg.accelerate_shards or (strategy == "fsdp" and 1 not in (before, now)):
         return
     fix = f"continue it with NPROC={before}, or train under a new run_name"
     if strategy == "fsdp":

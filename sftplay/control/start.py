@@ -17,7 +17,6 @@ from sftplay.atomic import write_text
 from sftplay.config.load import dump_resolved, load_config
 from sftplay.config.read.resolved import flow
 from sftplay.config.rules.general import notes
-from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.control.finished_run import report_at_end
 from sftplay.control.first_step import REFUSALS, free_refused
@@ -171,7 +170,7 @@ def build_command(cfg: RunConfig, folder: RunFolder, *, scale: Scale, machine: M
     has_gpu, strategy, launcher = bool(machine.gpus), None, cfg.cluster.launcher
     if launcher != "auto" and scale.world_size == 1:
         log.say(f"note: cluster.launcher {launcher} has no effect: a single process is started directly")
-    if cfg.cluster.strategy in SHARDED and scale.world_size > 1:
+    if cfg.accelerate_shards and scale.world_size > 1:
         strategy = environment_of(cfg, folder, scale=scale, has_gpu=has_gpu)
     is_offline = needs_no_hub(cfg)
     launch = build_launch(

@@ -106,18 +106,20 @@ def describe_shortages(shortages: list[Shortage | None], planned_bytes: int | No
 class AdaptiveBatches:
     """Works on rows in batches. Each time memory does not suffice for a batch, the size is halved for good.
 
-    For evaluation, where the size of a batch changes only the speed.
+    For evaluation, where the size of a batch changes only the speed. With `is_alone` False ranks compute together:
+    none may take smaller batches than the others.
     """
 
-    def __init__(self, batch_size: int, activity: str) -> None:
+    def __init__(self, batch_size: int, activity: str, *, is_alone: bool = True) -> None:
         self.batch_size = batch_size
-        self._activity = activity
+        self._activity, self._is_alone = activity, is_alone
 
     def each(self, rows: int, work: Callable[[slice], T]) -> Iterator[T]:
         """The result of `work` for each batch of range(`rows`), in order.
 
         Raises:
-            torch.OutOfMemoryError: a single row is too much. Other errors of `work` pass through.
+            torch.OutOfMemoryError: a single row is too much, or a batch of several ranks together. Other errors of
+                `work` pass through.
         """
         start = 0
         while start < rows:
@@ -138,6 +140,6 @@ class AdaptiveBatches:
         try:
             return [work(batch)]
         except RuntimeError as error:
-            if batch.stop - batch.start == 1 or not ran_out_of_memory(error):
+            if batch.stop - batch.start == 1 or not self._is_alone or not ran_out_of_memory(error):
                 raise
         return []

@@ -1,9 +1,10 @@
-"""What a run of two-turn episodes needs, what contradicts itself, and what is not part of this version."""
+"""What a run of two-turn episodes needs, what contradicts itself, and what has no form for two models."""
 
 import pytest
 
 from sftplay.config.rules.general import notes
 
+SPLIT = "tuning: {mode: full}\nscore: {placement: sharded}\n"
 SCORE = "task_mode: score\nrewards: [{name: answer, use: exact_match}]\n"
 
 
@@ -41,11 +42,17 @@ def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
         ('score: {prompts: {revise: "{problem}{attempt}{attempt}{hint}"}}', "score.prompts.revise", "{attempt} once"),
         ("score: {eval_samples: 4}", "score.eval_samples", "score.eval_temperature: 0.7"),
         ("score: {advantage: value, guidance: static}", "score.advantage", "rloo"),
-        ("score: {placement: sharded}", "score.placement", "roles"),
+        ("score: {placement: sharded}", "score.placement", "tuning.mode: full"),
+        (f"{SPLIT}train: {{optim: adamw_8bit}}", "train.optim", "adamw_torch_fused"),
+        (f"{SPLIT}cluster: {{strategy: ddp}}", "score.placement", "fsdp"),
+        ("tuning: {mode: full}\nscore: {placement: sharded, devices: {ref: cpu}}", "score.devices.ref", "auto"),
+        ("tuning: {mode: full}\nscore: {placement: sharded, value_flow: straight_through}", "score.value_flow", "stop"),
+        ("score: {placement: roles}\ncluster: {strategy: fsdp}", "cluster.strategy", "sharded"),
+        ("cluster: {strategy: zero3}", "cluster.strategy", "fsdp"),
         ('score: {placement: shared, devices: {guide: "cuda:1"}}', "score.devices.guide", "roles"),
         ("score: {devices: {ref: cpu}}", "score.devices.ref", "auto"),
         ("tuning: {lora: {modules_to_save: [lm_head]}}", "tuning.lora.modules_to_save", "remove"),
-        ("cluster: {strategy: fsdp}", "cluster.strategy", "ddp"),
+        ("cluster: {strategy: fsdp}", "cluster.strategy", "tuning.mode: full"),
         ("train: {packing: true}", "train.packing", "false"),
     ],
 )
@@ -53,6 +60,10 @@ def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
     (problem,) = refusals(f"{SCORE}{text}\n")
     assert problem.where.endswith(key)
     assert fix in problem.fix
+
+
+def test_two_whole_models_may_be_in_shards(load):
+    assert load(f"{SCORE}{SPLIT}cluster: {{strategy: fsdp}}\n").score.placement == "sharded"
 
 
 def test_a_drawing_may_hold_whole_groups_where_a_step_does_not(load):

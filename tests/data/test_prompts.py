@@ -144,6 +144,37 @@ def test_a_row_that_may_not_be_left_out_is_named_with_its_line(
         load_prompts(config_of([row], [{"prompt": "is held out"}], **policy), tokenizer)
 
 
+SCORE: dict[str, Any] = {"task_mode": "score", "score__max_new_tokens": 20, "score__max_hint_tokens": 20}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": [*CHAT[1:], {"role": "assistant", "content": "salt"}, *CHAT[1:]]}, "2 turns before its last one"),
+        ({"prompt": CHAT}, "a system prompt of its own"),
+        (
+            {"prompt": CHAT[1:], "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]},
+            "tools",
+        ),
+    ],
+    ids=["earlier turns", "system", "tools"],
+)
+def test_a_row_that_says_more_than_two_turn_episodes_ask_is_refused_and_counted(
+    row: dict[str, Any], said: str, config_of: ConfigOf, tokenizer: Any
+):
+    with pytest.raises(DataError, match=rf"train\.jsonl:1 has {said}, but task mode score asks"):
+        load_prompts(config_of([row], **SCORE), tokenizer)
+    report = load_prompts(config_of([row, {"prompt": "one"}], **SCORE, data__on_bad_row="skip"), tokenizer).report
+    assert (report["refused"], report["kept"]) == (1, 1)
+    load_prompts(config_of([row]), tokenizer)  # task grpo asks all of it
+
+
+def test_the_system_prompt_of_all_rows_is_no_reason_to_refuse_one(config_of: ConfigOf, tokenizer: Any):
+    cfg = config_of([{"prompt": CHAT}], **SCORE, data__system=CHAT[0]["content"])
+    (question,) = all_of(load_prompts(cfg, tokenizer).train)
+    assert question.question == "why the river"
+
+
 def test_a_share_of_the_prompts_is_held_out_each_with_all_its_rows(config_of: ConfigOf, tokenizer: Any):
     rows = [{"prompt": f"row {n // 2}", "answer": str(n)} for n in range(60)]
     prompts = load_prompts(config_of(rows, data__split=0.3), tokenizer)

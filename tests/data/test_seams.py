@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -49,7 +49,7 @@ def changed(text: str, change: Callable[[dict[str, Any]], Any]) -> str:
 
 @pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
 @pytest.mark.parametrize("name", ["modern", "trained"])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(text=TEXTS, size=st.integers(1, 60))
 def test_the_parts_of_a_text_have_its_tokens(
     request: pytest.FixtureRequest, name: str, normalizer: Any, text: str, size: int

@@ -130,7 +130,7 @@ def test_tokens_are_drawn_as_often_as_temperature_and_top_p_say(
 
 def test_no_token_that_was_cut_off_is_drawn_at_either_end(monkeypatch: pytest.MonkeyPatch):
     # Of the numbers that torch draws, 0 lies at the end of the first token's part, which is empty here.
-    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.zeros(n, dtype=torch.float64))
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda numbers, **_: numbers.zero_())
     scores = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
     drawn = DrawByRow(seed=1, rows=[0])(torch.zeros(1, 1, dtype=torch.long), scores)
     assert drawn.argmax(-1).tolist() == [1]

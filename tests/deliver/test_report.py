@@ -175,17 +175,17 @@ def test_held_out_losses_are_those_the_trainer_measured(run: Finished):
 
 def test_writing_takes_well_under_a_second_and_no_heavy_library(run: Finished):
     code = (
-        "import sys, time; from pathlib import Path; from sftplay.launch.run_folder import RunFolder\n"
+        "import cProfile, pstats, sys; from pathlib import Path; from sftplay.launch.run_folder import RunFolder\n"
         "from sftplay.deliver.report.report import write_report\n"
-        "began = time.process_time(); write_report(RunFolder(Path(sys.argv[1])))\n"
-        "print(time.process_time() - began, *sys.modules)"
+        "profile = cProfile.Profile(); profile.runcall(write_report, RunFolder(Path(sys.argv[1])))\n"
+        "print(pstats.Stats(profile).total_calls, *sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.folder.path)], capture_output=True, text=True, check=True,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    seconds, *modules = done.stdout.split()
-    assert float(seconds) < 1
+    calls, *modules = done.stdout.split()
+    assert int(calls) < 2_000_000  # half a second on a slow core; the machine of the test may be busy
     assert {"torch", "transformers", "numpy", "trl", "datasets"}.isdisjoint(modules)
 
 

@@ -129,7 +129,10 @@ class SlurmCluster:
         """Kill a node's daemon and all that it has started for a job, which report nothing any more."""
         self.daemons[name].kill()
         self.daemons[name].wait()
-        steps = [pid for pid in self.processes() if f"[{job}." in Path(f"/proc/{pid}/cmdline").read_text()]
+        steps = []
+        for pid in self.processes():
+            with suppress(OSError):  # it has ended since
+                steps += [pid] if f"[{job}." in Path(f"/proc/{pid}/cmdline").read_text() else []
         for pid in [*steps, *self.processes_of(job)]:  # slurmstepd would still tell of the job's end
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -72,7 +72,7 @@ def test_two_processes_without_a_gpu_are_told_to_use_the_cpu_and_share_the_cores
     assert "ACCELERATE_USE_CPU" not in launch(scale=Scale(2), has_gpu=True).env
 
 
-OF_A_CPU = ("MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE")
+OF_A_CPU = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "THP_MEM_ALLOC_ENABLE")
 OF_A_GPU = ("CUDA_DEVICE_ORDER", "PYTORCH_CUDA_ALLOC_CONF")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import HANG_S, wait_until
 
 from sftplay.launch.run_folder import RunFolder
 
@@ -48,7 +48,7 @@ def test_variables_of_another_launch_in_the_shell_change_nothing(write_config: W
     }  # fmt: skip
     ends = []
     for name, env in (("plain", {}), ("stray", strays)):
-        done = sftplay("train", "--config", write_config(run_name=name), env=env, timeout=120)
+        done = sftplay("train", "--config", write_config(run_name=name), env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         ends.append((tmp_path / "outputs" / name / "adapter" / "adapter_model.safetensors").read_bytes())
     assert "RANK, WORLD_SIZE are not used" in done.stdout
@@ -71,7 +71,7 @@ def test_folder_removed_while_its_run_trains_ends_it_with_5_and_leaves_no_proces
         wait_until(lambda: folder.read_json("status.json").get("step") or process.poll() is not None)
         while folder.resolved.exists():  # the run writes into it at the same time
             shutil.rmtree(folder.path, ignore_errors=True)
-        printed = process.communicate(timeout=60)[0]
+        printed = process.communicate(timeout=HANG_S)[0]
     assert process.returncode == 5, printed
     assert f"{folder.path}: removed or moved while the run was going on: " in printed
     assert "config.resolved.yaml" in printed or "the whole folder" in printed

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.launch.run_folder import RunFolder
 from sftplay.monitor.checkpoints import newest_complete
@@ -50,6 +51,8 @@ if sleep and in_worker and os.environ.get("RANK", "alone") == sleep["rank"]:
     for each in owner:
         target = getattr(target, each)
     lay_sleep(target, name, sleep["call"])
+elif sleep and not in_worker:  # a busy machine answers later
+    importlib.import_module("sftplay.launch.supervise.stacks").ANSWER_S = 60.0
 """
 
 
@@ -99,7 +102,7 @@ class Ended:
     def processes(self):
         """The command lines of its processes that are still alive."""
         return [
-            path.with_name("cmdline").read_bytes()
+            _read(path.with_name("cmdline"))
             for path in Path("/proc").glob("[0-9]*/environ")
             if self.mark.encode() in _read(path)
         ]
@@ -152,7 +155,7 @@ def ended(root):
     """Name -> the run in which a rank fell asleep there."""
     running = {name: start(root, name, sleep) for name, sleep in SLEEPS.items()}
     try:
-        codes = {name: process.wait(150) for name, process in running.items()}
+        codes = {name: process.wait(HANG_S) for name, process in running.items()}
     finally:  # a run that did not end must not stay
         for process in running.values():
             if process.poll() is None:

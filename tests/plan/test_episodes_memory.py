@@ -11,6 +11,7 @@ import pytest
 from oracle.closed_form import execution_of
 from oracle.episodes_trace import CASES, RECORD, trace_update
 from oracle.live_bytes import LiveBytes
+from oracle.shards_trace import LONGEST, ROWS, TOKENS, config_of, trace_shards
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sftplay.deliver.infer.generate import Generator
@@ -25,6 +26,7 @@ from sftplay.tasks.score.episodes.drawing import RecordedSampling, draw_actions
 
 TOLERANCE = 0.03
 SHARED = Layout(placement="shared")
+SPLIT = Layout(placement="sharded")
 ROLES = Layout(placement="roles", guide="cuda:1", value="cuda:1", target_critic="cuda:1", ref="cuda:1")
 LLAMA = find_shape("meta-llama/Llama-3.2-3B")
 LORA = Execution(
@@ -61,6 +63,27 @@ def test_learning_takes_what_a_trace_of_the_tasks_own_update_takes(name):
 def test_the_record_is_what_a_trace_gives(name):
     traced = json.loads(RECORD.read_text(encoding="utf-8"))[name]
     assert trace_update(*CASES[name]) == pytest.approx(traced, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("vocab", "tied", "precision", "ranks"),
+    [(8192, False, "bf16", 2), (8192, True, "no", 4), (512, False, "bf16", 4)],
+)
+def test_learning_in_shards_takes_what_a_trace_of_fsdp_takes(vocab: int, tied: bool, precision: str, ranks: int):
+    """Scores decide with a vocabulary of 8192, layers with one of 512."""
+    config, compute = config_of(vocab, tied=tied), 2 if precision == "bf16" else 4
+    traced = trace_shards(config, ranks=ranks, precision=precision)
+    execution = Execution(
+        weight_bytes=4, stream_bytes=4, compute_bytes=compute, logits_bytes=compute, has_autocast=compute == 2,
+        head="actions", repeats_kv=True, is_masked=True,
+    )  # fmt: skip
+    episodes = Episodes(layout=SPLIT, tokens=TOKENS, answer_tokens=LONGEST, hint_tokens=LONGEST)
+    shape = shape_from_config(config.to_dict(), name="small")
+    found = estimate_episodes(shape, execution, episodes=episodes, rows=ROWS, drawn=1, world_size=ranks)[OWN].phases
+    sums = {phase: sum(parts.values()) - WORKSPACE_BYTES for phase, parts in found.items()}
+    assert max(sums["head"], sums["layer"]) == pytest.approx(traced["learn"], rel=TOLERANCE)
+    assert sums["step"] == pytest.approx(traced["step"], rel=TOLERANCE)
 
 
 def test_drawing_actions_takes_what_a_real_model_takes():
@@ -135,6 +158,18 @@ def test_ddp_has_buckets_for_the_trainers_model_alone():
     both, guide = of(LORA, USUAL, world_size=2)[OWN], of(FULL, USUAL, world_size=2)[OWN]
     assert step(both)[SHARDING] == step(both)["gradients"]
     assert step(guide)[SHARDING] == step(guide)["gradients"] / 2
+
+
+def test_in_shards_a_rank_has_its_part_of_everything_and_gathers_the_head_and_two_layers():
+    weights, ranks = LLAMA.total_params, 4
+    rests = step(of(FULL, replace(USUAL, layout=SPLIT), world_size=ranks)[OWN])
+    assert rests["weights"] + rests["gradients"] + rests["optimizer"] == pytest.approx(2 * 16 * weights / ranks)
+    around = LLAMA.other_params  # the reference's head stays: 2 bytes a weight
+    assert rests[REFERENCE] == pytest.approx(4 * weights / ranks + 2 * around)
+    assert rests[SHARDING] == 0
+    layer = (weights - around) / LLAMA.layers
+    drawing = of(FULL, replace(USUAL, layout=SPLIT), world_size=ranks)[OWN].phases[DRAW]
+    assert drawing[SHARDING] == pytest.approx(2 * (around + 2 * layer))
 
 
 def test_more_answers_at_a_time_move_the_peak_to_drawing():

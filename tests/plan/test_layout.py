@@ -66,6 +66,7 @@ def test_a_named_device_counts_and_what_belongs_to_the_guide_follows_it():
         ({"solver": "cuda:1"}, {}, "score.devices.solver", "first visible GPU", "CUDA_VISIBLE_DEVICES"),
         ({}, {"processes": 2}, "score.placement", "one process holds all parts", "NPROC=1"),
         ({}, {"gpus": 1}, "score.placement", "guide on cuda:1, and this machine shows 1 GPU", "shared"),
+        ({}, {"placement": "sharded"}, "score.placement", "one is started", "NPROC=2"),
         ({}, {"placement": "roles4"}, "score.placement", "this machine shows 2 GPUs", "roles"),
     ],
 )  # fmt: skip
@@ -101,6 +102,25 @@ def test_two_models_in_full_do_not_fit_where_the_guides_figures_say_they_do(mach
     assert run.forecast.verdict == "does_not_fit"
     # Weights, gradients and two moments in fp32: 16 bytes a weight, before any activation.
     assert run.forecast.allocated_bytes > 16 * 3.2e9 > 44.53 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("values", "placement", "strategy"),
+    [
+        ({}, "sharded", "fsdp"),  # two whole models do not fit one of these cards
+        ({"score__placement": "sharded"}, "sharded", "fsdp"),
+        ({"cluster__strategy": "fsdp"}, "sharded", "fsdp"),
+        ({"cluster__strategy": "ddp"}, "shared", "ddp"),
+        ({"train__optim": "adamw_8bit"}, "shared", "ddp"),  # its state cannot be in shards
+    ],
+)
+def test_whole_models_of_several_processes_are_in_shards_where_one_card_does_not_hold_them(
+    machine, values, placement, strategy
+):
+    run = sized(machine, config(tuning__mode="full", **values), card="A100", gpus=4, processes=4)
+    assert (run.cfg.score.placement, run.cfg.cluster.strategy) == (placement, strategy)
+    assert run.forecast is not None
+    assert (run.forecast.verdict == "fits") == (placement == "sharded")
 
 
 def test_several_processes_share_one_base_each(machine):

@@ -14,13 +14,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from processes import HANG_S, wait_until
+from holding import Hold, write_hook
+from processes import HANG_S, is_alive, wait_until
 
 from sftplay.data.order import training_order
 
@@ -121,15 +123,17 @@ def undisturbed(shop: Shop) -> Callable[[str], str]:
 
 
 def kill_tree_at_step(shop: Shop, mode: str, name: str, step: int) -> None:
-    """Start a run and SIGKILL parent and worker once `step` is in metrics.jsonl."""
-    parent = shop.start("train", mode, name)
-    wait_until(lambda: len(shop.metrics(name)) >= step or parent.poll() is not None)
-    assert parent.poll() is None, shop.said(name)
+    """Start a run and SIGKILL parent and worker when `step` is in metrics.jsonl and the next one is not."""
+    hold = Hold(shop.root / name)
+    parent = shop.start("train", mode, name, **hold.after_step(step + 1, write_hook(shop.root / "holding")))
+    assert hold.wait(parent), shop.said(name)
+    assert len(shop.metrics(name)) == step
     tree = [parent.pid, *(each.pid for each in psutil.Process(parent.pid).children(recursive=True))]
     for pid in tree:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it dies with its parent
+            os.kill(pid, signal.SIGKILL)
     assert parent.wait(HANG_S) == -signal.SIGKILL
-    wait_until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in tree))
+    wait_until(lambda: not any(map(is_alive, tree)))
 
 
 def assert_same_run(shop: Shop, name: str, whole: str) -> None:

@@ -51,6 +51,9 @@ FREE_TO_CHANGE = (
 )
 """Config keys that may differ when a run is resumed: they change neither rows nor weights."""
 
+STRATEGY = "cluster.strategy"
+"""In task score it goes with `score.placement`, and checkpoints are those of whole models."""
+
 OF_REWARDS = ("rewards", "sandbox")
 """Keys that are measured with. They decide weights only where the model learns from rewards (grpo and score)."""
 
@@ -70,6 +73,7 @@ def values_that_decide_weights(cfg: RunConfig) -> dict[str, Any]:
     """Dotted key -> JSON value of every key that decides which weights come out."""
     flat = flatten(cfg)
     free = FREE_TO_CHANGE if cfg.task_mode in ("grpo", "score") else (*FREE_TO_CHANGE, *OF_REWARDS)
+    free = (*free, STRATEGY) if cfg.task_mode == "score" else free
     return {key: value for key, value in flat.items() if not any(key == f or key.startswith(f"{f}.") for f in free)}
 
 

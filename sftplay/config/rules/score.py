@@ -1,4 +1,4 @@
-"""Rules about two-turn episodes: what a run of task mode score needs, what contradicts itself, what is not built yet.
+"""Rules about two-turn episodes: what a run of task mode score needs, what contradicts itself.
 
 Nothing here looks at the number of processes or at the machine.
 """
@@ -20,7 +20,10 @@ from sftplay.errors import nearest_names
 EACH, EFFECTIVE, LENGTH = "score.episodes_per_problem", "train.effective_batch_size", "model.max_seq_len"
 PARTS, PASSES = "score.steps_per_generation", "score.num_iterations"
 FLOW, VALUE = "score.value_flow", "score.value"
-PLACEMENT, DEVICES = "score.placement", "score.devices"
+PLACEMENT, DEVICES, STRATEGY = "score.placement", "score.devices", "cluster.strategy"
+
+SPLIT_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "sgd")
+"""torch's own: their arithmetic is that of each number by itself, and torch knows it for parts of a weight."""
 
 WORD_IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 
@@ -34,7 +37,7 @@ def broken_score_rules(cfg: RunConfig) -> Iterator[Violation]:
         yield from _value(cfg)
         yield from _evaluation(cfg)
         yield from _devices(cfg)
-        yield from _not_built(cfg)
+        yield from broken_shard_rules(cfg)
         yield from settings_of_labels(cfg)
 
 
@@ -141,13 +144,31 @@ def _devices(cfg: RunConfig) -> Iterator[Violation]:
         yield Violation(("tuning.lora.modules_to_save", "task_mode"), what, fix="remove it")
 
 
-def _not_built(cfg: RunConfig) -> Iterator[Violation]:
-    """What the specification of the task has and this version does not."""
-    score = cfg.score
-    if score.placement == "sharded":
-        what = "sharded: two models in shards of FSDP or ZeRO are planned but not part of this version"
-        fix = f"write {PLACEMENT}: roles (one process, two GPUs), or tuning.mode: lora with {PLACEMENT}: shared"
-        yield Violation((PLACEMENT, "task_mode"), what, fix=fix)
-    if cfg.cluster.strategy not in ("auto", "ddp"):
-        what = f"{cfg.cluster.strategy} is planned for task mode score but not part of this version"
-        yield Violation(("cluster.strategy", "task_mode"), what, fix="write cluster.strategy: ddp")
+def broken_shard_rules(cfg: RunConfig) -> Iterator[Violation]:
+    """What models in shards need, and which strategies have none for two models."""
+    score, strategy = cfg.score, cfg.cluster.strategy
+    if strategy not in ("auto", "ddp", "fsdp"):
+        why = "an engine of DeepSpeed trains one model" if strategy.startswith("zero") else "nobody has tried it"
+        what = f"{strategy}: task mode score trains two models, and {why}"
+        yield Violation((STRATEGY, "task_mode"), what, fix=f"write {STRATEGY}: fsdp, with tuning.mode: full; or ddp")
+    elif score.placement not in ("auto", "sharded") and strategy == "fsdp":
+        what = f"fsdp splits models, and {PLACEMENT} {score.placement} has them whole"
+        yield Violation((STRATEGY, PLACEMENT), what, fix=f"write {PLACEMENT}: sharded, or {STRATEGY}: ddp")
+    if score.placement != "sharded" and (strategy, score.placement) != ("fsdp", "auto"):
+        return
+    if score.placement == "sharded" and strategy == "ddp":
+        what = "sharded: models are split by fsdp, and ddp has them whole"
+        yield Violation((PLACEMENT, STRATEGY), what, fix=f"write {STRATEGY}: fsdp, or leave it out")
+    if cfg.tuning.mode != "full":
+        what = f"sharded: it splits models all of whose weights train, and tuning.mode is {cfg.tuning.mode}"
+        fix = f"write tuning.mode: full, or {PLACEMENT}: shared with {STRATEGY}: ddp"
+        yield Violation((STRATEGY if strategy == "fsdp" else PLACEMENT, "tuning.mode"), what, fix=fix)
+    if score.value_flow == "straight_through":
+        what = "straight_through runs a frozen copy of the guide, which is not there where its weights are in shards"
+        yield Violation((FLOW, PLACEMENT), what, fix=f"write {FLOW}: shared_trunk or stop")
+    if cfg.train.optim not in ("auto", *SPLIT_OPTIMIZERS):
+        what = f"{cfg.train.optim} cannot hold its state in shards"
+        yield Violation(("train.optim", PLACEMENT), what, fix=f"write train.optim: {' or '.join(SPLIT_OPTIMIZERS)}")
+    for part in (part for part, device in dict(score.devices).items() if device != "auto"):
+        what = f"{getattr(score.devices, part)}, but every process holds a part of each model on its own device"
+        yield Violation((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {DEVICES}.{part}: auto")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.cluster import ClusterConfig as ClusterConfig
 from sftplay.config.schema.data import DataConfig as DataConfig
 from sftplay.config.schema.data import EvalConfig as EvalConfig
@@ -253,6 +254,11 @@ class RunConfig(Section):
     def steps_of_tokens(self, tokens: int) -> int:
         """Optimizer steps that train on at least so many tokens: a block repeats one token of the block before it."""
         return max(1, math.ceil(tokens / (self.train.effective_batch_size * (self.row_tokens - 1))))
+
+    @property
+    def accelerate_shards(self) -> bool:
+        """Whether accelerate splits the model over the processes. Task score splits its models itself."""
+        return self.cluster.strategy in SHARDED and self.task_mode != "score"
 
     @property
     def packs_rows(self) -> bool:

@@ -236,8 +236,8 @@ class ScoreConfig(Section):
 
     placement: Literal["auto", "shared", "roles", "roles4", "sharded"] = "auto"
     """Which device holds what. shared: every process holds everything, adapters on one base. roles: one process, the
-    solver on its first GPU, the guide as a model of its own on the second. roles4: on four. sharded: planned. auto: the
-    first that fits."""
+    solver on its first GPU, the guide as a model of its own on the second. roles4: on four. sharded: with
+    tuning.mode full, every process holds a part of each weight (cluster.strategy fsdp). auto: the first that fits."""
 
     devices: DevicesConfig = Field(default_factory=DevicesConfig)
     """A device for each part, in place of the placement's."""

@@ -20,7 +20,8 @@ from sftplay.errors import ConfigError, DataError, MachineError, RunError, Sftpl
 POLL_S = 0.05
 LOOKS = 20
 ABANDONED_S, STARTS_S = 5.0, 300.0
-"""A store that nobody holds for so long, and that is not whole, has lost its filler; or it has none, at the start."""
+"""A store that nobody holds for so long, and that is not whole, has lost its filler; or it has none, at the start.
+Before the filler of this run has begun there may be rows of an earlier run."""
 
 KINDS: dict[str, type[SftplayError]] = {
     kind.__name__: kind for kind in (ConfigError, DataError, MachineError, RunError)
@@ -58,6 +59,7 @@ class FollowedStore(Store):
             SftplayError: the filler's error.
         """
         self._final, self._path, self._filler = folder, path, filler
+        self._was_held = False
         seen = self._wait_for(None)
         super().__init__(seen.folder, seen.index, {})
         for side in SIDES:
@@ -107,8 +109,8 @@ class FollowedStore(Store):
             self._raise_failure()
             now = time.monotonic()
             if is_locked(lock_of(self._final)):
-                held_at = now
-            elif now - held_at > (STARTS_S if known is None and not self._has_ended() else ABANDONED_S):
+                held_at, self._was_held = now, True
+            elif now - held_at > (ABANDONED_S if self._was_held or self._has_ended() else STARTS_S):
                 raise RunError(
                     "the process that tokenises the rows has ended before it was done",
                     where=self._path,

@@ -39,6 +39,8 @@ from sftplay.errors import DataError
 
 COMPLETIONS = "completions"
 
+NOT_ASKED_FIX = "put what matters into the last turn, or write data.on_bad_row: skip"
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -113,6 +115,8 @@ def _load(cfg: RunConfig, tokenizer: Any, *, template: str | None, inputs: list[
         "reading": [data.format, data.columns, data.system, data.encoding, data.delimiter],
         "policies": [data.on_bad_row, data.too_long, data.duplicates, data.leaks],
     }
+    if cfg.task_mode == "score":
+        parts["asked"] = "the last turn"
     folder = Path(data.processed_dir) / fingerprint(parts)
 
     def make(unfinished: Path) -> None:
@@ -144,6 +148,7 @@ class _Pass:
 
     def __init__(self, cfg: RunConfig, renderer: Renderer, *, max_tokens: int) -> None:
         self._renderer, self._max_tokens = renderer, max_tokens
+        self._asks_last_turn = cfg.task_mode == "score"
         self._reading: Reading = reading_of(cfg.data)
         self._dialect = dialect_of(cfg.data)
         self._columns: dict[str, None] = {}
@@ -196,6 +201,9 @@ class _Pass:
             outcome.refused = f"has a column {COMPLETIONS!r}, the name by which rewards get the answers"
             outcome.fix = "give the column another name"
             return outcome, {}
+        if self._asks_last_turn and (more := prompt.beside_question(self._reading.system)):
+            outcome.refused, outcome.fix = not_asked(more), NOT_ASKED_FIX
+            return outcome, {}
         try:
             ids = prompt.prompt(self._renderer)
         except DataError as error:
@@ -239,6 +247,11 @@ class _Pass:
             f"{n_long:,} of {counts.read:,} prompts have more than {self._max_tokens:,} tokens and are left out; the"
             f" longest has {counts.longest:,}"
         ]
+
+
+def not_asked(more: str) -> str:
+    """Why a row with `more` than a question is no problem of two-turn episodes, whose prompts have one place for it."""
+    return f"has {more}, but task mode score asks the words of the last turn alone"
 
 
 def room(cfg: RunConfig) -> str:

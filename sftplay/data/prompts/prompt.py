@@ -48,6 +48,15 @@ class Prompt:
         """What is asked, in the words of the last turn."""
         return self.beginning or self.messages[-1].content
 
+    def beside_question(self, system: str | None) -> str:
+        """What the row has beside the words of `question`, in words; `system` is the system prompt of all rows."""
+        earlier = [turn for turn in self.messages[:-1] if (turn.role, turn.content) != ("system", system)]
+        if any(turn.role == "system" for turn in earlier):
+            return "a system prompt of its own"
+        if earlier:
+            return f"{len(earlier)} turns before its last one" if len(earlier) > 1 else "a turn before its last one"
+        return "tools" if self.tools else ""
+
     @property
     def unanswered(self) -> Chat | Text:
         """The question as a record: two prompts are the same where these say the same."""

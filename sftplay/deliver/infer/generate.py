@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from collections.abc import Generator as Pieces
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -64,7 +66,8 @@ class Generator:
         shipped, inner.generation_config = inner.generation_config, GenerationConfig()
         device = next(self.model.parameters()).device
         try:
-            return self.model.generate(
+            # Not PeftModel.generate: it parses versions at each token, for kinds of adapters that the kit refuses.
+            return inner.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
                 generation_config=greedy,
@@ -73,6 +76,8 @@ class Generator:
                     [_StopOnEvent(streamer.stop), _StopOnEvent(streamer.left)] if streamer else []
                 ),
                 streamer=streamer,
+                # A model in shards (FSDP2) needs all ranks for each token, also of those that have answered already.
+                synced_gpus=hasattr(self.model, "unshard") or None,
             )
         finally:
             inner.generation_config = shipped
@@ -83,15 +88,20 @@ def answer_batch(generator: Generator, prompts: Sequence[list[int]], *, rows: Se
 
     Prompts are padded on the left, so that all answers start at the same place.
     """
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), generator.tokenizer.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for i, prompt in enumerate(prompts):
-        ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        mask[i, width - len(prompt) :] = 1
+    ids, mask = left_padded(prompts, generator.tokenizer.pad_token_id)
     out = generator.generate(ids, mask, rows=rows)
-    answers: list[str] = generator.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+    answers: list[str] = generator.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
     return answers
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, int64 [prompts, tokens], with the padding before the tokens."""
+    # All rows at once, by way of numpy: to fill tensors row by row takes longer than a small model does.
+    lengths = np.array([len(prompt) for prompt in prompts])
+    mask = np.arange(lengths.max()) >= lengths.max() - lengths[:, None]
+    ids = np.full(mask.shape, pad)
+    ids[mask] = list(chain.from_iterable(prompts))
+    return torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
 
 
 def answer_all(

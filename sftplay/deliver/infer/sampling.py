@@ -35,7 +35,7 @@ class Sampling:
 GREEDY = Sampling()
 
 AHEAD = 32
-"""Random numbers of a row that are drawn at a time: a call for each token costs as much as a small model's layer."""
+"""Random numbers of a row that are drawn at first: a call for each token costs as much as a small model's layer."""
 
 
 class DrawByRow(LogitsProcessor):
@@ -46,20 +46,40 @@ class DrawByRow(LogitsProcessor):
     """
 
     def __init__(self, seed: int, rows: Sequence[int]) -> None:
-        self._sources = [torch.Generator().manual_seed(seed_of(seed, row)) for row in rows]
+        self._seeds = [seed_of(seed, row) for row in rows]
+        self._n_drawn = 0
         self._ahead: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """`scores`, float [rows, vocabulary], with all but the drawn token at minus infinity."""
-        sums = scores.double().softmax(-1).cumsum(-1)
+        return only(self.tokens(scores), scores)
+
+    def tokens(self, scores: torch.Tensor) -> torch.Tensor:
+        """The next token of each row, int64 [rows, 1]."""
+        sums = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         if not self._ahead:
-            numbers = [torch.rand(AHEAD, generator=source, dtype=torch.float64) for source in self._sources]
-            self._ahead = list(torch.stack(numbers, 1).flip(0))
-        drawn = self._ahead.pop()
+            self._draw_ahead(sums.device)
         # Each number is below the last sum, however that is rounded. The first sum above it is never a cut-off token's.
-        places = drawn.to(sums.device)[:, None] * sums[:, -1:]
-        tokens = torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+        places = self._ahead.pop() * sums[:, -1:]
+        return torch.searchsorted(sums, places, right=True).clamp(max=scores.shape[-1] - 1)
+
+    def _draw_ahead(self, device: torch.device) -> None:
+        """Twice as many numbers as there were.
+
+        All rows share one source. It begins anew for each of them: that is faster than a source for each row, although
+        the numbers of before are drawn once more.
+        """
+        source, done = torch.Generator(), self._n_drawn
+        self._n_drawn = 2 * done or AHEAD
+        numbers = torch.empty(len(self._seeds), self._n_drawn, dtype=torch.float64)
+        for row, seed in zip(numbers.unbind(), self._seeds, strict=True):
+            row.uniform_(generator=source.manual_seed(seed))
+        self._ahead = list(numbers[:, done:, None].to(device).unbind(1))[::-1]
+
+
+def only(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores like `scores` of which only these tokens, int64 [rows, 1], can be chosen."""
+    return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
 def seed_of(seed: int, row: int) -> int:

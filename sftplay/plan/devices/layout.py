@@ -11,7 +11,7 @@ from typing import Literal
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
 
-Placed = Literal["shared", "roles", "roles4"]
+Placed = Literal["shared", "roles", "roles4", "sharded"]
 
 PLACEMENT, DEVICES = "score.placement", "score.devices"
 
@@ -36,6 +36,11 @@ class Layout:
         """True where the guide is a model of its own and no adapter on the solver's base."""
         return self.placement != "shared"
 
+    @property
+    def is_split(self) -> bool:
+        """True where every process holds a part of each weight."""
+        return self.placement == "sharded"
+
     def devices(self) -> dict[str, str]:
         """Part -> device."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "placement"}
@@ -52,7 +57,9 @@ def layout_of(cfg: RunConfig, *, placement: Placed, gpus: int, processes: int) -
         ConfigError: the devices contradict the placement or the number of processes.
         MachineError: the machine has too few GPUs.
     """
-    if placement != "shared" and processes > 1:
+    if placement == "sharded":
+        _refuse_shards(cfg, processes=processes)
+    elif placement != "shared" and processes > 1:
         raise ConfigError(
             f"{placement}: one process holds all parts, and {processes} are started",
             where=_where(cfg, PLACEMENT),
@@ -84,11 +91,26 @@ def number_of(device: str) -> int:
 
 def _standard(placement: Placed, *, gpus: int) -> dict[str, str]:
     """Devices of the parts that do not lie on the process's own."""
-    if placement == "shared" or not gpus:
+    if placement in ("shared", "sharded") or not gpus:
         return {}
     if placement == "roles":
         return dict.fromkeys(("guide", "value", "target_critic", "ref"), "cuda:1")
     return {"critic": "cuda:1", "guide": "cuda:2", "value": "cuda:3", "target_critic": "cpu", "ref": "cpu"}
+
+
+def _refuse_shards(cfg: RunConfig, *, processes: int) -> None:
+    if processes == 1:
+        raise ConfigError(
+            "sharded: each process holds a part of each model, and one is started",
+            where=_where(cfg, PLACEMENT),
+            fix=f"start several (NPROC=2, `make train-distributed`), or write {PLACEMENT}: roles or shared",
+        )
+    if cfg.train.precision == "fp16":
+        raise ConfigError(
+            "sharded: the scaler of fp16 looks for numbers that are not finite on each process alone",
+            where=_where(cfg, "train.precision"),
+            fix="write train.precision: fp32; bf16 needs a GPU from 2020 on",
+        )
 
 
 def _refuse_device(cfg: RunConfig, part: str, *, device: str, gpus: int, processes: int) -> None:

@@ -7,7 +7,7 @@ has the length of `model.max_seq_len`, of which an action takes the end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
@@ -15,7 +15,17 @@ from sftplay.plan.devices.layout import OWN, Layout, layout_of
 from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.head import reference_scores
 from sftplay.plan.memory.rollout import DRAW, REFERENCE, Rollout, forward_layer, newest_token
-from sftplay.plan.memory.step import SHARDING, WORKSPACE_BYTES, Footprint, Size, Standing, estimate, standing_bytes
+from sftplay.plan.memory.step import (
+    ALONE,
+    SHARDING,
+    WORKSPACE_BYTES,
+    Communication,
+    Footprint,
+    Size,
+    Standing,
+    estimate,
+    standing_bytes,
+)
 from sftplay.plan.shape.model_shape import ModelShape
 
 GUIDE, COMPARE, CRITIC = "guide's ", "reference's answer", "critic"
@@ -54,7 +64,7 @@ def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None
     if cfg.task_mode != "score":
         return None
     score = cfg.score
-    placement: Any = "shared" if score.placement in ("auto", "sharded") else score.placement
+    placement: Any = "shared" if score.placement == "auto" else score.placement
     return Episodes(
         layout=layout_of(cfg, placement=placement, gpus=gpus, processes=processes),
         tokens=cfg.model.max_seq_len,
@@ -137,9 +147,15 @@ class _On:
     def _is_separate(self) -> bool:
         return self.episodes.has_guide and (self.episodes.layout.separates or self.execution.trains_all)
 
+    def _one(self) -> Standing:
+        """What this device holds of a single model."""
+        one = standing_bytes(self.shape, self.execution)
+        parts = self.world_size if self.episodes.layout.is_split else 1
+        return Standing(**{name: size / parts for name, size in vars(one).items()})
+
     def _standing(self) -> Standing:
         """Weights, gradients and moments of all models on this device, without the reference."""
-        one, episodes = standing_bytes(self.shape, self.execution), self.episodes
+        one, episodes = self._one(), self.episodes
         holds = {"solver": self._holds("solver"), "guide": self._holds("guide")}
         learns = holds["solver"] + (holds["guide"] and episodes.guide_learns)
         bases = holds["solver"] + (holds["guide"] and self._is_separate())
@@ -153,20 +169,24 @@ class _On:
     def _resident(self) -> dict[str, float]:
         """What is always there beside weights and moments, and they."""
         standing = self._standing()
-        # DDP has buckets for the model that the Trainer holds, which a guide of its own is no part of.
-        sent = standing.gradients / (self.episodes.learners if self._is_separate() else 1)
         return {
             "weights": standing.weights,
             "adapters": standing.adapters,
             "optimizer": standing.optimizer,
             REFERENCE: self._reference(),
             CRITIC: self._critic(),
-            SHARDING: sent if self.world_size > 1 else 0.0,
+            SHARDING: self._sent(),
             "workspace": float(WORKSPACE_BYTES),
         }
 
+    def _sent(self) -> float:
+        """DDP's buckets for the model that the Trainer holds, which a guide of its own is no part of."""
+        if self.world_size == 1 or self.episodes.layout.is_split:
+            return 0.0
+        return self._standing().gradients / (self.episodes.learners if self._is_separate() else 1)
+
     def _reference(self) -> float:
-        return standing_bytes(self.shape, self.execution).weights if self._holds("ref") else 0.0
+        return self._one().weights if self._holds("ref") else 0.0
 
     def _critic(self) -> float:
         """Its table of tokens, which is nearly all of it, with gradient and moments; and the slow copy."""
@@ -184,17 +204,49 @@ class _On:
                     completion_tokens=longest,
                     micro_batch=1,
                 )
-                found.append(newest_token(self.shape, self.execution, rollout=rollout, score_bytes=DRAWN_BYTES))
+                found.append(newest_token(self.shape, self._computing(), rollout=rollout, score_bytes=DRAWN_BYTES))
         most = max(found, key=lambda parts: sum(parts.values()), default={})
-        return {**self._resident(), **most}
+        gathered = self._gathered()
+        return {**self._resident(), SHARDING: self._sent() + gathered.gathered + gathered.ahead, **most}
 
     def _learning(self, rows: int, longest: int) -> dict[str, dict[str, float]]:
         """A micro-batch of one role; both models' gradients are there, since turn 2 follows turn 1."""
         standing, resident = self._standing(), self._resident()
         size = Size(rows=rows, seq=self.episodes.tokens, labelled=rows * longest, accumulates=True)
         beside = {name: resident[name] for name in (REFERENCE, CRITIC, SHARDING)}
+        if self.episodes.layout.is_split:
+            return self._learning_in_shards(size, standing)
         learned = estimate(self.shape, self.execution, size=size, standing=standing).phases
         return {name: {**parts, **beside} for name, parts in learned.items()}
+
+    def _learning_in_shards(self, size: Size, standing: Standing) -> dict[str, dict[str, float]]:
+        """The same where weights are gathered for each pass."""
+        computed, gathered = self._computing(), self._gathered()
+        learned = estimate(self.shape, computed, size=size, standing=standing, communication=gathered).phases
+        head = float(self._head_params() * computed.compute_bytes)
+        beside = {REFERENCE: self._reference() + head, CRITIC: self._critic()}
+        found = {name: {**parts, **beside} for name, parts in learned.items()}
+        # Whole gradients of the layer at work, and of the head, which are sent behind all layers.
+        found["layer"][SHARDING] += head + gathered.ahead
+        return found
+
+    def _computing(self) -> Execution:
+        """Shards are gathered in the precision that computes: there is no rounded copy beside them."""
+        each = self.execution.compute_bytes if self.episodes.layout.is_split else None
+        return replace(self.execution, weight_bytes=each, stream_bytes=each) if each else self.execution
+
+    def _head_params(self) -> int:
+        """What is gathered around the layers: with tied weights the head is the embedding."""
+        shape = self.shape
+        return shape.other_params - (0 if shape.tied else shape.vocab * shape.hidden)
+
+    def _gathered(self) -> Communication:
+        """Whole weights that a pass has on this device: the head, a layer, and the next one."""
+        if not self.episodes.layout.is_split:
+            return ALONE
+        shape, each = self.shape, self.execution.compute_bytes
+        layer = (shape.total_params - shape.other_params) / shape.layers * each
+        return Communication(gathered=self._head_params() * each + layer, ahead=layer)
 
     def _comparing(self, rows: int) -> dict[str, float]:
         """A forward pass of the reference for a model on another device."""

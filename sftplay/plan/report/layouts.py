@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.plan.devices.layout import PLACEMENT
 from sftplay.plan.memory.episodes import held_by, names_of
 from sftplay.plan.memory.forecast import Forecast, Place
 from sftplay.plan.report.tables import LABELS
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.placement import REF, Candidate, candidates, look
+from sftplay.plan.sizing.strategy import STRATEGY
 from sftplay.units import GIB
 
 MODES = ("full", "lora", "qlora")
@@ -65,7 +67,7 @@ def compare_layouts(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[
 def _rows(cfg: RunConfig, shape: ModelShape, *, place: Place) -> Iterator[LayoutRow]:
     gpus = max(1, place.gpus)
     for mode in MODES:
-        tuned = cfg.with_values({"tuning.mode": mode, "score.placement": "auto", REF: "auto"}, "compare")
+        tuned = cfg.with_values({"tuning.mode": mode, PLACEMENT: "auto", REF: "auto", STRATEGY: "auto"}, "compare")
         # Processes that each hold everything, then one process with several devices.
         for processes in sorted({gpus, 1}, reverse=True):
             own = replace(place, world_size=processes)

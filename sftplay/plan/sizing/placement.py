@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sftplay.config.rules.score import broken_shard_rules
 from sftplay.config.schema.run import RunConfig
 from sftplay.plan.devices.layout import DEVICES, PLACEMENT, layout_of
 from sftplay.plan.memory.forecast import Forecast, Place, forecast_one_row
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision, Decisions
-from sftplay.plan.sizing.strategy import planned_strategy
+from sftplay.plan.sizing.strategy import STRATEGY, planned_strategy
 from sftplay.units import format_bytes
 
 REF = f"{DEVICES}.ref"
@@ -31,7 +32,8 @@ class Candidate:
     @property
     def values(self) -> dict[str, Any]:
         """By config key."""
-        return {PLACEMENT: self.placement, **({REF: "cpu"} if self.ref_on_cpu else {})}
+        split = {STRATEGY: "fsdp"} if self.placement == "sharded" else {}
+        return {PLACEMENT: self.placement, **({REF: "cpu"} if self.ref_on_cpu else {}), **split}
 
 
 def candidates(cfg: RunConfig, place: Place) -> list[Candidate]:
@@ -41,7 +43,9 @@ def candidates(cfg: RunConfig, place: Place) -> list[Candidate]:
         names.append("roles")
     if is_one and place.gpus >= 4:
         names.append("roles4")
-    wanted = cfg.score.placement
+    wanted = "sharded" if cfg.cluster.strategy == "fsdp" else cfg.score.placement
+    if not is_one and can_split(cfg):
+        names.append("sharded")
     names = [wanted] if wanted != "auto" else names
     if wanted == "auto" and cfg.score.devices.guide != "auto":
         names = [name for name in names if name != "shared"] or ["roles"]
@@ -53,6 +57,12 @@ def candidates(cfg: RunConfig, place: Place) -> list[Candidate]:
         if moves_ref and name in ("shared", "roles"):
             found.append(Candidate(name, ref_on_cpu=True))
     return found
+
+
+def can_split(cfg: RunConfig) -> bool:
+    """Whether the config's models could be in shards."""
+    tried = cfg.with_values({PLACEMENT: "sharded"}, "placement")
+    return not any(broken_shard_rules(tried)) and cfg.train.precision != "fp16"
 
 
 def choose_placement(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -> Decisions:

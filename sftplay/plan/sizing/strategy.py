@@ -28,7 +28,9 @@ def choose_strategy(cfg: RunConfig, shape: ModelShape | None, *, place: Place) -
     if place.world_size == 1:
         return Decision("ddp", "one process holds everything")
     if cfg.task_mode == "score":
-        return Decision("ddp", "two-turn episodes are trained by ddp alone")
+        if cfg.score.placement == "sharded":
+            return Decision("fsdp", "score.placement sharded splits both models by torch itself")
+        return Decision("ddp", f"score.placement {cfg.score.placement} has both models whole")
     if shape is None:
         return Decision("ddp", "the model's shape is not known here, so nothing says that it must be split")
     if not place.device.is_gpu:

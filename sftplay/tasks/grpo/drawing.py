@@ -17,7 +17,7 @@ from sftplay.errors import ConfigError
 from sftplay.monitor.metrics import gather_objects
 from sftplay.tasks.grpo.completions.length_order import depends_on_cut, has_relative_places, order_by_length
 from sftplay.tasks.grpo.completions.sampler_gauge import SAMPLED, SCORED, SamplerGauge, recorded
-from sftplay.tasks.grpo.completions.tile_width import tiles_as_wide_as
+from sftplay.tasks.grpo.completions.tile_width import fitted_tiles
 from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.prompts import PromptRows
 from sftplay.tasks.grpo.redraws import Redraws, Share
@@ -202,7 +202,7 @@ class Drawing(Base):
             )[0]
 
     def _get_per_token_logps_and_entropies(self, *given: Any, **named: Any) -> Any:
-        with tiles_as_wide_as(self.model.config.get_text_config().vocab_size):
+        with fitted_tiles(self.model.config.get_text_config().vocab_size):
             scored = super()._get_per_token_logps_and_entropies(*given, **named)
         self.gauge.learned = scored[0].detach() if torch.is_grad_enabled() else None
         return scored

@@ -134,7 +134,7 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: in
         kind = cfg.cluster.strategy.rstrip("123")
         if not rank["model_class"].startswith(WRAPPERS[kind]):
             problems.append(f"rank {n} wraps the model in {rank['model_class']} instead of {WRAPPERS[kind]}")
-        if not rank["distributed_type"].startswith(DISTRIBUTED[kind]):
+        if not rank["distributed_type"].startswith(DISTRIBUTED[kind if cfg.accelerate_shards else "ddp"]):
             problems.append(f"rank {n} is {rank['distributed_type']} where cluster.strategy is {cfg.cluster.strategy}")
     if sum(rank["is_main"] for rank in ranks) != 1:
         problems.append(f"{sum(rank['is_main'] for rank in ranks)} ranks take themselves for the main one")
@@ -150,7 +150,7 @@ def find_problems(ranks: list[dict[str, Any]], cfg: RunConfig, *, world_size: in
 def has_sharded_weights(trainer: Any) -> bool:
     """True under FSDP and ZeRO-3, where each rank holds only a shard of the weights."""
     plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
-    return bool(trainer.is_fsdp_enabled or (plugin and plugin.zero_stage == 3))
+    return bool(hasattr(trainer, "whole_weights") or trainer.is_fsdp_enabled or (plugin and plugin.zero_stage == 3))
 
 
 def checksum(model: Any) -> str:

@@ -21,11 +21,14 @@ RESULT_ADAPTERS = ("default", "guide")
 """Names of the adapters that a run leaves: the first in adapter/ itself, others in folders of their names below it."""
 
 
-def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
+def gather_weights(trainer: Any) -> dict[str, dict[str, torch.Tensor]] | None:
     """The weights to save, gathered from all ranks; None where every rank holds them whole.
 
-    All ranks must call it; only the main one gets them.
+    Those of the trainer's model are named "". All ranks must call it; only the main one gets them.
     """
+    if hasattr(trainer, "whole_weights"):
+        weights = trainer.whole_weights()
+        return weights if trainer.accelerator.is_main_process else None
     if trainer.is_fsdp_enabled:
         weights = trainer.accelerator.get_state_dict(trainer.model)
     elif trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
@@ -35,7 +38,7 @@ def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
         )
     else:
         return None
-    return weights if trainer.accelerator.is_main_process else None
+    return {"": weights} if trainer.accelerator.is_main_process else None
 
 
 def leave_process_group() -> None:
@@ -55,15 +58,15 @@ def save_result(
     cfg: RunConfig,
     folder: RunFolder,
     base: str,
-    weights: dict[str, torch.Tensor] | None = None,
+    weights: Mapping[str, dict[str, torch.Tensor]] | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save `adapter/` or `model/`, whole or not at all; one that an earlier attempt left is replaced.
 
-    `weights` are the model's, where the model itself holds only a part of them. `base` is the folder or hub name that
-    the model was loaded from. A builtin base is copied to `base/`, and the adapter points to that copy; a local base is
-    named by its absolute path. So plain PEFT finds it without this kit. `beside` are further models of the run, each of
-    which is saved in a folder of its name below the result.
+    `weights` are the models' by their names, "" for `model`, where a model itself holds only a part of them. `base` is
+    the folder or hub name that the model was loaded from. A builtin base is copied to `base/`, and the adapter points
+    to that copy; a local base is named by its absolute path. So plain PEFT finds it without this kit. `beside` are
+    further models of the run, each of which is saved in a folder of its name below the result.
     """
     target = folder.path / ("model" if cfg.tuning.mode == "full" else "adapter")
     if cfg.tuning.mode != "full":
@@ -71,18 +74,19 @@ def save_result(
             base = str(shutil.copytree(base, folder.path / "base", dirs_exist_ok=True))
         base = str(Path(base).resolve()) if Path(base).is_dir() else base
     elif weights is not None:
-        weights = {name: tensor.to(_saved_dtype(cfg)) for name, tensor in weights.items()}
+        weights = {each: _rounded(named, cfg) for each, named in weights.items()}
     with whole_folder(target, replaces=True) as scratch:
         for name, each in {"": model, **(beside or {})}.items():
+            own = weights.get(name) if weights else None
             if cfg.tuning.mode != "full":
-                _save_adapters(each, scratch, base=base, revision=cfg.model.revision, weights=None if name else weights)
+                _save_adapters(each, scratch, base=base, revision=cfg.model.revision, weights=own)
                 continue
-            if weights is None:
+            if own is None:
                 each.to(_saved_dtype(cfg))
             each.config.use_cache = True
             # The base's own end token is not always the one its chats end with.
             set_end_tokens(each.generation_config, tokenizer)
-            each.save_pretrained(scratch / name, state_dict=None if name else weights)
+            each.save_pretrained(scratch / name, state_dict=own)
             tokenizer.save_pretrained(scratch / name)
         if cfg.tuning.mode != "full":
             tokenizer.save_pretrained(scratch)
@@ -108,6 +112,11 @@ def _save_adapters(
 def _kept_adapters(model: Any) -> list[str]:
     """The adapters of the result; one that KL is measured against is no part of it."""
     return [name for name in RESULT_ADAPTERS if name in model.peft_config]
+
+
+def _rounded(named: Mapping[str, torch.Tensor], cfg: RunConfig) -> dict[str, torch.Tensor]:
+    rounded = {id(tensor): tensor.to(_saved_dtype(cfg)) for tensor in named.values()}
+    return {name: rounded[id(tensor)] for name, tensor in named.items()}  # tied weights stay one tensor
 
 
 def _saved_dtype(cfg: RunConfig) -> torch.dtype:

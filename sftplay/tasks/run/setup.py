@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from sftplay import log
-from sftplay.config.schema.cluster import SHARDED
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.order import order_hash, steps_for, training_order
 from sftplay.launch.run_folder import RunFolder
@@ -37,8 +36,8 @@ class RunSetup:
 
     @property
     def is_sharded(self) -> bool:
-        """True where ranks hold parts of the weights or of the optimizer's state."""
-        return self.world_size > 1 and self.cfg.cluster.strategy in SHARDED
+        """True where accelerate leaves ranks parts of the weights or of the optimizer's state."""
+        return self.world_size > 1 and self.cfg.accelerate_shards
 
     @property
     def config_sha256(self) -> str:

@@ -22,9 +22,10 @@ from sftplay.data.prompts.questions import Question
 from sftplay.errors import RunError
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
+from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.episodes.figures import diagnosis
 from sftplay.tasks.score.episodes.judge import Verdict, describe
-from sftplay.tasks.score.episodes.play import Hints
+from sftplay.tasks.score.episodes.play import Episode, Hints
 from sftplay.tasks.score.episodes.samples import line_of, write_lines
 from sftplay.tasks.score.learning.schedule import gate_objection
 from sftplay.tasks.step.random_numbers import random_numbers_kept
@@ -64,13 +65,11 @@ class EvaluateEpisodes(Observer):
         if gather_objects(path.exists())[0]:
             return {}
         began = time.monotonic()
-        played = self._play("own")
-        figures: dict[str, Any] = {"step": step, "n": len(played), **describe([verdict for _, verdict, _ in played])}
-        for hints in ("empty", "static"):
-            said = describe([verdict for _, verdict, _ in self._play(hints)])
-            figures[f"acc_t2_{hints}"] = said["acc_t2"]
+        played, empty, static = self._play("own", "empty", "static")
+        figures: dict[str, Any] = {"step": step, "n": len(played), **figures_of(played)}
+        figures |= {"acc_t2_empty": figures_of(empty)["acc_t2"], "acc_t2_static": figures_of(static)["acc_t2"]}
         if self.cfg.score.eval_temperature:
-            said = describe([verdict for _, verdict, _ in self._play("own", is_greedy=True)])
+            said = figures_of(self._play("own", is_greedy=True)[0])
             figures |= {f"{name}_greedy": said[name] for name in ("acc_t1", "acc_t2")}
         figures |= {"diagnosis": diagnosis(figures), "seconds": round(time.monotonic() - began, 3)}
         if log.is_main():
@@ -84,18 +83,26 @@ class EvaluateEpisodes(Observer):
         log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
         return figures
 
-    def _play(self, hints: Hints, *, is_greedy: bool = False) -> list[Played]:
-        """The episodes of all ranks, each once, in the order of their numbers.
+    def _play(self, *kinds: Hints, is_greedy: bool = False) -> list[list[Played]]:
+        """With each kind of hints: the episodes of all ranks, each once, in the order of their numbers.
 
-        `is_greedy`: each problem once, with the likeliest tokens; else as the config says.
+        First answers are the same with each kind, so they are drawn once. `is_greedy`: each problem once, with the
+        likeliest tokens; else as the config says.
         """
-        with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
-            shares = gather_objects(self._share(hints, is_greedy=is_greedy), self.trainer.heartbeat)
-        by_number = {each[0]: each for share in shares for each in share}
-        return [by_number[number] for number in sorted(by_number)]
+        played, firsts = list[list[Played]](), None
+        for hints in kinds:
+            with random_numbers_kept(), self.trainer.heartbeat.within("evaluation"):
+                episodes = self._share(hints, is_greedy=is_greedy, firsts=firsts)
+                shares = gather_objects(self._judged(episodes), self.trainer.heartbeat)
+            firsts = [episode.first for _, episode in episodes]
+            by_number = {each[0]: each for share in shares for each in share}
+            played.append([by_number[number] for number in sorted(by_number)])
+        return played
 
-    def _share(self, hints: Hints, *, is_greedy: bool = False) -> list[Played]:
-        """This rank's episodes. Every rank has as many as the others: one may be played twice."""
+    def _share(
+        self, hints: Hints, *, is_greedy: bool = False, firsts: Sequence[Action] | None = None
+    ) -> list[tuple[int, Episode]]:
+        """This rank's episodes with their numbers. Every rank has as many as the others: one may be played twice."""
         trainer, score = self.trainer, self.cfg.score
         each, temperature = (1, 0.0) if is_greedy else (score.eval_samples, score.eval_temperature)
         n, world = len(self.questions) * each, log.world_size()
@@ -105,15 +112,18 @@ class EvaluateEpisodes(Observer):
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
                 episodes = trainer.player.play(
-                    questions, numbers=numbers, seed=self.cfg.seed, temperature=temperature, hints=hints
+                    questions, numbers=numbers, seed=self.cfg.seed, temperature=temperature, hints=hints, firsts=firsts
                 )
         finally:
             trainer.cast.train()
-        verdicts = trainer.judge.judge(episodes, heartbeat=trainer.heartbeat)
-        tokenizer = trainer.player.tokenizer
+        return list(zip(numbers, episodes, strict=True))
+
+    def _judged(self, episodes: Sequence[tuple[int, Episode]]) -> list[Played]:
+        trainer = self.trainer
+        verdicts = trainer.judge.judge([episode for _, episode in episodes], heartbeat=trainer.heartbeat)
         return [
-            (number, verdict, line_of(episode, verdict, tokenizer=tokenizer))
-            for number, episode, verdict in zip(numbers, episodes, verdicts, strict=True)
+            (number, verdict, line_of(episode, verdict, tokenizer=trainer.player.tokenizer))
+            for (number, episode), verdict in zip(episodes, verdicts, strict=True)
         ]
 
     def _expect_readable_hints(self) -> None:
@@ -121,7 +131,7 @@ class EvaluateEpisodes(Observer):
         wanted = self.cfg.score.hint_gain
         if not wanted or self.cfg.score.guidance == "none":
             return
-        right, empty = (describe([verdict for _, verdict, _ in self._play(hints)]) for hints in ("right", "empty"))
+        right, empty = (figures_of(played) for played in self._play("right", "empty"))
         with_hint, without = float(right["acc_t2"] or 0.0), float(empty["acc_t2"] or 0.0)
         said = f"right in {with_hint:.1%} with a correct hint and in {without:.1%} with an empty one"
         log.say(f"second answers are {said}", "eval")
@@ -142,6 +152,11 @@ class EvaluateEpisodes(Observer):
             log.say(
                 f"stage 1 ends: KL of turn 1 {kl_first:.3g}, delta {figures['delta']:+.3f}; stage 2 begins", "score"
             )
+
+
+def figures_of(played: Sequence[Played]) -> dict[str, float | None]:
+    """What the verdicts say."""
+    return describe([verdict for _, verdict, _ in played])
 
 
 def said_of(figures: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ class Drawing(NamedTuple):
 def save_drawing(drawing: Drawing, checkpoint: Path) -> None:
     """Write what the next steps still learn from. Every rank must call it."""
     episodes, fresh = drawing.played.episodes, drawing.played.fresh
-    mine = [_described(episode) for episode in episodes], [[asdict(each) for each in pair] for pair in fresh]
+    mine = [_described(episode) for episode in episodes], [[each._asdict() for each in pair] for pair in fresh]
     ranks = gather_objects(mine)
     if not log.is_main():
         return
@@ -77,10 +77,10 @@ def load_drawing(checkpoint: Path, *, questions: Sequence[Question]) -> Drawing:
 
 def _described(episode: Episode) -> dict[str, Any]:
     return {
-        "first": asdict(episode.first),
-        "hint": None if episode.hint is None else asdict(episode.hint),
+        "first": episode.first._asdict(),
+        "hint": None if episode.hint is None else episode.hint._asdict(),
         "hint_ids": list(episode.hint_ids),
-        "second": asdict(episode.second),
+        "second": episode.second._asdict(),
     }
 
 

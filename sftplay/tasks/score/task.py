@@ -27,6 +27,7 @@ from sftplay.tasks.score.finished.ablation import measure_ablation
 from sftplay.tasks.score.finished.cast import FinishedCast, open_cast
 from sftplay.tasks.score.gradients.scoring import check_scores
 from sftplay.tasks.score.problems import EpisodeRows, collate, run_order
+from sftplay.tasks.score.sharded_trainer import ShardedEpisodeTrainer
 from sftplay.tasks.score.trainer import EpisodeTrainer
 
 
@@ -41,12 +42,6 @@ def check_share(cfg: RunConfig) -> None:
             f"{episodes} episodes over {log.world_size()} processes are no whole groups of {each}",
             where="train.effective_batch_size",
             fix=f"write train.effective_batch_size: {size}",
-        )
-    if log.world_size() > 1 and cfg.cluster.strategy != "ddp":
-        raise ConfigError(
-            f"task mode score trains with ddp alone, and the plan has chosen {cfg.cluster.strategy}",
-            where="cluster.strategy",
-            fix="write cluster.strategy: ddp, with tuning.mode qlora if the model does not fit",
         )
 
 
@@ -96,7 +91,7 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
     """A trainer that plays the problems in their order.
 
     Raises:
-        ConfigError: a process's share of a step is no whole number of groups, or ranks would hold shards.
+        ConfigError: a process's share of a step is no whole number of groups.
     """
     cfg, score, prompts = parts.cfg, parts.cfg.score, parts.rows.source
     check_share(cfg)
@@ -105,7 +100,7 @@ def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
     cast = _cast(parts.model, cfg)
     check_scores(parts.model)
     player = Player(cfg, cast, renderer=prompts.renderer)
-    trainer = EpisodeTrainer(
+    trainer = (ShardedEpisodeTrainer if score.placement == "sharded" else EpisodeTrainer)(
         parts.step,
         cfg=cfg,
         run_folder=parts.folder.path,

@@ -38,6 +38,7 @@ from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawin
 from sftplay.tasks.score.learning.credit import Credit
 from sftplay.tasks.score.learning.critic import soft_update
 from sftplay.tasks.score.problems import Dealing
+from sftplay.tasks.score.shards.models import gathered
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
@@ -244,15 +245,18 @@ class EpisodeTrainer(Trainer):
             if norm > self.args.max_grad_norm:
                 for parameter in parameters:
                     if parameter.grad is not None:
-                        parameter.grad.mul_(self.args.max_grad_norm / norm)
+                        parameter.grad.mul_(float(self.args.max_grad_norm / norm))
         return squares.sqrt()
 
     def _save_checkpoint(self, *given: Any) -> None:
         with random_numbers_kept():
             super()._save_checkpoint(*given)
-        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        checkpoint, weights = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", {}
+        for name, parameter in self.cast.kept_weights().items():
+            whole = gathered(parameter.detach())  # by all ranks
+            if log.is_main():
+                weights[name] = whole.contiguous()
         if log.is_main():
-            weights = {name: p.detach().contiguous() for name, p in self.cast.kept_weights().items()}
             save_file(weights, checkpoint / WEIGHTS)
         if self.drawing is not None and self.state.global_step % self.dealing.steps:
             save_drawing(self.drawing, checkpoint)

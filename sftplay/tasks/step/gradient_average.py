@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
 
 
 def average_gradients(model: Any, *, beside: Sequence[Any] = ()) -> None:
@@ -18,9 +19,10 @@ def average_gradients(model: Any, *, beside: Sequence[Any] = ()) -> None:
 
     All ranks must call it with the same trainable weights. `model` is the DistributedDataParallel, and `beside` are
     weights that train outside of it. Gradients are sent in buckets of DDP's own size, which is also all the memory that
-    sending takes.
+    sending takes. Those of weights in shards were averaged by the backward pass.
     """
-    weights = [*(p for p in model.parameters() if p.requires_grad), *beside]
+    trained = [*(p for p in model.parameters() if p.requires_grad), *beside]
+    weights = [weight for weight in trained if not isinstance(weight, DTensor)]
     _reduce(weights, model.bucket_bytes_cap, divisor=torch.distributed.get_world_size())
 
 

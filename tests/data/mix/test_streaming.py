@@ -6,8 +6,10 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,19 +124,38 @@ def test_a_bad_row_ends_the_stream_with_the_error_that_names_it(tokenizer: Any, 
     assert "data.on_bad_row: skip" in failure.value.fix
 
 
+def begin_store(job: SourceJob) -> None:
+    """Leave a store as a filler does that is killed at its beginning."""
+    unfinished = job.folder.with_name(f".{job.folder.name}.part")
+    unfinished.mkdir(parents=True)
+    with StoreFiles(unfinished, Index(2, False)) as files:
+        files.begin(None)
+
+
 def test_a_store_whose_filler_was_killed_is_an_error_and_no_endless_wait(
     tokenizer: Any, mixed: Mixed, domain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(following, "ABANDONED_S", 0.2)
     (job,) = jobs(mixed([domain], split=0), tokenizer)
-    unfinished = job.folder.with_name(f".{job.folder.name}.part")
-    unfinished.mkdir(parents=True)
-    with StoreFiles(unfinished, Index(2, False)) as files:
-        files.begin(None)
-    store = FollowedStore(job.folder, path="domain.jsonl")
+    begin_store(job)
+    killed = SimpleNamespace(poll=lambda: -signal.SIGKILL)
+    store = FollowedStore(job.folder, path="domain.jsonl", filler=killed)
     with pytest.raises(RunError, match="has ended before it was done") as failure:
         store.sides["train"].has_group(0)
     assert failure.value.where == "domain.jsonl"
+
+
+def test_a_filler_that_is_slow_to_start_is_waited_for_where_an_earlier_one_has_left_a_store(
+    tokenizer: Any, mixed: Mixed, domain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(following, "ABANDONED_S", -1.0)
+    (job,) = jobs(mixed([domain], split=0), tokenizer)
+    begin_store(job)
+    store = FollowedStore(job.folder, path="domain.jsonl", filler=SimpleNamespace(poll=lambda: None))
+    fills = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: job.ensure(is_followed=True))
+    monkeypatch.setattr(following, "time", fills)  # it begins after the reader has looked once
+    assert store.sides["train"].has_group(0)
+    assert store.index.is_whole
 
 
 @pytest.mark.usefixtures("small_groups")

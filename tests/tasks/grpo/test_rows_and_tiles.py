@@ -1,8 +1,9 @@
-"""What the trainer is spared beside TRL: rows are not looked into, and no buffer is wider than the vocabulary."""
+"""What the trainer is spared beside TRL: rows are not looked into, and no score is computed that nobody uses."""
 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +16,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
 from sftplay.data.prompts.questions import Questions
-from sftplay.tasks.grpo.completions.tile_width import tiles_as_wide_as
+from sftplay.tasks.grpo.completions.tile_width import fitted_tiles
 from sftplay.tasks.grpo.prompts import PromptRows
 
 
@@ -50,7 +51,7 @@ def test_log_probabilities_and_gradients_are_those_of_trls_own_width(monkeypatch
     seen = []
     for width in (10**9, len(tokenizer)):
         model = utils.add_fused_lm_head(fresh := tiny_llama(tokenizer)) or fresh
-        with tiles_as_wide_as(width):
+        with fitted_tiles(width):
             found = model(input_ids=ids, labels=ids, fused_lm_head=True)
         found.loss.backward()
         seen.append((found.log_probs.detach(), model.lm_head.weight.grad))
@@ -58,3 +59,28 @@ def test_log_probabilities_and_gradients_are_those_of_trls_own_width(monkeypatch
     for wide, narrow in zip(*seen, strict=True):
         assert torch.equal(wide, narrow)
     assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == 32_768
+
+
+def test_scores_of_prompts_and_padding_are_not_computed_and_the_others_are_trls(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = letter_tokenizer()
+    n_scored: list[int] = []
+    real = chunked_logprob._forward_tile
+
+    def noted(tile: torch.Tensor, *given: Any, **named: Any) -> None:
+        n_scored.append(len(tile))
+        real(tile, *given, **named)
+
+    monkeypatch.setattr(chunked_logprob, "_forward_tile", noted)
+    ids = torch.randint(3, len(tokenizer), (4, 9), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :4] = -100
+    labels[1, 6:] = -100
+    seen = []
+    for spared in (nullcontext(), fitted_tiles(len(tokenizer))):
+        model = utils.add_fused_lm_head(fresh := tiny_llama(tokenizer)) or fresh
+        with spared:
+            found = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (found.log_probs * torch.linspace(-1, 1, 8)).sum().backward()
+        seen.append((found.log_probs.detach(), {name: each.grad for name, each in model.named_parameters()}))
+    assert n_scored == [4 * 8, 4 * 5 - 3]
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-5, atol=1e-6)

@@ -104,7 +104,7 @@ def drawn(cast: Cast, role: str, prompt: str, said: str) -> Action:
     with torch.no_grad():
         batch = ActionBatch.of([action], pad=ID["<pad>"], device="cpu")
         scores = score_actions(cast, batch, role=role, temperature=1.0, kl="full")
-    return replace(action, log_probs=scores.log_probs[0].tolist())
+    return action._replace(log_probs=scores.log_probs[0].tolist())
 
 
 @pytest.fixture(scope="module")

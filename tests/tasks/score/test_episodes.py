@@ -18,7 +18,7 @@ from sftplay.errors import RunError
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions, padded_tokens
 from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, is_leaked, reference_of, turn_figures
-from sftplay.tasks.score.episodes.templates import Template, make_templates, without_middle
+from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of, tokens_of_each, without_middle
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +131,19 @@ def test_numbers_that_are_drawn_ahead_are_those_of_one_call_a_token():
     numbers = torch.rand(AHEAD, generator=ahead, dtype=torch.float64)
     single = [torch.rand(1, generator=by_token, dtype=torch.float64) for _ in range(AHEAD)]
     assert torch.equal(numbers, torch.cat(single))
-    draw, scores = DrawByRow(7, [3]), torch.zeros(1, 1_000)
-    source = torch.Generator().manual_seed(seed_of(7, 3))
-    for _ in range(AHEAD + 2):
-        place = int(torch.rand(1, generator=source, dtype=torch.float64).item() * 1_000)
-        assert abs(int(draw(torch.zeros(1, 1), scores).argmax()) - place) <= 1
+    rows = [3, 0]
+    draw, scores = DrawByRow(7, rows), torch.zeros(2, 1_000)
+    sources = [torch.Generator().manual_seed(seed_of(7, row)) for row in rows]
+    for _ in range(4 * AHEAD + 2):  # numbers are drawn ahead three times
+        places = [int(torch.rand(1, generator=source, dtype=torch.float64).item() * 1_000) for source in sources]
+        drawn = draw(torch.zeros(2, 1), scores).argmax(-1).tolist()
+        assert max(abs(token - place) for token, place in zip(drawn, places, strict=True)) <= 1
+
+
+def test_texts_tokenised_in_one_call_are_those_of_a_call_each(digits: Path):
+    tokenizer, texts = AutoTokenizer.from_pretrained(digits), ["1+3=", "", "2>"]
+    assert tokens_of_each(tokenizer, texts) == [ids("1+3="), [], ids("2>")]
+    assert [tokens_of(tokenizer, text) for text in texts] == [ids("1+3="), [], ids("2>")]
 
 
 def test_padding_is_what_lies_between_a_micro_batchs_actions_and_the_longest_of_them():

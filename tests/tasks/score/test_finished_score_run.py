@@ -158,3 +158,8 @@ def test_a_row_without_room_for_both_answers_is_named(
     assert cli.main(["infer-batch", *words]) == 4
     assert f"{rows}:2" in (said := capsys.readouterr().err)
     assert "has 40 tokens; beside answers of 2 and a hint there is room for 28" in said
+    turns = [{"role": role, "content": "1+1="} for role in ("user", "assistant", "user")]
+    rows.write_text(json.dumps({"prompt": turns}) + "\n")
+    assert cli.main(["infer-batch", *words]) == 4
+    assert f"{rows}:1" in (said := capsys.readouterr().err)
+    assert "has 2 turns before its last one, but task mode score asks" in said

@@ -122,6 +122,19 @@ def test_every_line_says_what_turn_2_did_and_the_gain_is_what_was_fixed_less_wha
     assert whole.metrics[-1]["eval_acc_t1"] == evaluations[-1]["acc_t1"]
 
 
+def test_episodes_with_other_hints_have_the_first_answers_that_were_drawn(whole: Finished):
+    trainer = whole.trainer
+    trainer.cast.eval()
+    draw = {"numbers": range(6), "seed": 1, "temperature": 1.0}
+    questions = [trainer.questions[n % 2] for n in range(6)]
+    firsts = [episode.first for episode in trainer.player.play(questions, **draw)]
+    for hints in ("empty", "static", "right"):
+        anew = trainer.player.play(questions, **draw, hints=hints)
+        with patch.object(trainer.player, "_draw", wraps=trainer.player._draw) as draws:
+            assert trainer.player.play(questions, **draw, hints=hints, firsts=firsts) == anew
+        assert draws.call_count == 1  # the second answers
+
+
 def test_a_trackers_curves_of_the_evaluation_begin_at_step_0(whole: Finished):
     board = EventAccumulator(str(whole.folder.path / "tb"))
     board.Reload()

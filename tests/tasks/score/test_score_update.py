@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from sftplay.config.schema.score import ScoreConfig
 from sftplay.machine.releases import recompute
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
-from sftplay.tasks.score.episodes.cast import Cast
+from sftplay.tasks.score.episodes.cast import ADAPTERS, Cast
 from sftplay.tasks.score.episodes.drawing import Action
 from sftplay.tasks.score.gradients.scoring import ActionBatch, score_actions
 from sftplay.tasks.score.gradients.update import Batch, Update
@@ -147,3 +148,31 @@ def test_the_reference_is_the_base_and_holds_no_weights(cast: Cast, folder: Path
         "default",
         "guide",
     }
+
+
+@pytest.mark.parametrize("whole", [None, ["lm_head"]], ids=["pairs alone", "pairs and a whole layer"])
+def test_a_role_speaks_with_the_adapter_that_peft_sets(folder: Path, whole: list[str] | None):
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    targets = ["q_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=targets, modules_to_save=whole, task_type="CAUSAL_LM")
+    cast = Cast(get_peft_model(base, config), has_guide=True, guide_learns=True, has_value=False)
+    torch.manual_seed(0)
+    for name, parameter in cast.model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.normal_(0, 0.05)
+
+    def state(model: Any) -> Any:
+        layers = {
+            name: each.active_adapters for name, each in model.named_modules() if hasattr(each, "active_adapters")
+        }
+        return model.active_adapter, layers, model(torch.tensor([ACTIONS[0].prompt])).logits.tolist()
+
+    trained = {name: parameter.requires_grad for name, parameter in cast.model.named_parameters()}
+    spoken = {}
+    for role, adapter in ADAPTERS.items():
+        with cast.speaking(role) as model:
+            spoken[role] = state(model)
+            assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == trained
+            model.set_adapter(adapter)
+            assert spoken[role] == state(model)
+    assert spoken["solver"] != spoken["guide"]

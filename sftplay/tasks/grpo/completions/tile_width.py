@@ -1,23 +1,30 @@
-"""The buffer in which TRL takes log-probabilities, no wider than the vocabulary."""
+"""The buffer in which TRL takes log-probabilities: no wider than the vocabulary, on a CPU of learned tokens alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from trl.trainer import utils
 
 
 @contextmanager
-def tiles_as_wide_as(vocab: int) -> Iterator[None]:
+def fitted_tiles(vocab: int) -> Iterator[None]:
     """Meanwhile TRL's forward passes take a buffer of so many columns for each token, where that is fewer than 32768.
 
-    The numbers are the same, because columns beyond the vocabulary are never used. But they take memory. On a CPU they
-    are huge pages, which the kernel fills with zeros each time.
+    Columns beyond the vocabulary are never used, but they take memory. On a CPU they are huge pages, which the kernel
+    fills with zeros each time. And on a CPU TRL computes the scores of prompts and padding, too, to throw them away: it
+    leaves them out on GPUs alone, for the sake of devices that would compile each shape anew (trl 1.16,
+    `_fused_forward`). The numbers are the same; gradients are to the last bits of rounding.
     """
-    before = utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(before, vocab)
+    width, real = utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton
+
+    def leaves_out(device: torch.device) -> bool:
+        return device.type == "cpu" or bool(real(device))
+
+    utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = min(width, vocab), leaves_out
     try:
         yield
     finally:
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE = before
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE, utils._use_triton = width, real

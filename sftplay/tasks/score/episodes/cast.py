@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, Literal
 
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from sftplay.config.schema.score import CriticConfig
@@ -19,6 +21,7 @@ from sftplay.model.adapter import make_trainable_fp32
 from sftplay.plan.devices.layout import Layout
 from sftplay.tasks.score.learning.critic import Critic, slow_copy
 from sftplay.tasks.score.learning.value import SeparateValue, ValueHead
+from sftplay.tasks.score.shards.models import is_sharded, mesh_of_ranks, shard
 
 Role = Literal["solver", "guide"]
 
@@ -49,23 +52,24 @@ class Cast:
         self.model, self.has_guide, self.has_value = model, has_guide, has_value
         self.devices = layout.as_torch(str(model.device))
         self._has_adapters = hasattr(model, "peft_config")
+        own = "cpu" if layout.placement == "sharded" else None  # a device never holds them whole
         self.is_separate = has_guide and (layout.separates or not self._has_adapters)
-        self._reference = None if self._has_adapters else _frozen_copy(model, self.devices["ref"])
+        self._reference = None if self._has_adapters else _frozen_copy(model, own or self.devices["ref"])
         self.models: dict[Role, Any] = {"solver": model, "guide": model}
         if self.is_separate:
-            self.models["guide"] = _copy(model, self.devices["guide"])
+            self.models["guide"] = _copy(model, own or self.devices["guide"])
         if has_guide and self._has_adapters:
             self._add_guides_adapter()
-        self.parts: dict[str, list[nn.Parameter]] = {"solver": self._of("solver")}
+        learners: list[Role] = ["solver", "guide"] if guide_learns else ["solver"]
+        self.parts: dict[str, list[nn.Parameter]] = {role: self._of(role) for role in learners}
         """What each optimizer group trains."""
 
-        if guide_learns:
-            self.parts["guide"] = self._of("guide")
         self.networks: dict[str, nn.Module] = {}
         """Value, critic and its slow copy, by the names that they have in a checkpoint."""
 
         self._add_networks(value_is_separate=value_is_separate, critic=critic)
-        self._trained = {id(parameter) for part in self.parts.values() for parameter in part}
+        self._layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+        self._trains = self._known_weights()
         self._speaker: Role = "solver"
         for each in self._all():
             self._let_train(each)
@@ -109,15 +113,31 @@ class Cast:
             yield model
         self._let_train(model)
 
+    def shard(self, precision: str) -> list[Any]:
+        """Leave this rank a part of each model; those that learn. Afterwards their weights are other objects.
+
+        `precision` is accelerate's name of what they compute in.
+        """
+        mesh = mesh_of_ranks()
+        for model in (*self._all(), self._reference):
+            shard(model, mesh, precision=precision, keeps_head=model is self._reference)
+        for role in self.models:
+            if role in self.parts:
+                self.parts[role] = self._of(role)
+        self._trains = self._known_weights()
+        return self._all()
+
     def train(self) -> None:
         """All models as for learning; the reference stays as it is."""
         for each in self._all():
             each.train()
 
     def eval(self) -> None:
-        """All models as for answering."""
+        """All models as for answering; a reference in shards keeps nothing whole meanwhile."""
         for each in self._all():
             each.eval()
+        if self._reference is not None and is_sharded(self._reference):
+            self._reference.reshard()
 
     def forget_gradients(self) -> None:
         """Those of weights that no Trainer knows."""
@@ -141,8 +161,9 @@ class Cast:
             named |= {f"{prefix}{name}": p for name, p in self.models["guide"].named_parameters()}
         for name, network in self.networks.items():
             named |= {f"{name}.{inner}": p for inner, p in network.named_parameters()}
-        slow = {id(parameter) for parameter in self.networks.get("slow_critic", nn.Module()).parameters()}
-        return {name: parameter for name, parameter in named.items() if id(parameter) in self._trained | slow}
+        kept = [*self.parts.values(), self.networks.get("slow_critic", nn.Module()).parameters()]
+        ids = {id(parameter) for part in kept for parameter in part}
+        return {name: parameter for name, parameter in named.items() if id(parameter) in ids}
 
     def recompute_guide(self) -> None:
         """Let a guide of its own compute its layers anew in backward passes, as the Trainer lets the solver."""
@@ -151,6 +172,11 @@ class Cast:
 
     def _all(self) -> list[Any]:
         return [self.model, self.models["guide"]] if self.is_separate else [self.model]
+
+    def _known_weights(self) -> dict[Any, list[tuple[nn.Parameter, bool]]]:
+        """Models -> their weights, and whether these train. To walk a model takes as long as a small one's answer."""
+        trained = {id(parameter) for part in self.parts.values() for parameter in part}
+        return {each: [(p, id(p) in trained) for p in each.parameters()] for each in self._all()}
 
     def _add_guides_adapter(self) -> None:
         guide = self.models["guide"]
@@ -186,14 +212,17 @@ class Cast:
     def _choose(self, role: Role) -> None:
         """Give the base this role's adapter, where both share one."""
         if role != self._speaker and self._has_adapters and not self.is_separate:
-            self.model.set_adapter(ADAPTERS[role])
+            # As PeftModel.set_adapter, which walks all modules three times.
+            self.model.active_adapter = self.model.base_model.active_adapter = ADAPTERS[role]
+            for layer in self._layers:
+                layer.set_adapter(ADAPTERS[role])
             self._let_train(self.model)
         self._speaker = role
 
     def _let_train(self, model: Any) -> None:
         """PEFT freezes every adapter but the active one."""
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in self._trained)
+        for parameter, trains in self._trains[model]:
+            parameter.requires_grad_(trains)
 
 
 def _copy(model: Any, device: str) -> Any:

@@ -6,19 +6,19 @@ the number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from sftplay.deliver.infer.generate import Generator
-from sftplay.deliver.infer.sampling import DrawByRow, Sampling
+from sftplay.deliver.infer.generate import Generator, left_padded
+from sftplay.deliver.infer.sampling import DrawByRow, Sampling, only
 
 
-@dataclass(frozen=True, kw_only=True)
-class Action:
+class Action(NamedTuple):
     """What a model generated after a prompt."""
 
     prompt: list[int]
@@ -42,7 +42,7 @@ class RecordedSampling(Sampling):
     """Sampling that remembers the log-probability of each token that it draws."""
 
     log_probs: list[Tensor] = field(default_factory=list)
-    """One tensor [rows] a position."""
+    """One tensor [rows, 1] a position."""
 
     def processors(self, rows: Sequence[int]) -> LogitsProcessorList:
         if self.temperature == 0:
@@ -56,10 +56,9 @@ class _DrawAndRecord(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.float() / self._sampling.temperature
-        drawn = self._draw(input_ids, scores)
-        tokens = drawn.argmax(-1, keepdim=True)
-        self._sampling.log_probs.append(scores.log_softmax(-1).gather(-1, tokens).squeeze(-1))
-        return drawn
+        tokens = self._draw.tokens(scores)
+        self._sampling.log_probs.append(scores.log_softmax(-1).gather(-1, tokens))
+        return only(tokens, scores)
 
 
 def draw_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: Sequence[int]) -> list[Action]:
@@ -68,31 +67,28 @@ def draw_actions(generator: Generator, prompts: Sequence[list[int]], *, rows: Se
     out = generator.generate(ids, mask, rows=rows)[:, ids.shape[1] :].tolist()
     sampling = generator.sampling
     recorded = sampling.log_probs if isinstance(sampling, RecordedSampling) else []
-    log_probs = torch.stack(recorded, 1).tolist() if recorded else [[] for _ in prompts]
+    log_probs = torch.cat(recorded, 1).tolist() if recorded else [[] for _ in prompts]
     ends = set(generator.all_end_ids)
     actions = []
     for prompt, tokens, probabilities in zip(prompts, out, log_probs, strict=True):
-        length = next((n for n, token in enumerate(tokens, 1) if token in ends), 0)
-        kept = length or len(tokens)
-        actions.append(
-            Action(prompt=prompt, ids=tokens[:kept], log_probs=probabilities[:kept], is_truncated=not length)
-        )
+        kept = up_to_end(tokens, ends)
+        ids = tokens[:kept]
+        actions.append(Action(prompt=prompt, ids=ids, log_probs=probabilities[:kept], is_truncated=ids[-1] not in ends))
     return actions
+
+
+def up_to_end(tokens: Sequence[int], ends: Container[int]) -> int:
+    """How many tokens there are up to the first end token, which is one of them; all where there is none."""
+    for n, token in enumerate(tokens, 1):
+        if token in ends:
+            return n
+    return len(tokens)
 
 
 def padded_tokens(actions: Sequence[Action], *, rows: int) -> int:
     """Tokens of the actions behind their prompts, with padding, where `rows` of them are learned from at a time."""
     parts = [actions[at : at + rows] for at in range(0, len(actions), rows)]
     return sum(len(part) * (max(len(a.prompt) for a in part) + max(len(a.ids) for a in part)) for part in parts)
-
-
-def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, int64 [prompts, tokens], with the padding before the tokens."""
-    width = max(len(prompt) for prompt in prompts)
-    # Lists become a tensor at once: to fill one row by row takes longer than a small model does.
-    ids = [[*[pad] * (width - len(prompt)), *prompt] for prompt in prompts]
-    mask = [[*[0] * (width - len(prompt)), *[1] * len(prompt)] for prompt in prompts]
-    return torch.tensor(ids), torch.tensor(mask)
 
 
 def right_padded(rows: Sequence[Sequence[float]], pad: float, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

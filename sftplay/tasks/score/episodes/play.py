@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.encode.render import Renderer
@@ -16,14 +15,13 @@ from sftplay.monitor.out_of_memory import AdaptiveBatches
 from sftplay.tasks.score.episodes.cast import Role
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions
 from sftplay.tasks.score.episodes.figures import reference_of
-from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of
+from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of, tokens_of_each
 
 Hints = Literal["own", "empty", "static", "right"]
 """Where hints come from. own: as `score.guidance` says. right: a text with the right answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Episode:
+class Episode(NamedTuple):
     """One problem, answered twice."""
 
     question: Question
@@ -75,10 +73,12 @@ class Player:
         seed: int,
         temperature: float,
         hints: Hints = "own",
+        firsts: Sequence[Action] | None = None,
     ) -> list[Episode]:
         """An episode for each question; the model must be in evaluation mode.
 
-        `numbers` are those of the episodes among all ranks; together with `seed` they decide every token.
+        `numbers` are those of the episodes among all ranks; together with `seed` they decide every token. `firsts` are
+        the first answers where the same model has drawn them already, for episodes with other hints.
         """
         score, room = self.cfg.score, self.cfg.model.max_seq_len - self.cfg.score.max_new_tokens
 
@@ -89,17 +89,18 @@ class Player:
                 longest=score.max_new_tokens,
             )  # fmt: skip
 
-        problems = {text: tokens_of(self.tokenizer, text) for text in {question.question for question in questions}}
+        texts = list({question.question for question in questions})
+        problems = dict(zip(texts, tokens_of_each(self.tokenizer, texts), strict=True))
         known = [{"problem": problems[question.question]} for question in questions]
-        firsts = answer(self.templates.solve, known, turn=1)
+        firsts = answer(self.templates.solve, known, turn=1) if firsts is None else firsts
         known = [{**ids, "attempt": first.said} for ids, first in zip(known, firsts, strict=True)]
         written = self._written(known, numbers=numbers, seed=seed, temperature=temperature, hints=hints)
-        texts = self._hint_ids(questions, written, hints=hints)
-        known = [{**ids, "hint": hint} for ids, hint in zip(known, texts, strict=True)]
+        given = self._hint_ids(questions, written, hints=hints)
+        known = [{**ids, "hint": hint} for ids, hint in zip(known, given, strict=True)]
         seconds = answer(self.templates.revise, known, turn=3)
         return [
             Episode(question=question, first=first, hint=hint, hint_ids=ids, second=second)
-            for question, first, hint, ids, second in zip(questions, firsts, written, texts, seconds, strict=True)
+            for question, first, hint, ids, second in zip(questions, firsts, written, given, seconds, strict=True)
         ]
 
     def answer_again(
@@ -142,7 +143,7 @@ class Player:
         prompts, is_static = self.cfg.score.prompts, hints == "own" and self.cfg.score.guidance == "static"
         if hints == "right":
             texts = [prompts.right_hint.replace("{answer}", reference_of(question)) for question in questions]
-            return [tokens_of(self.tokenizer, text) for text in texts]
+            return tokens_of_each(self.tokenizer, texts)
         if hints == "static" or is_static:
             return [tokens_of(self.tokenizer, prompts.static_hint)] * len(questions)
         return [hint.said if hint is not None else [] for hint in written]
@@ -158,7 +159,9 @@ class Player:
         longest: int,
     ) -> list[Action]:
         if self._at_once is None:
-            self._at_once = AdaptiveBatches(self.cfg.score.generation_rows or len(prompts), "generation")
+            is_alone = self.cfg.score.placement != "sharded"
+            rows = self.cfg.score.generation_rows or len(prompts)
+            self._at_once = AdaptiveBatches(rows, "generation", is_alone=is_alone)
 
         def draw(part: slice) -> list[Action]:
             self.beat()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from sftplay.config.schema.score import PLACE, PromptsConfig
@@ -32,19 +33,22 @@ class Template:
         Raises:
             RunError: problem and hint alone are too long.
         """
-        spare = room - sum(len(ids[part] if isinstance(part, str) else part) for part in self.parts)
-        attempt = ids.get("attempt", ())
+        runs = self._runs(ids)
+        spare = room - sum(map(len, runs))
         if spare < 0 and "attempt" in self.parts:
-            attempt = without_middle(attempt, max(0, len(attempt) + spare))
+            attempt = without_middle(ids["attempt"], max(0, len(ids["attempt"]) + spare))
             spare += len(ids["attempt"]) - len(attempt)
+            runs = self._runs({**ids, "attempt": attempt})
         if spare < 0:
             raise RunError(
                 f"problem and hint need {-spare} tokens more than the {room} that a prompt may have",
                 where="score",
                 fix="raise model.max_seq_len, or lower score.max_new_tokens or score.max_hint_tokens",
             )
-        whole = {**ids, "attempt": attempt}
-        return [token for part in self.parts for token in (whole[part] if isinstance(part, str) else part)]
+        return list(chain.from_iterable(runs))
+
+    def _runs(self, ids: Mapping[str, Sequence[int]]) -> list[Sequence[int]]:
+        return [ids[part] if isinstance(part, str) else part for part in self.parts]
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,13 @@ def make_templates(prompts: PromptsConfig, renderer: Renderer, *, system: str | 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
     """Plain text as token ids; a control token that it spells stays text."""
-    if not text:
-        return []
-    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return ids
+    return tokens_of_each(tokenizer, [text])[0]
+
+
+def tokens_of_each(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """The same for many texts in one call."""
+    ids = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return [each if text else [] for text, each in zip(texts, ids, strict=True)]
 
 
 def without_middle(ids: Sequence[int], length: int) -> list[int]:

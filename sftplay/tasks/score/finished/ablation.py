@@ -46,6 +46,7 @@ def measure_ablation(cast: FinishedCast, prompts: Prompts, *, cfg: RunConfig, pa
     player = Player(cfg.with_values(at_once, "eval"), cast, renderer=prompts.renderer)
     tokenizer, lines, by_kind = prompts.renderer.tokenizer, list[dict[str, Any]](), dict[str, dict[str, Any]]()
     with EpisodeJudge(cfg, columns=prompts.report["columns"], tokenizer=tokenizer) as judge:
+        firsts = None  # they are the same with each kind of hint
         for kind in kinds_of(cfg):
             with ready_to_answer(cast.model):
                 episodes = player.play(
@@ -54,7 +55,9 @@ def measure_ablation(cast: FinishedCast, prompts: Prompts, *, cfg: RunConfig, pa
                     seed=cfg.seed,
                     temperature=score.eval_temperature,
                     hints=HINTS[kind],
+                    firsts=firsts,
                 )
+            firsts = [episode.first for episode in episodes]
             verdicts = judge.judge(episodes, heartbeat=Heartbeat())
             by_kind[kind] = describe(verdicts)
             told = [line_of(*pair, tokenizer=tokenizer) for pair in zip(episodes, verdicts, strict=True)]

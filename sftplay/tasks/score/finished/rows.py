@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from sftplay.config.schema.run import RunConfig
+from sftplay.data.prompts.load import not_asked
 from sftplay.data.prompts.prompt import Prompt
 from sftplay.data.prompts.questions import Question
 from sftplay.deliver.evaluate.evaluate import ready_to_answer
@@ -48,9 +49,11 @@ def check_problems(questions: PromptFile, renderer: Any, *, cfg: RunConfig) -> N
     """Make sure that every row has room for both answers and the hint, before any is played.
 
     Raises:
-        DataError: one has not, with its place.
+        DataError: one has not, or has more than a question, with its place.
     """
     for question in questions:
+        if more := question.beside_question(cfg.data.system):
+            raise DataError(not_asked(more), where=str(question.source), fix="put what matters into the last turn")
         n_tokens = len(question.prompt(renderer))
         if n_tokens > cfg.prompt_tokens:
             what = f"has {n_tokens} tokens; beside answers of {cfg.score.max_new_tokens} and a hint there is room for "

@@ -13,11 +13,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sftplay.deliver.infer.generate import left_padded
 from sftplay.errors import ConfigError
 from sftplay.plan.memory.head import CHUNK_SCORES
 from sftplay.tasks.score.episodes.cast import Cast, Role
-from sftplay.tasks.score.episodes.drawing import Action, left_padded, right_padded
+from sftplay.tasks.score.episodes.drawing import Action, right_padded
 from sftplay.tasks.score.learning.losses import chosen, entropy, full_kl, k3_kl
+from sftplay.tasks.score.shards.models import within
 from sftplay.tasks.step.chunked_head import scores_of
 from sftplay.tasks.step.label_head import PROOF_TOLERANCE, proof_rows
 
@@ -97,14 +99,22 @@ def score_actions(cast: Cast, batch: ActionBatch, *, role: Role, temperature: fl
     A mode of dropout is not changed here. The backward pass must run while the role speaks.
     """
     with torch.no_grad(), cast.reference(role) as frozen:
-        reference = forward(frozen, batch.to(frozen.device))
-        its_head = OutputHead.of(frozen)
+        its = within(frozen, lambda: (forward(frozen, batch.to(frozen.device)), OutputHead.of(frozen)))
     with cast.speaking(role) as model:
-        hidden = forward(model, batch)
-        heads = OutputHead.of(model), its_head
+        found = within(model, lambda: _compared(model, batch, reference=its, temperature=temperature, kl=kl))
+    log_probs, spread, distance = (each.view_as(batch.mask) for each in found[:3])
+    return TokenScores(log_probs, spread, distance, found[3])
+
+
+def _compared(
+    model: Any, batch: ActionBatch, *, reference: tuple[Tensor, OutputHead], temperature: float, kl: Kl
+) -> tuple[Tensor, ...]:
+    """What `TokenScores` has, of all tokens in a row, beside the last states of the reference and its head."""
+    hidden, (frozen_hidden, its_head) = forward(model, batch), reference
+    heads = OutputHead.of(model), its_head
     rows = torch.arange(len(hidden), device=hidden.device)
     width = max(1, CHUNK_SCORES // heads[0].weight.shape[0])
-    columns = [each.flatten(0, 1).split(width) for each in (hidden[:, :-1], reference[:, :-1])]
+    columns = [each.flatten(0, 1).split(width) for each in (hidden[:, :-1], frozen_hidden[:, :-1])]
     columns += [each.flatten().split(width) for each in (batch.tokens, batch.drawn)]
     parts = [
         checkpoint(
@@ -113,8 +123,7 @@ def score_actions(cast: Cast, batch: ActionBatch, *, role: Role, temperature: fl
         )
         for mine, frozen, tokens, drawn in zip(*columns, strict=True)
     ]  # fmt: skip
-    log_probs, spread, distance = (torch.cat(each).view_as(batch.mask) for each in zip(*parts, strict=True))
-    return TokenScores(log_probs, spread, distance, hidden[rows, batch.last])
+    return (*(torch.cat(each) for each in zip(*parts, strict=True)), hidden[rows, batch.last])
 
 
 def forward(model: Any, batch: ActionBatch) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from sftplay.tasks.score.gradients.scoring import ActionBatch, OutputHead, Token
 from sftplay.tasks.score.learning.encoder import Tokens
 from sftplay.tasks.score.learning.losses import clipped_loss, masked_mean, policy_loss
 from sftplay.tasks.score.learning.value import straight_through, value_loss
+from sftplay.tasks.score.shards.models import within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ class Update:
                 yield part, self._tokens(actions[part])
                 continue
             with torch.no_grad(), self.batch.context(), self.cast.speaking("guide") as model:
-                hidden = forward(model, tensors)
+                hidden = within(model, partial(forward, model, tensors))
             yield part, _last(hidden, tensors)
 
     def _tokens(self, actions: Sequence[Action]) -> Tokens:

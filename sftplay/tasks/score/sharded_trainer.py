@@ -1,0 +1,52 @@
+"""The trainer of episodes where solver, guide and reference are in shards.
+
+It overrides what the Trainer would do with whole weights: `create_optimizer`, `_wrap_model`, `save_model`, and saving
+and loading of the optimizer's state. Checkpoints are those of whole models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from sftplay import log
+from sftplay.tasks.score.shards.models import FSDPModels, whole_weights
+from sftplay.tasks.score.shards.optimizer_state import load_optimizer, save_optimizer
+from sftplay.tasks.score.trainer import EpisodeTrainer
+
+
+class ShardedEpisodeTrainer(EpisodeTrainer):
+    """Shards the models once they are checked and loaded, before there is an optimizer."""
+
+    _models: FSDPModels | None = None
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self._models is None:
+            self._models = FSDPModels(self.cast.shard(self.accelerator.mixed_precision))
+        return super().create_optimizer(model)
+
+    def _wrap_model(self, *_: Any, **__: Any) -> nn.Module:
+        assert self._models is not None
+        return self._models
+
+    def whole_weights(self) -> dict[str, dict[str, Tensor]]:
+        """Model of the result ("" for the solver) -> its weights, on the main rank. Every rank must call it."""
+        models = {"": self.model, **self.beside}
+        return {name: whole_weights(each) for name, each in models.items()}
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self._save(output_dir, state_dict=whole_weights(self.model))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_optimizer(self.optimizer, Path(output_dir) / OPTIMIZER_NAME)
+        if log.is_main():
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_optimizer(self.optimizer, Path(checkpoint) / OPTIMIZER_NAME)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))

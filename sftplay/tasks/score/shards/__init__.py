@@ -1,0 +1,1 @@
+"""Models and an optimizer of which every rank holds a part."""
