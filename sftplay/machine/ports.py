@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from random import SystemRandom
 
 from sftplay.errors import MachineError
 
 HOST = "127.0.0.1"
 PORTS_TRIED = 50
 
+QUIET = range(10_000, 32_768)
+"""Ports that Linux and macOS give to no program by themselves (ip(7), ip_local_port_range): a port that is found
+here may be used a minute later, when a model is loaded."""
+
 
 def free_port(first: int) -> int:
-    """The first port from `first` on which nothing listens; any free one for 0.
+    """The first port from `first` on which nothing listens; for 0 any one of `QUIET`.
 
     Raises:
         MachineError: none of the next ones is free.
     """
-    for port in range(first, first + PORTS_TRIED) if first else [0]:
+    tried = range(first, first + PORTS_TRIED) if first else SystemRandom().sample(QUIET, PORTS_TRIED)
+    for port in tried:
         if number := bound_port(port):
             return number
-    raise MachineError(f"no free port in {first}..{first + PORTS_TRIED - 1}", where=HOST, fix="give another with PORT=")
+    raise MachineError(f"no free port in {min(tried)}..{max(tried)}", where=HOST, fix="give another with PORT=")
 
 
 def bound_port(port: int) -> int | None:

@@ -25,7 +25,7 @@ def console(*, is_tty):
     return Console(written.append, is_tty=is_tty), written
 
 
-def test_progress_replaces_itself_on_a_terminal_and_a_line_clears_it():
+def test_progress_replaces_itself_on_a_terminal_and_a_line_clears_it(clock):
     screen, written = console(is_tty=True)
     screen.status("step 1")
     screen.status("step 2")

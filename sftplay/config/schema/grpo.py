@@ -152,7 +152,7 @@ class GrpoConfig(Section):
 
     gauge_steps: Annotated[int, Field(ge=0)] = 10
     """Every so many steps the sampler is compared with the model that learns (sampler_gap and sampler_kl in the
-    metrics). Such a step computes one more forward pass. 0 never compares."""
+    metrics). Such a step computes one more forward pass, of one micro-batch. 0 never compares."""
 
     stop_without_signal: Annotated[int, Field(ge=0)] = 20
     """Stop the run after this many steps in which all groups had equal rewards, so that nothing was learned. 0 never
