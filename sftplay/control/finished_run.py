@@ -22,21 +22,31 @@ from sftplay.terminal.console import Screen
 
 
 def open_run(
-    args: Namespace, values: Mapping[str, Any] = MappingProxyType({}), *, needs_result: bool = True
+    args: Namespace,
+    values: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    needs_result: bool = True,
+    takes_puzzles: bool = False,
 ) -> tuple[RunConfig, RunFolder]:
     """The finished run that a command line names, and its config.
 
     The config is the run's own, except for the keys that do not shape the weights: these come from the command line.
-    `values` are the verb's own values of some keys; the command line overrides them.
+    `values` are the verb's own values of some keys; the command line overrides them. `takes_puzzles` says that the verb
+    has a use for a run of task mode hrm, which has neither a tokenizer nor a chat template.
 
     Raises:
-        ConfigError: there is no such run, or it has no result yet and `needs_result`.
+        ConfigError: there is no such run; it has no result yet and `needs_result`; it learns puzzles and the verb
+            takes texts.
     """
     given = load_config(args.config, args.overrides)
     folder = find_run(given, args.config, run=args.run)
     if needs_result and folder.result is None:
         raise ConfigError("this run has no result yet", where=str(folder.path), fix="finish it with `make resume`")
     cfg = load_config(folder.resolved)
+    if cfg.task_mode == "hrm" and not takes_puzzles:
+        what = f"task_mode hrm learns puzzles, and {args.verb} needs a model of texts"
+        fix = f"take {folder.path / 'model'} as it is; `make eval` and `make infer IN=puzzle.txt` use it"
+        raise ConfigError(what, where=str(folder.path), fix=fix)
     own = {key: value for key, value in values.items() if given.origins.get(key) != "command line"}
     given = given.with_values(own, args.verb)
     wanted = {"eval": given.eval.model_dump(), "data.test_path": given.data.test_path}

@@ -45,7 +45,7 @@ def evaluate(args: Namespace) -> int:
     learned the figures are those of each source, in eval/perplexity.json.
     """
     measure = MEASURES["eval-test" if getattr(args, "split", "val") == "test" else args.verb]
-    cfg, folder = open_run(args, measure.values)
+    cfg, folder = open_run(args, measure.values, takes_puzzles=True)
     if measure.split == "test":
         _expect_test_set(cfg)
     prepare_environment(cfg)

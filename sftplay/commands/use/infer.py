@@ -31,7 +31,7 @@ def infer(args: Namespace) -> int:
 
     For a run that has learned puzzles: the solution of the one in a file.
     """
-    cfg, folder = open_run(args)
+    cfg, folder = open_run(args, takes_puzzles=True)
     if cfg.task_mode == "hrm":
         return puzzle.solve(args, cfg, folder=folder)
     puzzle.refuse_file(args)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sftplay.config.schema.run import RunConfig
-from sftplay.data.puzzles.make.find import BUILTIN, open_split
+from sftplay.data.puzzles.make.find import BUILTIN, open_splits
 from sftplay.plan.puzzles.shape import PuzzleModelShape, model_shape_of
 from sftplay.plan.puzzles.weights import GridSize, PuzzleShape
 
@@ -35,7 +35,9 @@ def shape_for_puzzles(cfg: RunConfig) -> PuzzleModelShape:
         kind = next((kind for kind in KINDS if kind in Path(path).name.lower()), "arc")
         assumed = f"{path} is not there yet: planned for {KINDS[kind].name}"
         return model_shape_of(PuzzleShape(cfg.hrm, KINDS[kind]), rows=None, assumed=assumed)
-    facts = open_split(path, "train", key="data.train_path").facts
+    val_path = cfg.data.val_path
+    is_there = val_path is not None and (val_path.startswith(BUILTIN) or Path(val_path).exists())
+    facts = open_splits(path, val_path if is_there else None)[0].facts
     across = " x ".join(map(str, facts.shape)) if facts.shape else f"{facts.seq_len} cells"
     grid = GridSize(
         cells=facts.seq_len,

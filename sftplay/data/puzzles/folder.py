@@ -109,6 +109,20 @@ class PuzzleFolder:
     def __len__(self) -> int:
         return sum(map(len, self.sets))
 
+    def expect_kind(self, *, cells: int, words: int, identifiers: int, of: str) -> None:
+        """Raise DataError where a model of grids of so many cells, symbols and puzzle identifiers cannot take them.
+
+        `of` says whose these are.
+        """
+        facts = self.facts
+        what = ""
+        if (facts.seq_len, facts.vocab_size) != (cells, words):
+            what = f"has {facts.seq_len} cells of {facts.vocab_size} symbols; {of} has {cells} of {words}"
+        elif facts.num_puzzle_identifiers > identifiers:
+            what = f"has {facts.num_puzzle_identifiers:,} puzzle identifiers; {of} has {identifiers:,}"
+        if what:
+            raise _fault(self.path, what, fix="name puzzles of the same kind, made together with those of the training")
+
     def total_steps(self, epochs: float, *, global_batch: int) -> int:
         """Steps of so many epochs, an epoch being one visit to each group."""
         return int(epochs * self.facts.total_groups * self.facts.mean_puzzle_examples / global_batch)

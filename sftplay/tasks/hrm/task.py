@@ -19,7 +19,7 @@ from transformers import TrainingArguments, set_seed
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
 from sftplay.data.puzzles.folder import ARRAYS, FACTS, PuzzleFolder, array_file
-from sftplay.data.puzzles.make.find import BUILTIN, open_split
+from sftplay.data.puzzles.make.find import open_splits
 from sftplay.data.puzzles.sampler import TrainRows
 from sftplay.launch.run_folder import RunFolder
 from sftplay.machine.releases import recomputation_arguments
@@ -103,11 +103,7 @@ def run(cfg: RunConfig, *, folder: RunFolder, stop: StopOnSignal) -> Outcome:
 def open_puzzles(cfg: RunConfig) -> tuple[PuzzleFolder, PuzzleFolder | None]:
     """The puzzles to learn, and those to measure on where there are some."""
     assert cfg.data.train_path is not None
-    train = open_split(cfg.data.train_path, "train", key="data.train_path")
-    if cfg.data.val_path is not None:
-        return train, open_split(cfg.data.val_path, "test", key="data.val_path")
-    has_both = cfg.data.train_path.startswith(BUILTIN) or train.path != Path(cfg.data.train_path)
-    return train, open_split(cfg.data.train_path, "test", key="data.train_path") if has_both else None
+    return open_splits(cfg.data.train_path, cfg.data.val_path)
 
 
 def rows_of(cfg: RunConfig, train: PuzzleFolder, *, held_out: PuzzleFolder | None) -> Rows:

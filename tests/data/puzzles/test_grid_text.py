@@ -22,6 +22,8 @@ def read(text: str) -> list[int]:
 
 def test_a_grid_is_read_by_rows_or_in_one_line_and_written_again():
     assert read(GRID) == read(GRID + "\n\n") == read(GRID.replace("\n", "")) == read(GRID.replace(".", "0")) == TOKENS
+    apart = GRID.replace("", " ").replace("\n", "\n\n")  # "1 . 3 4", and empty lines between
+    assert read(apart) == read(GRID.replace("\n", " ")) == TOKENS
     assert SMALL.write(np.array(TOKENS)) == GRID
     assert SMALL.write(np.array([-1] * 16)) == "····\n····\n····\n····"
 
@@ -58,4 +60,5 @@ def test_an_answer_that_breaks_a_rule_is_told_from_one_that_does_not():
 def test_a_maze_keeps_its_open_cells_and_a_folder_without_symbols_has_characters_all_the_same():
     maze = GridText("maze", "?# SGo", 3, 0)
     assert maze.read("#S#\n# #\n#G#", cells=9, where="x").tolist() == [1, 3, 1, 1, 2, 1, 1, 4, 1]
+    assert maze.read("S##\n   \n##G\n\n", cells=9, where="x").tolist() == [3, 1, 1, 2, 2, 2, 1, 1, 4]
     assert GridText("", "0123456789abc", 2, 0).write(np.array([1, 10, 11, 12])) == "1a\nbc"

@@ -161,10 +161,10 @@ def test_a_subsample_is_drawn_by_the_seed(
         assert (report["train"]["groups"], report["train"]["examples"], report["test"]["groups"]) == (10, 40, 20)
         drawn.append(PuzzleFolder.open(out / "train").sets[0].inputs[:].tobytes())
     assert drawn[0] == drawn[1] != drawn[2]
-    code, error = refusal(
-        capsys, "--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={tmp_path / 'x'}", "--subsample=41"
-    )
-    assert (code, error["what"]) == (2, "is 41; there are 40 training puzzles")
+    for n in (0, 41):
+        words = ("--kind=sudoku", f"--in={tmp_path / 'in'}", f"--out={tmp_path / 'x'}", f"--subsample={n}")
+        code, error = refusal(capsys, *words)
+        assert (code, error["where"], error["what"]) == (2, "--subsample", f"is {n}; there are 40 training puzzles")
 
 
 def test_a_copy_of_a_training_puzzle_in_the_test_is_refused_with_both_lines(
@@ -451,6 +451,10 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert refusal(capsys, "--kind=sudoku", out, f"--in={tmp_path / 'no'}")[1]["what"] == "no such file or folder"
     code, error = refusal(capsys, "--kind=sudoku", out, f"--in={tmp_path}")
     assert (code, error["what"]) == (4, "holds no file called train")
+    (tmp_path / "puzzles.jsonl").write_text("")
+    (tmp_path / "README.md").write_text("")
+    error = refusal(capsys, "--kind=sudoku", out, f"--in={tmp_path}")[1]
+    assert error["fix"].endswith(f"which is then split: IN={tmp_path / 'puzzles.jsonl'}")
     code, error = refusal(capsys, "--kind=chess", out)
     assert (code, "'chess'" in error["what"]) == (2, True)
     assert refusal(capsys, "--kind=sudoku4", out, "train.max_steps=3")[0] == 2

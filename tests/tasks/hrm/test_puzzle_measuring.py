@@ -18,6 +18,7 @@ from sftplay.data.puzzles.arc.augment import Change
 from sftplay.data.puzzles.arc.canvas import ALPHABET, on_canvas
 from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.data.puzzles.make.find import open_split
+from sftplay.data.puzzles.sudoku.small import ALPHABET as SUDOKU4
 from sftplay.data.puzzles.writer import Group, write_folder
 from sftplay.tasks.hrm import measuring
 from sftplay.tasks.hrm.finished.evaluation import figures_table
@@ -237,6 +238,46 @@ def test_a_bad_file_is_refused(home: Path, tmp_path: Path, capsys, text: str | N
         puzzle.write_text(text)
     assert main(words(home, "infer", "--in", str(puzzle))) == code
     assert said in capsys.readouterr().err
+
+
+def other_kind(folder: Path, *, identifiers: int) -> Path:
+    """Puzzles of six cells, or those of the run with more identifiers than it has learned."""
+    from hrm_run import write_puzzles
+
+    if identifiers == 1:
+        return write_puzzles(folder)
+    grid = np.full((2, 16), 2, np.uint8)
+    for split in ("train", "test"):
+        (folder / split).mkdir(parents=True)
+        write_folder(folder / split, [Group(grid, grid)], alphabet=SUDOKU4, num_puzzle_identifiers=identifiers)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("identifiers", "said"), [(1, "has 6 cells of 4 symbols"), (3, "has 3 puzzle identifiers")], ids=["cells", "names"]
+)
+def test_held_out_puzzles_of_another_kind_are_refused_before_a_run_begins_and_by_a_finished_one(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], identifiers: int, said: str
+):
+    other = other_kind(tmp_path / "other", identifiers=identifiers)
+    given = [f"data.val_path={other}", f"output_dir={tmp_path / 'runs'}"]
+    for verb in ("plan", "train"):
+        assert main([verb, "--config", str(home / "config.resolved.yaml"), *given]) == 4
+        shown = capsys.readouterr().err
+        assert f"{other / 'test'}: {said}" in shown
+        assert "the same kind" in shown
+    assert not (tmp_path / "runs").exists()
+    assert main([*words(home, "eval", "--split", "test"), f"data.test_path={other}"]) == 4
+    assert f"{other / 'test'}: {said}; the run's model has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["infer-batch", "merge", "merge-test", "export", "serve"])
+def test_verbs_for_texts_say_that_the_run_has_learned_puzzles(verb: str, home: Path, tmp_path: Path, capsys):
+    more = {"infer-batch": ["--in", str(tmp_path / "in"), "--out", str(tmp_path / "out")]}.get(verb, [])
+    assert main(words(home, verb, *more)) == 2
+    shown = capsys.readouterr().err
+    assert f"task_mode hrm learns puzzles, and {verb} needs a model of texts" in shown
+    assert str(home / "model") in shown
 
 
 def test_a_run_on_puzzles_needs_a_file_and_other_runs_take_none(home: Path, capsys: pytest.CaptureFixture[str]):

@@ -99,8 +99,9 @@ def _pairs(found: Any, where: str) -> Iterator[Pair]:
     if not isinstance(found, list) or not found:
         raise _fault("is no list of pairs", where)
     for number, pair in enumerate(found, 1):
-        if not isinstance(pair, dict) or "input" not in pair or "output" not in pair:
-            raise _fault("has no `input` and `output`", f"{where} {number}")
+        missing = [side for side in ("input", "output") if not isinstance(pair, dict) or side not in pair]
+        if missing:
+            raise _fault(f"has no `{'` and no `'.join(missing)}`", f"{where} {number}")
         yield Pair(*(_grid(pair[side], f"{where} {number} {side}") for side in ("input", "output")))
 
 

@@ -36,6 +36,27 @@ def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
     return PuzzleFolder.open(inner if (inner / FACTS).is_file() and not (folder / FACTS).is_file() else folder)
 
 
+def open_splits(train_path: str, val_path: str | None) -> tuple[PuzzleFolder, PuzzleFolder | None]:
+    """The puzzles to learn, and those to measure on: of `val_path`, or else those beside the first, if there are some.
+
+    Raises:
+        ConfigError: there are no built-in puzzles of that name.
+        DataError: a folder is not sound, or the two hold different kinds of puzzles.
+    """
+    train = open_split(train_path, "train", key="data.train_path")
+    if val_path is not None:
+        held_out = open_split(val_path, "test", key="data.val_path")
+    elif train_path.startswith(BUILTIN) or train.path != Path(train_path):
+        held_out = open_split(train_path, "test", key="data.train_path")
+    else:
+        return train, None
+    facts = train.facts
+    held_out.expect_kind(
+        cells=facts.seq_len, words=facts.vocab_size, identifiers=facts.num_puzzle_identifiers, of=str(train.path)
+    )
+    return train, held_out
+
+
 def _builtin(name: str, split: Split, *, key: str) -> Path:
     """The cached folder of a split, made the first time."""
     if name not in NAMES:

@@ -82,9 +82,9 @@ def _choice(n: int, settings: Settings) -> NDArray[np.int64]:
     """Which training puzzles are used, in the order of the file."""
     if settings.subsample is None:
         return np.arange(n)
-    if settings.subsample > n:
+    if not 0 < settings.subsample <= n:
         what = f"is {settings.subsample:,}; there are {n:,} training puzzles"
-        raise ConfigError(what, where="--subsample", fix="take fewer, or leave it out")
+        raise ConfigError(what, where="--subsample", fix=f"take 1 to {n}, or leave it out")
     return np.sort(stream_of(b"subsample", settings.seed).permutation(n)[: settings.subsample])
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sftplay import log
 from sftplay.data.puzzles.kind import Cells, Kind
-from sftplay.data.read.files import SUFFIXES
+from sftplay.data.read.files import SUFFIXES, suffix_of
 from sftplay.data.read.sources import read_rows
 from sftplay.data.records import Refused
 from sftplay.errors import MOST_PROBLEMS, DataError, SeveralErrors
@@ -59,7 +59,9 @@ def find_files(source: Path) -> dict[str, Path]:
         named = [source / f"{split}{suffix}" for suffix in SUFFIXES if (source / f"{split}{suffix}").is_file()]
         if len(named) != 1:
             what = f"holds {len(named) or 'no'} file{'s' * (len(named) > 1)} called {split}"
-            fix = f"put {split}.csv or {split}.csv.gz there, or name one file with IN=, which is then split"
+            others = [path for path in sorted(source.iterdir()) if suffix_of(path)]
+            name = f": IN={others[0]}" if len(others) == 1 else " with IN="
+            fix = f"put {split}.csv or {split}.csv.gz there, or name one file, which is then split{name}"
             raise DataError(what, where=str(source), fix=fix)
         found[split] = named[0]
     return found

@@ -59,9 +59,7 @@ class GridText:
         Raises:
             DataError: it is no grid of this kind; the line and what to do are named.
         """
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() or not line]
-        while lines and not lines[-1][1]:
-            lines.pop()
+        lines = [each for each in enumerate(map(self._closed_up, text.splitlines()), 1) if each[1]]
         if not lines:
             raise DataError("is empty", where=where, fix=f"write {cells // self.columns} lines of {self.columns} cells")
         rows = cells // self.columns
@@ -79,10 +77,20 @@ class GridText:
             self._check_rules(grid, where, numbers=[number for number, _ in lines])
         return grid
 
+    def _closed_up(self, line: str) -> str:
+        """A line without the spaces that set cells apart. Where a space is a cell, a row may be all of spaces."""
+        if " " not in self._tokens():
+            return "".join(line.split())
+        return line if line.strip() or len(line) == self.columns else ""
+
+    def _tokens(self) -> dict[str, int]:
+        """The characters that a cell may have."""
+        return {each: token for token, each in enumerate(self.symbols) if token != self.pad_id}
+
     def _row(self, line: str, where: str) -> list[int]:
         if len(line) != self.columns:
             raise DataError(f"has {len(line)} cells, not {self.columns}", where=where, fix=PUT_RIGHT)
-        known = {each: token for token, each in enumerate(self.symbols) if token != self.pad_id}
+        known = self._tokens()
         if self.is_sudoku:
             known["0"] = known["."]
         for place, each in enumerate(line, 1):

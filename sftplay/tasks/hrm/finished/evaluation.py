@@ -13,7 +13,7 @@ from sftplay.errors import DataError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.evaluation import write_measured
 from sftplay.tasks.hrm.measuring import measure
-from sftplay.tasks.hrm.network.saved import load_model
+from sftplay.tasks.hrm.network.saved import expect_its_kind, load_model
 from sftplay.tasks.hrm.task import open_puzzles
 
 AT_ONCE = 256
@@ -29,10 +29,7 @@ def measure_finished(cfg: RunConfig, folder: RunFolder, *, split: str, limit: in
     """
     puzzles = _held_out(cfg, split=split)
     model = load_model(folder.path / "model", device=_device())
-    if (model.grid.cells, model.grid.vocab_size) != (puzzles.facts.seq_len, puzzles.facts.vocab_size):
-        what = f"has {puzzles.facts.seq_len} cells of {puzzles.facts.vocab_size} symbols"
-        own = f"{model.grid.cells} of {model.grid.vocab_size}"
-        raise DataError(what, where=str(puzzles.path), fix=f"name puzzles of the kind that the run has learned: {own}")
+    expect_its_kind(model, puzzles)
     n = min(len(puzzles), limit or len(puzzles))
     measured = measure(
         model, puzzles, hrm=cfg.hrm, at_once=min(AT_ONCE, n), limit=limit,

@@ -16,7 +16,7 @@ from sftplay.data.puzzles.written.grid import GridText
 from sftplay.errors import DataError, nearest_names
 from sftplay.launch.run_folder import RunFolder
 from sftplay.tasks.hrm.act import wants_to_halt
-from sftplay.tasks.hrm.network.saved import load_model
+from sftplay.tasks.hrm.network.saved import expect_its_kind, load_model
 from sftplay.tasks.hrm.solve import refined
 from sftplay.tasks.hrm.task import open_puzzles
 
@@ -48,9 +48,10 @@ def solve_text(cfg: RunConfig, folder: RunFolder, *, text: str, where: str) -> S
         DataError: it is no puzzle of the kind that the run has learned.
     """
     puzzles, _ = open_puzzles(cfg)
+    model = load_model(folder.path / "model")
+    expect_its_kind(model, puzzles)
     writing = GridText.of(puzzles.facts)
     question = read_question(text, puzzles, writing=writing, where=where)
-    model = load_model(folder.path / "model")
     inputs, identifiers = torch.from_numpy(question.tokens)[None], torch.tensor([question.identifier])
     halts, chance, tokens = 0, 0.0, question.tokens
     for number, answer in enumerate(refined(model, inputs, identifiers=identifiers), 1):
@@ -94,7 +95,7 @@ def _identifier(line: str, puzzles: PuzzleFolder, *, where: str) -> int:
 
 
 def _colours(lines: list[str], where: str) -> NDArray[np.uint8]:
-    rows = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [(number, "".join(line.split())) for number, line in enumerate(lines, 1) if line.strip()]
     width = len(rows[0][1]) if rows else 0
     if not rows or max(len(rows), width) > LARGEST:
         what = f"has a grid of {len(rows)} x {width}"

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from sftplay.atomic import whole_folder
 from sftplay.config.schema.hrm import HrmConfig
+from sftplay.data.puzzles.folder import PuzzleFolder
 from sftplay.errors import DataError
 from sftplay.tasks.hrm.network.model import Grid, PuzzleModel
 
@@ -41,3 +42,9 @@ def load_model(folder: Path, *, device: str = "cpu") -> PuzzleModel:
         fix = "name a finished run of task mode hrm"
         raise DataError(f"holds no model of puzzles ({reason})", where=str(path), fix=fix) from error
     return model.to(device).eval()
+
+
+def expect_its_kind(model: PuzzleModel, puzzles: PuzzleFolder) -> None:
+    """Raise DataError where the model has learned puzzles of another kind than these."""
+    grid = model.grid
+    puzzles.expect_kind(cells=grid.cells, words=grid.vocab_size, identifiers=grid.identifiers, of="the run's model")
