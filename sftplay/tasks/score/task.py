@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.data.prompts.load import prepare_prompts
 from sftplay.data.prompts.report import prompts_table
 from sftplay.deliver.evaluate.rewarded import spread
-from sftplay.errors import ConfigError
 from sftplay.launch.run_folder import RunFolder
 from sftplay.plan.devices.layout import Layout, layout_of
 from sftplay.tasks.run.fingerprint import recipe_of
@@ -29,20 +27,6 @@ from sftplay.tasks.score.gradients.scoring import check_scores
 from sftplay.tasks.score.problems import EpisodeRows, collate, run_order
 from sftplay.tasks.score.sharded_trainer import ShardedEpisodeTrainer
 from sftplay.tasks.score.trainer import EpisodeTrainer
-
-
-def check_share(cfg: RunConfig) -> None:
-    """Raise the ConfigError of a launch that this task cannot share among its processes."""
-    each, parts = cfg.score.episodes_per_problem, cfg.score.steps_per_generation
-    episodes = cfg.train.effective_batch_size * parts
-    if episodes % (log.world_size() * each):
-        unit = log.world_size() * each // math.gcd(each, parts)
-        size = max(1, round(cfg.train.effective_batch_size / unit)) * unit
-        raise ConfigError(
-            f"{episodes} episodes over {log.world_size()} processes are no whole groups of {each}",
-            where="train.effective_batch_size",
-            fix=f"write train.effective_batch_size: {size}",
-        )
 
 
 def layout_of_run(cfg: RunConfig) -> Layout:
@@ -88,13 +72,8 @@ def measure(model: Any, rows: Rows, *, cfg: RunConfig, path: Path) -> None:
 
 
 def build_trainer(parts: TrainerParts) -> EpisodeTrainer:
-    """A trainer that plays the problems in their order.
-
-    Raises:
-        ConfigError: a process's share of a step is no whole number of groups.
-    """
+    """A trainer that plays the problems in their order."""
     cfg, score, prompts = parts.cfg, parts.cfg.score, parts.rows.source
-    check_share(cfg)
     if score.alpha * score.turn_discount > 1:
         log.say("warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right", "score")
     cast = _cast(parts.model, cfg)
