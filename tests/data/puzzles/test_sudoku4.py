@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from sftplay.data.puzzles.folder import PuzzleFolder
-from sftplay.data.puzzles.make.find import open_split
+from sftplay.data.puzzles.make.find import open_split, open_splits
 from sftplay.data.puzzles.sudoku.small import in_order_of_digits, solved_grids
 from sftplay.data.puzzles.sudoku.solver import find_solutions
-from sftplay.errors import ConfigError
+from sftplay.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +111,17 @@ def test_a_folder_of_both_splits_is_opened_at_the_asked_one(splits: dict[str, Pu
         (tmp_path / split).symlink_to(folder.path)
     assert len(open_split(str(tmp_path), "test", key="data.val_path")) == 264
     assert len(open_split(str(tmp_path / "train"), "test", key="data.val_path")) == len(splits["train"])
+
+
+def test_a_folder_with_one_of_both_splits_is_told_which_is_missing(splits: dict[str, PuzzleFolder], tmp_path: Path):
+    for there, missing in (("train", "test"), ("test", "train")):
+        (tmp_path / there).mkdir()
+        (tmp_path / there / there).symlink_to(splits[there].path)
+        with pytest.raises(DataError, match=f"holds the split {there} and no {missing}") as raised:
+            open_splits(str(tmp_path / there), None)
+        assert str(tmp_path / there / missing) in raised.value.fix
+    train, held_out = open_splits(str(tmp_path / "train" / "train"), None)
+    assert (len(train), held_out) == (len(splits["train"]), None)
 
 
 def test_the_solver_tells_none_one_and_several_solutions_apart():

@@ -9,7 +9,7 @@ from sftplay.data.cache import ensure_folder, fingerprint
 from sftplay.data.puzzles.folder import FACTS, PuzzleFolder
 from sftplay.data.puzzles.sudoku.small import ALPHABET, SEED, make_groups
 from sftplay.data.puzzles.writer import write_folder
-from sftplay.errors import ConfigError, nearest_names
+from sftplay.errors import ConfigError, DataError, nearest_names
 from sftplay.places import cache_root
 
 Split = Literal["train", "test"]
@@ -32,8 +32,13 @@ def open_split(path: str, split: Split, *, key: str) -> PuzzleFolder:
     if path.startswith(BUILTIN):
         return PuzzleFolder.open(_builtin(path.removeprefix(BUILTIN), split, key=key))
     folder = Path(path)
-    inner = folder / split
-    return PuzzleFolder.open(inner if (inner / FACTS).is_file() and not (folder / FACTS).is_file() else folder)
+    inner, other = folder / split, folder / ("test" if split == "train" else "train")
+    if (folder / FACTS).is_file():
+        return PuzzleFolder.open(folder)
+    if (other / FACTS).is_file() and not (inner / FACTS).is_file():
+        alone = f", or name {other} to measure nothing" if split == "test" else ""
+        raise DataError(f"holds the split {other.name} and no {split}", where=path, fix=f"write {inner} too{alone}")
+    return PuzzleFolder.open(inner if (inner / FACTS).is_file() else folder)
 
 
 def open_splits(train_path: str, val_path: str | None) -> tuple[PuzzleFolder, PuzzleFolder | None]:
