@@ -92,7 +92,8 @@ def said_of(figures: dict[str, Any]) -> str:
     curve = [each["exact_accuracy"] for each in figures["segments"]]
     shown = sorted({0, 1, 3, 7, len(curve) - 1} & set(range(len(curve))))
     after = "  ".join(f"{number + 1}: {curve[number]:.3f}" for number in shown)
+    votes = f"pass@2 {figures['pass_at']['2']:.3f}  " if "pass_at" in figures else ""
     return (
-        f"solved after segment {after}  cells {figures['accuracy']:.3f}  "
+        f"solved after segment {after}  {votes}cells {figures['accuracy']:.3f}  "
         f"halts after {figures['halting_q']['segments']:.2f} (n {figures['n']})"
     )

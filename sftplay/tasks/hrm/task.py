@@ -45,6 +45,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BETA2 = 0.95
 """The published decay of the second moment, where train.extra says nothing."""
 
+MEASUREMENTS = 10
+"""How often a run is measured and saved where the config gives no steps for it; published runs are measured so."""
+
 
 class Places:
     """The places of the run's rows. A rank takes the rows themselves from its sampler, step by step."""
@@ -113,13 +116,13 @@ def rows_of(cfg: RunConfig, train: PuzzleFolder, *, held_out: PuzzleFolder | Non
     splits = {"train": train, **({"test": held_out} if held_out is not None else {})}
     files = {str(path): weights_digest(path) for split in splits.values() for path in files_of(split)}
     digest = hashlib.sha256("".join(files.values()).encode()).hexdigest()
-    # "An epoch" of the Trainer is a visit to each group.
+    # A visit to each group is the published epoch. It may be a step or two, and all held-out puzzles take longer.
     visit = math.ceil(train.facts.total_groups * train.facts.mean_puzzle_examples / batch)
     return Rows(
         train=Places(steps * batch),
         held_out=None,
         report={"files": files, "sources": {name: counts_of(split) for name, split in splits.items()}},
-        order=RowOrder(steps=steps, steps_per_epoch=visit, digest=digest),
+        order=RowOrder(steps=steps, steps_per_epoch=max(visit, math.ceil(steps / MEASUREMENTS)), digest=digest),
         trainer_evaluates=False,
     )
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hrm_run import write_hrm_run, write_puzzles
 from killed_worker import killed_in
+from safetensors import safe_open
 from safetensors.torch import load_file
 from untimed_metrics import lines_of
 
@@ -28,10 +29,17 @@ def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in sorted((folder / "checkpoints" / f"checkpoint-{step}").glob("*.safetensors")):
+    found, at = {}, folder / "checkpoints" / f"checkpoint-{step}"
+    for path in sorted(at.glob("*.safetensors")):
         found |= {f"{path.name}/{name}": tensor for name, tensor in load_file(path).items()}
-    return found
+    state = torch.load(at / "optimizer.pt", weights_only=True)["state"]
+    return found | {f"optimizer/{n}/{k}": torch.as_tensor(v) for n, each in state.items() for k, v in each.items()}
+
+
+def places(folder: Path, step: int) -> dict[str, dict[str, str]]:
+    """Where each rank's rows of a checkpoint go on."""
+    at = folder / "checkpoints" / f"checkpoint-{step}"
+    return {path.name: safe_open(path, framework="pt").metadata() for path in at.glob("carry-*.safetensors")}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +131,8 @@ def test_a_killed_run_ends_as_a_whole_one_bit_for_bit(processes: int, puzzles: P
     assert lines_of(killed) == lines_of(whole)
     its = checkpoint_tensors(whole, 8)
     assert {name.partition("/")[0] for name in its} >= {f"carry-{rank}.safetensors" for rank in range(processes)}
+    assert len(places(whole, 8)) == processes
+    assert places(killed, 8) == places(whole, 8)
     again = checkpoint_tensors(killed, 8)
     assert again.keys() == its.keys()
     for name, tensor in again.items():

@@ -20,6 +20,8 @@ from sftplay.tasks.hrm.act import Carry, Puzzles
 from sftplay.tasks.hrm.network.model import State
 from sftplay.tasks.hrm.network.saved import load_model
 from sftplay.tasks.hrm.progress import Progress, load_progress, save_progress
+from sftplay.tasks.hrm.task import open_puzzles, rows_of
+from sftplay.tasks.run.setup import make_setup
 
 KINDS: dict[str, dict[str, Any]] = {
     "hrm": {"hrm__ema": 0.9},
@@ -141,6 +143,19 @@ def test_a_run_that_has_learned_its_puzzles_ends_with_a_checkpoint_a_measurement
     assert (folder.checkpoints / f"checkpoint-{ended}" / "COMPLETE.json").is_file()
     assert (folder.eval / f"step-{ended}.json").is_file()
     assert load_model(folder.path / "model")
+
+
+@pytest.mark.parametrize(("steps", "between"), [(200, 20), (20, 5)])
+def test_a_run_is_measured_and_saved_ten_times_where_nothing_is_said_but_not_within_a_visit_to_all_puzzles(
+    puzzles: Path, tmp_path: Path, steps: int, between: int
+):
+    never = {"train__eval_steps": None, "train__save_steps": None, "train__max_steps": steps}
+    cfg, folder = new_hrm_run(tmp_path, puzzles, **never)
+    train, held_out = open_puzzles(cfg)
+    rows = rows_of(cfg, train, held_out=held_out)  # 40 groups, 8 rows a step: 5 steps for a visit
+    assert rows.order is not None
+    assert rows.order.steps_per_epoch == between
+    assert make_setup(cfg, folder, n_rows=0, known=rows.order).arguments(has_held_out=False)["save_steps"] == between
 
 
 @pytest.mark.long

@@ -18,7 +18,9 @@ def last_measurement(sftplay: Verb, home: Path, *changes: str) -> dict[str, Any]
     given = (f"output_dir={home}", "run_name=run", "train.eval_steps=600", "logging.backend=none")
     done = sftplay("train", "--config", CONFIG, *given, *changes)
     assert done.returncode == 0, done.stderr
-    return json.loads((home / "run" / "eval" / "step-600.json").read_text())
+    last_line = json.loads((home / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    measured = json.loads((home / "run" / "eval" / "step-600.json").read_text())
+    return {**measured, "segments_in_training": last_line["steps"]}
 
 
 def expect_the_specified_figures(measured: dict[str, Any]) -> None:
@@ -27,6 +29,7 @@ def expect_the_specified_figures(measured: dict[str, Any]) -> None:
     assert curve[3] >= 0.7
     assert curve[3] - curve[0] >= 0.15
     assert measured["halting_q"]["segments"] < 3
+    assert measured["segments_in_training"] < 3
     assert measured["q_halt_accuracy"] >= 0.8
 
 
