@@ -193,6 +193,13 @@ def test_the_layouts_for_scripts_say_what_each_device_holds_and_why_it_does_not_
     assert (taken["mode"], taken["layout"], taken["world_size"]) == ("lora", "shared", 2)
 
 
+def test_two_whole_models_are_planned_in_shards_on_as_many_processes_as_there_are_gpus(capsys):
+    arguments = ["plan", "--config", str(ROOT / "configs/run_score_gsm8k.yaml"), "--gpus", "4xA40"]
+    assert main([*arguments, "tuning.mode=full"]) == 0
+    said = capsys.readouterr()
+    assert "sharded: a part of solver, guide, value, ref in each of 4 processes" in said.out + said.err
+
+
 def test_two_turn_episodes_take_one_process_where_their_parts_lie_on_several_gpus(capsys):
     arguments = ["plan", "--config", str(ROOT / "configs/run_score_gsm8k.yaml"), "--gpus", "2xA40"]
     assert main([*arguments, "score.placement=roles"]) == 0

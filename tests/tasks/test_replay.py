@@ -201,6 +201,17 @@ def test_portions_are_halved_until_they_fit_and_stay_so():
     assert asked[7:] == [2, 1]
 
 
+def test_ranks_that_compute_together_take_no_smaller_portions():
+    batches = AdaptiveBatches(8, "a test", is_alone=False)
+
+    def work(_: slice) -> None:
+        raise NO_MEMORY
+
+    with pytest.raises(torch.OutOfMemoryError):
+        list(batches.each(10, work))
+    assert batches.batch_size == 8
+
+
 def test_held_out_loss_is_the_same_in_portions(inputs: Inputs, tmp_path: Path):
     trainer = built(tmp_path, inputs, train__batch_size=4).trainer
     whole = trainer.evaluate()["eval_loss"]

@@ -99,6 +99,8 @@ def describe_layout(seen: Forecast) -> Iterator[str]:
         return
     held = names_of(held_by(episodes, setting.execution), is_gpu=setting.device.is_gpu)
     parts = "; ".join(f"{', '.join(each)} on {device}" for device, each in held.items())
+    if episodes.layout.is_split:
+        parts = f"a part of {', '.join(*held.values())} in each of {setting.world_size} processes"
     yield f"layout      {episodes.layout.placement}: {parts}"
     yield f"            {seen.drawn} answers drawn at a time by each process"
     if seen.by_device:

@@ -55,9 +55,7 @@ class _DrawAndRecord(LogitsProcessor):
         self._sampling, self._draw = sampling, draw
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores = scores.float()
-        if self._sampling.temperature != 1:
-            scores = scores / self._sampling.temperature
+        scores = scores.float() / self._sampling.temperature
         tokens = self._draw.tokens(scores)
         self._sampling.log_probs.append(scores.log_softmax(-1).gather(-1, tokens))
         return only(tokens, scores)
