@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE
+from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE, START
 from sftplay.plan.memory.forecast import MARGIN, RUNTIME, Forecast
 from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE
 from sftplay.plan.puzzles.memory import FP32
@@ -41,6 +41,7 @@ LABELS = {
 }
 
 PHASES = {
+    START: "at the start, while the solver is whole",
     DRAW: "while completions are drawn",
     SCORE: "while completions are scored without gradients",
     "segment": "while a segment runs forward",
