@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DDPCommunicationHookType
 
 from sftplay import log
-from sftplay.config.schema.cluster import SHARDED, CommConfig
+from sftplay.config.schema.cluster import AVERAGED_AFTERWARDS, SHARDED, CommConfig
 from sftplay.config.schema.run import RunConfig
 from sftplay.heartbeat import Heartbeat
 from sftplay.monitor.observer import Observer, StepTrainer
@@ -64,6 +64,7 @@ class GradientSync(Observer):
         self._is_ddp = log.world_size() > 1 and cfg.cluster.strategy not in SHARDED
         """False for sharded strategies: they communicate all the time and do not report it."""
 
+        self._averages_itself = cfg.task_mode in AVERAGED_AFTERWARDS
         self._exposed_s = self._all_s = 0.0
         self._logged_step = 0
 
@@ -100,7 +101,8 @@ class GradientSync(Observer):
             log.say(f"communication: {share} went to exchanging gradients and waiting for other ranks, {place}")
 
     def _overlaps(self) -> bool:
-        return self._is_ddp and not (self.trainer.replay and self.trainer.replay.sends_afterwards)
+        sends_afterwards = self._averages_itself or (self.trainer.replay and self.trainer.replay.sends_afterwards)
+        return self._is_ddp and not sends_afterwards
 
     def _print_costs(self) -> None:
         comm = self.comm

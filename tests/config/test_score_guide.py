@@ -94,6 +94,19 @@ def test_every_answer_begins_with_a_key_that_exists():
     assert not set(SECTIONS) & names
 
 
+ANSWERS = sorted({action for keys in SECTIONS.values() for action in keys.values()})
+VALUE = re.compile(r"([a-z_]+(?:\.\w+)+): (\w+)(?=[,;]|$| and )")
+"""A key with a value to write as it stands."""
+
+
+@pytest.mark.parametrize("action", [action for action in ANSWERS if VALUE.search(action)])
+def test_what_an_answer_says_to_write_is_accepted(monkeypatch: pytest.MonkeyPatch, action):
+    monkeypatch.chdir(ROOT)
+    said = dict(VALUE.findall(action))
+    cfg = load_config("configs/run_score_gsm8k.yaml", [f"{key}={value}" for key, value in said.items()])
+    assert {key: str(cfg.value_of(key)) for key in said} == said
+
+
 def test_values_of_the_guide_are_accepted_by_our_names(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     for coefficient in (0.1, 0.01, 0.001):

@@ -1,9 +1,13 @@
 """What a run of two-turn episodes needs, what contradicts itself, and what has no form for two models."""
 
+from pathlib import Path
+
 import pytest
 
+from sftplay.config.load import load_config
 from sftplay.config.rules.general import notes
 
+ROOT = Path(__file__).parents[2]
 SPLIT = "tuning: {mode: full}\nscore: {placement: sharded}\n"
 SCORE = "task_mode: score\nrewards: [{name: answer, use: exact_match}]\n"
 
@@ -42,6 +46,7 @@ def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
         ('score: {prompts: {revise: "{problem}{attempt}{attempt}{hint}"}}', "score.prompts.revise", "{attempt} once"),
         ("score: {eval_samples: 4}", "score.eval_samples", "score.eval_temperature: 0.7"),
         ("score: {advantage: value, guidance: static}", "score.advantage", "rloo"),
+        ("score: {advantage: value, value_coef: 0}", "score.advantage", "score.value_coef: 0.01"),
         ("score: {placement: sharded}", "score.placement", "tuning.mode: full"),
         (f"{SPLIT}train: {{optim: adamw_8bit}}", "train.optim", "adamw_torch_fused"),
         (f"{SPLIT}train: {{precision: fp16}}", "train.precision", "fp32"),
@@ -63,6 +68,11 @@ def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
     assert fix in problem.fix
 
 
+@pytest.mark.parametrize("change", ["value_flow: stop", "guidance: model"])
+def test_v_learns_without_a_coefficient_where_its_loss_has_a_weight_of_its_own(load, change):
+    assert load(f"{SCORE}score: {{advantage: value, value_coef: 0, {change}}}\n").score.value_coef == 0
+
+
 def test_two_whole_models_may_be_in_shards(load):
     assert load(f"{SCORE}{SPLIT}cluster: {{strategy: fsdp}}\n").score.placement == "sharded"
 
@@ -77,6 +87,21 @@ def test_the_bound_of_a_ratio_has_no_effect_where_a_drawing_feeds_one_step(load)
     (note,) = notes(load(f"{SCORE}score: {{epsilon: 0.3}}\n"))
     assert "score.epsilon has no effect" in note
     assert notes(load(f"{SCORE}score: {{epsilon: 0.3, num_iterations: 2}}\n")) == []
+
+
+@pytest.mark.parametrize(("task", "config"), [("score", "run_score_gsm8k.yaml"), ("hrm", "run_hrm_sudoku.yaml")])
+def test_what_only_an_exchange_by_ddp_uses_is_named_as_without_effect(monkeypatch, task, config):
+    monkeypatch.chdir(ROOT)
+    said = [
+        "cluster.comm.hook=fp16",
+        "cluster.comm.static_graph=true",
+        "train.oom_recovery=false",
+        "train.grad_accum=1",
+    ]
+    found = notes(load_config(f"configs/{config}", [*said, "train.batch_size=4"]))
+    reason = f"task_mode {task} sends whole gradients itself, once a step"
+    for name in ("hook", "static_graph"):
+        assert f"command line cluster.comm.{name} has no effect: {reason}" in found
 
 
 def test_keys_without_effect_are_named(load):

@@ -211,9 +211,7 @@ def test_the_line_at_the_end_weighs_each_interval_by_its_time(monkeypatch: pytes
     printed: list[str] = []
     monkeypatch.setattr(gradient_sync.log, "say", printed.append)
     monkeypatch.setattr(gradient_sync.log, "world_size", lambda: 2)
-    sync = GradientSync(SimpleNamespace(cluster=SimpleNamespace(comm=CommConfig(), strategy="ddp")), Heartbeat())
-    replay = SimpleNamespace(sends_afterwards=True)
-    sync.attach(SimpleNamespace(replay=replay, accelerator=SimpleNamespace(ddp_handler=None)))
+    sync = _sync(CommConfig(), task="sft", replay=SimpleNamespace(sends_afterwards=True))
     sync.on_train_begin(None, SimpleNamespace(global_step=0), None)
     for step, step_s, share in ((2, 1.0, 0.5), (3, 2.0, 0.0)):
         figures = {"step_s": step_s, "exposed_communication_share": share}
@@ -222,6 +220,28 @@ def test_the_line_at_the_end_weighs_each_interval_by_its_time(monkeypatch: pytes
     sync.on_train_end(None, None, None)
     assert len(printed) == 1
     assert "25.0% of the time" in printed[0]
+
+
+@pytest.mark.parametrize("task", ["score", "hrm"])
+def test_a_task_that_averages_gradients_itself_says_so_and_asks_ddp_nothing(monkeypatch: pytest.MonkeyPatch, task: str):
+    printed: list[str] = []
+    monkeypatch.setattr(gradient_sync.log, "say", printed.append)
+    monkeypatch.setattr(gradient_sync.log, "world_size", lambda: 2)
+    sync = _sync(CommConfig(hook="fp16"), task=task, replay=None)
+    sync.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    sync.on_step_end(None, None, None)
+    figures = {"step_s": 1.0, "exposed_communication_share": 0.5}
+    sync.on_log(None, SimpleNamespace(global_step=1), None, logs=figures)
+    sync.on_train_end(None, None, None)
+    assert [line.rpartition(", ")[2] for line in printed] == ["after the computing of each step"]
+
+
+def _sync(comm: CommConfig, *, task: str, replay: Any) -> GradientSync:
+    """That of one of two ranks, on a trainer without a model."""
+    cfg = SimpleNamespace(cluster=SimpleNamespace(comm=comm, strategy="ddp"), task_mode=task)
+    sync = GradientSync(cfg, Heartbeat())
+    sync.attach(SimpleNamespace(replay=replay, accelerator=SimpleNamespace(ddp_handler=SimpleNamespace())))
+    return sync
 
 
 def test_gradients_after_the_window_are_sent_in_buckets_of_the_size_in_the_config(monkeypatch: pytest.MonkeyPatch):

@@ -24,10 +24,10 @@ _MEMORY = {
     "use_flash_attention_2": "model.attn: flash_attention_2, or leave it to auto",
     "use_bf16_mixed_precision": "train.precision: bf16",
     "cpu_offloading.enable": (
-        "score.devices.ref: cpu; with adapters it is not needed, as the reference is the base with its adapters off"
+        "score.devices.ref: cpu, with tuning.mode: full; adapters need none, their reference is the base without them"
     ),
     "cpu_offloading.offload_targets": (
-        "score.devices.ref: cpu and score.devices.target_critic: cpu; with adapters the first is not needed"
+        "score.devices.ref: cpu and score.devices.target_critic: cpu, with tuning.mode: full; adapters: the second"
     ),
 }
 
@@ -42,14 +42,14 @@ _BATCH = {
 }
 
 _DEEPSPEED = {
-    "zero_stage": "cluster.strategy: zero1, zero2 or zero3",
-    "offload_optimizer": "cluster.deepspeed: deepspeed_configs/zero2_offload.json",
-    "offload_param": "cluster.deepspeed: deepspeed_configs/zero3_offload.json; only zero3 can share weights out",
+    "zero_stage": "score.placement: sharded, with tuning.mode: full; DeepSpeed trains one model, and here are two",
+    "offload_optimizer": "tuning.mode: lora; its state is small, and nothing offloads it",
+    "offload_param": "score.placement: sharded, with tuning.mode: full; a process holds a part, nothing is offloaded",
 }
 
 _COMMUNICATION = {
-    "gradient_compression": "cluster.comm.hook: fp16 or powersgd",
-    "compression_ratio": "cluster.comm.hook: fp16 halves what is sent; no hook has a ratio",
+    "gradient_compression": "cluster.comm.hook: none; task score sends gradients whole, once a step",
+    "compression_ratio": "cluster.comm.hook: none; task score sends gradients whole, once a step",
 }
 
 SECTIONS: dict[str, dict[str, str]] = {

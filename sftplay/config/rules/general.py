@@ -21,6 +21,7 @@ from sftplay.config.rules.rewards import broken_reward_rules, idle_reward_keys
 from sftplay.config.rules.score import broken_score_rules, idle_score_keys
 from sftplay.config.rules.texts import broken_text_rules
 from sftplay.config.rules.violation import Violation
+from sftplay.config.schema.cluster import AVERAGED_AFTERWARDS
 from sftplay.config.schema.keys import keys_in
 from sftplay.config.schema.run import RunConfig, TrainConfig
 from sftplay.errors import ConfigError, nearest_names
@@ -67,6 +68,8 @@ def _without_effect(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield key, "tuning.mode", f"tuning.mode {mode} holds no weights in 4 bits"
         if key.startswith(("cluster.comm.", "cluster.nccl.")) and _has_one_process(train):
             yield key, key, "a single process exchanges no gradients"
+        elif key in ("cluster.comm.hook", "cluster.comm.static_graph") and cfg.task_mode in AVERAGED_AFTERWARDS:
+            yield key, "task_mode", f"task_mode {cfg.task_mode} sends whole gradients itself, once a step"
         if key in ("train.profile.start", "train.profile.memory") and train.profile.steps == 0:
             yield key, "train.profile.steps", "train.profile.steps 0 profiles nothing"
     if mode == "full" and cfg.tuning.backend != "unsloth":

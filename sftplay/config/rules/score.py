@@ -117,6 +117,11 @@ def _value(cfg: RunConfig) -> Iterator[Violation]:
     if score.advantage == "value" and score.guidance in ("none", "static"):
         what = f"value is read from the guide, but score.guidance is {score.guidance}"
         yield Violation(("score.advantage", "score.guidance"), what, fix="write score.advantage: rloo")
+    learns = score.guidance != "model_trained" or score.value_flow != "shared_trunk" or score.value_coef > 0
+    if score.advantage == "value" and not learns:
+        what = f"value compares with V, but {FLOW} shared_trunk weights the loss of V by score.value_coef, which is 0"
+        fix = f"write score.advantage: rloo, {FLOW}: stop, or score.value_coef: 0.01"
+        yield Violation(("score.advantage", "score.value_coef", FLOW), what, fix=fix)
 
 
 def _evaluation(cfg: RunConfig) -> Iterator[Violation]:

@@ -20,12 +20,16 @@ SPLIT_WEIGHTS = ("fsdp", "hsdp", "zero3")
 """Strategies in which a process holds only a shard of the weights."""
 
 
+AVERAGED_AFTERWARDS = ("score", "hrm")
+"""Tasks that average gradients themselves, behind all backward passes of a step. DDP sends none: its hook is idle."""
+
+
 class CommConfig(Section):
     """How gradients are exchanged in data parallelism (ddp)."""
 
     hook: CommHook = "none"
     """Gradient compression: fp16, bf16 (NCCL only), or powersgd (lossy; its state is not in checkpoints). It helps on
-    slow networks only; measure with `make comm-check`."""
+    slow networks only; measure with `make comm-check`. The tasks score and hrm send gradients whole."""
 
     bucket_cap_mb: Positive | None = None
     """MB of gradients in one bucket of DDP. None means torch's 25."""
