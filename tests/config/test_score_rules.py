@@ -46,8 +46,10 @@ def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
         ('score: {prompts: {revise: "{problem}{attempt}{attempt}{hint}"}}', "score.prompts.revise", "{attempt} once"),
         ("score: {eval_samples: 4}", "score.eval_samples", "score.eval_temperature: 0.7"),
         ("score: {advantage: value, guidance: static}", "score.advantage", "rloo"),
+        ("score: {advantage: value, value_coef: 0}", "score.advantage", "score.value_coef: 0.01"),
         ("score: {placement: sharded}", "score.placement", "tuning.mode: full"),
         (f"{SPLIT}train: {{optim: adamw_8bit}}", "train.optim", "adamw_torch_fused"),
+        (f"{SPLIT}train: {{precision: fp16}}", "train.precision", "fp32"),
         (f"{SPLIT}cluster: {{strategy: ddp}}", "score.placement", "fsdp"),
         ("tuning: {mode: full}\nscore: {placement: sharded, devices: {ref: cpu}}", "score.devices.ref", "auto"),
         ("tuning: {mode: full}\nscore: {placement: sharded, value_flow: straight_through}", "score.value_flow", "stop"),
@@ -64,6 +66,11 @@ def test_what_cannot_be_is_refused_with_a_remedy(refusals, text, key, fix):
     (problem,) = refusals(f"{SCORE}{text}\n")
     assert problem.where.endswith(key)
     assert fix in problem.fix
+
+
+@pytest.mark.parametrize("change", ["value_flow: stop", "guidance: model"])
+def test_v_learns_without_a_coefficient_where_its_loss_has_a_weight_of_its_own(load, change):
+    assert load(f"{SCORE}score: {{advantage: value, value_coef: 0, {change}}}\n").score.value_coef == 0
 
 
 def test_two_whole_models_may_be_in_shards(load):

@@ -117,6 +117,11 @@ def _value(cfg: RunConfig) -> Iterator[Violation]:
     if score.advantage == "value" and score.guidance in ("none", "static"):
         what = f"value is read from the guide, but score.guidance is {score.guidance}"
         yield Violation(("score.advantage", "score.guidance"), what, fix="write score.advantage: rloo")
+    learns = score.guidance != "model_trained" or score.value_flow != "shared_trunk" or score.value_coef > 0
+    if score.advantage == "value" and not learns:
+        what = f"value compares with V, but {FLOW} shared_trunk weights the loss of V by score.value_coef, which is 0"
+        fix = f"write score.advantage: rloo, {FLOW}: stop, or score.value_coef: 0.01"
+        yield Violation(("score.advantage", "score.value_coef", FLOW), what, fix=fix)
 
 
 def _evaluation(cfg: RunConfig) -> Iterator[Violation]:
@@ -169,6 +174,9 @@ def broken_shard_rules(cfg: RunConfig) -> Iterator[Violation]:
     if cfg.train.optim not in ("auto", *SPLIT_OPTIMIZERS):
         what = f"{cfg.train.optim} cannot hold its state in shards"
         yield Violation(("train.optim", PLACEMENT), what, fix=f"write train.optim: {' or '.join(SPLIT_OPTIMIZERS)}")
+    if cfg.train.precision == "fp16":
+        what = "fp16: its scaler looks for numbers that are not finite on each process alone, and each has a part"
+        yield Violation(("train.precision", PLACEMENT), what, fix="write train.precision: fp32, or bf16")
     for part in (part for part, device in dict(score.devices).items() if device != "auto"):
         what = f"{getattr(score.devices, part)}, but every process holds a part of each model on its own device"
         yield Violation((f"{DEVICES}.{part}", PLACEMENT), what, fix=f"write {DEVICES}.{part}: auto")

@@ -168,7 +168,8 @@ class ScoreConfig(Section):
     is never part of the accuracy."""
 
     value_coef: NotNegative = 0.01
-    """What V is multiplied by in the guide's return, and in shared_trunk the loss of V. 0 is learning without V."""
+    """What V is multiplied by in the guide's return, and in shared_trunk the loss of V. 0 is learning without V, unless
+    advantage is value."""
 
     value: Literal["head", "separate"] = "head"
     """What V is. head: one linear layer on the guide's last hidden state. separate: a small network of its own, which

@@ -23,7 +23,7 @@ from sftplay.errors import RunError
 from sftplay.monitor.metrics import gather_objects
 from sftplay.monitor.observer import Observer
 from sftplay.tasks.score.episodes.drawing import Action
-from sftplay.tasks.score.episodes.figures import diagnosis
+from sftplay.tasks.score.episodes.figures import diagnosis, reference_of
 from sftplay.tasks.score.episodes.judge import Verdict, describe
 from sftplay.tasks.score.episodes.play import Episode, Hints
 from sftplay.tasks.score.episodes.samples import line_of, write_lines
@@ -37,7 +37,7 @@ Played = tuple[int, Verdict, dict[str, Any]]
 class EvaluateEpisodes(Observer):
     """Writes eval/step-N.json and .jsonl, and hands the figures to the next line of metrics.
 
-    What lies there already is kept: after a resume nothing is measured twice.
+    What lies there already is read: after a resume nothing is measured twice.
     """
 
     trainer: Any
@@ -56,14 +56,25 @@ class EvaluateEpisodes(Observer):
         if step % self.every == 0 or step in (stage1, state.max_steps):
             control.should_log = True  # a line for the figures
             figures = self.evaluate(step)
-            if step == stage1 and figures and step < state.max_steps:
+            if step == stage1 and step < state.max_steps:
                 self._warn_at_gate(figures)
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """Have all problems played, once a step; the figures, empty where they lie there already. All ranks call it."""
+        """The figures of a step, for which all problems are played once. All ranks call it."""
         path, trainer = self.folder / f"step-{step}.json", self.trainer
-        if gather_objects(path.exists())[0]:
-            return {}
+        kept = path.read_text(encoding="utf-8") if log.is_main() and path.exists() else None
+        known = gather_objects(kept)[0]
+        figures = json.loads(known) if known else self._measure(step, path)
+        told = {f"eval_{key}": value for key, value in figures.items() if isinstance(value, float) and key != "seconds"}
+        if step:
+            trainer.held_out_figures = told
+        else:  # the first line of metrics is that of step 1, but a tracker's curve begins here
+            trainer.log(told)
+        log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
+        return figures
+
+    def _measure(self, step: int, path: Path) -> dict[str, Any]:
+        """Play all problems, and write what they say."""
         began = time.monotonic()
         played, empty, static = self._play("own", "empty", "static")
         figures: dict[str, Any] = {"step": step, "n": len(played), **figures_of(played)}
@@ -75,12 +86,6 @@ class EvaluateEpisodes(Observer):
         if log.is_main():
             write_lines(path.with_suffix(".jsonl"), [line for _, _, line in played])
             write_text(path, json.dumps(figures, indent=1) + "\n")
-        told = {f"eval_{key}": value for key, value in figures.items() if isinstance(value, float) and key != "seconds"}
-        if step:
-            trainer.held_out_figures = told
-        else:  # the first line of metrics is that of step 1, but a tracker's curve begins here
-            trainer.log(told)
-        log.say(f"step {step}/{trainer.state.max_steps}  {said_of(figures)}", "eval")
         return figures
 
     def _play(self, *kinds: Hints, is_greedy: bool = False) -> list[list[Played]]:
@@ -131,6 +136,13 @@ class EvaluateEpisodes(Observer):
         wanted = self.cfg.score.hint_gain
         if not wanted or self.cfg.score.guidance == "none":
             return
+        if not any(reference_of(question) for question in self.questions):
+            raise RunError(
+                "no problem has an answer that a correct hint could state, so it is not known whether the solver can "
+                "use one",
+                where="score.hint_gain",
+                fix="give the rows the column answer, or set score.hint_gain: 0",
+            )
         right, empty = (figures_of(played) for played in self._play("right", "empty"))
         with_hint, without = float(right["acc_t2"] or 0.0), float(empty["acc_t2"] or 0.0)
         said = f"right in {with_hint:.1%} with a correct hint and in {without:.1%} with an empty one"

@@ -205,6 +205,18 @@ def test_one_drawing_for_one_step_has_no_ratios(cast: Cast, drawing: Drawing):
     assert not any(name.startswith(("ratio", "clip")) for name in figures)
 
 
+def test_v_learns_beside_a_guide_that_does_not_whatever_its_coefficient(cast: Cast, drawing: Drawing):
+    gradients = []
+    for value_coef in (0.0, 0.5):
+        waiting = {"guidance_warmup": 9, "value_flow": "stop", "value_coef": value_coef}
+        lesson(cast, drawing, [0, 1, 2, 3], **waiting).learn(drawing.credit)
+        assert all(parameter.grad is None for parameter in cast.parts["guide"])
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in cast.parts["value"]]))
+        cast.model.zero_grad()
+    assert gradients[0].norm() > 1e-3
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_kept_drawing_comes_back_as_it_was_on_any_number_of_processes(world: int, drawing: Drawing, tmp_path: Path):
     save_drawing(drawing, tmp_path)

@@ -1,6 +1,8 @@
-"""Hints that state the answer: guides whose hints are written down here are judged and paid."""
+"""Hints that state the answer, and answers that are cut off: episodes written down here are judged and paid."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,8 +37,7 @@ def episode(row: int, *, leaks: bool) -> Episode:
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Verdict]]:
-    """Those on guides that leak always, never, and in half of their hints."""
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodeJudge]:
     from transformers import AutoTokenizer
 
     home = tmp_path_factory.mktemp("leaks")
@@ -44,12 +45,18 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Verdict
     (home / "rows.jsonl").write_text('{"text": "1+1=", "answer": "2"}\n')
     inputs = Inputs(home / "model", home / "rows.jsonl", home / "rows.jsonl")
     cfg = load_config(write_small_run(home, inputs, **score_options()))
-    guides = {"always": [True] * N, "never": [False] * N, "half": [True, False] * (N // 2)}
     with EpisodeJudge(cfg, columns=["answer"], tokenizer=AutoTokenizer.from_pretrained(inputs.model)) as judge:
-        return {
-            name: judge.judge([episode(row, leaks=each) for row, each in enumerate(leaks)], heartbeat=Heartbeat())
-            for name, leaks in guides.items()
-        }
+        yield judge
+
+
+@pytest.fixture(scope="module")
+def verdicts(judge: EpisodeJudge) -> dict[str, list[Verdict]]:
+    """Those on guides that leak always, never, and in half of their hints."""
+    guides = {"always": [True] * N, "never": [False] * N, "half": [True, False] * (N // 2)}
+    return {
+        name: judge.judge([episode(row, leaks=each) for row, each in enumerate(leaks)], heartbeat=Heartbeat())
+        for name, leaks in guides.items()
+    }
 
 
 @pytest.mark.parametrize(("guide", "share"), [("always", 1.0), ("never", 0.0), ("half", 0.5)])
@@ -71,3 +78,13 @@ def test_leaks_are_counted_and_each_takes_the_penalty_off_the_guides_return(guid
         expected = [penalty * (share - each.leaks) for each in mine]
         assert credit.guide.tolist() == pytest.approx(expected, abs=1e-6)
         assert credit.second.tolist() == pytest.approx([0] * N)
+
+
+def test_a_right_answer_that_was_cut_off_is_worth_nothing_and_is_counted(judge: EpisodeJudge):
+    whole = episode(0, leaks=False)
+    cut = whole._replace(second=whole.second._replace(ids=whole.second.said, is_truncated=True))
+    verdicts = judge.judge([whole, cut], heartbeat=Heartbeat())
+    assert [(verdict.second, verdict.right[1], verdict.n_cut) for verdict in verdicts] == [(1, True, 0), (0, False, 1)]
+    said = describe(verdicts)
+    assert (said["acc_t2"], said["reward_t2"], said["i2c"]) == (0.5, 0.5, 0.5)
+    assert said["truncated"] == 0.25  # one of four answers

@@ -46,6 +46,7 @@ def test_two_processes_play_judge_and_learn_as_one_does(inputs: Inputs, tmp_path
     one, two = (tmp_path / "outputs" / f"run-{processes}" for processes in (1, 2))
     for mine, its in zip(lines_of(two), lines_of(one), strict=True):
         for name in (
+            "loss",
             "acc_t1",
             "acc_t2",
             "i2c",

@@ -107,7 +107,7 @@ class Lesson:
         if self.guide_learns:
             advantage = credit.guide[own][self.part]
             self.update.guide(hints, advantage=advantage, outcome=outcome, n_tokens=n_tokens["guide"])
-        elif self.cast.has_value and score.value_coef:
+        elif self.cast.has_value:
             self.update.value_alone(hints, outcome=outcome)
         betas = kl_coefficients(self.stage, score)
         for turn, gain, beta in ((1, credit.first, betas.first), (2, credit.second, betas.second)):

@@ -1,0 +1,127 @@
+"""What a run does with its evaluations: the gate between the stages, figures of before a resume, a start refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from sftplay.data.prompts.questions import Question
+from sftplay.errors import RunError
+from sftplay.tasks.score import task
+from sftplay.tasks.score.episodes.judge import Verdict
+from sftplay.tasks.score.evaluation import EvaluateEpisodes
+from sftplay.tasks.score.learning.schedule import gate_objection
+
+STAGE1, STEPS, N = 2, 4, 4
+
+
+def played(n_first: int, n_second: int) -> list[Any]:
+    """Episodes of which so many first and second answers are right."""
+    given = {"is_known": True, "form_first": False, "form_second": False, "is_parsed": False, "leaks": False}
+    verdicts = [
+        Verdict(
+            first=float(n < n_first), second=float(n < n_second), n_cut=0, hint_tokens=1, edit_ratio=0.5,
+            is_identical=False, **given,
+        )
+        for n in range(N)
+    ]  # fmt: skip
+    return [(n, verdict, {"row": n}) for n, verdict in enumerate(verdicts)]
+
+
+class Course:
+    """A run that is nothing but its evaluations: right first and second answers at each, and KL of turn 1."""
+
+    def __init__(self, folder: Path, *, kl_t1: float = 0.001, hint_gain: float = 0.2, **columns: str) -> None:
+        score = SimpleNamespace(
+            stage1_steps=STAGE1, kl1_max=0.02, eval_temperature=0.0, hint_gain=hint_gain, guidance="model_trained"
+        )
+        self.state = SimpleNamespace(global_step=0, max_steps=STEPS)
+        self.trainer = SimpleNamespace(state=self.state, figures={"kl_t1": kl_t1}, held_out_figures={})
+        questions = [Question(n, [], "1+1=", dict(columns)) for n in range(N)]
+        self.callback = EvaluateEpisodes(SimpleNamespace(score=score), questions, folder=folder, every=STAGE1)
+        self.callback.attach(self.trainer)
+        self.n_played = 0
+
+    def end_step(self, step: int, *right: int) -> SimpleNamespace:
+        def play(*kinds: str, **_: Any) -> list[Any]:
+            self.n_played += 1
+            return [played(*right)] * len(kinds)
+
+        self.state.global_step = step
+        control = SimpleNamespace(should_log=False, should_save=False)
+        with patch.object(self.callback, "_play", play):
+            self.callback.on_step_end(None, self.state, control)
+        return control
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    lines: list[str] = []
+    monkeypatch.setattr("sftplay.log.say", lambda text, *_: lines.append(text))
+    return lambda: "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("kl_first", "delta", "faults"),
+    [
+        (0.019, 0.1, ()),
+        (0.02, 0.1, ("turn 1 has moved from the reference (KL 0.02, score.kl1_max 0.02)",)),
+        (0.019, 0.0, ("second answers are no better than first ones (delta +0.000)",)),
+        (0.5, -0.1, ("(KL 0.5, score.kl1_max 0.02)", "(delta -0.100)")),
+    ],
+)
+def test_the_gate_asks_for_a_first_answer_that_stayed_and_a_second_one_that_is_better(kl_first, delta, faults):
+    objection = gate_objection(kl_first=kl_first, delta=delta, kl1_max=0.02)
+    assert all(fault in objection for fault in faults)
+    assert bool(objection) == bool(faults)
+
+
+@pytest.mark.parametrize(
+    ("kl_t1", "right", "line"),
+    [
+        (0.001, (1, 3), "stage 1 ends: KL of turn 1 0.001, delta +0.500; stage 2 begins"),
+        (0.3, (1, 3), "warning: stage 1 ends, but turn 1 has moved from the reference (KL 0.3"),
+        (0.001, (3, 3), "warning: stage 1 ends, but second answers are no better"),
+    ],
+)
+def test_the_gate_is_asked_once_where_stage_1_ends(kl_t1, right, line, tmp_path: Path, said: Callable[[], str]):
+    course = Course(tmp_path, kl_t1=kl_t1)
+    course.end_step(STAGE1, *right)
+    assert said().count(line) == 1
+    course.end_step(STEPS, *right)
+    assert said().count("stage 1 ends") == 1
+
+
+def test_an_evaluation_of_before_a_resume_is_not_played_again_and_counts_as_it_did(
+    tmp_path: Path, said: Callable[[], str]
+):
+    course = Course(tmp_path)
+    course.end_step(STAGE1, 3, 3)
+    again = Course(tmp_path)
+    again.end_step(STAGE1, 0, 0)
+    assert (course.n_played, again.n_played) == (1, 0)
+    assert again.trainer.held_out_figures == course.trainer.held_out_figures
+    assert again.trainer.held_out_figures["eval_acc_t2"] == 0.75
+    assert said().count("warning: stage 1 ends, but second answers are no better") == 2
+
+
+def test_rows_without_an_answer_are_named_where_a_right_hint_would_state_it(tmp_path: Path):
+    with pytest.raises(RunError, match="no problem has an answer") as refused:
+        Course(tmp_path, tests="assert True").callback._expect_readable_hints()
+    assert "column answer" in refused.value.fix
+    Course(tmp_path, hint_gain=0).callback._expect_readable_hints()
+
+
+def test_a_discount_that_punishes_a_right_first_answer_gets_a_warning(said: Callable[[], str]):
+    warning = "warning: score.alpha x score.turn_discount is above 1: turn 1 is punished for being right"
+    for turn_discount, n in ((0.1, 0), (0.2, 1)):
+        score = SimpleNamespace(alpha=10.0, turn_discount=turn_discount)
+        parts: Any = SimpleNamespace(cfg=SimpleNamespace(score=score), model=None, rows=SimpleNamespace(source=None))
+        with patch.object(task, "_cast", side_effect=InterruptedError), pytest.raises(InterruptedError):
+            task.build_trainer(parts)
+        assert said().count(warning) == n
