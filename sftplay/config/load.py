@@ -97,7 +97,7 @@ def load_resolved(path: Path) -> RunConfig:
     return cfg.with_origins(read_origins(cfg, path.read_text(encoding="utf-8")))
 
 
-def _tokens_in(value: Any, merged: Layer, path: KeyPath = ()) -> Iterator[Problem]:
+def _tokens_in(value: Any, merged: Layer, *, path: KeyPath = ()) -> Iterator[Problem]:
     """A problem for each text with a token of the hub in it: run folder, report and export would repeat it."""
     if isinstance(value, str) and TOKEN.search(value):
         place = merged.place_of(path) or Place(0, 0, "")
@@ -105,7 +105,7 @@ def _tokens_in(value: Any, merged: Layer, path: KeyPath = ()) -> Iterator[Proble
         yield Problem(place, ConfigError(what, where=f"{place} {'.'.join(map(str, path))}", fix=fix))
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in inner:
-        yield from _tokens_in(below, merged, (*path, key))
+        yield from _tokens_in(below, merged, path=(*path, key))
 
 
 def _with_empty_sections(values: dict[str, Any], section: type[Section]) -> dict[str, Any]:
