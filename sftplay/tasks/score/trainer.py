@@ -37,6 +37,7 @@ from sftplay.tasks.score.gradients.update import Batch
 from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawing
 from sftplay.tasks.score.learning.credit import Credit
 from sftplay.tasks.score.learning.critic import soft_update
+from sftplay.tasks.score.learning.schedule import rates_of
 from sftplay.tasks.score.problems import Dealing
 from sftplay.tasks.score.shards.models import gathered
 from sftplay.tasks.step.gradient_average import average_gradients
@@ -46,9 +47,6 @@ from sftplay.tasks.step.window import StepSetup
 WEIGHTS = "score.safetensors"
 """File of a checkpoint with everything that trains, and the critic's slow copy, exact to the bit. A solver all of whose
 weights train is not in it: the Trainer keeps that itself."""
-
-GUIDE_RATE = 0.2
-"""Rate of the guide over that of the solver, where nothing is said."""
 
 
 class EpisodeTrainer(Trainer):
@@ -211,14 +209,7 @@ class EpisodeTrainer(Trainer):
         """One optimizer with a group for each part, each with its own rate; all follow the same schedule."""
         made: torch.optim.Optimizer | None = getattr(self, "optimizer", None)
         if made is None:
-            score, peak = self.cfg.score, self.args.learning_rate
-            solver = score.solver_learning_rate or peak
-            rates = {
-                "solver": solver,
-                "guide": score.guide_learning_rate or GUIDE_RATE * solver,
-                "value": score.value_learning_rate,
-                "critic": score.critic.learning_rate,
-            }
+            rates = rates_of(self.cfg, peak=self.args.learning_rate)
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = [
                 {"params": parameters, "lr": rates[name], "weight_decay": self.args.weight_decay}
