@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +27,23 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+@contextmanager
+def ends_soon(cpu_s: float) -> Iterator[None]:
+    """Fail the test where what is done inside takes `cpu_s` seconds of the processor, or waits until it hangs.
+
+    A busy machine takes no more of the processor, but may let everything wait for long.
+    """
+
+    def hangs(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    before, began = signal.signal(signal.SIGALRM, hangs), time.process_time()
+    signal.alarm(int(HANG_S))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.process_time() - began < cpu_s

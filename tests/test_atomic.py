@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG_S
 
 from sftplay.atomic import is_locked, locked, whole_file, whole_folder, write_bytes, write_text
 from sftplay.signals import popen_tied
@@ -92,11 +94,12 @@ def test_no_lock_is_seen_where_there_is_no_file(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(2)")
 def test_a_tied_process_dies_with_its_parent_and_says_all_into_one_place(tmp_path):
     speaks = (
-        "import os, sys, time; print(os.environ['WHO'], flush=True); print(os.getpid(), file=sys.stderr, flush=True)"
+        "import os, sys, time; print(os.environ['WHO'], flush=True); print(os.getpid(), file=sys.stderr, flush=True); "
+        f"time.sleep({2 * HANG_S})"
     )
     code = (
         "import subprocess, sys; from sftplay.signals import popen_tied\n"
-        f"popen_tied([sys.executable, '-c', {speaks + '; time.sleep(600)'!r}], output=1, env={{'WHO': 'tied'}}).wait()"
+        f"popen_tied([sys.executable, '-c', {speaks!r}], output=1, env={{'WHO': 'tied'}}).wait()"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -105,7 +108,9 @@ def test_a_tied_process_dies_with_its_parent_and_says_all_into_one_place(tmp_pat
     assert os.getsid(pid) == pid
     parent.kill()
     parent.wait()
-    assert parent.stdout.read() == ""  # its end comes when the tied process has gone, too
+    ready, _, _ = select.select([parent.stdout], [], [], HANG_S)  # its end comes when the tied process has gone, too
+    assert ready
+    assert parent.stdout.read() == ""
     parent.stdout.close()
 
 

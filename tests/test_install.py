@@ -81,8 +81,9 @@ def ends_when_heard(tmp_path, monkeypatch):
 
     def step(words):
         code = (
-            f"import os, time; print({words!r}, flush=True); open('spoken', 'w').close()\n"
-            "while not os.path.exists('heard'): time.sleep(0.01)"
+            f"import os, sys, time; print({words!r}, flush=True); open('spoken', 'w').close()\n"
+            f"end = time.monotonic() + {HANG_S}\n"
+            "while not os.path.exists('heard'): time.monotonic() < end or sys.exit('nobody heard'); time.sleep(0.01)"
         )
         return [sys.executable, "-c", code]
 

@@ -39,6 +39,8 @@ def test_a_run_without_rewards_has_nothing_to_learn_from(refusals):
             "grpo.skip_silent",
             "leave grpo.generation or grpo.skip_silent out",
         ),
+        ("grpo: {generation: vllm_server}\ntuning: {mode: qlora}", "grpo.generation", "write tuning.mode: lora"),
+        ("grpo: {generation: vllm_colocate}\ntuning: {mode: qlora}", "grpo.generation", "write tuning.mode: lora"),
         ("train: {packing: true}", "train.packing", "write train.packing: false"),
         ("train: {neftune_alpha: 5}", "train.neftune_alpha", "write train.neftune_alpha: null"),
         ("train: {loss_head: standard}", "train.loss_head", "write train.loss_head: auto"),

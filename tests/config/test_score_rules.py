@@ -49,6 +49,7 @@ def test_a_value_network_of_its_own_lets_no_gradient_reach_the_guide(refusals):
         ("score: {advantage: value, value_coef: 0}", "score.advantage", "score.value_coef: 0.01"),
         ("score: {placement: sharded}", "score.placement", "tuning.mode: full"),
         (f"{SPLIT}train: {{optim: adamw_8bit}}", "train.optim", "adamw_torch_fused"),
+        (f"{SPLIT}train: {{precision: fp16}}", "train.precision", "fp32"),
         (f"{SPLIT}cluster: {{strategy: ddp}}", "score.placement", "fsdp"),
         ("tuning: {mode: full}\nscore: {placement: sharded, devices: {ref: cpu}}", "score.devices.ref", "auto"),
         ("tuning: {mode: full}\nscore: {placement: sharded, value_flow: straight_through}", "score.value_flow", "stop"),

@@ -173,7 +173,7 @@ def test_held_out_losses_are_those_the_trainer_measured(run: Finished):
     assert dict(read_run_files(run.folder).held_out) == pytest.approx(logged)
 
 
-def test_writing_takes_well_under_a_second_and_no_heavy_library(run: Finished):
+def test_writing_makes_few_calls_and_loads_no_heavy_library(run: Finished):
     code = (
         "import cProfile, pstats, sys; from pathlib import Path; from sftplay.launch.run_folder import RunFolder\n"
         "from sftplay.deliver.report.report import write_report\n"
@@ -185,7 +185,7 @@ def test_writing_takes_well_under_a_second_and_no_heavy_library(run: Finished):
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     calls, *modules = done.stdout.split()
-    assert int(calls) < 2_000_000  # half a second on a slow core; the machine of the test may be busy
+    assert int(calls) < 1_400_000  # three times what it makes; a second on a slow core has more
     assert {"torch", "transformers", "numpy", "trl", "datasets"}.isdisjoint(modules)
 
 

@@ -293,7 +293,7 @@ def test_ranks_of_another_node_get_no_signal_here(folder, followed):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only there a child can be tied to its parent")
 def test_a_worker_dies_with_a_follower_that_is_killed(folder, followed):
-    driver = followed("folder.update_status(pid=os.getpid(), ready=True); time.sleep(600)")
+    driver = followed(f"folder.update_status(pid=os.getpid(), ready=True); time.sleep({2 * HANG_S})")
     driver.kill()
     driver.wait()
     wait_until(lambda: not is_alive(status_of(folder)["pid"]))

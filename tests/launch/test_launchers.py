@@ -256,7 +256,7 @@ import subprocess, sys, time
 depth, session = int(sys.argv[1]), int(sys.argv[1]) % 2 == 0
 if depth:
     subprocess.Popen([sys.executable, "-c", sys.argv[2], str(depth - 1), sys.argv[2]], start_new_session=session)
-time.sleep(600)
+time.sleep(1000)  # longer than the tests wait
 """
 
 

@@ -86,7 +86,7 @@ def named(fix: str, key: str) -> list[int]:
     return [int(number) for number in found.groups() if number] if found else []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     effective=st.integers(1, 48),
     generations=st.integers(2, 9),
@@ -199,6 +199,41 @@ def test_vllm_is_refused_with_its_install_line_where_it_is_missing(monkeypatch):
     assert "write 0.0" in small.value.fix
     with pytest.raises(MachineError, match="there is none"):
         size_run(config(grpo__generation="vllm_colocate"), Machine((), "none", 64 * GIB, 8, "3.11.0", "Linux", {}))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp", "zero3"])
+def test_what_needs_whole_weights_is_refused_before_a_model_in_parts_is_loaded(monkeypatch, strategy):
+    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    served = config(grpo__generation="vllm_server", cluster__strategy=strategy)
+    with pytest.raises(ConfigError, match="cannot be sent an adapter whose base is in parts") as caught:
+        sized(served, processes=2)
+    assert caught.value.fix == "write cluster.strategy: ddp, or grpo.generation: transformers"
+    with pytest.raises(ConfigError, match="must draw equally many") as caught:
+        sized(config(grpo__skip_silent=True, cluster__strategy=strategy), processes=2)
+    assert caught.value.where.endswith("grpo.skip_silent")
+    for changes in ({"cluster.strategy": "zero2"}, {"tuning.mode": "full"}):
+        assert sized(served.with_values(changes, "test"), processes=2).world_size == 2
+    assert sized(served).world_size == 1
+
+
+def test_a_server_is_asked_again_for_whole_groups_alone(monkeypatch):
+    monkeypatch.setattr("sftplay.plan.sizing.groups.find_spec", lambda name: object())
+    cfg = config(grpo__generation="vllm_server", grpo__redraws=1, train__effective_batch_size=24)
+    with pytest.raises(ConfigError, match="whole groups of 8, but a process draws 12 completions") as caught:
+        sized(cfg, processes=2)
+    assert caught.value.where.endswith("grpo.redraws")
+    assert sized(cfg, processes=3).world_size == 3
+    assert sized(cfg.with_values({"grpo.redraws": 0}, "test"), processes=2).world_size == 2
+
+
+def test_an_older_trl_is_refused_for_grpo_alone():
+    def here(version: str) -> Machine:
+        return replace(machine(80, 1), libraries={"trl": version})
+
+    with pytest.raises(MachineError, match=r"needs trl 1.16 or newer, and trl 1.14.2 is installed"):
+        size_run(config(), here("1.14.2"), shape=SHAPE)
+    for cfg, version in ((config(), "1.16.0"), (config(task_mode="sft"), "1.14.2")):
+        assert size_run(cfg, here(version), shape=SHAPE).world_size == 1
 
 
 V100_TABLE = [

@@ -18,6 +18,7 @@ from sftplay.plan.memory.sharding import share_of
 from sftplay.plan.memory.step import Size, estimate, standing_bytes
 from sftplay.plan.shape.find import find_shape
 from sftplay.plan.shape.from_config import shape_from_config
+from sftplay.tasks.grpo.completions.tile_width import fitted_tiles
 
 LLAMA = find_shape("meta-llama/Llama-3.1-8B")
 LORA = Execution(
@@ -113,14 +114,15 @@ def test_learning_and_scoring_take_what_trl_takes_on_a_real_model(checkpointing)
     batch = padded(2, 40)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     labels[:, :-30] = -100
-    with Beside(model) as scoring, torch.no_grad():
-        model(**batch, labels=labels, fused_lm_head=True)
-    model.train()
-    if checkpointing:
-        recompute(model, {"use_reentrant": False})
-    model(**batch, labels=labels, fused_lm_head=True).log_probs.sum().backward()
-    with Beside(model) as learning:
+    with fitted_tiles(shape.vocab):
+        with Beside(model) as scoring, torch.no_grad():
+            model(**batch, labels=labels, fused_lm_head=True)
+        model.train()
+        if checkpointing:
+            recompute(model, {"use_reentrant": False})
         model(**batch, labels=labels, fused_lm_head=True).log_probs.sum().backward()
+        with Beside(model) as learning:
+            model(**batch, labels=labels, fused_lm_head=True).log_probs.sum().backward()
     execution = replace(ON_CPU, checkpointing=checkpointing)
     rollout = Rollout(completions=2, prompt_tokens=10, completion_tokens=30, micro_batch=2, scores_first=True)
     phases = estimate_rollout(shape, execution, rollout=rollout).phases

@@ -54,7 +54,7 @@ def forks(completions, answer, pid_file, **_):
 def starts_another(completions, pid_file, **_):
     pid = os.fork()
     if pid == 0:
-        time.sleep(600)
+        time.sleep(1000)  # longer than the test waits
     open(pid_file[0], "w").write(str(pid))
     return [1.0] * len(completions)
 

@@ -25,6 +25,7 @@ def broken_grpo_rules(cfg: RunConfig) -> Iterator[Violation]:
         yield from _lengths(cfg)
         yield from _loss(cfg)
         yield from _skipping(cfg)
+        yield from _second_engine(cfg)
         yield from settings_of_labels(cfg)
 
 
@@ -84,6 +85,13 @@ def _skipping(cfg: RunConfig) -> Iterator[Violation]:
         if grpo.skip_silent and is_set:
             what = f"it does not go together with {key}, {why}"
             yield Violation(("grpo.skip_silent", key), what, fix=f"leave {key} or grpo.skip_silent out")
+
+
+def _second_engine(cfg: RunConfig) -> Iterator[Violation]:
+    if cfg.grpo.generation.startswith("vllm") and cfg.tuning.mode == "qlora":
+        what = f"{cfg.grpo.generation} cannot be sent an adapter whose base is held in 4 bits"
+        fix = "write tuning.mode: lora, or grpo.generation: transformers"
+        yield Violation(("grpo.generation", "tuning.mode"), what, fix=fix)
 
 
 def _loss(cfg: RunConfig) -> Iterator[Violation]:

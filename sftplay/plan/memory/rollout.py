@@ -132,8 +132,7 @@ def estimate_rollout(
     size = Size(
         rows=rollout.micro_batch,
         seq=rollout.tokens,
-        # Without a kernel of its own TRL scores prompts too (trl 1.16, `add_fused_lm_head`).
-        labelled=rollout.micro_batch * (rollout.completion_tokens if execution.folds_tiles else rollout.tokens),
+        labelled=rollout.micro_batch * rollout.completion_tokens,
         accumulates=accumulates,
     )
     reference = 0.0

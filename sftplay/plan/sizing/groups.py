@@ -12,10 +12,12 @@ from importlib.util import find_spec
 
 from sftplay.config.schema.run import RunConfig
 from sftplay.errors import ConfigError, MachineError
+from sftplay.machine.doctor.install import is_within
 from sftplay.machine.probe import Machine
 from sftplay.plan.memory.execution import Execution
 from sftplay.plan.memory.forecast import Forecast
 from sftplay.plan.memory.rollout import cache_bytes
+from sftplay.plan.memory.sharding import Strategy
 from sftplay.plan.shape.model_shape import ModelShape
 from sftplay.plan.sizing.decisions import Decision
 from sftplay.units import format_bytes
@@ -32,6 +34,9 @@ FP32_HEAD = "cast_lm_head_to_fp32"
 """Field of TRL's GRPOConfig: the head computes in fp32, which keeps large scores from overflowing fp16."""
 
 VLLM_INSTALL = "pip install vllm"
+
+OLDEST_TRL = "1.16"
+"""The first release that takes log-probabilities in the tiles that `tasks.grpo.completions.tile_width` narrows."""
 
 
 def completions_of_drawing(cfg: RunConfig) -> int:
@@ -94,11 +99,14 @@ def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> N
     """Check that what draws completions can run here.
 
     Raises:
-        MachineError: it is not installed, or the GPUs are too old.
+        MachineError: it is not installed or too old, or the GPUs are too old.
         ConfigError: vLLM cannot split the model over the processes.
     """
     kind, key = cfg.grpo.generation, "grpo.generation"
-    if cfg.task_mode != "grpo" or kind == "transformers":
+    if cfg.task_mode != "grpo":
+        return
+    _refuse_old_trl(cfg, machine)
+    if kind == "transformers":
         return
     where = f"{cfg.origins.get(key, 'grpo')} {key}"
     fix = f"write {key}: transformers"
@@ -120,6 +128,46 @@ def refuse_generation(cfg: RunConfig, machine: Machine, *, world_size: int) -> N
             where=f"{cfg.origins.get(key, 'grpo')} {key}",
             fix=f"write {math.gcd(split, world_size)}, or use another number of processes",
         )
+
+
+def _refuse_old_trl(cfg: RunConfig, machine: Machine) -> None:
+    release = machine.libraries.get("trl")
+    if release is not None and not is_within(release, f">={OLDEST_TRL}"):
+        raise MachineError(
+            f"task_mode grpo needs trl {OLDEST_TRL} or newer, and trl {release} is installed",
+            where=f"{cfg.origins.get('task_mode', 'default')} task_mode",
+            fix=f"pip install 'trl>={OLDEST_TRL}'; unsloth wants an older one, so use an environment without it",
+        )
+
+
+def refuse_parts(cfg: RunConfig, *, strategy: Strategy, world_size: int) -> None:
+    """Check that a drawing goes together with what each process holds and draws; `strategy` is decided.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    grpo, is_sharded = cfg.grpo, strategy in ("zero3", "fsdp")
+    own = completions_of_drawing(cfg) // world_size
+    told = {
+        "grpo.generation": (
+            is_sharded and grpo.generation.startswith("vllm") and cfg.tuning.mode != "full",
+            f"{grpo.generation} cannot be sent an adapter whose base is in parts ({strategy})",
+            "write cluster.strategy: ddp, or grpo.generation: transformers",
+        ),
+        "grpo.skip_silent": (
+            is_sharded and grpo.skip_silent,
+            f"processes that hold parts of the weights ({strategy}) must draw equally many completions",
+            "remove it, or write cluster.strategy: ddp",
+        ),
+        "grpo.redraws": (
+            bool(grpo.redraws) and grpo.generation == "vllm_server" and own % grpo.num_generations > 0,
+            f"a vLLM server answers whole groups of {grpo.num_generations}, but a process draws {own} completions",
+            f"write 0, or a {EFFECTIVE} of whole groups for each of the {world_size} processes",
+        ),
+    }
+    for key, (is_broken, what, fix) in told.items():
+        if is_broken:
+            raise ConfigError(what, where=f"{cfg.origins.get(key, 'grpo')} {key}", fix=fix)
 
 
 def refuse_small_engine(cfg: RunConfig, shape: ModelShape, *, execution: Execution, device_bytes: int) -> None:

@@ -39,6 +39,7 @@ from sftplay.plan.sizing.groups import (
     notes_on_drawing,
     refuse_generation,
     refuse_mixed_cache,
+    refuse_parts,
     refuse_shared_head,
     refuse_small_engine,
     rows_drawn,
@@ -46,7 +47,7 @@ from sftplay.plan.sizing.groups import (
 from sftplay.plan.sizing.placement import choose_placement
 from sftplay.plan.sizing.puzzle_table import TABLE, can_be_shared_out, choose_table, note_on_table
 from sftplay.plan.sizing.split import PLATEAU_TOKENS, foresee_drawing, foresight, split_batch
-from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy
+from sftplay.plan.sizing.strategy import STRATEGY, choose_strategy, planned_strategy
 from sftplay.units import format_bytes
 
 LOSS_HEAD, BATCH_SIZE, GRAD_ACCUM = "train.loss_head", "train.batch_size", "train.grad_accum"
@@ -205,6 +206,7 @@ def _decide_rows_drawn(cfg: RunConfig, shape: ModelShape | None, *, place: Place
         return {}
     if cfg.task_mode == "grpo":
         refuse_mixed_cache(cfg)
+        refuse_parts(cfg, strategy=planned_strategy(cfg, place.world_size), world_size=place.world_size)
     if cfg.task_mode == "grpo" and shape is not None:
         refuse_shared_head(cfg, shape)
         refuse_small_engine(cfg, shape, execution=execution_of(cfg), device_bytes=place.device.total_bytes)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from sftplay import log
 from sftplay.data.prompts.questions import Questions
-from sftplay.errors import ConfigError
 from sftplay.monitor.metrics import gather_objects
 from sftplay.tasks.grpo.completions.length_order import depends_on_cut, has_relative_places, order_by_length
 from sftplay.tasks.grpo.completions.sampler_gauge import SAMPLED, SCORED, SamplerGauge, recorded
@@ -44,19 +43,7 @@ class Drawing(Base):
 
     def __init__(self, *given: Any, questions: Questions, **named: Any) -> None:
         super().__init__(*given, **named)
-        grpo, rows = self.cfg.grpo, self.args.per_device_train_batch_size * self.args.steps_per_generation
-        if grpo.redraws and grpo.generation == "vllm_server" and rows % grpo.num_generations:
-            raise ConfigError(
-                f"a vLLM server answers whole groups of {grpo.num_generations}, but a process draws {rows} completions",
-                where="grpo.redraws",
-                fix="set grpo.redraws=0, or an effective batch of whole groups for each process",
-            )
-        if grpo.skip_silent and has_sharded_weights(self):
-            raise ConfigError(
-                "ranks that hold parts of the weights must draw equally many completions",
-                where="grpo.skip_silent",
-                fix="leave it out, or train with DDP",
-            )
+        grpo = self.cfg.grpo
         self.redraws = Redraws(
             PromptRows(questions),
             rows=questions.row_numbers,

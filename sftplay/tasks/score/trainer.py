@@ -36,13 +36,11 @@ from sftplay.tasks.score.kept_episodes import Drawing, load_drawing, save_drawin
 from sftplay.tasks.score.kept_weights import load_weights, save_weights
 from sftplay.tasks.score.learning.credit import Credit
 from sftplay.tasks.score.learning.critic import soft_update
+from sftplay.tasks.score.learning.schedule import rates_of
 from sftplay.tasks.score.problems import Dealing
 from sftplay.tasks.step.gradient_average import average_gradients
 from sftplay.tasks.step.random_numbers import random_numbers_kept
 from sftplay.tasks.step.window import StepSetup
-
-GUIDE_RATE = 0.2
-"""Rate of the guide over that of the solver, where nothing is said."""
 
 
 class EpisodeTrainer(Trainer):
@@ -205,14 +203,7 @@ class EpisodeTrainer(Trainer):
         """One optimizer with a group for each part, each with its own rate; all follow the same schedule."""
         made: torch.optim.Optimizer | None = getattr(self, "optimizer", None)
         if made is None:
-            score, peak = self.cfg.score, self.args.learning_rate
-            solver = score.solver_learning_rate or peak
-            rates = {
-                "solver": solver,
-                "guide": score.guide_learning_rate or GUIDE_RATE * solver,
-                "value": score.value_learning_rate,
-                "critic": score.critic.learning_rate,
-            }
+            rates = rates_of(self.cfg, peak=self.args.learning_rate)
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             groups = [
                 {"params": parameters, "lr": rates[name], "weight_decay": self.args.weight_decay}

@@ -11,7 +11,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.errors import RunError
 from sftplay.tasks.grpo.watch.signal_health import CAUSES, RECENT, SignalHealth
 
-GOOD = {"reward": 0.5, "zero_variance_share": 0.2, "clipped_ratio": 0.0, "completion_tokens": 100.0}
+GOOD = {"reward": 0.5, "reward/a": 0.4, "zero_variance_share": 0.2, "clipped_ratio": 0.0, "completion_tokens": 100.0}
 GOOD_LOGS = {"entropy": 1.0, "kl": 0.01, "sampler_kl": 0.0, "sampler_gap": 1e-6, "clip_ratio/region_mean": 0.05}
 
 
@@ -99,6 +99,41 @@ def test_rewards_that_were_0_from_the_first_step_name_the_missing_warm_start():
         step(watcher, number, zero_variance_share=1.0, reward=0.0)
     with pytest.raises(RunError, match="every reward since the first step was 0") as raised:
         step(watcher, 3, zero_variance_share=1.0, reward=0.0)
+    assert "sft_then_grpo.sh" in str(raised.value)
+
+
+FORM_ALONE = {"reward": 0.1, "reward/a": 0.0, "reward/shape": 1.0}
+
+
+def test_a_run_that_is_paid_for_form_alone_is_told_so_once_with_the_same_remedy(capsys):
+    watcher = health()
+    for number in range(RECENT - 1):
+        step(watcher, number, **FORM_ALONE)
+    assert "warning" not in capsys.readouterr().out
+    for number in range(2 * RECENT):
+        step(watcher, RECENT + number, **FORM_ALONE)
+    said = capsys.readouterr().out
+    assert said.count("warning:") == 1
+    assert "no answer was paid for content (a): only form is learned" in said
+    assert "sft_then_grpo.sh" in said
+
+
+@pytest.mark.parametrize("found", [0.001, -1.0])
+def test_one_answer_that_was_paid_for_content_is_enough_and_is_known_after_a_resume(found, capsys):
+    before, after = health(), health()
+    step(before, 0, **(FORM_ALONE | {"reward/a": found}))
+    after.on_train_begin(None, SimpleNamespace(stateful_callbacks={"SignalHealth": before.state()}), None)
+    for number in range(2 * RECENT):
+        step(after, number, **FORM_ALONE)
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_run_that_ends_with_form_alone_names_the_missing_warm_start():
+    watcher = health(stop_without_signal=4)
+    for number in range(3):
+        step(watcher, number, zero_variance_share=1.0, **FORM_ALONE)
+    with pytest.raises(RunError, match=r"every reward for content \(a\) since the first step was 0") as raised:
+        step(watcher, 3, zero_variance_share=1.0, **FORM_ALONE)
     assert "sft_then_grpo.sh" in str(raised.value)
 
 

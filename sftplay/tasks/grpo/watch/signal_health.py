@@ -15,11 +15,17 @@ from transformers.trainer_callback import ExportableState
 
 from sftplay import log
 from sftplay.config.schema.run import RunConfig
+from sftplay.deliver.evaluate.rewarded import content_rewards
 from sftplay.errors import RunError
 from sftplay.monitor.observer import Observer
 
 RECENT = 10
 """Drawings, or lines of metrics, over which a figure is averaged before it is judged."""
+
+WARM_UP = (
+    "warm it up first: fine-tune on examples of right answers (task_mode sft), and name that run in model.name, as "
+    "workflows/sft_then_grpo.sh does; or take easier prompts"
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,12 @@ class SignalHealth(Observer, ExportableState):
         self.extremes: list[float] = []
         """The lowest and the highest mean reward of all drawings so far."""
 
+        self.content = content_rewards(cfg.rewards)
+        """The rewards that a right answer alone gets in full."""
+
+        self.seen_content = False
+        """Whether any of these was ever other than 0."""
+
         self.first: dict[str, float] = {}
         self.said: list[str] = []
         self._recent: dict[str, deque[float]] = {}
@@ -113,7 +125,7 @@ class SignalHealth(Observer, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer keeps in its checkpoints."""
-        names = ("steps_without", "extremes", "first", "said")
+        names = ("steps_without", "extremes", "seen_content", "first", "said")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -121,11 +133,13 @@ class SignalHealth(Observer, ExportableState):
         reward = drawing.get("reward")
         if reward is not None:
             self.extremes = [min([reward, *self.extremes]), max([reward, *self.extremes])]
+        self.seen_content |= any(drawing.get(f"reward/{name}") for name in self.content)
         has_signal = drawing.get("zero_variance_share", 0.0) < 1.0
         self.steps_without = 0 if has_signal else self.steps_without + 1
         if self.limit and self.steps_without >= self.limit:
             raise self._explain(state.global_step)
         self._judge(drawing)
+        self._warn_of_form_alone()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         shares = [logs[name] for name in ("clip_ratio/region_mean", "cispo_clip_ratio") if logs.get(name) is not None]
@@ -147,15 +161,29 @@ class SignalHealth(Observer, ExportableState):
                 self.said.append(cause.name)
                 log.say(f"warning: {cause.what.format(first=first, now=now)}\n  fix: {cause.fix}", "signal")
 
+    @property
+    def _learns_form_alone(self) -> bool:
+        return bool(self.content) and not self.seen_content
+
+    def _warn_of_form_alone(self) -> None:
+        """Where rewards for form have a signal, a run without a right answer would go on unnoticed."""
+        is_due = len(self._recent.get("reward", ())) >= RECENT and self.extremes != [0, 0]
+        if is_due and self.warns and self._learns_form_alone and "form alone" not in self.said:
+            self.said.append("form alone")
+            what = (
+                f"since the first step no answer was paid for content ({', '.join(self.content)}): only form is learned"
+            )
+            log.say(f"warning: {what}\n  fix: {WARM_UP}", "signal")
+
     def _explain(self, step: int) -> RunError:
         what = f"nothing was learned in the last {self.steps_without} steps: in each group all rewards were equal"
         samples = "read samples/ to see what the model tries"
-        if self.extremes == [0, 0]:
+        if self.extremes == [0, 0] or self._learns_form_alone:
+            paid = "reward" if self.extremes == [0, 0] else f"reward for content ({', '.join(self.content)})"
             return RunError(
-                f"{what}, and every reward since the first step was 0: the model never does what is asked",
+                f"{what}, and every {paid} since the first step was 0: the model never does what is asked",
                 where=f"step {step}",
-                fix="warm it up first: fine-tune on examples of right answers (task_mode sft), and name that run in "
-                f"model.name, as workflows/sft_then_grpo.sh does; or take easier prompts. {samples}",
+                fix=f"{WARM_UP}. {samples}",
             )
         return RunError(
             f"{what} (mean reward {self.trainer.drawing['reward'] or 0:.3g})",

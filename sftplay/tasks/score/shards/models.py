@@ -64,7 +64,7 @@ def shard(model: Any, mesh: DeviceMesh, *, precision: str, keeps_head: bool = Fa
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     units = [*layers, *([embeddings] if embeddings.weight is not head.weight else [])]
     policy = MixedPrecisionPolicy(param_dtype=COMPUTED[precision], reduce_dtype=torch.float32)
-    for unit in units:
+    for unit in reversed(units):  # what lies within first
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_head)
     model.within = _call
