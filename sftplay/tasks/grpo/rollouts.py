@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         num_generations: int
         num_iterations: int
         beta: float
+        lr_scheduler: Any
         _step: int
         _buffered_inputs: Any
         _metrics: Any
@@ -205,11 +206,28 @@ class Rollouts(Base):
         figures = {name: _mean(values) for name, values in self._figures.items()}
         held_out, self.held_out_figures = self.held_out_figures, {}
         self._figures.clear()
-        return {**figures, "entropy": logs.get("entropy"), "kl": logs.get("kl"), **held_out}
+        of_trl = {"entropy": logs.get("entropy"), "kl": logs.get("kl"), "policy_clip_share": policy_clip_share(logs)}
+        if (scaler := self.accelerator.scaler) is not None:
+            of_trl |= scaling_figures(scaler, steps=self.state.global_step, taken=self.lr_scheduler.last_epoch)
+        return {**figures, **of_trl, **held_out}
 
     def rows_not_finite(self) -> list[int]:
         """None are told apart: a completion's loss depends on its group."""
         return []
+
+
+def policy_clip_share(logs: Mapping[str, Any]) -> float | None:
+    """Share of the tokens whose ratio TRL's loss cuts off; None for a loss that cuts none off."""
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    return next((logs[name] for name in names if logs.get(name) is not None), None)
+
+
+def scaling_figures(scaler: Any, *, steps: int, taken: int) -> dict[str, float]:
+    """Of fp16 by torch's GradScaler: its scale, and the steps since the first that it skipped.
+
+    `taken` are the steps of the schedule, which transformers moves on only where the optimizer took one.
+    """
+    return {"loss_scale": scaler.get_scale(), "skipped_steps": steps - taken}
 
 
 def _rows_at_once(cfg: RunConfig, args: Any) -> int:

@@ -18,6 +18,7 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.evaluate.rewarded import content_rewards
 from sftplay.errors import RunError
 from sftplay.monitor.observer import Observer
+from sftplay.tasks.grpo.rollouts import policy_clip_share
 
 RECENT = 10
 """Drawings, or lines of metrics, over which a figure is averaged before it is judged."""
@@ -142,10 +143,8 @@ class SignalHealth(Observer, ExportableState):
         self._warn_of_form_alone()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        shares = [logs[name] for name in ("clip_ratio/region_mean", "cispo_clip_ratio") if logs.get(name) is not None]
-        clipped = {"policy_clip_share": shares[0]} if shares else {}
         names = ("entropy", "kl", "sampler_kl", "sampler_gap")
-        self._judge({**{name: logs.get(name) for name in names}, **clipped})
+        self._judge({**{name: logs.get(name) for name in names}, "policy_clip_share": policy_clip_share(logs)})
 
     def _judge(self, figures: Mapping[str, float | None]) -> None:
         for name, value in figures.items():
