@@ -2,7 +2,8 @@
 
 Two questions. Is a step as fast, with the same rewards (`--only speed`)? And how many tokens does each generate until
 the toy's sampled pass@1 reaches a goal, where ours draws silent groups again (`--only redraws`)? The first uses the toy
-of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one.
+of workflows/sft_then_grpo.sh and its warm start, which is trained first unless `--warm RUN` names one. It runs on a GPU
+where there is one. The second has a model of its own, too small for a GPU, and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.overhead import cpu_name
 from sftplay.config.load import load_resolved
 from sftplay.data.order import training_order
+from sftplay.machine.probe import probe
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY, WARM = ROOT / "configs" / "run_grpo_toy.yaml", ROOT / "configs" / "run_grpo_toy_sft.yaml"
@@ -48,7 +50,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         work = Path(name)
         print(
-            f"{time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} cores, {options.threads} thread(s), "
+            f"{time.strftime('%Y-%m-%d')}, {', '.join(gpu.name for gpu in probe().gpus) or 'no GPU'}, {cpu_name()}, "
+            f"{os.cpu_count()} cores, {options.threads} thread(s), "
             f"load {os.getloadavg()[0]:.1f}, "
             + ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "trl"))
         )

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main(job: dict) -> None:
-    from datasets import Dataset  # in here, because the rewards' processes import this file
+    import torch  # in here, because the rewards' processes import this file
+    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -45,15 +46,18 @@ def main(job: dict) -> None:
 
     with RewardSet(cfg) as reward_set:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(job["model"]),
+            model=AutoModelForCausalLM.from_pretrained(
+                job["model"], dtype=torch.float32, attn_implementation=cfg.model.attn
+            ),
             processing_class=AutoTokenizer.from_pretrained(job["model"], padding_side="left"),
             reward_funcs=pay,
             train_dataset=Dataset.from_list(job["rows"]),
             callbacks=[Clock()],
             args=GRPOConfig(
                 output_dir=job["out"],
-                use_cpu=True,
-                bf16=False,
+                use_cpu=not torch.cuda.is_available(),
+                bf16=cfg.train.precision == "bf16",
+                fp16=cfg.train.precision == "fp16",
                 seed=cfg.seed,
                 per_device_train_batch_size=int(cfg.train.batch_size),
                 gradient_accumulation_steps=int(cfg.train.grad_accum),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,29 @@ def test_the_comparison_names_one_row_to_take(capsys):
 def test_what_cannot_be_meant_is_refused_with_the_nearest(capsys, arguments, message):
     assert main(["plan", "--config", GEMMA, *arguments]) in (2, 3)
     assert message in capsys.readouterr().err
+
+
+def test_a_run_on_rewards_is_told_its_groups_and_what_each_phase_of_a_step_takes(capsys):
+    assert main(["plan", "--config", "configs/run_grpo_toy.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "8 prompts x 8 completions = 64 a drawing, by transformers" in printed
+    assert "prompts of 40 tokens, completions of 24, at most" in printed
+    assert "GiB of it keys and values" in printed
+    phases = re.findall(r"^  (while|in) (.+?) +[\d.]+ GiB", printed, re.M)
+    assert [name for _, name in phases] == [
+        "completions are drawn", "the loss", "a layer's backward pass", "the optimizer step",
+    ]  # fmt: skip
+    assert main(["plan", "--config", "configs/run_grpo_toy.yaml", "grpo.num_iterations=2"]) == 0
+    assert "  while completions are scored without gradients  " in capsys.readouterr().out
+
+
+def test_keys_and_values_are_told_at_full_length_where_the_prompts_alone_are_the_peak(capsys):
+    # Qwen2.5-1.5B in bf16: 2 x 28 layers x 2 heads x 128 x 2 bytes = 28 KiB a token; 64 completions of 512 + 512 tokens
+    arguments = ("--config", "configs/run_grpo_code.yaml", "--gpus", "H100")
+    assert main(["plan", *arguments]) == 0
+    assert "0.875 GiB of it keys and values, 1.750 GiB at full length" in capsys.readouterr().out
+    assert main(["plan", *arguments, "grpo.max_prompt_length=8"]) == 0
+    assert "GiB at full length" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fleet", ["2xA40", "4xA40", "A100"])

@@ -150,7 +150,7 @@ def test_without_a_gpu_each_row_says_what_it_needs_and_with_two_none_does():
     here = [check.name for check in CHECKS if not check.needs(CPU)]
     assert here == [
         "facts: driver and torch agree", "run: fp32 full", "run: fp32 lora", "run: fp32 qlora",
-        "run: eager beside sdpa", "recovery: kill -9 and resume", "recovery: SIGTERM",
+        "run: rewards rise", "run: eager beside sdpa", "recovery: kill -9 and resume", "recovery: SIGTERM",
         "delivery: merge, export, plain transformers", "processes: comm-check over gloo", "processes: DDP over gloo",
         "memory: planned beside the resident set",
     ]  # fmt: skip
@@ -201,6 +201,19 @@ def test_a_loss_that_does_not_fall_and_one_that_is_not_the_cpus_fail(place: Plac
     monkeypatch.setattr(runs, "learned", learned_with({False: [float("nan")] * 6}))
     with pytest.raises(Broken):
         runs.learns(place, mode="lora", precision="fp32")
+
+
+def test_rewards_that_do_not_rise_fail(place: Place, monkeypatch: pytest.MonkeyPatch):
+    metrics = place.folder / "metrics.jsonl"
+    place.folder.mkdir()
+    monkeypatch.setattr(runs, "train", lambda *_, **__: SimpleNamespace(folder=SimpleNamespace(metrics=metrics)))
+    for rewards, problem in (([0.3, 0.5, 0.8, 0.9, 1.0], None), ([0.3, 0.5, 0.5, 0.5, 0.5], "does not rise")):
+        metrics.write_text("".join(json.dumps({"reward": each, "sampler_gap": 2e-6}) + "\n" for each in rewards))
+        if problem is None:
+            assert runs.rewards_rise(place) == "reward 0.30 to 0.90, sampler within 2e-06"
+            continue
+        with pytest.raises(Broken, match=problem):
+            runs.rewards_rise(place)
 
 
 def test_other_kernels_that_begin_elsewhere_or_end_elsewhere_fail(place: Place, monkeypatch: pytest.MonkeyPatch):

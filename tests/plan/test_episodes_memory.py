@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sftplay.deliver.infer.generate import Generator
 from sftplay.plan.devices.layout import OWN, Layout
-from sftplay.plan.memory.episodes import COMPARE, CRITIC, Episodes, estimate_episodes
+from sftplay.plan.memory.episodes import COMPARE, CRITIC, START, Episodes, estimate_episodes
 from sftplay.plan.memory.execution import Adapter, Execution
 from sftplay.plan.memory.rollout import CACHE, DRAW, REFERENCE
 from sftplay.plan.memory.step import SHARDING, WORKSPACE_BYTES, Footprint
@@ -170,6 +170,17 @@ def test_in_shards_a_rank_has_its_part_of_everything_and_gathers_the_head_and_tw
     layer = (weights - around) / LLAMA.layers
     drawing = of(FULL, replace(USUAL, layout=SPLIT), world_size=ranks)[OWN].phases[DRAW]
     assert drawing[SHARDING] == pytest.approx(2 * (around + 2 * layer))
+
+
+def test_before_models_are_split_a_rank_has_the_solver_whole_and_the_others_on_the_host():
+    weights = 4 * LLAMA.total_params
+    many = of(FULL, replace(USUAL, layout=SPLIT), world_size=64)
+    assert sum(many[OWN].phases[START].values()) == pytest.approx(weights)
+    assert many[OWN].peak_phase == START
+    assert many["cpu"].peak_bytes == pytest.approx(2 * weights)
+    alone = of(FULL, replace(USUAL, layout=SPLIT, has_guide=False, guide_learns=False), world_size=2)
+    assert alone["cpu"].peak_bytes == pytest.approx(weights)
+    assert START not in of(FULL, USUAL, world_size=2)[OWN].phases
 
 
 def test_more_answers_at_a_time_move_the_peak_to_drawing():

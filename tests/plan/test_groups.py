@@ -86,7 +86,7 @@ def named(fix: str, key: str) -> list[int]:
     return [int(number) for number in found.groups() if number] if found else []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(
     effective=st.integers(1, 48),
     generations=st.integers(2, 9),

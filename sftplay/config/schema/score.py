@@ -215,7 +215,8 @@ class ScoreConfig(Section):
     """Rate of the solver. None means train.learning_rate."""
 
     guide_learning_rate: PositiveFloat | None = None
-    """Rate of the guide. None means a fifth of the solver's: hints must not move faster than their reader."""
+    """Rate of the guide. None means a fifth of the solver's, with tuning.mode full a tenth: hints must not move faster
+    than their reader."""
 
     value_learning_rate: PositiveFloat = 1e-4
     """Rate of the value head. High, because it starts from nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 
-from sftplay.atomic import read_object
+from sftplay.atomic import read_lines, read_object
 from sftplay.control.gpu_check.frame.check import NEEDS_GPU, Broken, Check, Place, a_gpu
 from sftplay.control.gpu_check.frame.kit import Run, Values, learned, losses_apart, shared_run, train
 from sftplay.machine.probe import Machine
@@ -26,6 +26,10 @@ enlarge what rounding has begun."""
 
 LEAST_EXACT_MATCH = 0.5
 """What the demo reaches on a CPU is about 0.9; the untrained model answers nothing right."""
+
+
+LEAST_RISE = 0.3
+"""Of the sampled rewards: on a CPU they rise from 0.28 to 1 within six steps."""
 
 
 def learns(place: Place, *, mode: str, precision: str) -> str:
@@ -87,6 +91,31 @@ def exact_match_rises(place: Place) -> str:
     return told
 
 
+def rewards_rise(place: Place) -> str:
+    """Task grpo: sampled answers get the digit that is paid for, full tuning, eight answers to a question."""
+    values: Values = {
+        "task_mode": "grpo",
+        "tuning.mode": "full",
+        "rewards": [{"name": "digit", "use": "regex", "options": {"pattern": "[0-9]", "whole": False}}],
+        "grpo.num_generations": 8,
+        "grpo.max_completion_length": 8,
+        "grpo.gauge_steps": 1,
+        "train.max_steps": 8,
+        "train.effective_batch_size": 64,
+        "train.batch_size": 32,
+        "train.learning_rate": 3e-4,
+        "train.lr_scheduler": "constant",
+    }
+    lines = read_lines(train(place, "rewards", values=values).folder.metrics)[0]
+    rewards = [line["reward"] for line in lines]
+    place.details.update(rewards=rewards, sampler_gap=[line["sampler_gap"] for line in lines])
+    before, after = rewards[0], sum(rewards[-3:]) / 3
+    told = f"reward {before:.2f} to {after:.2f}, sampler within {max(line['sampler_gap'] for line in lines):.1g}"
+    if not after - before >= LEAST_RISE:
+        raise Broken(f"{told}: it does not rise by {LEAST_RISE}")
+    return told
+
+
 def a_gpu_for_the_demo(machine: Machine) -> str:
     return a_gpu(machine) and f"{NEEDS_GPU}; on a CPU `make demo` shows it, in minutes"
 
@@ -117,6 +146,7 @@ CHECKS = (
         for mode in ("full", "lora", "qlora")
     ),
     Check(name="run: exact match rises", run=exact_match_rises, needs=a_gpu_for_the_demo),
+    Check(name="run: rewards rise", run=rewards_rise),
     Check(name="run: eager beside sdpa", run=partial(same_with, changes={"model.attn": "eager"}, precision="fp32")),
     Check(
         name="run: flash attention beside sdpa",

@@ -28,7 +28,7 @@ from sftplay.plan.memory.step import (
 )
 from sftplay.plan.shape.model_shape import ModelShape
 
-GUIDE, COMPARE, CRITIC = "guide's ", "reference's answer", "critic"
+START, GUIDE, COMPARE, CRITIC = "start", "guide's ", "reference's answer", "critic"
 
 FP32, ADAM_COPIES = 4, 4
 """A weight that trains in fp32 has a gradient and two moments beside it."""
@@ -79,7 +79,7 @@ def episodes_of(cfg: RunConfig, *, gpus: int, processes: int) -> Episodes | None
 def estimate_episodes(
     shape: ModelShape, execution: Execution, *, episodes: Episodes, rows: int, drawn: int, world_size: int = 1
 ) -> dict[str, Footprint]:
-    """Device -> bytes of every phase of one step in the steady state.
+    """Device -> bytes of every phase of one step in the steady state; of models in shards also of the start.
 
     `rows` is the micro-batch, `drawn` the answers that a process draws at a time.
     """
@@ -87,6 +87,10 @@ def estimate_episodes(
     for device in sorted(set(_in_use(episodes, execution).values()) | {OWN}):
         on = _On(shape, execution, episodes, device, world_size)
         found[device] = Footprint({name: parts for name, parts in on.phases(rows, drawn).items() if parts})
+    if episodes.layout.is_split:
+        # Guide and reference, as far as there are any, wait on the host until they are split.
+        waiting = standing_bytes(shape, execution).weights * (episodes.has_guide + execution.trains_all)
+        found["cpu"] = Footprint({START: {"weights": waiting}})
     return found
 
 
@@ -129,6 +133,8 @@ class _On:
         """Phase -> component -> bytes."""
         episodes = self.episodes
         found = {DRAW: self._drawing(drawn)}
+        if episodes.layout.is_split:
+            found[START] = {"weights": standing_bytes(self.shape, self.execution).weights}
         if self._holds("guide") and episodes.guide_learns:
             learned = self._learning(rows, episodes.hint_tokens)
             found |= {f"{GUIDE}{name}": learned[name] for name in ("head", "layer")} | {"step": learned["step"]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE
+from sftplay.plan.memory.episodes import COMPARE, CRITIC, GUIDE, START
 from sftplay.plan.memory.forecast import MARGIN, RUNTIME, Forecast
-from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE
+from sftplay.plan.memory.rollout import CACHE, DRAW, ENGINE, REFERENCE, SCORE, cache_bytes
 from sftplay.plan.puzzles.memory import FP32
 from sftplay.plan.puzzles.shape import PuzzleModelShape
 from sftplay.plan.report.advice import Suggestion
@@ -41,6 +41,7 @@ LABELS = {
 }
 
 PHASES = {
+    START: "at the start, while the solver is whole",
     DRAW: "while completions are drawn",
     SCORE: "while completions are scored without gradients",
     "segment": "while a segment runs forward",
@@ -102,9 +103,13 @@ def describe_drawing(seen: Forecast, plan: Mapping[str, Any]) -> Iterator[str]:
     yield f"groups      {prompts} x {group} completions = {drawing} a drawing, by {rollout.engine}"
     yield f"            {seen.drawn} at a time on each process"
     yield f"            prompts of {rollout.prompt_tokens} tokens, completions of {rollout.completion_tokens}, at most"
+    shape, execution = seen.setting.shape, seen.setting.execution
+    full = cache_bytes(shape, execution, completions=seen.drawn, tokens=rollout.tokens)
     for name, parts in seen.footprint.phases.items():
         cache = parts.get(CACHE, 0.0)
         held = f", {cache / GIB:.3f} GiB of it keys and values" if cache else ""
+        if 0 < cache < full:  # the prompts take more at the beginning than everything does at the end
+            held += f", {full / GIB:.3f} GiB at full length"
         yield f"  {PHASES[name]:48} {sum(parts.values()) / GIB:9.3f} GiB{held}"
 
 
