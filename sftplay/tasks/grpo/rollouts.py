@@ -28,6 +28,7 @@ from sftplay.tasks.grpo.judge import Judge
 from sftplay.tasks.grpo.judged import Judged
 from sftplay.tasks.grpo.reference import keep_reference, no_copy_by_trl
 from sftplay.tasks.grpo.samples import cut_samples, samples_path, write_samples
+from sftplay.tasks.grpo.watch.signal_health import policy_clip_share
 from sftplay.tasks.grpo.window_state import load_window, save_window
 from sftplay.tasks.run.preflight import has_sharded_weights
 from sftplay.tasks.step.random_numbers import random_numbers_kept
@@ -214,12 +215,6 @@ class Rollouts(Base):
     def rows_not_finite(self) -> list[int]:
         """None are told apart: a completion's loss depends on its group."""
         return []
-
-
-def policy_clip_share(logs: Mapping[str, Any]) -> float | None:
-    """Share of the tokens whose ratio TRL's loss cuts off; None for a loss that cuts none off."""
-    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
-    return next((logs[name] for name in names if logs.get(name) is not None), None)
 
 
 def scaling_figures(scaler: Any, *, steps: int, taken: int) -> dict[str, float]:

@@ -18,7 +18,6 @@ from sftplay.config.schema.run import RunConfig
 from sftplay.deliver.evaluate.rewarded import content_rewards
 from sftplay.errors import RunError
 from sftplay.monitor.observer import Observer
-from sftplay.tasks.grpo.rollouts import policy_clip_share
 
 RECENT = 10
 """Drawings, or lines of metrics, over which a figure is averaged before it is judged."""
@@ -191,3 +190,9 @@ class SignalHealth(Observer, ExportableState):
             "a reward that pays parts of an answer; more grpo.num_generations and a higher grpo.temperature make "
             f"answers differ. {samples}; grpo.stop_without_signal=0 goes on",
         )
+
+
+def policy_clip_share(logs: Mapping[str, Any]) -> float | None:
+    """Share of the tokens whose ratio TRL's loss cuts off; None for a loss that cuts none off."""
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    return next((logs[name] for name in names if logs.get(name) is not None), None)
