@@ -127,8 +127,9 @@ class TrainConfig(Section):
     save_total_limit: Positive = 2
     """Number of complete checkpoints to keep. The newest and the best are never removed."""
 
-    best_metric: Literal["loss"] | None = None
-    """Keep the weights of the evaluation with the lowest held-out loss as the result. None keeps the last."""
+    best_metric: Literal["loss", "acc_t2"] | None = None
+    """Keep the weights of the best evaluation as the result. loss: that with the lowest held-out loss. acc_t2, in task
+    mode score alone: that in which most second answers are right. None keeps the last."""
 
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a lower held-out loss, and keep the best weights as the result. None
