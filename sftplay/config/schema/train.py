@@ -117,10 +117,12 @@ class TrainConfig(Section):
     """NEFTune: strength of the noise added to embeddings while training (5 is common). None adds none."""
 
     eval_steps: Positive | None = None
-    """Steps between two evaluations on the held-out rows. None means once an epoch, in task hrm ten times in all."""
+    """Steps between two evaluations on the held-out rows. None means once an epoch; in task hrm up to ten times in
+    all, and at most once a visit to each puzzle."""
 
     save_steps: Positive | None = None
-    """Steps between two checkpoints. None means once an epoch, in task hrm ten times in all."""
+    """Steps between two checkpoints. None means once an epoch; in task hrm up to ten times in
+    all, and at most once a visit to each puzzle."""
 
     save_total_limit: Positive = 2
     """Number of complete checkpoints to keep. The newest and the best are never removed."""

@@ -96,17 +96,17 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
     """Changes that could make a run smaller, the cheapest first."""
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
-        yield step_to("train.gradient_checkpointing", True)
+        yield step_to({"train.gradient_checkpointing": True})
     if train.loss_head == "standard" and cfg.task_mode != "grpo":
-        yield step_to("train.loss_head", "chunked")
+        yield step_to({"train.loss_head": "chunked"})
     if train.optim == "adamw_torch":
-        yield step_to("train.optim", "adamw_torch_fused")
+        yield step_to({"train.optim": "adamw_torch_fused"})
     if train.optim in ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit") and place.device.is_gpu:
-        yield step_to("train.optim", "adamw_8bit")
+        yield step_to({"train.optim": "adamw_8bit"})
     if mode == "full":
-        yield step_to("tuning.mode", "lora")
+        yield step_to({"tuning.mode": "lora"})
     if mode in ("full", "lora"):
-        yield step_to("tuning.mode", "qlora")
+        yield step_to({"tuning.mode": "qlora"})
     if place.world_size > 1 and cfg.task_mode != "score":
         yield from (
             Step(f"cluster.strategy={name}: the processes share the model out", {"cluster.strategy": name}, name)
@@ -123,13 +123,13 @@ def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
         return
     if cfg.task_mode == "score":
         room = cfg.score.max_new_tokens + cfg.score.max_hint_tokens
-        yield from (step_to(LENGTH, length) for length in _halves(cfg.row_tokens) if length > room)
+        yield from (step_to({LENGTH: length}) for length in _halves(cfg.row_tokens) if length > room)
         return
     yield from _shorter("cpt.block_size" if cfg.learns_documents else LENGTH, cfg.row_tokens)
 
 
 def _shorter(key: str, length: int) -> Iterator[Step]:
-    yield from (step_to(key, half) for half in _halves(length))
+    yield from (step_to({key: half}) for half in _halves(length))
 
 
 def _halves(length: int) -> Iterator[int]:
@@ -137,7 +137,7 @@ def _halves(length: int) -> Iterator[int]:
         yield length
 
 
-def step_to(key: str, value: Any) -> Step:
-    """The change of one key, as it is typed."""
-    shown = json.dumps(value) if value is None or isinstance(value, bool) else value
-    return Step(f"{key}={shown}", {key: value})
+def step_to(values: dict[str, Any]) -> Step:
+    """The change to these values by their keys, as it is typed."""
+    shown = {k: json.dumps(value) if value is None or isinstance(value, bool) else value for k, value in values.items()}
+    return Step(", ".join(f"{key}={value}" for key, value in shown.items()), values)
