@@ -51,16 +51,15 @@ def plan(args: Namespace) -> int:
     cfg = resolve_names(load_checked(args.config, args.overrides, asks_hub=False, needs_puzzles=False))
     shape = require_shape(cfg)
     machine, world_size = _planned_machine(args)
-    lengths = known_lengths(cfg)
     sizing = partial(_sized, args, machine=machine, world_size=world_size)
     sized = sizing(cfg, shape=shape)
     world_size = sized.world_size
-    place = Place(device_of(machine, world_size), world_size, lengths)
+    place = Place(device_of(machine, world_size), world_size, known_lengths(cfg))
     if args.compare:
         return _compare(args, sized, shape=shape, place=place)
     forecast = sized.forecast
     assert forecast is not None
-    work = _workload(sized.cfg, forecast, lengths=lengths)
+    work = _workload(sized.cfg, forecast, lengths=place.lengths)
     suggestions = [] if forecast.verdict == "fits" else _suggested(cfg, sized, sizing=sizing, place=place)
     if args.json:
         extra = {"suggestions": [each.as_dict() for each in suggestions], **vars(work), "notes": list(sized.notes)}
