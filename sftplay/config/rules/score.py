@@ -39,6 +39,9 @@ def broken_score_rules(cfg: RunConfig) -> Iterator[Violation]:
         yield from _devices(cfg)
         yield from broken_shard_rules(cfg)
         yield from settings_of_labels(cfg)
+    elif cfg.train.best_metric == "acc_t2" and cfg.task_mode not in ("grpo", "hrm"):
+        what = f"acc_t2 counts right second answers, and task_mode {cfg.task_mode} plays no episodes"
+        yield Violation(("train.best_metric", "task_mode"), what, fix="write train.best_metric: loss")
 
 
 def idle_score_keys(cfg: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -113,6 +113,9 @@ def _arguments(parts: TrainerParts) -> TrainingArguments:
     arguments = TrainingArguments(**{**parts.arguments, "eval_strategy": "no", "eval_steps": None})
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # the others hold other parts; the Trainer would copy the solver to each
+    # transformers would ask for evaluations of its own; those of the task say which checkpoint is the best.
+    arguments.load_best_model_at_end = parts.cfg.train.best_metric is not None
+    arguments.metric_for_best_model, arguments.greater_is_better = parts.cfg.train.best_metric, True
     return arguments
 
 

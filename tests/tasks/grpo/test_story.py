@@ -75,6 +75,10 @@ def test_the_warm_model_learns_to_pass_the_tests(kit: Kit, shown: str):
     last = [line for step in range(19, 29) for line in lines(run / "samples" / f"step-{step}.jsonl")]
     assert fmean(line["rewards"]["tests"] == 1.0 for line in last) >= 0.85
     assert {line["verdict"]["status"] for line in last}.isdisjoint({"infra"})
+    measured = lines(run / "metrics.jsonl")[-1]
+    step = lines(run / "samples" / "step-28.jsonl")
+    assert measured["sandbox/ok"] == pytest.approx(fmean(line["verdict"]["status"] == "ok" for line in step))
+    assert measured["found/labelled"] == pytest.approx(fmean(line["verdict"]["how"] == "labelled" for line in step))
     assert {line["verdict"].get("executor") for line in last} <= {"bwrap", "landlock", None}
     for step in (0, 14, 28):
         assert json.loads((run / "eval" / f"step-{step}.json").read_text())["n"] == 9

@@ -178,9 +178,7 @@ def test_the_state_has_the_precision_of_the_run_and_the_weights_are_fp32(precisi
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-def test_a_checkpoint_of_another_number_of_processes_or_other_puzzles_is_refused(
-    whole: Finished, puzzles: Path, tmp_path: Path
-):
+def test_a_checkpoint_of_other_puzzles_is_refused(whole: Finished, tmp_path: Path):
     cfg, folder = new_hrm_run(tmp_path, write_puzzles(tmp_path / "other", seed=1))
     checkpoint = whole.folder.checkpoints / "checkpoint-4"
     changed = whole.cfg.with_values({"train.resume": str(checkpoint), "data.train_path": cfg.data.train_path}, "test")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from sftplay.deliver.infer.generate import Generator
 from sftplay.deliver.infer.sampling import AHEAD, DrawByRow, seed_of
 from sftplay.errors import RunError
 from sftplay.model.toys.digits import ID, DigitsRecipe, make_digits
+from sftplay.monitor.out_of_memory import OutOfMemory
 from sftplay.plan.sizing.decisions import RATES
 from sftplay.tasks.score.episodes.drawing import Action, RecordedSampling, draw_actions, padded_tokens
 from sftplay.tasks.score.episodes.figures import diagnosis, edit_ratio, is_leaked, turn_figures
+from sftplay.tasks.score.episodes.play import Player
 from sftplay.tasks.score.episodes.templates import Template, make_templates, tokens_of, tokens_of_each, without_middle
 from sftplay.tasks.score.learning.schedule import rates_of
 
@@ -45,6 +49,22 @@ def test_a_prompt_holds_the_sampled_ids_as_they_are(digits: Path):
     assert templates.guide.filled(known, room=30) == ids("1+3=2?")
     # Ids that no text has: a retokenised text could not bring them back.
     assert templates.guide.filled({**known, "attempt": [0, 0]}, room=30) == [*ids("1+3="), 0, 0, *ids("?")]
+
+
+def test_a_shortage_in_drawing_of_models_in_shards_names_the_rows_and_what_to_lower(digits: Path):
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = AutoModelForCausalLM.from_pretrained(digits)
+    model.register_forward_pre_hook(run_out)
+    cast: Any = SimpleNamespace(speaking=lambda _: nullcontext(model))
+    tree = {"task_mode": "score", "model": {"name": "m"}, "score": {"placement": "sharded", "generation_rows": 2}}
+    renderer = Renderer.prove(AutoTokenizer.from_pretrained(digits), None, samples=[])
+    player = Player(RunConfig.model_validate(tree), cast, renderer=renderer)
+    with pytest.raises(OutOfMemory, match=r"out of memory in generation: 2 rows at a time.*2\.00 GiB") as caught:
+        player._draw([ids("1+3=")] * 3, "solver", numbers=range(3), seed=1, temperature=1.0, longest=2)
+    assert caught.value.fix == "lower score.generation_rows, then `make resume`"
+    assert caught.value.batch_size is None  # smaller micro-batches of learning would change nothing
 
 
 def test_the_middle_of_the_attempt_is_cut_and_problem_and_hint_survive():
