@@ -7,7 +7,7 @@ other hardware use, then shorter rows. Nothing is ever changed by itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +50,28 @@ class Step:
 def suggest(cfg: RunConfig, shape: ModelShape, *, place: Place) -> list[Suggestion]:
     """Changes that make a run fit with one row a micro-batch; where no single one does, all of them added up in order.
 
-    `cfg` has no `auto` besides its sizes.
+    `cfg` has no `auto` besides its sizes, and is not one of two-turn episodes (`episode_advice`).
     """
-    single = [_try(cfg, shape, place=place, steps=[step]) for step in _steps(cfg, place)]
-    if fitting := [each for each in single if each.fits]:
+    steps = list(steps_of(cfg, place))
+    return first_that_fit(steps, lambda tried: _try(cfg, shape, place=place, steps=tried), together=added_up(steps))
+
+
+def first_that_fit(
+    steps: Sequence[Step], attempt: Callable[[list[Step]], Suggestion | None], *, together: Iterable[list[Step]]
+) -> list[Suggestion]:
+    """What fits of the steps alone, else the first that fits of those `together`, else the last of these.
+
+    An attempt is None where the steps contradict the config or each other.
+    """
+    single = [attempt([step]) for step in steps]
+    if fitting := [each for each in single if each and each.fits]:
         return fitting[:ENOUGH]
     found: list[Suggestion] = []
-    for steps in added_up(_steps(cfg, place)):
-        found.append(_try(cfg, shape, place=place, steps=steps))
-        if found[-1].fits:
-            return [found[-1]]
+    for tried in together:
+        seen = attempt(tried)
+        found += [seen] if seen else []
+        if seen and seen.fits:
+            return [seen]
     return found[-1:]
 
 
@@ -80,7 +92,8 @@ def _try(cfg: RunConfig, shape: ModelShape, *, place: Place, steps: list[Step]) 
     return Suggestion(", ".join(step.change for step in steps), seen.peak_bytes, seen.verdict == "fits")
 
 
-def _steps(cfg: RunConfig, place: Place) -> Iterator[Step]:
+def steps_of(cfg: RunConfig, place: Place) -> Iterator[Step]:
+    """Changes that could make a run smaller, the cheapest first."""
     train, mode = cfg.train, cfg.tuning.mode
     if not train.gradient_checkpointing:
         yield step_to({"train.gradient_checkpointing": True})
